@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .pipeline.flags import (
-    PRECOMPUTE_FLAGS,
-    SCORE_FLAGS,
-    ConfigFile,
-    Part,
-    Sets,
-    with_flags,
-)
+from .pipeline.flags import ConfigFile, Part, Sets, with_flags
 from .pipeline.round_commands import add_to
 from .pipeline.signals import stop_signals, stop_with_launcher
 from .pipeline.terminal import (
@@ -35,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .pipeline.settings import Settings
+    from .schemas.option import Command
 
 app = typer.Typer(
     name="align",
@@ -117,7 +111,7 @@ def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> N
 
 
 @app.command("precompute-ref")
-@with_flags(PRECOMPUTE_FLAGS)
+@with_flags("precompute-ref")
 def precompute_ref(
     flags: dict[str, Any],
     data: Data = None,
@@ -137,8 +131,10 @@ def precompute_ref(
     from .stages.model.reference import HfReference
     from .stages.storage.digest_memory import own_digests
 
-    command = "precompute-ref"
-    given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
+    loaded = load_settings(
+        flags, sets or [], file=config, data=data or [], command="precompute-ref"
+    )
+    given = loaded.config
     share = share_of(part, os.environ)
     require_model(given, share)
     local = with_local_inputs(given)
@@ -158,7 +154,7 @@ def precompute_ref(
 
 
 @app.command()
-@with_flags(SCORE_FLAGS)
+@with_flags("score")
 def score(
     flags: dict[str, Any],
     data: Data = None,
@@ -175,7 +171,7 @@ def score(
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
-    command = "score --from-labels" if from_labels else "score"
+    command: Command = "score --from-labels" if from_labels else "score"
     loaded = load_settings(flags, sets or [], file=config, data=data or [], command=command)
     settings = loaded.config
     if from_labels == bool(settings.rewards.model):
@@ -205,7 +201,9 @@ add_training_to(app)
 
 
 @app.command()
+@with_flags("sweep")
 def sweep(
+    flags: dict[str, Any],
     methods: Annotated[list[str], typer.Option("--method", help="A method; repeatable.")],
     vary: Annotated[
         list[str] | None, typer.Option(help="SETTING=V1,V2,… to try; repeatable.")
@@ -215,10 +213,6 @@ def sweep(
     output: Annotated[
         str, typer.Option(help="Each run gets a folder in it.", metavar="PATH")
     ] = "align-sweep",
-    cache: Annotated[str | None, typer.Option(help="A cache made by precompute-ref.")] = None,
-    resume: Annotated[
-        Literal["never", "auto"] | None, typer.Option(help="auto: continue where a sweep stopped.")
-    ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
@@ -228,7 +222,6 @@ def sweep(
     from .pipeline.trials import trials_of, varied_by
 
     def load(more: Sequence[str]) -> Settings:
-        flags = {"train.cache": cache, "train.resume": resume}
         return load_settings(flags, [*(sets or []), *more], file=config, command="sweep")
 
     short = {"method.beta": beta, "train.lr": lr}

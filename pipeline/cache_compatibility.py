@@ -29,6 +29,8 @@ from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest, load_plan
 from ..stages.storage.objects import Location, location
 from ..stages.storage.shards import iter_row_groups, parse_row_ids, read_shard
+from .declared import binds
+from .settings import flatten
 
 logger = logging.getLogger("align")
 
@@ -49,7 +51,6 @@ def fingerprint(
     converts_tools: bool,
 ) -> dict[str, str]:
     """Everything that the bytes of the cache depend on, by name."""
-    tokens, cache = config.tokens, config.cache
     wrap = config.data.wrap
     return {
         "format": str(FORMAT_VERSION),
@@ -58,21 +59,13 @@ def fingerprint(
         **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
         **({TOOLS: "converted"} if converts_tools else {}),  # once they were rendered as given
         **tokenizer,
-        "tokens.max_length": str(tokens.max_length),
-        "tokens.max_prompt_length": str(tokens.max_prompt_length),
-        "tokens.prompt_side": tokens.prompt_side,
-        "tokens.bos": tokens.bos,
-        "tokens.eos": tokens.eos,
-        "tokens.boundary": tokens.boundary,
-        "tokens.date": tokens.date,
-        KL_PAIRS: str(cache.kl_pairs),
-        "cache.seed": str(cache.seed),
-        "cache.token_logps": str(cache.token_logps).lower(),
-        "cache.rows_per_shard": str(cache.rows_per_shard),
-        "cache.tokens_per_shard": str(cache.tokens_per_shard),
-        "scoring.tokens_per_batch": str(config.scoring.tokens_per_batch),
+        **{name: _text(value) for name, value in flatten(config).items() if binds(name, "cache")},
         **model,
     }
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:

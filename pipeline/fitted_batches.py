@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..schemas.checkpoint import FittedBatches
-from ..schemas.config import Config, TrainOptions
+from ..schemas.config import Config
 from ..schemas.errors import CorruptionError
 from ..schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ..schemas.train_options import TrainOptions
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder
 

@@ -14,10 +14,11 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ..schemas.config import LoraOptions, ModelOptions, TrainOptions
+from ..schemas.config import ModelOptions
 from ..schemas.errors import UsageError
 from ..schemas.methods import Head
 from ..schemas.rows import Tree
+from ..schemas.train_options import LoraOptions, TrainOptions
 from ..stages.engine.deepspeed_config import PRESETS, Circumstances, engine_config
 from ..stages.engine.held_memory import Elements, Held, Setting, held_memory
 from ..stages.model.load import DTYPES, add_lora, empty_model

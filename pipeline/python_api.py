@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from ..schemas.checkpoint import How
+    from ..schemas.option import Command
     from ..stages.tracking.journal import Callback
     from ..stages.tracking.progress import Progress
     from .precompute import PrecomputeResult
@@ -163,7 +164,7 @@ class TrainingRun:
 
 
 def _loaded(
-    command: str,
+    command: Command,
     flags: Mapping[str, AnyPath | None],
     settings: Mapping[str, Any] | None,
     config: AnyPath | None,

@@ -31,6 +31,7 @@ from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
 from ..stages.storage.run_store import RunStore, run_folder_of, run_store_of
+from .declared import binds
 from .run_upload import require_one_machine, uploaded
 from .settings import as_absolute, run_settings, signed_settings
 
@@ -265,7 +266,7 @@ def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]
         name: f"{name}: begun with {_shown(begun, name)}, now {_shown(now, name)}"
         for name in changed
     }
-    if wrong := [lines[name] for name in changed if name not in CHANGES_LENGTH]:
+    if wrong := [lines[name] for name in changed if not binds(name, "length")]:
         listed = "\n  ".join(wrong)
         raise FingerprintError(
             f"This run was begun with other settings. What differs:\n  {listed}\n"
@@ -281,39 +282,10 @@ def _shown(settings: Mapping[str, str], name: str) -> str:
 
 
 PACKAGES = ("torch", "transformers", "deepspeed")
-# What may change between two parts of a run: nothing that is learned depends on it.
-MAY_CHANGE = {
-    "train.deepspeed",  # what it makes the engine compute is compared instead
-    "train.cache",  # its root is compared instead
-    "train.eval_cache",  # likewise
-    "train.model",  # the digests of its files are compared instead
-    "train.output",
-    "train.resume",
-    "train.max_time",
-    "train.tokens_per_batch",
-    "train.sequence_parallel",
-    "train.gradient_checkpointing",
-    "train.checkpoint_offload",
-    "train.eval_every",
-    "train.eval_table",
-    "train.eval_text",
-    "train.limit_eval_batches",
-    "train.log_every",
-    "train.save_every",
-    "train.save_minutes",
-    "train.keep_last",
-    "train.best",
-    "train.nonfinite_limit",
-    "train.other_sampling",
-    "lora.merge",
-}
 # What only says where in the ranks values lie; quantized ones are others.
 IS_OF_SPREAD = re.compile(
     r"deepspeed (train_batch_size$|data_types\.|zero_optimization\.(?!.*quantized))"
 ).match
-# What may change as well, but makes the whole another run than one that was never stopped.
-CHANGES_LENGTH = {"train.epochs", "train.max_steps"}
-SECTIONS = ("train", "lora", "method")
 
 
 def versions() -> dict[str, str]:
@@ -323,11 +295,7 @@ def versions() -> dict[str, str]:
 
 def binding(settings: Mapping[str, Any]) -> dict[str, str]:
     """The settings that have to be the same in all parts of a run, or that change its length."""
-    return {
-        name: repr(value)
-        for name, value in settings.items()
-        if name.partition(".")[0] in SECTIONS and name not in MAY_CHANGE
-    }
+    return {name: repr(value) for name, value in settings.items() if binds(name, "run", "length")}
 
 
 def job_settings(job: TrainingJob) -> dict[str, str]:

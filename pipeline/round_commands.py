@@ -9,16 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..schemas.errors import UsageError
-from .flags import (
-    JUDGE_FLAGS,
-    ROUNDS_FLAGS,
-    SAMPLE_FLAGS,
-    SELECT_FLAGS,
-    ConfigFile,
-    Part,
-    Sets,
-    with_flags,
-)
+from .flags import ConfigFile, Part, Sets, with_flags
 from .terminal import begin_work, recorded_by_first, say, say_once
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Files or folders with prompts.")]
@@ -36,7 +27,7 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@with_flags(SAMPLE_FLAGS)
+@with_flags("sample")
 def sample(
     flags: dict[str, Any],
     prompts: Prompts = None,
@@ -64,7 +55,7 @@ def sample(
     (say if share and made.manifest else say_once)(made.text())
 
 
-@with_flags(JUDGE_FLAGS)
+@with_flags("judge")
 def judge(
     flags: dict[str, Any],
     samples: Samples = None,
@@ -97,7 +88,7 @@ def judge(
     (say if share and made.manifest else say_once)(made.text())
 
 
-@with_flags(SELECT_FLAGS)
+@with_flags("select")
 def select(
     flags: dict[str, Any], judged: Judged, config: ConfigFile = None, sets: Sets = None
 ) -> None:
@@ -109,7 +100,7 @@ def select(
     say(run_select(given.config, judged).text())
 
 
-@with_flags(ROUNDS_FLAGS)
+@with_flags("rounds")
 def rounds(
     flags: dict[str, Any],
     config: Annotated[Path, typer.Argument(help="An align.yaml with the settings of all rounds.")],

@@ -13,10 +13,11 @@ from ..stages.methods.table import recipe_of
 from ..stages.model.folder_check import require_peft
 from ..stages.storage.objects import require_on_disk
 from ..stages.storage.rounds_folder import RoundsFolder
+from .declared import set_by
 from .object_inputs import local_model, with_local_inputs
 from .precompute_plan import require_model
 from .round_prompts import split_prompts
-from .rounds_plan import OWN, RoundsJob
+from .rounds_plan import RoundsJob
 from .samplers import sampling_of
 from .settings import Settings, as_absolute
 from .train_checks import require_fixed_reference, require_own_samples
@@ -56,7 +57,7 @@ def _require_alone() -> None:
 def _require_free(settings: Settings) -> None:
     """Refuses settings that every round would override."""
     config = as_absolute(settings.config)
-    for name, way in OWN.items():
+    for name, way in set_by("rounds").items():
         is_given = settings.origins.get(name) == "--set"
         if is_given or (name in REFUSED_IN_FILES and config[name]):
             instead = f" Set {way}." if way else " Leave it out."

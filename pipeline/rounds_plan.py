@@ -19,44 +19,11 @@ from ..stages.model.model_folder import model_identity
 from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.rounds_folder import OneRound, RoundsFolder
+from .declared import binds, set_by
 from .judge import LANGUAGE
 from .language_judge import judge_sampler
-from .resume import binding
 from .round_prompts import PromptSplit, content_digest
 from .settings import Settings, as_absolute
-
-# What rounds set for each verb, and what is to be set in its place.
-OWN = {
-    "train.cache": "rounds.output",
-    "train.model": "model.path",
-    "train.output": "rounds.output",
-    "train.resume": "",
-    "train.other_reference": "rounds.reference",
-    "cache.output": "rounds.output",
-    "sample.output": "rounds.output",
-    "sample.answers": "rounds.output",
-    "judge.output": "rounds.output",
-    "judge.answers": "rounds.output",
-    "judge.against": "",
-    "select.output": "rounds.output",
-}
-# Sections whose settings a round depends on, and those of them that only say where or how fast.
-SECTIONS = ("tokens", "cache", "sample", "judge", "select", "rounds")
-FREE = {
-    *OWN,
-    "cache.reuse",
-    "cache.reuse_known",
-    "tokens.chat_template",
-    "judge.model",
-    "judge.template",
-    "rounds.output",
-    "rounds.count",
-    "rounds.min_win_rate",
-    "rounds.max_length_growth",
-    "rounds.show_text",
-}
-ALSO = ("model.dtype", "model.attention", "scoring.tokens_per_batch")
-OF_SERVER = ("server.model", "server.revision")
 
 
 @dataclass(frozen=True)
@@ -155,24 +122,17 @@ class RoundsJob:
         )
         lora = replace(self.config.lora, merge=self.config.lora.enabled)
         config = replace(self.config, model=reference, train=train, lora=lora)
-        origins = {name: of for name, of in self.settings.origins.items() if name not in OWN}
+        own = set_by("rounds")
+        origins = {name: of for name, of in self.settings.origins.items() if name not in own}
         return Settings(config, origins)
 
     def bound_settings(self) -> dict[str, str]:
         """The settings that every round depends on."""
-        config = as_absolute(self.config)
-        named = (
-            name
-            for name in config
-            if name.partition(".")[0] in SECTIONS or name in self._also
-            if name not in FREE
-        )
-        trained = {name: of for name, of in binding(config).items() if name not in FREE}
-        return {**{name: repr(config[name]) for name in named}, **trained}
-
-    @property
-    def _also(self) -> tuple[str, ...]:
-        return (*ALSO, *OF_SERVER) if self.config.server.url else ALSO
+        return {
+            name: repr(value)
+            for name, value in as_absolute(self.config).items()
+            if binds(name, "round") and (self.config.server.url or not name.startswith("server."))
+        }
 
     def made_from(self, number: int, earlier: RoundRecord | None) -> dict[str, str]:
         """What a round is made from, by digest; `earlier` is the round before."""

@@ -17,41 +17,17 @@ import yaml
 from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, UsageError
 from ..schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
+from ..schemas.option import Command
 from ..schemas.safe_text import MASK, hear, masked, masked_address
 from ..stages.storage import fs
 from ..stages.storage.local_copies import keep_copies_in
 from ..stages.storage.objects import is_remote
 from ..stages.storage.run_folder import RunFolder
+from .declared import paths
 from .flags import require_used
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
-# Relative paths in a config file are relative to that file.
-LOCATED = {
-    "model.path",
-    "model.adapter",
-    "tokens.chat_template",
-    "data.files",
-    "cache.output",
-    "cache.reuse",
-    "train.cache",
-    "train.model",
-    "train.output",
-    "train.deepspeed",
-    "train.eval_cache",
-    "rewards.model",
-    "rewards.output",
-    "sample.output",
-    "sample.answers",
-    "judge.output",
-    "judge.answers",
-    "judge.model",
-    "judge.template",
-    "judge.against",
-    "select.output",
-    "rounds.output",
-    "objects.folder",
-}
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")
 
 
@@ -88,7 +64,7 @@ def load_settings(
     file: Path | None,
     data: Sequence[str] = (),
     near: Sequence[str] = (),
-    command: str = "config",
+    command: Command = "config",
 ) -> Settings:
     """Later sources win: defaults, config file, environment, flags, --set.
 
@@ -246,7 +222,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict | None):
         raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
     values = _flat(content or {}, str(path))
-    for name in LOCATED & values.keys():
+    for name in paths() & values.keys():
         values[name] = _at_home(values[name], f"{path}: {name}")
     return _from_where_it_lies(values, path.parent)
 
@@ -266,7 +242,7 @@ def _at_home(value: Any, where: str) -> Any:
 
 
 def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for name in LOCATED & values.keys():
+    for name in paths() & values.keys():
         # What train.deepspeed names is a file, and not a preset, when it ends so.
         if name != "train.deepspeed" or str(values[name]).endswith(".json"):
             values[name] = _located(values[name], folder)

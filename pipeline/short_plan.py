@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..schemas.config import TrainOptions
 from ..schemas.errors import counted
+from ..schemas.train_options import TrainOptions
 from ..stages.engine.deepspeed_compat import whole_numel
 from ..stages.engine.held_memory import Setting, held_memory
 from ..stages.feed.loader import CacheFeed

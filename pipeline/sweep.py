@@ -21,13 +21,14 @@ from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
 from ..stages.tracking.progress import Progress
+from .declared import set_by
 from .mlflow_sync import recorded_work
 from .policy_identity import PolicyDigests, digest_policies
 from .settings import Settings
 from .signals import WAY_ON
 from .train import naming_lost_peers, shard_columns, train_in
 from .training_job import TrainingJob, open_training
-from .trials import OWN, SweepResult, Trial, TrialResult, sweep_page, values_of
+from .trials import SweepResult, Trial, TrialResult, sweep_page, values_of
 
 Load = Callable[[Sequence[str]], Settings]
 
@@ -74,9 +75,10 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
 
 def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
     """Refuses a --set that every run would override."""
-    for name in (*OWN, *values_of(trials)):
+    own = set_by("sweep")
+    for name in (*own, *values_of(trials)):
         if given.origins.get(name) == "--set":
-            way = OWN.get(name, "--vary")
+            way = own.get(name, "--vary")
             raise UsageError(f"--set {name}: the sweep sets it in every run. Use {way} alone.")
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.cache import Manifest
-from ..schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
+from ..schemas.config import ModelOptions, TokenOptions
 from ..schemas.errors import FingerprintError, UsageError, closest, counted, did_you_mean
 from ..schemas.rows import Role
 from ..schemas.samples import Drawing
+from ..schemas.train_options import LoraOptions, TrainOptions
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ..stages.engine.optimizers import KINDS
 from ..stages.feed.conversions import Reading, ScoreRules, Threshold

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..schemas.errors import UsageError
-from .flags import TRAIN_FLAGS, ConfigFile, Sets, with_flags
+from .flags import ConfigFile, Sets, with_flags
 from .terminal import begin_work, say_once
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def add_training_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@with_flags(TRAIN_FLAGS)
+@with_flags("train")
 def train(
     flags: dict[str, Any],
     dry_run: Annotated[
@@ -55,7 +55,7 @@ def train(
     say_once(run_training(job, progress=begin_work()).text())
 
 
-@with_flags(TRAIN_FLAGS)
+@with_flags("plan")
 def plan(
     flags: dict[str, Any],
     gpu: Annotated[

@@ -10,8 +10,9 @@ from typing import Any
 
 from ..schemas.batches import Engine, World
 from ..schemas.cache import Manifest
-from ..schemas.config import Config, ModelOptions, TrainOptions
+from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
+from ..schemas.train_options import TrainOptions
 from ..stages.engine.deepspeed_config import Circumstances, engine_config, stage_of
 from ..stages.feed.conversions import Reading
 from ..stages.feed.loader import CacheFeed

@@ -16,11 +16,9 @@ from ..stages.report.charts import Form, Series, chart
 from ..stages.report.html_page import render_page
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import EVAL
+from .declared import set_by
 from .run_report import Curves, Measured, Trained, curves, read_history
 from .settings import parse_varied
-
-# What a sweep sets in every run, and how it is named.
-OWN = {"train.method": "--method", "train.output": "--output"}
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
     """Parses --vary; refuses a setting given twice, and those that a sweep sets itself."""
     names = [text.partition("=")[0] for text in texts]
     for name in names:
-        if name in OWN:
-            raise UsageError(f"--vary {name}: a sweep sets it itself. Use {OWN[name]}.")
+        if way := set_by("sweep").get(name):
+            raise UsageError(f"--vary {name}: a sweep sets it itself. Use {way}.")
         if names.count(name) > 1:
             raise UsageError(f"{name} is varied twice. Give all of its values at once.")
     return parse_varied(texts)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schemas.batches import World
-from ..schemas.config import TrainOptions
 from ..schemas.rows import Tree
+from ..schemas.train_options import TrainOptions
 from ..stages.feed.cache_index import RowTable
 from ..stages.feed.step_plan import BatchAssignment, FeedSettings, Pass, StepPlan, num_steps
 from ..stages.feed.step_plan import training_pass as whole_pass

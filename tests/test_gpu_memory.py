@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from align.pipeline.memory_plan import MemoryPlanner, Planned
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree, allowed_gaps
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world

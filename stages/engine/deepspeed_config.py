@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.train_options import TrainOptions
 from .optimizers import completed_block, optimizer_block, require_fitting_stage
 
 

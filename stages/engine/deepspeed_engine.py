@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.batches import Engine, Update, World
-from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
+from ...schemas.train_options import TrainOptions
 from . import deepspeed_state, distributed
 from .cpu_adam import has_cpu_adam
 from .deepspeed_compat import (

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...schemas.config import TrainOptions
+from ...schemas.train_options import TrainOptions
 from .optimizers import KINDS, offloads_optimizer
 
 FLOAT, HALF = 4, 2  # bytes

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
+from ...schemas.train_options import TrainOptions
 from .update_rules import Lion, Muon
 
 OWN = "align."  # begins the type of an optimizer that DeepSpeed is given, not asked for

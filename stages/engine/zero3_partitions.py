@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.batches import World
-from ...schemas.config import TrainOptions
+from ...schemas.train_options import TrainOptions
 from .deepspeed_compat import (
     deepspeed,
     gather,

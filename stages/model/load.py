@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...schemas.config import LoraOptions, ModelOptions
+from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
+from ...schemas.train_options import LoraOptions
 from .folder_check import require_adapter, require_plain_folder
 from .lora_targets import named_targets, require_all_adapted
 from .model_folder import adapter_tensors, model_config, stored_dtype

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.batches import Partitions, SequenceGroup
-from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
+from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
+from ...schemas.train_options import LoraOptions, TrainOptions
 from .flex_attention import why_no_flex
 from .fused_head import output_head
 from .fused_head_backward import call_head_for_logps

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize
-from ...schemas.config import TrainOptions
 from ...schemas.errors import MemoryLimitError, NonFiniteError
 from ...schemas.methods import Mean, Step
+from ...schemas.train_options import TrainOptions
 from ..methods.recipe import LOSS, MethodState, Recipe
 from ..model.live_memory import is_out_of_memory
 from ..storage.failpoints import reach

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...schemas.batches import Engine, MicroBatch, StepBatch
-from ...schemas.config import TrainOptions
 from ...schemas.methods import ROUTING, Branches, Mean, Metric, Step, Tokens
+from ...schemas.train_options import TrainOptions
 from ..methods.modifiers import sums_of
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
 from ..methods.rewards import with_margin

@@ -24,8 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from align.pipeline.memory_plan import MemoryPlanner, Planned
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_config import Circumstances
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world

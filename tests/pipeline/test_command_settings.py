@@ -8,11 +8,12 @@ import pytest
 from typer.main import get_command
 
 from align import cli
-from align.pipeline.flags import READS, reads
+from align.pipeline.declared import facts_of, reads, set_by
 from align.pipeline.settings import flatten, load_settings
 from align.pipeline.training_job import open_training
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
+from align.schemas.option import COMMANDS
 from support.command import refusal
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -22,10 +23,23 @@ SETTING_COMMANDS = ("precompute-ref", "score", "score --from-labels", "train", "
 VALUES = {bool: "true", int: "3", float: "0.5", list: "[a]", dict: "{a: b}"}
 
 
+def test_commands_that_take_settings_are_those_that_declarations_name():
+    taking = {
+        name
+        for name, command in get_command(cli.app).commands.items()
+        if any(parameter.name == "sets" for parameter in command.params)
+    }
+    assert {command.partition(" ")[0] for command in COMMANDS} == taking
+
+
+def test_what_rounds_set_themselves_can_be_set_where_the_refusal_says():
+    assert {*set_by("rounds").values()} <= {"", *SETTINGS}
+    assert set_by("rounds").keys() <= {*SETTINGS}
+
+
 def test_a_set_is_used_or_refused_by_name():
-    assert {command.partition(" ")[0] for command in READS} == {*get_command(cli.app).commands}
     for name in SETTINGS:
-        assert any(reads(command, name) for command in READS if command != "config"), name
+        assert facts_of(name).read_by, name
         text = f"{name}={value_of(name)}"
         for command in SETTING_COMMANDS:
             if reads(command, name):

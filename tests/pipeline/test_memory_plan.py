@@ -13,8 +13,8 @@ from align.pipeline.run_plan import GivenRows, PlanRequest, plan_run
 from align.pipeline.settings import load_settings
 from align.pipeline.workload import RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
-from align.schemas.config import TrainOptions
 from align.schemas.rows import Tree
+from align.schemas.train_options import TrainOptions
 from align.stages.engine.held_memory import Elements, Setting, held_memory
 from align.stages.methods.table import recipe_of
 from align.stages.model.fused_head_backward import call_head_for_logps

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from align.pipeline.train import run_training
-from align.schemas.config import LoraOptions
 from align.schemas.rows import Role
+from align.schemas.train_options import LoraOptions
 from support.rounding import NATS
 from support.stage_one import Silent
 from support.training_world import job_of

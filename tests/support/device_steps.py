@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from align.schemas.batches import Cursor, Update
-from align.schemas.config import LoraOptions, TrainOptions
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.train_source import open_source

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from align.schemas.config import TrainOptions
 from align.schemas.errors import StorageError
+from align.schemas.train_options import TrainOptions
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import agreed
 from support.rounding import EPSILON, UNIT, apart

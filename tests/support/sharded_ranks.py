@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_config import Circumstances
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.zero3_partitions import open_partitions

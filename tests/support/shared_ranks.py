@@ -6,8 +6,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.attention import flex_attention
 
-from align.schemas.config import LoraOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import LoraOptions
 from align.stages.engine.distributed import in_groups, sequence_group
 from align.stages.model.load import add_lora
 from align.stages.model.logprobs import ScoringPath, tree_logps

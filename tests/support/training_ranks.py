@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from align.schemas.config import LoraOptions, TrainOptions
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.methods.table import METHODS
 from support.listed_experts import train_listed
 from support.method_steps import MPO

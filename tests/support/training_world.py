@@ -18,13 +18,12 @@ from align.schemas.config import (
     CacheOptions,
     Config,
     DataOptions,
-    LoraOptions,
     ModelOptions,
     TokenOptions,
     TrackingOptions,
-    TrainOptions,
 )
 from align.schemas.file_version import digest_anew
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.demo.preferences import draw_preferences, paired, unpaired
 from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.engine.distributed import in_groups

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from align.schemas.config import TrainOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import TrainOptions
 from align.stages.engine.deepspeed_config import PRESETS, Circumstances, engine_config
 
 HERE = Circumstances(dtype="float32", hidden_size=64, world_size=4)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.optimizers import KINDS, most_states, optimizer_block
 from align.stages.engine.update_rules import Lion, Muon, orthogonalized
 from align.stages.model.policy import load_policy

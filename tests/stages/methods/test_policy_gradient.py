@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from align.pipeline.train_checks import reading_of
-from align.schemas.config import TrainOptions
+from align.schemas.train_options import TrainOptions
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.policy_gradient import estimates_of, group_advantages
 from align.stages.methods.table import METHODS, options_of, recipe_of

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model import quantized_base
 from align.stages.model.load import add_lora, load_model
 from align.stages.model.lora_targets import adapts_experts

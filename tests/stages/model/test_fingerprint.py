@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.load import load_causal_lm
 from align.stages.model.model_folder import (
     adapter_digest,

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model import flex_attention, logprobs
 from align.stages.model.flex_attention import (
     BLOCK,

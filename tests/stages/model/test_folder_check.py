@@ -11,8 +11,9 @@ from contextlib import nullcontext
 import huggingface_hub
 import pytest
 
-from align.schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
+from align.schemas.config import ModelOptions, TokenOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.data.tokenizer import load_tokenizer
 from align.stages.model.folder_check import require_plain_folder
 from align.stages.model.load import load_causal_lm

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference

@@ -9,9 +9,10 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_state import whole_weights
 from align.stages.model.load import load_causal_lm, quiet
 from align.stages.model.policy import load_policy

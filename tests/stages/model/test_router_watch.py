@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, MixtralForSequenceClassification
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.router_watch import RouterWatch
 from align.stages.train.router_balance import router_facts, router_share

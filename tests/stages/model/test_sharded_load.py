@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from align.schemas.config import ModelOptions, TrainOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import TrainOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.model.load import load_model, unused_weights
 from align.stages.model.sharded_load import load_sharded

@@ -8,9 +8,9 @@ import psutil
 import pytest
 import torch
 
-from align.schemas.config import TrainOptions
 from align.schemas.errors import CorruptionError
 from align.schemas.methods import Mean
+from align.schemas.train_options import TrainOptions
 from align.stages.methods.recipe import Outcome
 from align.stages.train import throughput as meter_module
 from align.stages.train.step import Sums, added, finite, learning_rate, warmup_steps

@@ -1,0 +1,208 @@
+"""The settings of training: of the policy, and of an adapter in its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .option import TRAINERS, TRAINING, option
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The policy and how it learns."""
+
+    method: str = option(
+        "",
+        "kto, dpo or orpo; `align methods` lists them",
+        on=(*TRAINERS, "rounds"),
+        instead={"sweep": "--method"},
+    )
+    cache: str = option(
+        "",
+        "folder of the cache; empty: the one of cache.output",
+        on=TRAINING,
+        is_path=True,
+        binds=(),  # its root is compared instead
+        instead={"rounds": "rounds.output"},
+    )
+    model: str = option(
+        "",
+        "folder of the policy; empty: the reference the cache was made with",
+        on=TRAINERS,
+        is_path=True,
+        binds=(),  # the digests of its files are compared instead
+        instead={"rounds": "model.path"},
+    )
+    output: str = option(
+        "align-run",
+        "folder of the run",
+        on=TRAINERS,
+        is_path=True,
+        binds=(),
+        instead={"rounds": "rounds.output", "sweep": "--output"},
+    )
+    epochs: int = option(1, "times every row is seen", ge=1, on=TRAINERS, binds=("length", "round"))
+    max_steps: int = option(
+        0,
+        "stop after so many optimizer steps; 0: no limit",
+        ge=0,
+        on=TRAINERS,
+        binds=("length", "round"),
+    )
+    max_time: str = option(
+        "",
+        "save and stop after this long, for example 3h30m; empty: no limit",
+        on=TRAINERS,
+        binds=(),
+    )
+    batch_size: int = option(
+        64, "global batch: rows per optimizer step over all ranks", ge=1, on=TRAINERS
+    )
+    tokens_per_batch: int = option(
+        0,
+        "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU",
+        ge=0,
+        on=TRAINERS,
+        binds=(),
+    )
+    lr: float = option(1e-6, "highest learning rate", ge=0, on=TRAINERS)
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "cosine", "how it falls afterwards", on=TRAINERS
+    )
+    min_lr: float = option(0.0, "where it ends, as a share of lr", ge=0, le=1)
+    warmup: float = option(
+        0.1, "steps it takes to rise; below 1: a share of all steps", ge=0, on=TRAINERS
+    )
+    weight_decay: float = option(0.0, "decoupled; not of biases and norms", ge=0)
+    beta1: float = option(0.9, "of adamw, adamw8bit, lion and muon", ge=0)
+    beta2: float = option(0.999, "of adamw, adamw8bit, lion and muon", ge=0)
+    epsilon: float = option(1e-8, "of adamw, adamw8bit and muon", ge=0)
+    max_grad_norm: float = option(
+        1.0, "longer gradients are shortened to this; 0: never", ge=0, on=TRAINERS
+    )
+    seed: int = option(0, "orders the rows and draws dropout", on=TRAINERS)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "auto: the dtype the policy's weights are stored in", on=TRAINERS
+    )
+    dropout: bool = option(False, "keep the dropout that the model's config asks for")
+    gradient_checkpointing: bool = option(False, "less memory for a third more computing", binds=())
+    checkpoint_offload: bool = option(
+        False,
+        "with gradient_checkpointing: what enters a layer waits in the memory of the CPU",
+        binds=(),
+    )
+    optimizer: Literal["adamw", "lion", "adafactor", "muon", "adamw8bit"] = option(
+        "adamw", "muon is for matrices, AdamW for the rest; adamw8bit needs bitsandbytes"
+    )
+    optimizer_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "of master weights and optimizer states, where the policy is in bfloat16"
+    )
+    sequence_parallel: int = option(
+        1,
+        "ranks that share every sequence, each a part of its tokens: for long sequences",
+        ge=1,
+        binds=(),
+    )
+    router_loss: float = option(
+        0.0, "weight of the loss that spreads tokens over the experts of a mixture; 0: none", ge=0
+    )
+    deepspeed: str = option(
+        "auto",
+        "zero0, zero1, zero2, zero3, zero2-offload, zero3-offload, or a DeepSpeed JSON file; auto: "
+        "zero1, and zero0 for a single float32 process",
+        on=TRAINERS,
+        is_path=True,
+        binds=(),  # what it makes the engine compute is compared instead
+    )
+    pairs_from_scores: Literal["best_worst", "all"] = option(
+        "best_worst", "pairs out of scored rows: the best and the worst of each, or all pairs"
+    )
+    min_score_gap: float = option(0.0, "scores of such a pair are further apart than this", ge=0)
+    label_threshold: float | str = option(
+        "mean",
+        "scored completions are desirable above this, undesirable below it, neither at it: mean "
+        "or median of their row, or a number",
+    )
+    eval_fraction: float = option(
+        0.0, "share of prompts held out, chosen by their hash", ge=0, le=1, on=TRAINERS
+    )
+    eval_cache: str = option(
+        "",
+        "another cache to evaluate on instead",
+        is_path=True,
+        binds=(),  # its root is compared instead
+    )
+    eval_every: int = option(
+        0, "steps between evaluations; 0: only before and after", ge=0, on=TRAINERS, binds=()
+    )
+    eval_table: int = option(
+        200,
+        "held-out rows whose completions each evaluation writes down one by one, in evaluations/; "
+        "0: none",
+        ge=0,
+        binds=(),
+    )
+    eval_text: bool = option(
+        False, "with the text of prompts and completions; MLflow gets it too", binds=()
+    )
+    limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", ge=0)
+    limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", ge=0, binds=())
+    log_every: int = option(1, "steps that one line of metrics covers", ge=1, binds=())
+    save_every: int = option(
+        0, "steps between checkpoints; 0: by time, and when it ends", ge=0, on=TRAINERS, binds=()
+    )
+    save_minutes: float = option(
+        30.0, "minutes after which another one is saved, at any step; 0: never", ge=0, binds=()
+    )
+    keep_last: int = option(2, "newest checkpoints to keep", ge=1, on=TRAINERS, binds=())
+    best: str = option(
+        "",
+        "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, nll, "
+        "kl, rejected, grad_norm and errors, else the highest; -NAME lowest, +NAME highest",
+        binds=(),
+    )
+    resume: Literal["never", "auto"] = option(
+        "never",
+        "auto: continue from the newest checkpoint",
+        on=TRAINING,
+        binds=(),
+        instead={"rounds": ""},
+    )
+    other_reference: bool = option(
+        False,
+        "let the policy begin as another model than the reference of the cache",
+        binds=("run",),
+        instead={"rounds": "rounds.reference"},
+    )
+    other_sampling: bool = option(
+        False,
+        "let grpo and ppo learn from samples that were drawn at another temperature than 1, or "
+        "with top-p or top-k: their ratio divides by the reference's own probabilities",
+        binds=(),
+    )
+    nonfinite_limit: int = option(
+        3, "NaN or infinite steps in a row before it stops", ge=1, binds=()
+    )
+
+    @property
+    def holds_rows_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.eval_fraction or self.eval_cache)
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Training an adapter instead of the whole policy."""
+
+    enabled: bool = option(False, "train a LoRA adapter by peft", flag="--lora", on=TRAINERS)
+    rank: int = option(16, "inner dimension", ge=1)
+    alpha: float = option(32.0, "scale, divided by rank", ge=0)
+    dropout: float = option(0.0, "of the adapter's input; needs train.dropout", ge=0)
+    targets: list[str] = option([], "layers to adapt, by the end of their names; empty: all linear")
+    quantize: Literal["none", "nf4"] = option(
+        "none", "nf4: keep the frozen weights in 4 bits (QLoRA); needs bitsandbytes"
+    )
+    merge: bool = option(
+        False, "also write the policy with the adapter merged into it", on=TRAINERS, binds=()
+    )
