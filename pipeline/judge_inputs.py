@@ -13,7 +13,8 @@ from ..schemas.rows import BadRow, Record, Text
 from ..schemas.samples import Prompt
 from ..schemas.score_gaps import is_above
 from ..stages.data.chat_wrap import Wrapping
-from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.data_schema import common_shape
+from ..stages.data.data_shape import Shape
 from ..stages.data.decode_rows import parse_chunk, read_cells
 from ..stages.data.input_files import InputFile, column_names, iter_chunks, open_inputs
 from ..stages.data.validate import read_text
@@ -68,9 +69,7 @@ def read_gold(name: str, data: DataOptions) -> Gold:
     """The pairs of a file or folder: chosen and rejected, or the best and the worst by score."""
     inputs = open_inputs([name])
     shape = replace(common_shape(inputs, data.map), wrap=Wrapping.of(data.wrap))
-    if shape.kind not in ("paired", "scored") or (
-        shape.kind == "scored" and not _has_scores(shape)
-    ):
+    if shape.declared.is_single or shape.lacks_scores:
         raise UsageError(
             f"--calibrate {name}: a judge is measured on pairs (prompt, chosen, rejected) or on "
             "prompts with scored completions (prompt, completions, scores)."
@@ -104,10 +103,6 @@ def _records(
         records = {record.row: record for record in parse_chunk(chunk, shape)[0]}
         for row, cells in enumerate(read_cells(chunk.payload, columns), start=chunk.row):
             yield {} if isinstance(cells, BadRow) else cells, records.get(row)
-
-
-def _has_scores(shape: Shape) -> bool:
-    return "scores" in shape.source
 
 
 def _pair(record: Record) -> tuple[Text, Text] | None:

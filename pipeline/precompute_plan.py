@@ -15,7 +15,8 @@ from ..schemas.row_keys import Intake
 from ..schemas.rows import Reference
 from ..schemas.samples import Drawing
 from ..stages.data.chat_wrap import template_unused
-from ..stages.data.data_schema import Shape, common_shape, require_scores
+from ..stages.data.data_schema import common_shape, require_scores
+from ..stages.data.data_shape import Shape
 from ..stages.data.data_splits import require_one_split
 from ..stages.data.decode_rows import first_records
 from ..stages.data.input_files import (
@@ -184,7 +185,7 @@ def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> 
     ring = _arrange(preparation, runner, progress)
     intake.notes.update(ring.record.notes)
     if job.folder.manifest.exists():
-        long_form = job.shape.kind == "scored_long"
+        long_form = job.shape.declared.is_long
         require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
     _require_space(job, ring)
     plan = write_plan(job.work, _plan(job, ring, intake, quarantine))

@@ -178,7 +178,7 @@ def _runs_files(preparation: Preparation) -> list[RunsFile]:
 def _arrange(preparation: Preparation, task: int, files: list[RunsFile]) -> int:
     notes = Counter[str]()
     join = partial(merge_same_prompts, notes=notes, prompt_side=preparation.prompt_side)
-    is_long = preparation.encoding.shape.kind == "scored_long"
+    is_long = preparation.encoding.shape.declared.is_long
     commit = preparation.ring.spool.arranged(task)
     with new_part(commit) as file:
         rows = arranged(files, task, preparation.num_ranges, notes, join=join if is_long else None)

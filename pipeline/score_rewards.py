@@ -19,7 +19,8 @@ from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import UsageError, counted
 from ..schemas.rows import Record, Reference, Role, ScoredBlock, Text
 from ..stages.data.chat_wrap import Wrapping
-from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.data_schema import common_shape
+from ..stages.data.data_shape import Shape
 from ..stages.data.data_splits import require_one_split
 from ..stages.data.decode_rows import parse_chunk
 from ..stages.data.free_text import Watch
@@ -75,7 +76,7 @@ def rewards_from_labels(config: Config) -> Rewarded:
     """Chosen and desirable completions score 1, all others -1."""
     _require_writable(config)
     data = _opened(with_local_inputs(config), "score --from-labels")
-    if data.shape.kind not in {"paired", "unpaired"}:
+    if not data.shape.declared.has_labels:
         raise UsageError(
             f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
             "--reward-model."
@@ -98,7 +99,7 @@ def rewards_from_model(
     _require_writable(config)
     config = with_local_inputs(config)
     data = _opened(config, "score")
-    if data.shape.kind == "scored_long":
+    if data.shape.declared.is_long:
         raise UsageError(
             f"{data.inputs[0].path} has one completion in a row and a score for each. Take the "
             "scores out, or put the completions of a prompt into one row (prompt, completions)."

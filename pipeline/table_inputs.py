@@ -15,10 +15,10 @@ from ..schemas.rows import Record, Rejected
 from ..schemas.samples import Drawing
 from ..schemas.table_manifest import TableKind
 from ..stages.data.chat_wrap import Wrapping
-from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.data_schema import common_shape, foreign_shape
+from ..stages.data.data_shape import Shape
 from ..stages.data.decode_rows import parse_chunk
 from ..stages.data.file_formats import FORMATS
-from ..stages.data.foreign_rows import Foreign, foreign_layout
 from ..stages.data.input_files import (
     InputFile,
     column_names,
@@ -69,12 +69,11 @@ def _folder_of(named: str, kind: TableKind) -> TableFolder:
 
 def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) -> TableInput:
     before = digested(file)
-    reader = _reader(config, file, named, kind)
-    left_out = reader.left_out if isinstance(reader, Shape) else ()
-    if lost := free_text_in(file, {*reader.columns, *left_out}):
+    shape = _shape(config, file, named)
+    if lost := free_text_in(file, {*shape.columns, *shape.left_out}):
         names = " and ".join(map(repr, lost))
         logger.warning("%s: free text that is neither read nor carried: %s", named, names)
-    rows = _Rows(file, reader)
+    rows = _Rows(file, shape)
     table = samples_of(rows.records())
     require_unchanged([file], [before])
     if len(rows.rejected) > config.data.max_bad_frac * rows.read:
@@ -87,12 +86,12 @@ def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) ->
     return TableInput(table, "data", before.sha256, len(rows.rejected))
 
 
-def _reader(config: Config, file: InputFile, named: str, kind: TableKind) -> Shape | Foreign:
+def _shape(config: Config, file: InputFile, named: str) -> Shape:
     renamed = config.data.map
-    if layout := foreign_layout(column_names(file), renamed):
-        return layout
+    if foreign := foreign_shape(column_names(file), renamed):
+        return foreign
     shape = common_shape([file], renamed)
-    if shape.kind in ("paired", "unpaired"):
+    if shape.declared.has_labels:
         raise UsageError(
             f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "
             "align precompute-ref."
@@ -103,19 +102,15 @@ def _reader(config: Config, file: InputFile, named: str, kind: TableKind) -> Sha
 class _Rows:
     """The rows of a file, counted while they are read."""
 
-    def __init__(self, file: InputFile, reader: Shape | Foreign) -> None:
-        self._file, self._reader = file, reader
+    def __init__(self, file: InputFile, shape: Shape) -> None:
+        self._file, self._shape = file, shape
         self.read = 0
         self.rejected: list[Rejected] = []
 
     def records(self) -> Iterator[Record]:
         """Those that can be used."""
-        reader = self._reader
-        for chunk in iter_chunks([self._file], reader.columns):
-            if isinstance(reader, Foreign):
-                records, bad = reader.parse(chunk)
-            else:
-                records, bad = parse_chunk(chunk, reader)
+        for chunk in iter_chunks([self._file], self._shape.columns):
+            records, bad = parse_chunk(chunk, self._shape)
             self.read += len(chunk)
             self.rejected += bad
             yield from records

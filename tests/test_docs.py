@@ -16,12 +16,13 @@ import pytest
 import typer
 import yaml
 
-from align import __version__, cli
+from align import __version__, cli, load_cache
 from align.pipeline.settings import load_settings
 from align.pipeline.signals import STOPS
 from align.schemas.cache import Manifest
 from align.schemas.errors import AlignError, Interrupted
 from align.schemas.rows import REASONS
+from align.stages.data.known_shapes import DATA_SHAPES
 from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, recipe_of
@@ -38,7 +39,9 @@ TO_BE_WRITTEN = {  # by who adds them
     "stages/methods/square.py",
     "stages/storage/folder_bucket.py",
     "pipeline/executors/threads.py",
+    "stages/data/ranked_rows.py",
 }
+RUN = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 
@@ -246,6 +249,14 @@ def copy_of_package(folder):
     return package
 
 
+def test_the_page_of_data_formats_names_every_shape_that_is_known():
+    formats = page("docs/data-formats.md")
+    named, text = {*codes(formats)}, formats.read_text()
+    for shape in DATA_SHAPES:
+        shown = text if shape.is_foreign else named  # of the foreign ones there are examples
+        assert all(name in shown for name in (*shape.columns, *shape.scores)), shape.name
+
+
 def section_blocks(folder, title):
     """The programs and lines that a section of the page on extending gives."""
     _, _, text = page("docs/extending.md").read_text().partition(f"\n## {title}\n")
@@ -258,8 +269,7 @@ def precompute(folder, world, output, *options, **environment):
     """Makes a cache in a folder by the package that is there."""
     words = ("precompute-ref", world.data.paired, "--model", world.model, "--output", output)
     fresh = ("--set", "cache.reuse_known=false", "--no-mlflow")
-    program = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
-    given = [sys.executable, "-c", program, *words, *fresh, *options]
+    given = [sys.executable, "-c", RUN, *words, *fresh, *options]
     run(*given, cwd=folder, PYTHONPATH=str(folder), **environment)
 
 
@@ -313,6 +323,37 @@ def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
     run(sys.executable, "-c", contract, cwd=tmp_path, PYTHONPATH=both, **here)
 
 
+def test_a_data_shape_is_added_as_its_page_shows(tmp_path, world):
+    program, line = section_blocks(tmp_path, "A data shape")
+    package = copy_of_package(tmp_path)
+    (package / "stages" / "data" / "ranked_rows.py").write_text(program)
+    table = package / "stages" / "data" / "known_shapes.py"
+    begun = "DATA_SHAPES = (\n"
+    added = f"from .ranked_rows import read_ranking\n\n{begun}{line}"
+    assert table.read_text().count(begun) == 1
+    table.write_text(table.read_text().replace(begun, added))
+    answers = [" nine.", " seven, of course.", " the sky is blue."]
+    of_shape = {
+        "scored": {"completions": answers, "scores": [2.0, 1.0, 0.0]},
+        "ranked": {"answers": answers},
+        "neither": {"choices": answers},
+    }
+    said = {}
+    for name, columns in of_shape.items():
+        rows = [{"prompt": prompt, **columns} for prompt in ("which is larger?", "what color?")]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        words = [f"{name}.jsonl", "--model", world.model, "--output", name, "--no-mlflow"]
+        words += ["--set", "cache.reuse_known=false"]
+        words += ["--map", "ranking=answers"] if name == "ranked" else []
+        program = (sys.executable, "-c", RUN, "precompute-ref", *words)
+        code = 2 if name == "neither" else 0
+        said[name] = run(*program, cwd=tmp_path, code=code, PYTHONPATH=str(tmp_path))
+    assert "(ranked: prompt, ranking; paired: chosen, rejected; " in said["neither"]
+    scored, ranked = (load_cache(tmp_path / name).collect() for name in ("scored", "ranked"))
+    assert ranked.equals(scored)
+    assert ranked["scores"].to_list() == [[2.0, 1.0, 0.0]] * 2
+
+
 def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
     loss, import_line, row = (
         block.text for block in blocks(page("docs/adding-a-method.md")) if block.language
@@ -335,8 +376,8 @@ def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
     assert "2 steps done" in told
 
 
-def run(*program, cwd, **environment):
-    """What a program says that must end well."""
+def run(*program, cwd, code=0, **environment):
+    """What a program says that must end well, or with another code."""
     done = subprocess.run(
         [*map(str, program)],
         cwd=cwd,
@@ -345,5 +386,5 @@ def run(*program, cwd, **environment):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout

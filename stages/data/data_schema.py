@@ -5,26 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, replace
 
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ..storage.shards import shard_schema
-from .chat_wrap import UNWRAPPED, Wrapping
+from .data_shape import DataShape, Shape
 from .input_files import InputFile, column_names, keys_further_on
+from .known_shapes import DATA_SHAPES
 
-Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
-
-REQUIRED: Mapping[Kind, tuple[str, ...]] = {
-    "paired": ("chosen", "rejected"),
-    "unpaired": ("prompt", "completion", "label"),
-    "scored": ("prompt", "completions"),
-    "scored_long": ("prompt", "completion", "score"),
-}
-SCORES: Mapping[Kind, tuple[str, ...]] = {
-    "paired": ("chosen_score", "rejected_score"),
-    "scored": ("scores",),
-}
 ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
 OPTIONAL = ("system", "tools", "chat_template_kwargs")
 ALWAYS_CARRIED = ("margin", "weight")
@@ -32,28 +20,10 @@ PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
 _UNUSED = "unused "  # begins our name of a column that the user left out
 _SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
 _RESERVED = {*shard_schema(token_logps=True, carried=()).names}
-_KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values(), *SCORES.values())
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a run's rows, and the columns they are read from."""
-
-    kind: Kind
-    source: Mapping[str, str]  # our column: the user's column
-    optional: tuple[str, ...]  # optional columns that were seen, by our names
-    carried: tuple[str, ...]  # numeric columns kept with each row, by our names
-    has_prompt: bool  # False: the prompt is what chosen and rejected have in common
-    unread: tuple[str, ...] = ()  # the user's columns that look like scores and are not read
-    wrap: Wrapping = UNWRAPPED  # what becomes of plain text
-    left_out: tuple[str, ...] = ()  # the user's columns that the user left out
-    unwatched: frozenset[str] | None = None  # those that no row is watched for; None: any
-    noted: tuple[str, ...] = ()  # unread ones without free text, to be told
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The user's columns to read, where a file has them."""
-        return tuple(self.source.values())
+_OURS = [one for one in DATA_SHAPES if not one.is_foreign]
+_KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(
+    *((*one.columns, *one.scores) for one in _OURS)
+)
 
 
 def common_shape(
@@ -75,13 +45,10 @@ def common_shape(
                 f"and {_essence(shape)}. Give files of one shape to a run."
             )
     seen = {name for shape in (first, *others) for name in shape.optional}
-    return Shape(
-        first.kind,
-        first.source,
-        tuple(name for name in OPTIONAL if name in seen),
-        first.carried,
-        first.has_prompt,
-        tuple(dict.fromkeys(name for shape in (first, *others) for name in shape.unread)),
+    return replace(
+        first,
+        optional=tuple(name for name in OPTIONAL if name in seen),
+        unread=tuple(dict.fromkeys(name for shape in (first, *others) for name in shape.unread)),
         left_out=tuple(theirs for theirs, ours in rename.items() if ours.startswith(_UNUSED)),
     )
 
@@ -105,19 +72,35 @@ def _may_lack(ours: str) -> bool:
     return ours in OPTIONAL or ours.startswith(_UNUSED)
 
 
+def foreign_shape(columns: Collection[str], renamed: Mapping[str, str]) -> Shape | None:
+    """The shape of others that these columns are of; none where stage 1 may read them."""
+    for one in DATA_SHAPES:
+        if one.is_foreign and "prompt" not in columns and set(one.columns) <= set(columns):
+            if other := sorted(renamed.keys() - {"score"}):
+                raise UsageError(
+                    f"--map {other[0]}=…: of a file as {one.name} has it only the score can be "
+                    "chosen, for example --map score=overall_score."
+                )
+            chosen = {ours: theirs for ours, theirs in renamed.items() if theirs}
+            return Shape(one, {name: name for name in one.columns} | chosen)
+    return None
+
+
 def require_scores(inputs: Sequence[InputFile], shape: Shape) -> None:
     """Refuses completions that have no scores: no method learns from them."""
-    if shape.kind != "scored" or "scores" in shape.source:
+    if not shape.lacks_scores:
         return
     path, names = inputs[0].path, column_names(inputs[0])
+    completions, scores = shape.declared.columns[-1], shape.declared.scores[0]
+    theirs = [*shape.unread, "YOURS"][0]
     labels = [name for name in names if "label" in name.lower()]
     by_row = (
         f"{labels[0]!r} is read of one completion in a row: write a row for each." if labels else ""
     )
     raise UsageError(
-        f"{path} has {shape.source['completions']!r} and no scores of them, so no method could "
-        f"learn from its cache. Name their column with --map scores={[*shape.unread, 'YOURS'][0]}, "
-        f"or have a reward model score them: align score {path} --reward-model DIR. {by_row}"
+        f"{path} has {shape.source[completions]!r} and no scores of them, so no method could "
+        f"learn from its cache. Name their column with --map {scores}={theirs}, or "
+        f"have a reward model score them: align score {path} --reward-model DIR. {by_row}"
     )
 
 
@@ -161,7 +144,7 @@ def prompt_columns(inputs: Sequence[InputFile], columns: Mapping[str, str]) -> P
 
 
 def _require_pairs(found: Mapping[str, str], where: str) -> None:
-    if set(REQUIRED["paired"]) <= set(found):
+    if any(set(one.columns) <= set(found) for one in _OURS):  # none of them with a prompt
         _require_no_other_prompt(found, where)
         return
     flag = next((f"prompt={found[name]}" for name in PROMPT_LIKE if name in found), "prompt=YOURS")
@@ -173,7 +156,7 @@ def _require_pairs(found: Mapping[str, str], where: str) -> None:
 
 def _essence(shape: Shape) -> str:
     prompt = "" if shape.has_prompt else ", without a prompt"
-    scores = [shape.source[name] for name in SCORES.get(shape.kind, ()) if name in shape.source]
+    scores = [shape.source[name] for name in shape.declared.scores if name in shape.source]
     read = (*scores, *shape.carried)
     return f"{shape.kind}{prompt}" + (f", with {' and '.join(read)}" if read else "")
 
@@ -184,16 +167,16 @@ def detect_shape(
     """Returns the shape of these columns after renaming; `where` names the file in errors."""
     found = _renamed(columns, rename, _KNOWN.union(carry), where)
     _require_carry(found, carry, where)
-    kind = _kind(found, where)
-    if kind == "paired" and "prompt" not in found:
+    declared = _declared(found, where)
+    if "prompt" not in found:  # nor among the columns that the shape has
         _require_no_other_prompt(found, where)
     carried = tuple(name for name in ALWAYS_CARRIED if name in found)
-    names = ["prompt", *REQUIRED[kind], *OPTIONAL, *carried, *carry]
+    names = ["prompt", *declared.columns, *OPTIONAL, *carried, *carry]
     # A column not seen in the first rows of a JSON file may appear later: it is read too.
     source = {name: found.get(name, name) for name in names if name in found or name not in rename}
-    source.update({name: found[name] for name in SCORES.get(kind, ()) if name in found})
+    source.update({name: found[name] for name in declared.scores if name in found})
     return Shape(
-        kind,
+        declared,
         source,
         tuple(name for name in OPTIONAL if name in found),
         tuple(dict.fromkeys((*carried, *carry))),
@@ -263,24 +246,24 @@ def _require_no_other_prompt(found: Mapping[str, str], where: str) -> None:
             )
 
 
-def _kind(found: Mapping[str, str], where: str) -> Kind:
-    fitting = [kind for kind in get_args(Kind) if set(REQUIRED[kind]) <= set(found)]
+def _declared(found: Mapping[str, str], where: str) -> DataShape:
+    fitting = [one for one in _OURS if set(one.columns) <= set(found)]
     if not fitting:
         raise UsageError(_no_shape(found, where))
     if len(fitting) > 1:
         raise UsageError(_several_shapes(fitting, found, where))
-    kind: Kind = fitting[0]
-    return kind
+    return fitting[0]
 
 
 def _no_shape(found: Mapping[str, str], where: str) -> str:
-    nearest = min(REQUIRED.values(), key=lambda names: len(set(names) - set(found)))
+    nearest = min((one.columns for one in _OURS), key=lambda names: len(set(names) - set(found)))
     missing = [name for name in nearest if name not in found]
     flags = [_map_flag(name, found) for name in missing]
-    known = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in REQUIRED.items())
+    known = "; ".join(f"{one.name}: {', '.join(one.columns)}" for one in _OURS)
+    may_have = " and ".join(one.name for one in _OURS if "prompt" not in one.columns)
     return (
         f"{where} has the columns {_listed(found.values())}, which fit no shape of preference "
-        f"data ({known}; paired may also have a prompt). Nearest are {', '.join(nearest)}: "
+        f"data ({known}; {may_have} may also have a prompt). Nearest are {', '.join(nearest)}: "
         f"name the columns for {' and '.join(missing)}, for example {' '.join(flags)}."
     )
 
@@ -291,16 +274,17 @@ def _map_flag(name: str, found: Mapping[str, str]) -> str:
     return f"--map {name}={yours[0]}"
 
 
-def _several_shapes(fitting: Sequence[Kind], found: Mapping[str, str], where: str) -> str:
+def _several_shapes(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) -> str:
     ways = []
-    for kind in fitting:
-        others = [REQUIRED[other] for other in fitting if other != kind]
+    for one in fitting:
+        others = [other.columns for other in fitting if other != one]
         extra = dict.fromkeys(
-            next(name for name in names if name not in REQUIRED[kind]) for names in others
+            next(name for name in names if name not in one.columns) for names in others
         )
-        ways.append(f"{kind} with " + " ".join(f"--map {found[name]}=" for name in extra))
+        ways.append(f"{one.name} with " + " ".join(f"--map {found[name]}=" for name in extra))
     return (
-        f"{where} fits {len(fitting)} shapes of preference data: {' and '.join(fitting)}. "
+        f"{where} fits {len(fitting)} shapes of preference data: "
+        f"{' and '.join(one.name for one in fitting)}. "
         f"Choose {', or '.join(ways)}."
     )
 

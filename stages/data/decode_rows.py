@@ -5,27 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from ...schemas.rows import BadRow, Record, Rejected, Role, Text
+from ...schemas.rows import BadRow, Record, Rejected, Text
 from .chat_wrap import Wrapping
-from .data_schema import OPTIONAL, SCORES, Kind, Shape
+from .data_schema import OPTIONAL
+from .data_shape import Cells, Shape
 from .file_formats import ArrowRows, CsvRows, JsonRows, Payload
 from .free_text import Watch
 from .input_files import Chunk, InputFile, iter_chunks
 from .validate import (
-    ASSISTANT,
-    is_blank,
-    read_label,
-    read_list,
     read_number,
     read_options,
-    read_prompt,
     read_system,
-    read_text,
     read_tools,
     require_characters,
     shown,
@@ -68,16 +62,6 @@ def first_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record]
 
 
 @dataclass(frozen=True)
-class _Branches:
-    """A prompt and its completions."""
-
-    prompt: Text
-    completions: tuple[Text, ...]
-    roles: tuple[Role, ...]
-    scores: tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
 class Template:
     """The prompt with its system message, and the other arguments of the chat template."""
 
@@ -87,8 +71,8 @@ class Template:
 
 
 def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
-    branches = _READERS[shape.kind](cells, shape)
-    template = read_template(cells, shape.source, branches.prompt, shape.wrap)
+    found = shape.declared.read(cells, shape)
+    template = read_template(cells, shape.source, found.prompt, shape.wrap)
     carried = {
         name: read_number(cells.get(shape.source[name]), shape.source[name])
         for name in shape.carried
@@ -97,144 +81,13 @@ def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
         file,
         row,
         template.prompt,
-        branches.completions,
-        branches.roles,
-        branches.scores,
+        found.completions,
+        found.roles,
+        found.scores,
         template.tools,
         template.options,
         carried,
     )
-
-
-def _paired(cells: Cells, shape: Shape) -> _Branches:
-    if not shape.has_prompt:
-        return _paired_without_prompt(cells, shape)
-    source = shape.source
-    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    chosen, rejected = (_completion(cells, shape, prompt, name) for name in ("chosen", "rejected"))
-    return _Branches(prompt, (chosen, rejected), _PAIR, _pair_scores(cells, source))
-
-
-def _completion(cells: Cells, shape: Shape, prompt: Text, name: str = "completion") -> Text:
-    column = shape.source[name]
-    return shape.wrap.completion(cells.get(column), column, prompt)
-
-
-def _pair_scores(cells: Cells, source: Source) -> tuple[float | None, ...]:
-    columns = [source.get(name, "") for name in SCORES["paired"]]
-    values = [cells.get(column) if column else None for column in columns]
-    return tuple(
-        None if value is None else read_number(value, column)
-        for value, column in zip(values, columns, strict=True)
-    )
-
-
-def _paired_without_prompt(cells: Cells, shape: Shape) -> _Branches:
-    source = shape.source
-    if "prompt" in source and cells.get(source["prompt"]) is not None:
-        raise BadRow("schema", f"has {source['prompt']!r}, which the first rows of the file lack")
-    columns = source["chosen"], source["rejected"]
-    chosen, rejected = (read_text(cells.get(column), column) for column in columns)
-    shape.wrap.require_prompt_column(chosen, rejected, columns)
-    length = _prompt_length(chosen, rejected)
-    completions = chosen[length:], rejected[length:]
-    for completion, column in zip(completions, columns, strict=True):
-        if is_blank(completion):
-            raise BadRow("empty_completion", f"{column!r} is empty behind the common prompt")
-    if is_blank(chosen[:length]):
-        raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
-    return _Branches(chosen[:length], completions, _PAIR, _pair_scores(cells, source))
-
-
-def _prompt_length(chosen: Text, rejected: Text) -> int:
-    """The length of what both start with; a continued turn of the assistant is left whole."""
-    length = shared_length(chosen, rejected)
-    if isinstance(chosen, str) or isinstance(rejected, str):
-        return length
-    following = [each[length]["role"] for each in (chosen, rejected) if len(each) > length]
-    while length and ASSISTANT in following and chosen[length - 1]["role"] == ASSISTANT:
-        length -= 1
-    return length
-
-
-def shared_length(chosen: Text, rejected: Text) -> int:
-    """Returns how many messages, or characters up to a blank, two completions share at the start.
-
-    The blank itself belongs to the completions, as tokenizers want it.
-    """
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        return _shared_words(chosen, rejected)
-    if isinstance(chosen, str) or isinstance(rejected, str):
-        raise BadRow("schema", "of chosen and rejected one is text, the other a conversation")
-    alike = (left == right for left, right in zip(chosen, rejected, strict=False))
-    return sum(takewhile(bool, alike))
-
-
-def _shared_words(chosen: str, rejected: str) -> int:
-    if chosen == rejected:
-        return len(chosen)
-    shared = chosen[: _shared_characters(chosen, rejected)]
-    after = chosen[len(shared) : len(shared) + 1], rejected[len(shared) : len(shared) + 1]
-    if shared[-1:].isspace() or all(map(str.isspace, after)):
-        return len(shared.rstrip())
-    before_last_word, *last_word = shared.rsplit(None, 1) or [""]
-    return len(before_last_word) if last_word else 0
-
-
-def _shared_characters(left: str, right: str) -> int:
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _unpaired(cells: Cells, shape: Shape) -> _Branches:
-    source = shape.source
-    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    completion = _completion(cells, shape, prompt)
-    is_desirable = read_label(cells.get(source["label"]), source["label"])
-    role = Role.DESIRABLE if is_desirable else Role.UNDESIRABLE
-    return _Branches(prompt, (completion,), (role,), (None,))
-
-
-def _scored(cells: Cells, shape: Shape) -> _Branches:
-    source = shape.source
-    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    column = source["completions"]
-    candidates = read_list(cells.get(column), column)
-    if not candidates:
-        raise BadRow("empty_completion", f"{column!r} is an empty list")
-    completions = [
-        shape.wrap.completion(candidate, f"{column}[{index}]", prompt)
-        for index, candidate in enumerate(candidates)
-    ]
-    roles = (Role.CANDIDATE,) * len(completions)
-    return _Branches(prompt, tuple(completions), roles, _scores(cells, source, len(candidates)))
-
-
-def _scores(cells: Cells, source: Source, count: int) -> tuple[float | None, ...]:
-    """Of each candidate; none where the data has no such column yet."""
-    if "scores" not in source:
-        return (None,) * count
-    column = source["scores"]
-    scores = read_list(cells.get(column), column)
-    if len(scores) != count:
-        raise BadRow(
-            "schema", f"{count} in {source['completions']!r} but {len(scores)} in {column!r}"
-        )
-    return tuple(read_number(score, f"{column}[{index}]") for index, score in enumerate(scores))
-
-
-def _scored_long(cells: Cells, shape: Shape) -> _Branches:
-    source = shape.source
-    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    completion = _completion(cells, shape, prompt)
-    score = read_number(cells.get(source["score"]), source["score"])
-    return _Branches(prompt, (completion,), (Role.CANDIDATE,), (score,))
 
 
 def read_template(cells: Cells, source: Source, given_prompt: Text, wrap: Wrapping) -> Template:
@@ -267,16 +120,6 @@ def read_template(cells: Cells, source: Source, given_prompt: Text, wrap: Wrappi
     )
 
 
-_PAIR = (Role.CHOSEN, Role.REJECTED)
-_READERS: Mapping[Kind, Callable[[Cells, Shape], _Branches]] = {
-    "paired": _paired,
-    "unpaired": _unpaired,
-    "scored": _scored,
-    "scored_long": _scored_long,
-}
-
-
-Cells: TypeAlias = dict[str, Any]
 TOO_DEEP = "a value is nested too deeply to be read"
 
 

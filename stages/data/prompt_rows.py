@@ -10,7 +10,8 @@ from ...schemas.rows import BadRow, Record, Rejected
 from ...schemas.samples import SAMPLE_COLUMNS, Prompt
 from .chat_wrap import UNWRAPPED, Wrapping
 from .data_schema import PromptColumns, common_shape, prompt_columns
-from .decode_rows import TOO_DEEP, Cells, parse_chunk, read_cells, read_template
+from .data_shape import Cells
+from .decode_rows import TOO_DEEP, parse_chunk, read_cells, read_template
 from .input_files import InputFile, iter_chunks
 from .validate import read_prompt, require_characters
 

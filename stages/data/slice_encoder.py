@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ...schemas.config import TokenOptions
 from ...schemas.errors import FingerprintError
 from ...schemas.row_keys import EncodedChunk, Intake, KeyedRows, key_rows
-from .data_schema import Shape
+from .data_shape import Shape
 from .decode_rows import parse_chunk
 from .encode import Encoder
 from .free_text import Watch

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow
-from .data_schema import Shape
+from .data_shape import Shape
 from .decode_rows import read_cells
 from .file_formats import ARROW, ArrowRows, Payload
 from .free_text import ColumnSample, Watch, holds_phrase
@@ -123,7 +123,8 @@ def _ways(name: str, sample: ColumnSample, shape: Shape) -> str:
     left_out = f"or leave it out with --map {shlex.quote(f'{name}=')}."
     if ours := _readable_as(name, sample, shape):
         return f"read it with --map {shlex.quote(f'{ours}={name}')}, {left_out}"
-    into = repr(shape.source["prompt"]) if shape.has_prompt else "'chosen' and 'rejected'"
+    begins = " and ".join(map(repr, shape.declared.columns))  # all of them with the prompt
+    into = repr(shape.source["prompt"]) if shape.has_prompt else begins
     return f"no --map reads it: write it into {into} in your file (unless it is there), {left_out}"
 
 

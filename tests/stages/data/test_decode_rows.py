@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from align.schemas.config import TokenOptions
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.data.decode_rows import shared_length
+from align.stages.data.preference_rows import shared_length
 from align.stages.data.shown_row import lines_of
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import FAMILIES, byte_tokenizer

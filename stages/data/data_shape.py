@@ -1,0 +1,72 @@
+"""What a shape of rows is: the columns by which it is known, and the function that reads a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ...schemas.rows import Role, Text
+from .chat_wrap import UNWRAPPED, Wrapping
+
+Cells: TypeAlias = dict[str, Any]  # of a row, by the user's columns
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """A prompt and its completions; of each its role, and its score where there is one."""
+
+    prompt: Text
+    completions: tuple[Text, ...]
+    roles: tuple[Role, ...]
+    scores: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """A shape that is declared: everything that is asked of it, wherever it is asked."""
+
+    name: str
+    columns: tuple[str, ...]  # that a file of it has; without a prompt, it may have one
+    read: Callable[[Cells, Shape], ReadRow]  # raises BadRow
+    scores: tuple[str, ...] = ()  # columns of scores that it may have as well
+    has_labels: bool = False  # it says which completions are good
+    is_single: bool = False  # a completion in a row
+    is_foreign: bool = False  # read by the commands before stage 1 alone, by the columns it has
+
+    @property
+    def is_long(self) -> bool:
+        """Whether scored completions of one prompt stand in rows that are to be joined."""
+        return self.is_single and not self.has_labels
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a run's rows, and the columns they are read from."""
+
+    declared: DataShape
+    source: Mapping[str, str]  # our column: the user's column
+    optional: tuple[str, ...] = ()  # optional columns that were seen, by our names
+    carried: tuple[str, ...] = ()  # numeric columns kept with each row, by our names
+    has_prompt: bool = True  # False: the prompt is what the completions have in common
+    unread: tuple[str, ...] = ()  # the user's columns that look like scores and are not read
+    wrap: Wrapping = UNWRAPPED  # what becomes of plain text
+    left_out: tuple[str, ...] = ()  # the user's columns that the user left out
+    unwatched: frozenset[str] | None = None  # those that no row is watched for; None: any
+    noted: tuple[str, ...] = ()  # unread ones without free text, to be told
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+        return self.declared.name
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The user's columns to read, where a file has them."""
+        return tuple(self.source.values())
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether nothing says which completions are good, though a column of scores would."""
+        scores = self.declared.scores
+        return not self.declared.has_labels and any(name not in self.source for name in scores)
