@@ -270,7 +270,7 @@ def mlflow_sync(
     config: ConfigFile = None,
 ) -> None:
     """Tell MLflow what it missed of a run; telling it twice changes nothing."""
-    from .pipeline.mlflow_sync import own_options, sync_runs
+    from .pipeline.tracker_sync import own_options, sync_runs
     from .schemas.errors import counted
 
     for synced in sync_runs(run, own_options(run, config), uri=uri):

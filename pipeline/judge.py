@@ -28,7 +28,7 @@ from .executors.executor import Share
 from .judge_inputs import read_gold, sample_rows
 from .judges import JudgeOutcome, Pairs, RowJudge, compare, require_judge, row_judge
 from .language_judge import JudgeModel, Work, judge_model, with_template
-from .mlflow_sync import recorded_work
+from .recorded_work import recorded_work
 from .table_inputs import TableInput, read_input
 
 if TYPE_CHECKING:

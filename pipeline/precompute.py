@@ -32,8 +32,8 @@ from ..stages.tracking.progress import Progress
 from .cache_compatibility import register_cache, require_same_or_growing
 from .executors.executor import Executor, Share
 from .executors.kinds import executor_of
-from .mlflow_sync import recorded_work, send_earlier
 from .precompute_plan import STAGE_ONE, Job, make_plan, open_job, remake_ring, ring_of
+from .recorded_work import recorded_work, send_earlier
 from .rejected_rows import RejectedRows
 from .scoring_worker import ScoreTasks, Tally, lines_of_first
 

@@ -21,11 +21,11 @@ from ..stages.storage.locks import owner_lock
 from ..stages.storage.rounds_folder import OneRound
 from ..stages.storage.tables import TableFolder
 from ..stages.tracking.journaled_run import Run, tagged
-from ..stages.tracking.mlflow_client import PARENT_TAG, ROUNDS_TAG
 from ..stages.tracking.progress import Progress
+from ..stages.tracking.tracker import ROUNDS_TAG
 from .judge import judge
-from .mlflow_sync import recorded_work
 from .precompute import precompute
+from .recorded_work import recorded_work
 from .round_prompts import write_prompts
 from .rounds_checks import open_rounds
 from .rounds_dry_run import RoundsPlan, plan_of
@@ -95,7 +95,7 @@ def _go_on(
     while len(finished) < job.config.rounds.count and not _stopped(job, finished):
         number = len(finished) + 1
         progress.say(f"round {number} of {job.config.rounds.count}")
-        with tagged(_tags(job, number, parent)):
+        with tagged({**_group(job), "align.round": str(number)}, parent):
             record = _round(job, number, finished[-1] if finished else None, progress)
         if record is None:
             new = len(finished) - len(known)
@@ -160,7 +160,7 @@ def _selected(job: RoundsJob, one: OneRound, progress: Progress) -> dict[str, Ta
 
 
 def _rows(job: RoundsJob, one: OneRound, progress: Progress) -> TableManifest:
-    """Selects rows; they are recorded here, because the command alone takes no time for MLflow."""
+    """Selects rows; they are recorded here, because the command alone waits for no tracker."""
     known = TableFolder(one.selected, "selected").manifest.is_file()
     made = _said(select(job.selecting(one), str(one.judged)), progress)
     if not known:
@@ -211,13 +211,12 @@ def _counts(tables: Mapping[str, TableManifest], cache: Manifest) -> dict[str, i
     return counts
 
 
-def _tags(job: RoundsJob, number: int, parent: Run) -> dict[str, str]:
-    tags = {ROUNDS_TAG: str(job.folder.root.resolve()), "align.round": str(number)}
-    return {**tags, PARENT_TAG: parent.run_id} if parent.run_id else tags
+def _group(job: RoundsJob) -> dict[str, str]:
+    return {ROUNDS_TAG: str(job.folder.root.resolve())}
 
 
 def _describe(parent: Run, job: RoundsJob) -> None:
-    parent.set_tags({ROUNDS_TAG: str(job.folder.root.resolve())})
+    parent.set_tags(_group(job))
     parent.log_params(without_secrets(job.bound_settings()))
     for name, path in (("train", job.folder.prompts), ("held-out", job.folder.held_out_prompts)):
         source = str(path.resolve())

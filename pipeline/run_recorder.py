@@ -1,4 +1,4 @@
-"""What a run leaves behind while it learns: metrics, an MLflow run, checkpoints."""
+"""What a run leaves behind while it learns: metrics, a run in each tracker, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ..stages.engine.distributed import run_on_rank_zero
 from ..stages.report.eval_table import Decode, Kind, evaluation_csv
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder, write_ending
-from ..stages.tracking.journal import EVAL, Status
+from ..stages.tracking.journal import EVAL
 from ..stages.tracking.journaled_run import Run, open_training_run
 from ..stages.tracking.progress import NoProgress, Progress
+from ..stages.tracking.tracker import MAIN, Status
 from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
 from .checkpointer import Checkpointer, require_room
@@ -41,7 +42,7 @@ SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "
 
 @contextmanager
 def open_records(session: Session, start: Start, progress: Progress) -> Iterator[RunRecords]:
-    """Opens a run's records: rank zero logs to MLflow and the metrics file, every rank saves."""
+    """Opens a run's records: rank zero writes the journal and the ledgers, every rank saves."""
     run = Run(start.folder.root)
     if session.world.rank == 0:
         keep_through = start.checkpoint_step if start.checkpoint else -1
@@ -76,7 +77,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
 
 
 class RunRecords:
-    """What the loop of one rank reports to: the journal, MLflow, the terminal, checkpoints."""
+    """What the loop of one rank reports to: the journal, ledgers, the terminal, checkpoints."""
 
     def __init__(self, session: Session, start: Start, run: Run, progress: Progress) -> None:
         self._session = session
@@ -95,15 +96,9 @@ class RunRecords:
         self.is_evaluated = _is_evaluated(start.checkpoint)  # the step it begins at
         self.is_finished = False
 
-    @property
-    def mlflow_run_id(self) -> str:
-        """The store's name for the run, empty where there is none."""
-        return self._run.run_id
-
-    @property
-    def mlflow_run_key(self) -> str:
-        """The tag by which the store knows the run, empty where there is none."""
-        return self._run.run_key
+    def origins(self) -> dict[str, str]:
+        """What trackers call the run, and the tag by which they know it."""
+        return self._run.origins()
 
     def say(self, line: str) -> None:
         """Prints a line."""
@@ -186,7 +181,9 @@ class RunRecords:
             return
         self._run.sync()
         measured = self.metrics if place.step == self._step else {}
-        saved = self._checkpointer.save(place, measured, mlflow_run_id=self.mlflow_run_id)
+        saved = self._checkpointer.save(
+            place, measured, mlflow_run_id=self._run.run_ids.get(MAIN, "")
+        )
         if not saved.succeeded:
             self._run.log_metrics({"checkpoint_failed": 1.0}, step=place.step)
             self.say(f"step {place.step:,}: no checkpoint: {saved.failure}")
@@ -281,7 +278,6 @@ def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
     changed = {"align.changed": "; ".join(changes)} if changes else {}
     return {
         **changed,
-        **job.tags,
         "align.stage": "train",
         "align.method": session.recipe.name,
         "align.cache_root": job.manifest.root,

@@ -30,8 +30,8 @@ from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
 from .executors.executor import WHOLE, Executor, Share
 from .executors.kinds import executor_of, require_executor
-from .mlflow_sync import recorded_work
 from .object_inputs import with_local_inputs
+from .recorded_work import recorded_work
 from .rejected_rows import SHOWN, RejectedRows, first_rejected
 from .sample_tasks import SampleTally, SampleTasks, is_empty
 from .samplers import (

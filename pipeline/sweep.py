@@ -18,12 +18,12 @@ from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.objects import require_on_disk
 from ..stages.storage.run_folder import RunFolder
-from ..stages.tracking.journaled_run import Run
-from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
+from ..stages.tracking.journaled_run import Run, tagged
 from ..stages.tracking.progress import Progress
+from ..stages.tracking.tracker import GROUP_TAG
 from .declared import set_by
-from .mlflow_sync import recorded_work
 from .policy_identity import PolicyDigests, digest_policies
+from .recorded_work import recorded_work
 from .settings import Settings
 from .signals import WAY_ON
 from .train import naming_lost_peers, shard_columns, train_in
@@ -62,8 +62,9 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
             _describe(parent, trials, jobs, output)
             for trial, job in zip(trials, jobs, strict=True):
                 progress.say(f"run {len(results) + 1} of {len(trials)}: {trial.name}")
-                tagged = replace(job, tags=_tags(trial, output, parent))
-                results.append(_try(trial, tagged, world, columns, progress))
+                tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
+                with tagged(tags, parent):
+                    results.append(_try(trial, job, world, columns, progress))
                 _report(SweepResult(output, tuple(results)), world, parent)
             run_on_rank_zero(
                 world, partial(_publish_page, SweepResult(output, tuple(results)), parent)
@@ -136,12 +137,6 @@ def _describe(
     for root, job in {job.manifest.root: job for job in jobs}.items():
         cache = job.cache.root.resolve()
         parent.log_dataset(cache.name, digest=root, source=str(cache), context="training")
-
-
-def _tags(trial: Trial, output: Path, parent: Run) -> dict[str, str]:
-    """The tags that mark a run as one of this sweep, with or without a parent run."""
-    tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
-    return {**tags, PARENT_TAG: parent.run_id} if parent.run_id else tags
 
 
 def _group(output: Path) -> str:

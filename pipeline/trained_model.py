@@ -85,8 +85,7 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
         rows=session.source.train_rows,
         metrics=records.metrics,
         versions=versions(),
-        mlflow_run=records.mlflow_run_id,
-        mlflow_key=records.mlflow_run_key,
+        recorded=records.origins(),
     )
 
 

@@ -57,7 +57,6 @@ class TrainingJob:
     policy: ModelOptions
     settings: Settings
     max_seconds: float
-    tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
     callbacks: tuple[Callback, ...] = ()
     policy_identity: Mapping[str, str] = field(default_factory=dict)  # digests of its files
     policy_files: ModelFiles = field(default_factory=lambda: ModelFiles({}))  # as they were then

@@ -13,8 +13,9 @@ from align import cli
 from align.stages.methods.method_docs import render_method, render_table
 from align.stages.methods.table import METHODS
 from support.command import align, refusal
+from support.mlflow_runs import run_of, stored
 from support.stage_one import contents
-from support.tracked_training import journalled, run_of, stored
+from support.tracked_training import journalled
 
 
 def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(journey):

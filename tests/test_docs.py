@@ -1,22 +1,19 @@
 """What the README and the pages of docs/ say is so."""
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import warnings
 from collections import Counter
 from functools import partial
-from urllib.parse import unquote
 
 import pytest
 import typer
 import yaml
 
-from align import __version__, cli, load_cache
+from align import __version__, cli
 from align.pipeline.settings import load_settings
 from align.pipeline.signals import STOPS
 from align.schemas.cache import Manifest
@@ -28,20 +25,28 @@ from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, recipe_of
 from align.stages.storage.shards import shard_schema
 from support.command import align
-from support.pages import PAGES, anchors, blocks, codes, commands, links, name_of, page
-from support.programs import TESTS
+from support.pages import (
+    PAGES,
+    anchors,
+    blocks,
+    codes,
+    commands,
+    links,
+    name_of,
+    page,
+)
+from support.programs import said_by
 from support.rooms import ROOMS, ROOT
-from support.stage_one import contents
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
 TO_BE_WRITTEN = {  # by who adds them
     "stages/methods/square.py",
     "stages/storage/folder_bucket.py",
-    "pipeline/executors/threads.py",
+    "stages/tracking/file_tracker.py",
     "stages/data/ranked_rows.py",
+    "pipeline/executors/threads.py",
 }
-RUN = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 
@@ -112,7 +117,7 @@ def commands_of_scripts():
 def steps_of_demo():
     """What `make demo` does once there is an environment."""
     make = ("make", "--no-print-directory", "--dry-run", "--always-make", "demo", "PYTHON=python")
-    return run(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
+    return said_by(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
 
 
 def test_no_link_is_dead_and_every_file_that_is_named_exists():
@@ -238,153 +243,9 @@ def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, 
     assert "24 ['row_id', 'source'" in told
 
 
-def copy_of_package(folder):
-    """The package, to be changed."""
-    package = folder / "align"
-    for room in ROOMS:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / room, package / room, ignore=ignored)
-    for file in ROOT.glob("*.py"):
-        shutil.copy(file, package)
-    return package
-
-
 def test_the_page_of_data_formats_names_every_shape_that_is_known():
     formats = page("docs/data-formats.md")
     named, text = {*codes(formats)}, formats.read_text()
     for shape in DATA_SHAPES:
         shown = text if shape.is_foreign else named  # of the foreign ones there are examples
         assert all(name in shown for name in (*shape.columns, *shape.scores)), shape.name
-
-
-def section_blocks(folder, title):
-    """The programs and lines that a section of the page on extending gives."""
-    _, _, text = page("docs/extending.md").read_text().partition(f"\n## {title}\n")
-    section = folder / "section.md"
-    section.write_text(text.partition("\n## ")[0])
-    return [block.text for block in blocks(section) if block.language]
-
-
-def precompute(folder, world, output, *options, **environment):
-    """Makes a cache in a folder by the package that is there."""
-    words = ("precompute-ref", world.data.paired, "--model", world.model, "--output", output)
-    fresh = ("--set", "cache.reuse_known=false", "--no-mlflow")
-    given = [sys.executable, "-c", RUN, *words, *fresh, *options]
-    run(*given, cwd=folder, PYTHONPATH=str(folder), **environment)
-
-
-def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
-    program, line, names = section_blocks(tmp_path, "An executor")
-    package = copy_of_package(tmp_path)
-    (package / "pipeline" / "executors" / "threads.py").write_text(program)
-    for file, before, after in (
-        ("pipeline/executors/kinds.py", '= {"ray"', f'= {{\n{line}    "ray"'),
-        ("schemas/config.py", '"inline", "ray"', names.strip()),
-    ):
-        source = package / file
-        assert source.read_text().count(before) == 1
-        source.write_text(source.read_text().replace(before, after))
-    for name in ("threads", "inline"):
-        precompute(tmp_path, world, name, "--executor", name)
-    assert contents(tmp_path / "threads") == contents(tmp_path / "inline")
-    contract = (
-        "import pathlib; from align.pipeline.executors.threads import Threads; "
-        "from support.executor_contract import require_executor_contract; "
-        "require_executor_contract(Threads(), pathlib.Path('tasks'), survives=False)"
-    )
-    both = os.pathsep.join((str(tmp_path), str(TESTS)))
-    run(sys.executable, "-c", contract, cwd=tmp_path, PYTHONPATH=both)
-
-
-def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
-    program, line = section_blocks(tmp_path, "A store of objects")
-    package = copy_of_package(tmp_path)
-    (package / "stages" / "storage" / "folder_bucket.py").write_text(program)
-    source = package / "stages" / "storage" / "buckets.py"
-    before = '    "s3": '
-    assert source.read_text().count(before) == 1
-    source.write_text(source.read_text().replace(before, f"{line}{before}"))
-    here = {"FOLDER_BUCKETS": str(tmp_path)}
-    precompute(tmp_path, world, "folder://bucket/cache", **here)
-    precompute(tmp_path, world, "disk")
-    disk = {
-        f"cache/{path.relative_to(tmp_path / 'disk')}": path.read_bytes()
-        for path in (tmp_path / "disk").rglob("*")
-        if path.is_file() and "_align" not in path.parts
-    }
-    bucket = {unquote(path.name): path.read_bytes() for path in (tmp_path / "bucket").iterdir()}
-    assert bucket == disk
-    contract = (
-        "import pathlib; from align.stages.storage.objects import location; "
-        "from support.store_contract import require_store_contract; "
-        "require_store_contract(location('folder://bucket/tried'), pathlib.Path.cwd())"
-    )
-    both = os.pathsep.join((str(tmp_path), str(TESTS)))
-    run(sys.executable, "-c", contract, cwd=tmp_path, PYTHONPATH=both, **here)
-
-
-def test_a_data_shape_is_added_as_its_page_shows(tmp_path, world):
-    program, line = section_blocks(tmp_path, "A data shape")
-    package = copy_of_package(tmp_path)
-    (package / "stages" / "data" / "ranked_rows.py").write_text(program)
-    table = package / "stages" / "data" / "known_shapes.py"
-    begun = "DATA_SHAPES = (\n"
-    added = f"from .ranked_rows import read_ranking\n\n{begun}{line}"
-    assert table.read_text().count(begun) == 1
-    table.write_text(table.read_text().replace(begun, added))
-    answers = [" nine.", " seven, of course.", " the sky is blue."]
-    of_shape = {
-        "scored": {"completions": answers, "scores": [2.0, 1.0, 0.0]},
-        "ranked": {"answers": answers},
-        "neither": {"choices": answers},
-    }
-    said = {}
-    for name, columns in of_shape.items():
-        rows = [{"prompt": prompt, **columns} for prompt in ("which is larger?", "what color?")]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        words = [f"{name}.jsonl", "--model", world.model, "--output", name, "--no-mlflow"]
-        words += ["--set", "cache.reuse_known=false"]
-        words += ["--map", "ranking=answers"] if name == "ranked" else []
-        program = (sys.executable, "-c", RUN, "precompute-ref", *words)
-        code = 2 if name == "neither" else 0
-        said[name] = run(*program, cwd=tmp_path, code=code, PYTHONPATH=str(tmp_path))
-    assert "(ranked: prompt, ranking; paired: chosen, rejected; " in said["neither"]
-    scored, ranked = (load_cache(tmp_path / name).collect() for name in ("scored", "ranked"))
-    assert ranked.equals(scored)
-    assert ranked["scores"].to_list() == [[2.0, 1.0, 0.0]] * 2
-
-
-def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
-    loss, import_line, row = (
-        block.text for block in blocks(page("docs/adding-a-method.md")) if block.language
-    )
-    package = copy_of_package(tmp_path)
-    (package / "stages" / "methods" / "square.py").write_text(loss)
-    table = package / "stages" / "methods" / "table.py"
-    text = table.read_text()
-    assert "\n_FAMILIES = (\n" in text
-    table.write_text(text.replace("\n_FAMILIES = (\n", f"\n{import_line}\n\n_FAMILIES = (\n{row}"))
-
-    trained = ("--cache", training_world.pairs, "--max-steps", 2, "--batch-size", 4, "--no-mlflow")
-    code = "import sys\nfrom align import cli\n"
-    for words in (("methods", "square"), ("train", "--method", "square", *trained)):
-        argv = ["align", *map(str, words)]
-        code += f"sys.argv = {argv}\ntry:\n    cli.main()\nexcept SystemExit:\n    pass\n"
-    told = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert "(b D - t)^2" in told
-    assert "margin of rewards that is wanted [a number above 0]" in told
-    assert "2 steps done" in told
-
-
-def run(*program, cwd, code=0, **environment):
-    """What a program says that must end well, or with another code."""
-    done = subprocess.run(
-        [*map(str, program)],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout

@@ -137,7 +137,7 @@ import align, align.cli, align.stages.engine.distributed, align.stages.engine.de
 import align.pipeline.train, align.pipeline.sweep, align.pipeline.verify
 compare("import")
 
-from align.pipeline.mlflow_sync import sync_run
+from align.pipeline.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from pathlib import Path
 
@@ -149,7 +149,7 @@ align.train("dpo", cache=f"{home}/cache", output=f"{home}/run", settings=store |
 compare("stage 2")
 align.load_cache(f"{home}/cache", text=True).collect()
 compare("load_cache")
-sync_run(Path(home) / "run", TrackingOptions(uri=store["tracking.uri"]))
+sync_runs(Path(home) / "run", TrackingOptions(uri=store["tracking.uri"]))
 compare("mlflow-sync")
 """
 

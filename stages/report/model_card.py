@@ -32,8 +32,7 @@ class Lineage:
     rows: int  # there are to learn from
     metrics: Mapping[str, float]
     versions: Mapping[str, str]
-    mlflow_run: str
-    mlflow_key: str  # the tag by which the run is found, whenever the store learns of it
+    recorded: Mapping[str, str]  # what trackers call the run
 
 
 def model_card(lineage: Lineage, *, adapter_of: str = "") -> str:
@@ -99,15 +98,13 @@ def _of_head(lineage: Lineage, *, is_adapter: bool) -> list[str]:
 
 
 def _origins(lineage: Lineage) -> dict[str, str]:
-    key = {"MLflow tag align.run_key": lineage.mlflow_key} if lineage.mlflow_key else {}
     return {
         "policy began as": lineage.policy,
         "reference": lineage.reference,
         "reference weights": lineage.reference_weights,
         "cache": lineage.cache,
         "cache root": lineage.cache_root,
-        "MLflow run": lineage.mlflow_run or ("not named yet" if key else "none"),
-        **key,
+        **(lineage.recorded or {"MLflow run": "none"}),
     }
 
 

@@ -4,7 +4,7 @@ manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
-_align/outbox/<time>-<id>/           a run that MLflow was not sent all of, as a run_folder
+_align/outbox/<time>-<id>/           a run that a tracker was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
     plan.json  commits/<unit>.json  spool/  tmp/<run id>/
@@ -94,7 +94,7 @@ class CacheFolder:
 
     @property
     def outbox(self) -> Path:
-        """Only there if MLflow was not sent all of a run."""
+        """Only there if a tracker was not sent all of a run."""
         return self.local / "_align/outbox"
 
     def shard(self, entry: Commit) -> Location:

@@ -14,7 +14,8 @@ _align/LOCK                     held by the process that trains here
 _align/ending.json              how it ended; missing while it runs, or after a kill
 _align/fitted.json              the micro-batches that memory allows, if it ran out
 _align/mlflow.json              what MLflow has to be sent
-_align/artifacts/               copies of files from elsewhere that MLflow has to be sent
+_align/trackers/<name>.json     what another tracker has to be sent
+_align/artifacts/               copies of files from elsewhere that trackers have to be sent
 """
 
 from __future__ import annotations
@@ -70,6 +71,19 @@ class RunFolder:
     fitted = Below("_align/fitted.json")
 
     when_locked = "Wait for it, or choose another --output."
+
+    def ledger(self, tracker: str) -> Path:
+        """What a tracker has to be sent; MLflow's lies where it lay when there was no other."""
+        return self.mlflow if tracker == "mlflow" else self._ledgers / f"{tracker}.json"
+
+    def ledgers(self) -> list[Path]:
+        """What is still to be sent, to whichever tracker."""
+        others = [] if self._ledgers.is_symlink() else sorted(self._ledgers.glob("*.json"))
+        return [path for path in (self.mlflow, *others) if path.exists()]
+
+    @property
+    def _ledgers(self) -> Path:
+        return self.private / "trackers"
 
     def step(self, number: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -171,7 +185,8 @@ class RunFolder:
             for path in (*whole, self.ending)
             for draft in path.parent.glob(f".{path.name}.*.tmp")
         ]
-        drafts += [*self.evaluation(0).parent.glob(".step-*.tmp"), *self.copies.glob(".*.tmp")]
+        drafts += self.evaluation(0).parent.glob(".step-*.tmp")
+        drafts += [draft for made in (self.copies, self._ledgers) for draft in made.glob(".*.tmp")]
         return [*folders, *drafts]
 
 

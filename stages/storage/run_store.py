@@ -121,7 +121,8 @@ class RunStore:
     def _records(self) -> Iterator[Path]:
         folder = self.folder
         known = (folder.metrics, folder.nonfinite, folder.config, folder.engine, folder.report)
-        yield from (path for path in (*known, folder.mlflow) if path.exists())
+        yield from (path for path in known if path.exists())
+        yield from folder.ledgers()
         yield from folder.evaluations().values()
         yield from sorted(path for path in folder.copies.glob("[!.]*") if path.is_file())
 

@@ -1,4 +1,4 @@
-"""Brings MLflow up to what a run's ledger and journal say; doing it twice is doing it once."""
+"""Brings a store up to what a run's ledger and journal say; doing it twice is doing it once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import stat
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
-from ...schemas.errors import StorageError
 from ...schemas.safe_text import redacted
-from .journal import DatasetNote, MetricPoint, MlflowRecord, line_start, read_entries
-from .mlflow_client import GOES_ON_TAG, KEY_TAG, METRICS_PER_BATCH, MlflowStore, load
-from .mlflow_silence import mlflow_silenced
-from .outbox import Ledger, address_of, failures, reason_of
+from .journal import line_start, read_entries
+from .outbox import Ledger, address_of, reason_of
+from .tracker import RunRecord, Tracker
 
 logger = logging.getLogger("align")
 
+POINTS_PER_CALL = 1000
 SECONDS_PER_MARK = 10.0
 PRIVATE = "_align/"  # a file that was copied there has no place in the run
 
@@ -29,35 +28,28 @@ PRIVATE = "_align/"  # a file that was copied there has no place in the run
 class Delivery:
     """One store and one run; what is known to have arrived is not sent again."""
 
-    def __init__(self, store: MlflowStore, ledger: Ledger, metrics: Path) -> None:
-        self._store = store
+    def __init__(self, tracker: Tracker, ledger: Ledger, metrics: Path) -> None:
+        self._tracker = tracker
         self._ledger = ledger
         self._metrics = metrics
         self._run_id = ""
-        self._params: dict[str, str] = {}
-        self._tags: dict[str, str] = {}
-        self._datasets: set[DatasetNote] = set()
+        self._labels: tuple[object, ...] = ()
         self._status = ""
         self._sent = 0
         self._marked_at = time.monotonic()
         self._refused: set[str] = set()
-        self._known: dict[str, set[tuple[int, int]]] | None = None  # None: to be asked for
-        self._ceiling = -1
         self.points = 0  # sent by this delivery
 
     def deliver(self) -> None:
         """Sends what is missing; raises what the store raises, and continues there next time."""
         record = self._ledger.record  # with a status in it, nothing is added after this
         try:
-            self._find_run()
+            self._begin()
             self._send_labels()
             self._send_metrics()
             self._send_status(record)
             self._send_artifacts()
             self._send_models()
-        except BaseException:
-            self._known = None  # what was sent last may have arrived
-            raise
         finally:
             self._mark()
 
@@ -69,80 +61,38 @@ class Delivery:
         linked = all(link.model_id for link in record.models)
         return is_told and linked and not list(self._owed())
 
-    def _find_run(self) -> None:
+    def _begin(self) -> None:
         if self._run_id:
             return
-        record = self._ledger.record
-        if record.run_id and not self._store.has_run(record.run_id, key=record.key):
+        run_id = self._tracker.begin(self._ledger.record)
+        if not run_id:
             self._ledger.forget_run()
-            record = self._ledger.record
-        self._run_id = record.run_id or self._make_run()
-        self._ledger.change(run_id=self._run_id)
-        if record.run_id and not record.status:
-            self._store.reopen(self._run_id)
+            run_id = self._tracker.begin(self._ledger.record)
+        self._run_id = run_id
+        self._ledger.change(run_id=run_id)
         self._sent = line_start(self._metrics, self._ledger.record.metrics_sent)
-
-    def _make_run(self) -> str:
-        record = self._ledger.record
-        experiment = self._store.experiment_id(record.experiment)
-        if found := self._store.find_run(experiment, tag=KEY_TAG, value=record.key):
-            return found
-        if before := record.tags.get(GOES_ON_TAG):
-            self._store.end_if_running(before)
-        tags = {**record.tags, KEY_TAG: record.key}
-        self._known = {}
-        run_id = self._store.create_run(
-            experiment, name=record.run_name, tags=tags, began_ms=record.began_ms
-        )
-        if not run_id:  # as of a server that answers `{}` to everything
-            raise StorageError("it made no run; is there an MLflow server at this address?")
-        return run_id
 
     def _send_labels(self) -> None:
         record = self._ledger.record
-        if params := _news(record.params, self._params):
-            self._store.log_params(self._run_id, params)
-            self._params |= params
-        if tags := _news(record.tags, self._tags):
-            self._store.set_tags(self._run_id, tags)
-            self._tags |= tags
-        for note in record.datasets:
-            if note not in self._datasets:
-                self._store.log_dataset(self._run_id, note)
-                self._datasets.add(note)
+        labels = (record.params, record.tags, record.datasets)
+        if labels != self._labels:
+            self._tracker.label(record)
+            self._labels = labels
 
     def _send_metrics(self) -> None:
-        while entries := read_entries(self._metrics, self._sent, max_points=METRICS_PER_BATCH):
-            points = [point for entry in entries for point in entry.points]
-            self._learn_what_is_known(points)
-            missing = [point for point in points if not self._is_known(point)]
-            self._store.log_metrics(self._run_id, missing)
+        while entries := read_entries(self._metrics, self._sent, max_points=POINTS_PER_CALL):
+            self.points += self._tracker.log(entries)
             self._sent = entries[-1].end
-            self.points += len(missing)
 
-    def _learn_what_is_known(self, points: list[MetricPoint]) -> None:
-        if self._known is None and points:
-            least = min(point.step for point in points)
-            self._known = self._store.points_known(self._run_id, least=least)
-            self._ceiling = max(
-                (step for known in self._known.values() for step, _ in known), default=-1
-            )
-        if points and points[0].step > self._ceiling:
-            self._known = {}  # all from here on is new
-
-    def _is_known(self, point: MetricPoint) -> bool:
-        assert self._known is not None, "asked for before"
-        return (point.step, point.time_ms) in self._known.get(point.key, ())
-
-    def _send_status(self, record: MlflowRecord) -> None:
+    def _send_status(self, record: RunRecord) -> None:
         if record.status and record.status != self._status:
-            self._store.finish(self._run_id, record.status, ended_ms=record.ended_ms)
+            self._tracker.end(record.status, record.ended_ms)
             self._status = record.status
 
     def _send_artifacts(self) -> None:
         for name, path in list(self._owed()):
             changes = self._ledger.changes[name]
-            self._store.log_artifact(self._run_id, path, under=_folder_of(name))
+            self._tracker.artifact(path, under=_folder_of(name))
             self._ledger.artifact_sent(name, changes)
 
     def _owed(self) -> Iterator[tuple[str, Path]]:
@@ -156,15 +106,16 @@ class Delivery:
             else:
                 self._refused.add(name)
                 logger.warning(
-                    "%s is not sent to MLflow: it is, or leads, outside of the run %s.", name, root
+                    "%s is not sent to %s: it is, or leads, outside of the run %s.",
+                    name,
+                    self._ledger.kind.title,
+                    root,
                 )
 
     def _send_models(self) -> None:
         for link in self._ledger.record.models:
             if not link.model_id:
-                known = dataclasses.replace(
-                    link, model_id=self._store.link_model(self._run_id, link)
-                )
+                known = dataclasses.replace(link, model_id=self._tracker.model(link))
                 others = self._ledger.record.models
                 self._ledger.change(
                     models=tuple(known if other == link else other for other in others)
@@ -203,26 +154,22 @@ def _folder_of(name: str) -> str:
     return "" if folder == "." or name.startswith(PRIVATE) else folder
 
 
-def _news(wanted: dict[str, str], known: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in wanted.items() if known.get(name) != value}
-
-
 SECONDS_PER_TICK = 1.0
 RETRY_SECONDS = 60.0
 QUICK_SECONDS = 1.0
-# Importing MLflow takes seconds of the interpreter, which the first step of a training goes before.
+# To import a library takes seconds of the interpreter; the first step of a training goes before.
 FIRST_STEP_SECONDS = 10.0
 
 
 class Sender:
-    """Sends what is new every second; after a failure it leaves the store alone for a minute.
+    """Sends one tracker what is new every second; after a failure it is left alone for a minute.
 
     It begins when it is asked to, or after `FIRST_STEP_SECONDS`.
     """
 
-    def __init__(self, uri: str, ledger: Ledger, metrics: Path, home: Path) -> None:
-        self._uri = uri
-        self._ledger = ledger
+    def __init__(self, address: str, ledger: Ledger, metrics: Path, home: Path) -> None:
+        self._address = address
+        self.ledger = ledger
         self._metrics = metrics
         self._home = home
         self._delivery: Delivery | None = None
@@ -233,9 +180,7 @@ class Sender:
         self._retry_at = 0.0
         self._last_took = 0.0
         self._has_warned = False
-        self._quiet = ExitStack()
-        self._quiet.enter_context(mlflow_silenced())
-        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=ledger.kind.name, daemon=True)
         self._thread.start()
 
     @property
@@ -250,16 +195,20 @@ class Sender:
 
     def wait_for_answer(self, patience: float) -> None:
         """Waits until the store made the run or failed, no longer than so many seconds."""
-        self.begin()
         self._was_asked.wait(patience)
 
-    def finish(self, patience: float) -> None:
-        """Waits so many seconds for the rest to be sent; what is not stays in the ledger."""
+    def end(self) -> None:
+        """Sends the rest."""
         self._over.set()
         self.begin()
-        self._is_loaded.wait()  # an import waits for no store, and needs the quiet to its end
+
+    def wait_for_library(self) -> None:
+        """Waits for an import, which waits for no store, and needs the quiet to its end."""
+        self._is_loaded.wait()
+
+    def join(self, patience: float) -> None:
+        """Waits so many seconds for the rest to be sent; what is not stays in the ledger."""
         self._thread.join(patience)
-        self._quiet.close()
         if not self.is_complete:
             self._warn("did not take all in time")
 
@@ -287,37 +236,79 @@ class Sender:
 
     def _attempt(self) -> None:
         started = time.monotonic()
+        kind = self.ledger.kind
         try:
             if self._delivery is None:
                 self._load()
-                store = MlflowStore(self._uri)
-                self._delivery = Delivery(store, self._ledger, self._metrics)
+                self._delivery = Delivery(kind.open(self._address), self.ledger, self._metrics)
             self._delivery.deliver()
-        except failures() as error:
-            self._rest(error)
+        except Exception as error:
+            if not kind.is_failure(error):
+                raise
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._warn(f"failed: {reason_of(error)}")
         finally:
             self._last_took = time.monotonic() - started
             self._was_asked.set()
 
     def _load(self) -> None:
         try:
-            load(self._uri)
+            self.ledger.kind.load(self._address)
         finally:
             self._is_loaded.set()
-
-    def _rest(self, error: BaseException) -> None:
-        self._retry_at = time.monotonic() + RETRY_SECONDS
-        self._warn(f"failed: {reason_of(error)}")
 
     def _warn(self, what: str) -> None:
         if self._has_warned:
             return
         self._has_warned = True
         logger.warning(
-            "MLflow at %s %s. The work continues; %s keeps all metrics, and what is missing "
+            "%s at %s %s. The work continues; %s keeps all metrics, and what is missing "
             "is sent later, or by `align mlflow-sync %s`.",
-            address_of(self._uri),
+            self.ledger.kind.title,
+            address_of(self._address),
             what,
             self._metrics,
             self._home,
         )
+
+
+class Senders:
+    """The senders of one run, of which none holds another up: they share the seconds to wait."""
+
+    def __init__(
+        self, ledgers: Sequence[Ledger], addresses: Mapping[str, str], metrics: Path, home: Path
+    ) -> None:
+        self._quiet = ExitStack()
+        self._all: list[Sender] = []
+        for ledger in ledgers:
+            if address := addresses.get(ledger.kind.name):
+                self._quiet.enter_context(ledger.kind.quiet())
+                self._all.append(Sender(address, ledger, metrics, home))
+
+    def begin(self) -> None:
+        """Sends from now on."""
+        for sender in self._all:
+            sender.begin()
+
+    def wait_for_answers(self, patience: float) -> None:
+        """Waits until each store made the run or failed, no longer than so many seconds."""
+        self.begin()
+        deadline = time.monotonic() + patience
+        for sender in self._all:
+            sender.wait_for_answer(deadline - time.monotonic())
+
+    def finish(self, patience: float) -> None:
+        """Waits so many seconds for the rest to be sent; what is not stays in the ledgers."""
+        for sender in self._all:
+            sender.end()
+        with self._quiet:
+            for sender in self._all:
+                sender.wait_for_library()
+            deadline = time.monotonic() + patience
+            for sender in self._all:
+                sender.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def complete(self) -> list[Ledger]:
+        """The ledgers of the stores that know all of the run, and how it ended."""
+        return [sender.ledger for sender in self._all if sender.is_complete]

@@ -1,4 +1,4 @@
-"""What a run records while it works, and `metrics.jsonl`: a line per step or evaluation.
+"""The journal of a run, `metrics.jsonl`: a line per step or evaluation.
 
 {"step":10,"time":1763735000.123,"loss":0.693,…} - finite numbers only; the rest is left out.
 An evaluation has a line of its own: a step's line is durable before its checkpoint is, and the
@@ -15,15 +15,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.safe_text import redacted
 from ..storage import fs
 
 logger = logging.getLogger("align")
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class Callback(Protocol):
@@ -42,46 +40,6 @@ class MetricPoint:
     value: float
     step: int
     time_ms: int  # since 1970
-
-
-@dataclass(frozen=True)
-class DatasetNote:
-    """Data that went into a run."""
-
-    name: str
-    digest: str
-    source: str
-    context: str
-
-
-@dataclass(frozen=True)
-class ModelLink:
-    """A model that a run made, and its path."""
-
-    folder: str
-    tags: dict[str, str]
-    model_id: str  # the store's name for it, empty until the store knows it
-
-
-@dataclass(frozen=True)
-class MlflowRecord:
-    """All that MLflow has to be sent of a run but its metrics, and what it knows already."""
-
-    format_version: int
-    uri: str  # without user and password
-    experiment: str
-    run_name: str
-    key: str  # a tag by which the run is found again when the answer that named it was lost
-    run_id: str  # empty until there is one
-    began_ms: int
-    ended_ms: int
-    status: str  # empty while it runs
-    tags: dict[str, str]
-    params: dict[str, str]
-    datasets: tuple[DatasetNote, ...]
-    artifacts: dict[str, bool]  # path, and whether the store has it
-    models: tuple[ModelLink, ...]
-    metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
 
 
 RESERVED = ("step", "time")

@@ -1,9 +1,8 @@
-"""The record of a run: a journal of its numbers, and a ledger of the rest, sent on to MLflow."""
+"""The record of a run: a journal of its numbers, and ledgers of the rest, sent on to trackers."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -19,37 +18,40 @@ from ..storage.locks import owner_lock
 from ..storage.objects import Location
 from ..storage.run_folder import RunFolder
 from ..storage.store import store_of
-from .delivery import PRIVATE, Sender
-from .journal import (
-    MAX_PARAM,
-    MAX_TAG,
-    Callback,
+from .delivery import PRIVATE, Senders
+from .journal import MAX_PARAM, MAX_TAG, Callback, Journal, key_of, open_journal, shortened
+from .outbox import Ledger, close_record, new_record, now_ms, open_ledger, remove_if_sent
+from .tracker import (
+    GOES_ON_TAG,
+    KEY_TAG,
+    TRACKERS,
     DatasetNote,
-    Journal,
     ModelLink,
     Status,
-    key_of,
-    open_journal,
-    shortened,
+    addresses,
+    kind_of,
 )
-from .mlflow_client import GOES_ON_TAG
-from .outbox import Ledger, close_record, new_record, now_ms, open_ledger, remove_if_sent
 
 # Who stops a process by a signal kills it half a minute later.
 PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
 UPLOAD_SECONDS = 6 * 3600.0
-DEFAULT_URI = "sqlite:///mlflow.db"
-_INHERITED: ContextVar[Mapping[str, str]] = ContextVar("tags", default=MappingProxyType({}))
+
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_TAGS: ContextVar[Mapping[str, str]] = ContextVar("tags", default=_NOTHING)
+_PARENTS: ContextVar[Mapping[str, str]] = ContextVar("parents", default=_NOTHING)  # id by tracker
 
 
 @contextmanager
-def tagged(tags: Mapping[str, str]) -> Iterator[None]:
-    """Gives these tags to every run that begins inside, such as that of its parent."""
-    token = _INHERITED.set({**_INHERITED.get(), **tags})
+def tagged(tags: Mapping[str, str], parent: Run | None = None) -> Iterator[None]:
+    """Gives every run that begins inside these tags, and the run that it belongs to."""
+    own = _TAGS.set({**_TAGS.get(), **tags})
+    above = _PARENTS.set(parent.run_ids if parent else _PARENTS.get())
     try:
         yield
     finally:
-        _INHERITED.reset(token)
+        _PARENTS.reset(above)
+        _TAGS.reset(own)
 
 
 def open_training_run(
@@ -63,20 +65,19 @@ def open_training_run(
 ) -> Run:
     """Begins the record of a run, or continues it after a step; -1 keeps no earlier line.
 
-    Without MLflow, a run that has a ledger keeps it up to date, for `mlflow-sync`.
+    A ledger of a tracker that is left out this time is kept up to date, for `mlflow-sync`.
     """
     journal = open_journal(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
-    if not options.mlflow and not folder.mlflow.exists():
-        return Run(folder.root, journal)
-    ledger = _open_ledger(options, folder, name)
-    # MLflow takes no number back. One run would show two futures, so the true one gets its own.
-    if journal.dropped or ledger.record.metrics_sent > folder.metrics.stat().st_size:
-        ledger.begin_again()
-    uri, metrics = store_uri(options), folder.metrics
-    sender = Sender(uri, ledger, metrics, folder.root) if options.mlflow else None
-    run = Run(folder.root, journal, ledger, sender, uploads=options.upload_model)
-    run.set_tags({**version_tags(), **_INHERITED.get(), **tags})
-    return run
+    wanted = addresses(options)
+    names = [one for one in TRACKERS if one in wanted or folder.ledger(one).exists()]
+    ledgers = [_open_ledger(one, options, folder, name, wanted.get(one, "")) for one in names]
+    for ledger in ledgers:
+        # No store takes a number back. One run would show two futures: the true one gets its own.
+        if journal.dropped or ledger.record.metrics_sent > folder.metrics.stat().st_size:
+            ledger.begin_again()
+        _add_tags(ledger, tags)
+    senders = Senders(ledgers, wanted, folder.metrics, folder.root) if wanted else None
+    return Run(folder.root, journal, ledgers, senders, uploads=options.upload_model)
 
 
 @contextmanager
@@ -87,14 +88,15 @@ def recorded(
     *,
     is_recorded: bool,
     is_alone: bool = True,
-    goes_on_from: str = "",
+    goes_on_from: Mapping[str, str] = _NOTHING,
 ) -> Iterator[Run]:
-    """Records the work on a cache or sweep in MLflow, under the name of its stage.
+    """Records the work on a cache or sweep, under the name of its stage.
 
-    The record is in the outbox of that folder until MLflow was sent all of it. Unless a process is
-    alone there, it leaves the rest of the outbox as it is.
+    The record is in the outbox of that folder until all trackers were sent all of it. Unless a
+    process is alone there, it leaves the rest of the outbox as it is.
     """
-    if not (is_recorded and options.mlflow):
+    wanted = addresses(options) if is_recorded else {}
+    if not wanted:
         yield Run(home)
         return
     folder = new_record(home, is_alone=is_alone)
@@ -104,14 +106,15 @@ def recorded(
         stack.enter_context(owner_lock(folder, stage))
         status: Status = "FAILED"
         journal = open_journal(folder.metrics, keep_through=-1)
-        ledger = _open_ledger(options, folder, stage)
-        origin = {GOES_ON_TAG: goes_on_from} if goes_on_from else {}
-        ledger.add("tags", {**version_tags(), **_INHERITED.get(), **origin, "align.stage": stage})
-        sender = Sender(store_uri(options), ledger, folder.metrics, home)
-        run = Run(folder.root, journal, ledger, sender)
+        ledgers = [_open_ledger(one, options, folder, stage, at) for one, at in wanted.items()]
+        for ledger in ledgers:
+            before = goes_on_from.get(ledger.kind.name)
+            _add_tags(ledger, {**({GOES_ON_TAG: before} if before else {}), "align.stage": stage})
+        senders = Senders(ledgers, wanted, folder.metrics, home)
+        run = Run(folder.root, journal, ledgers, senders)
         try:
-            # MLflow is imported by then, and what belongs to this run can name it.
-            sender.wait_for_answer(PATIENCE_SECONDS["FINISHED"])
+            # A library is imported by then, and what belongs to this run can name it.
+            senders.wait_for_answers(PATIENCE_SECONDS["FINISHED"])
             yield run
             status = "FINISHED"
         except (Interrupted, KeyboardInterrupt):
@@ -120,30 +123,32 @@ def recorded(
         finally:
             with log_failure("No record of how the run ended"):
                 run.finish(status)
-                if sender.is_complete:
-                    close_record(folder)
+                for ledger in senders.complete:
+                    close_record(ledger, folder)
 
 
-def _open_ledger(options: TrackingOptions, folder: RunFolder, name: str) -> Ledger:
+def _open_ledger(
+    tracker: str, options: TrackingOptions, folder: RunFolder, name: str, address: str
+) -> Ledger:
+    kind = kind_of(tracker)
     return open_ledger(
-        folder.mlflow,
-        uri=store_uri(options) if options.mlflow else "",
-        experiment=experiment_name(options),
+        kind,
+        folder,
+        address=address,
+        experiment=kind.experiment(options),
         run_name=redacted(options.run_name or name),
     )
 
 
-def store_uri(options: TrackingOptions) -> str:
-    """Where runs are recorded: what the config says, else the environment, else a local file."""
-    return options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+def _add_tags(ledger: Ledger, tags: Mapping[str, str]) -> None:
+    """The tags of a run, with those that it inherits."""
+    parent = _PARENTS.get().get(ledger.kind.name)
+    above = {**_TAGS.get(), **({ledger.kind.parent_tag: parent} if parent else {})}
+    ledger.add("tags", _labels({**version_tags(), **above, **tags}))
 
 
-def experiment_name(options: TrackingOptions) -> str:
-    """What the config says, else the environment, else the default."""
-    default = TrackingOptions().experiment
-    if options.experiment != default:
-        return redacted(options.experiment)
-    return redacted(os.environ.get("MLFLOW_EXPERIMENT_NAME") or default)
+def _labels(tags: Mapping[str, str]) -> dict[str, str]:
+    return {key_of(name): shortened(value, MAX_TAG) for name, value in tags.items()}
 
 
 def version_tags() -> dict[str, str]:
@@ -158,44 +163,50 @@ def version_tags() -> dict[str, str]:
 
 
 class Run:
-    """Writes numbers to the journal and all else to the ledger; another thread sends both.
+    """Writes numbers to the journal and all else to the ledgers; other threads send both.
 
-    Without a journal it keeps no numbers, without a ledger nothing is for MLflow.
+    Without a journal it keeps no numbers, without a ledger nothing is for a tracker.
     """
 
     def __init__(
         self,
         root: Path,
         journal: Journal | None = None,
-        ledger: Ledger | None = None,
-        sender: Sender | None = None,
+        ledgers: Sequence[Ledger] = (),
+        senders: Senders | None = None,
         *,
         uploads: bool = False,
     ) -> None:
         self.callbacks: tuple[Callback, ...] = ()
         self._root = root.absolute()
         self._journal = journal
-        self._ledger = ledger
-        self._sender = sender
+        self._ledgers = ledgers
+        self._senders = senders
         self._patience = PATIENCE_SECONDS | ({"FINISHED": UPLOAD_SECONDS} if uploads else {})
 
     @property
-    def run_id(self) -> str:
-        """The store's name for this run, empty as long as the store has not answered."""
-        return self._ledger.record.run_id if self._ledger else ""
+    def run_ids(self) -> dict[str, str]:
+        """The id of this run by tracker; of those whose store has answered."""
+        found = {ledger.kind.name: ledger.record.run_id for ledger in self._ledgers}
+        return {name: run_id for name, run_id in found.items() if run_id}
 
-    @property
-    def run_key(self) -> str:
-        """The tag `align.run_key` by which the store knows it, sooner or later."""
-        return self._ledger.record.key if self._ledger else ""
+    def origins(self) -> dict[str, str]:
+        """What trackers call this run, and the tag by which they know it, sooner or later."""
+        found = {}
+        for ledger in self._ledgers:
+            title, record = ledger.kind.title, ledger.record
+            found[f"{title} run"] = record.run_id or "not named yet"
+            found[f"{title} tag {KEY_TAG}"] = record.key
+        return found
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Settings, flat; a store keeps the first value, so a later one becomes a tag."""
-        if self._ledger:
-            known = self._ledger.record.params
+        for ledger in self._ledgers:
             values = {key_of(k): shortened(str(v), MAX_PARAM) for k, v in params.items()}
-            self._ledger.add("params", {k: v for k, v in values.items() if k not in known})
-            self.set_tags({f"changed.{k}": v for k, v in values.items() if known.get(k, v) != v})
+            known = ledger.record.params
+            changed = {f"changed.{k}": v for k, v in values.items() if known.get(k, v) != v}
+            ledger.add("params", {k: v for k, v in values.items() if k not in known})
+            ledger.add("tags", _labels(changed))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
         """Numbers at one step, in one line."""
@@ -206,16 +217,16 @@ class Run:
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
         """The data that went in, under our own digest."""
-        if self._ledger:
-            note = DatasetNote(redacted(name), digest, redacted(source), context)
-            self._ledger.append("datasets", note)
+        note = DatasetNote(redacted(name), digest, redacted(source), context)
+        for ledger in self._ledgers:
+            ledger.append("datasets", note)
 
     def log_artifact(self, path: Location) -> None:
         """A file or folder to keep with the run; a second time, when it has changed.
 
         Of a file elsewhere a copy is kept: only files inside the run are sent.
         """
-        if not self._ledger:
+        if not self._ledgers:
             return
         whole = self._root / PRIVATE / "artifacts" / path.name
         store = store_of(path)
@@ -224,27 +235,25 @@ class Run:
         else:
             fs.make_folder(whole.parent)
             fs.publish(whole, store.read(path), label="config")
-        self._ledger.renew_artifact(str(whole.relative_to(self._root)))
+        for ledger in self._ledgers:
+            ledger.renew_artifact(str(whole.relative_to(self._root)))
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
         """The path of the model that this run made; the model itself stays there."""
-        if not self._ledger:
-            return
         where = redacted(str(folder.absolute()))
-        if where not in {link.folder for link in self._ledger.record.models}:
-            labels = {name: shortened(value, MAX_TAG) for name, value in tags.items()}
-            self._ledger.append("models", ModelLink(where, labels, ""))
+        for ledger in self._ledgers:
+            if where not in {link.folder for link in ledger.record.models}:
+                ledger.append("models", ModelLink(where, _labels(tags), ""))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Labels to search by."""
-        if self._ledger:
-            labels = {key_of(name): shortened(value, MAX_TAG) for name, value in tags.items()}
-            self._ledger.add("tags", labels)
+        for ledger in self._ledgers:
+            ledger.add("tags", _labels(tags))
 
     def begin_sending(self) -> None:
-        """Lets MLflow be imported and sent what there is, beside the work."""
-        if self._sender:
-            self._sender.begin()
+        """Lets libraries be imported and stores be sent what there is, beside the work."""
+        if self._senders:
+            self._senders.begin()
 
     def sync(self) -> None:
         """Makes every line durable; call it before a checkpoint is saved."""
@@ -256,7 +265,8 @@ class Run:
         if self._journal:
             self._journal.sync()
             self._journal.close()
-        if self._ledger and not self._ledger.record.status:
-            self._ledger.change(status=status, ended_ms=now_ms())
-            if self._sender:
-                self._sender.finish(self._patience[status])
+        running = [ledger for ledger in self._ledgers if not ledger.record.status]
+        for ledger in running:
+            ledger.change(status=status, ended_ms=now_ms())
+        if running and self._senders:
+            self._senders.finish(self._patience[status])

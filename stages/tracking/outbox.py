@@ -1,7 +1,7 @@
-"""What has to be sent to MLflow, kept until it is; a failure costs a warning, never a run.
+"""What trackers have to be sent, kept until they are; a failure costs a warning, never a run.
 
-That is `_align/mlflow.json` of a run. A run that is not a training has its folder in the outbox of
-the cache or sweep that it makes, as long as MLflow was not sent all of it.
+That is a ledger for each of them in the folder of a run. A run that is not a training has its
+folder in the outbox of the cache or sweep that it makes, as long as one was not sent all of it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-import sqlite3
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,15 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import CorruptionError, StorageError, UsageError, log_failure
+from ...schemas.errors import CorruptionError, StorageError, log_failure
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
-from ...schemas.safe_text import bare_address, hear, masked_address, redacted, shown
+from ...schemas.safe_text import hear, masked_address, redacted, shown
 from ..storage import fs
 from ..storage.cache_folder import CacheFolder, make_place
 from ..storage.locks import try_owner_lock
 from ..storage.run_folder import RunFolder
-from .journal import MlflowRecord
-from .mlflow_client import GOES_ON_TAG, sqlite_file
+from .tracker import GOES_ON_TAG, TRACKERS, RunRecord, TrackerKind, kind_of
 
 FORMAT_VERSION = 1
 KEY = re.compile(r"[0-9a-f]{16}")
@@ -34,9 +31,10 @@ RECORD_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
 
 
 class Ledger:
-    """The record in memory and on disk, for the thread that works and the one that sends."""
+    """A tracker's record in memory and on disk, for the thread that works and one that sends."""
 
-    def __init__(self, path: Path, record: MlflowRecord) -> None:
+    def __init__(self, kind: TrackerKind, path: Path, record: RunRecord) -> None:
+        self.kind = kind
         self._path = path
         self._lock = threading.RLock()
         self.changes: Counter[str] = Counter()  # of files, as far as this process said so
@@ -93,29 +91,33 @@ class Ledger:
             self.forget_run()
             self.change(key=secrets.token_hex(8), tags={**self.record.tags, **origin})
 
-    def move_to(self, uri: str) -> None:
+    def move_to(self, address: str) -> None:
         """Switches to another store."""
         with self._lock:
-            if plain_uri(uri) != self.record.uri:
+            plain = self.kind.plain(address)
+            if plain != self.record.uri:
                 self.forget_run()
-                self.change(uri=plain_uri(uri))
+                self.change(uri=plain)
 
     def store(self) -> None:
         """Writes the record as it is."""
         fs.publish(self._path, to_signed_json(self.record).encode(), label="mlflow")
 
 
-def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledger:
-    """Goes on with the record of an earlier process, or begins one; no uri is the one it had."""
+def open_ledger(
+    kind: TrackerKind, folder: RunFolder, *, address: str, experiment: str, run_name: str
+) -> Ledger:
+    """Goes on with the record of an earlier process, or begins one; without an address, there."""
+    path = folder.ledger(kind.name)
     if path.exists():
-        ledger = load_ledger(path)
-        if uri:
-            ledger.move_to(uri)
+        ledger = load_ledger(kind, folder)
+        if address:
+            ledger.move_to(address)
         ledger.change(status="", ended_ms=0)
         return ledger
-    record = MlflowRecord(
+    record = RunRecord(
         format_version=FORMAT_VERSION,
-        uri=plain_uri(uri),
+        uri=kind.plain(address),
         experiment=experiment,
         run_name=run_name,
         key=secrets.token_hex(8),
@@ -130,29 +132,32 @@ def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledg
         models=(),
         metrics_sent=0,
     )
-    ledger = Ledger(path, record)
+    if not path.parent.is_dir():
+        fs.make_folder(path.parent)
+        fs.fsync_folder(path.parent.parent)
+    ledger = Ledger(kind, path, record)
     ledger.store()
     return ledger
 
 
-def load_ledger(path: Path) -> Ledger:
-    """What has to be sent to MLflow about a run."""
-    if not path.exists():
-        raise UsageError(
-            f"{path.parent.parent} holds no run that was recorded in MLflow and not sent whole: it "
-            f"has no {path.parent.name}/{path.name}, and no run in {path.parent.name}/outbox. Name "
-            "the --output of `align train`, of a sweep, or a cache."
-        )
+def load_ledger(kind: TrackerKind, folder: RunFolder) -> Ledger:
+    """What has to be sent to a tracker about a run."""
+    path = folder.ledger(kind.name)
     try:
-        record = from_signed_json(MlflowRecord, fs.read_bytes(path))
+        record = from_signed_json(RunRecord, fs.read_bytes(path))
         if not KEY.fullmatch(record.key):  # it is part of a query to the store
             raise CodecError(f"key {record.key!r:.40} is not sixteen hexadecimal digits")
-        return Ledger(path, record)
+        return Ledger(kind, path, record)
     except CodecError as error:
         raise CorruptionError(
-            f"{path} is damaged: {error}. Remove it: MLflow then does not get the rest of the run, "
-            "and a training that continues is recorded as a new run."
+            f"{path} is damaged: {error}. Remove it: {kind.title} then does not get the rest of "
+            "the run, and a training that continues is recorded as a new run."
         ) from error
+
+
+def kinds_in(folder: RunFolder) -> list[TrackerKind]:
+    """The trackers that have a ledger in the folder of a run."""
+    return [kind_of(name) for name in TRACKERS if folder.ledger(name).exists()]
 
 
 def new_record(home: Path, *, is_alone: bool = True) -> RunFolder:
@@ -169,10 +174,11 @@ def new_record(home: Path, *, is_alone: bool = True) -> RunFolder:
     return folder
 
 
-def close_record(folder: RunFolder) -> None:
-    """Marks a run of an outbox as sent; its owner calls it, and what is left is never sent."""
-    fs.unlink(folder.mlflow)
-    fs.fsync_folder(folder.private)
+def close_record(ledger: Ledger, folder: RunFolder) -> None:
+    """Marks a run of an outbox as sent to a tracker; its owner calls it."""
+    path = folder.ledger(ledger.kind.name)
+    fs.unlink(path)
+    fs.fsync_folder(path.parent)
 
 
 def remove_if_sent(folder: RunFolder, *, is_alone: bool = True) -> None:
@@ -180,8 +186,9 @@ def remove_if_sent(folder: RunFolder, *, is_alone: bool = True) -> None:
 
     A failure is logged: the next run on the cache or sweep tries again.
     """
-    with log_failure("A run that MLflow was sent stays in the outbox"):
-        if not folder.mlflow.exists():
+    titles = " and ".join(kind_of(name).title for name in TRACKERS)
+    with log_failure(f"A run that {titles} was sent stays in the outbox"):
+        if not folder.ledgers():
             fs.remove_tree(folder.root)
             if is_alone:  # else another process may be about to use it
                 fs.remove_folder(folder.root.parent)
@@ -189,7 +196,7 @@ def remove_if_sent(folder: RunFolder, *, is_alone: bool = True) -> None:
 
 def _remove_remnant(folder: RunFolder) -> None:
     """Removes a folder of an outbox that a kill has left without its record."""
-    if folder.mlflow.exists():
+    if folder.ledgers():
         return
     if folder.private.is_dir():
         lock = try_owner_lock(folder, "outbox")
@@ -201,7 +208,7 @@ def _remove_remnant(folder: RunFolder) -> None:
 
 def unsent_runs(home: Path) -> list[RunFolder]:
     """The runs in an outbox, the oldest first; another process may own them."""
-    return [folder for folder in _records(home) if folder.mlflow.exists()]
+    return [folder for folder in _records(home) if folder.ledgers()]
 
 
 def _records(home: Path) -> list[RunFolder]:
@@ -215,15 +222,8 @@ def _records(home: Path) -> list[RunFolder]:
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970, as MLflow counts."""
+    """Milliseconds since 1970."""
     return time.time_ns() // 1_000_000
-
-
-def plain_uri(uri: str) -> str:
-    """The address without secrets, and the same from every folder."""
-    if path := sqlite_file(uri):
-        return f"sqlite:///{path.absolute()}"
-    return bare_address(uri) if "://" in uri else str(Path(uri).absolute())
 
 
 MAX_REASON = 200
@@ -233,19 +233,6 @@ def address_of(uri: str) -> str:
     """A store's address as it may be said; its secrets are masked from now on wherever they are."""
     hear(uri)
     return masked_address(uri) if "://" in uri else uri
-
-
-def failures() -> tuple[type[BaseException], ...]:
-    """What a store raises; a library that was never imported cannot have raised anything."""
-    named = (
-        ("mlflow.exceptions", "MlflowException"),
-        ("sqlalchemy.exc", "SQLAlchemyError"),
-        ("alembic.util.exc", "CommandError"),
-        ("urllib3.exceptions", "HTTPError"),
-    )
-    loaded = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
-    # OSError covers requests too, ValueError a malformed address or answer.
-    return (OSError, ValueError, ImportError, sqlite3.Error, StorageError, *loaded)
 
 
 def reason_of(error: BaseException) -> str:

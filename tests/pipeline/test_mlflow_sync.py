@@ -5,16 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.mlflow_sync import own_options, sync_run
+from align.pipeline.tracker_sync import own_options
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, write_ending
-from align.stages.tracking import delivery, journal, journaled_run, mlflow_client, outbox
+from align.stages.tracking import delivery, journal, journaled_run, mlflow_tracker, outbox
 from align.stages.tracking.journal import open_journal
-from align.stages.tracking.outbox import load_ledger, open_ledger
-from support.mlflow_runs import open_store, warnings_in
+from support.mlflow_runs import (
+    id_of,
+    ledger_of,
+    new_ledger,
+    open_store,
+    run_of,
+    stored,
+    warnings_in,
+)
 from support.patience import PATIENCE
 from support.tracked_training import (
     STEPS,
@@ -22,8 +29,8 @@ from support.tracked_training import (
     journalled,
     learn,
     run_folder,
-    run_of,
-    stored,
+    sender_of,
+    sync_run,
     wait_for,
 )
 
@@ -34,7 +41,7 @@ FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), (
 
 def held_nothing_up(entered):
     """No step asked the store, waited for the thread that does, or took what that one holds."""
-    of_the_thread = {module.__name__ for module in (delivery, outbox, mlflow_client)}
+    of_the_thread = {module.__name__ for module in (delivery, outbox, mlflow_tracker)}
     libraries = {"http", "mlflow", "queue", "requests", "socket", "sqlalchemy", "threading"}
     assert journal.__name__ in entered
     assert not entered & of_the_thread
@@ -44,12 +51,12 @@ def held_nothing_up(entered):
 def end(run, status="FINISHED"):
     """Ends a run as the end of its process would: nothing of it goes on."""
     run.finish(status)
-    run._sender._thread.join(PATIENCE)
+    sender_of(run)._thread.join(PATIENCE)
 
 
 def synced_exactly(folder, **where):
     """Sends the rest; doing it again changes nothing."""
-    own = TrackingOptions(uri=load_ledger(folder.mlflow).record.uri)
+    own = TrackingOptions(uri=ledger_of(folder).record.uri)
     first = sync_run(folder.root, own, **where)
     assert stored(first.uri, first.run_id) == journalled(folder.root)
     told = run_of(first.uri, first.run_id)
@@ -80,7 +87,7 @@ def test_a_store_that_is_slow_or_deaf_holds_nothing_up_and_learns_all_later(
         held_nothing_up(learn(run, range(STEPS)))
         run.finish("FINISHED")
         mlflow_server.mend()
-        run._sender._thread.join(PATIENCE)
+        sender_of(run)._thread.join(PATIENCE)
     assert len(warnings_in(caplog)) == 1
     synced, told = synced_exactly(folder, uri=mlflow_server.uri)
     if is_deaf:
@@ -97,17 +104,17 @@ def test_a_server_that_comes_back_is_told_what_it_missed_and_one_that_dies_only_
     monkeypatch.setattr(delivery, "RETRY_SECONDS", 0.2)
     folder = run_folder(tmp_path)
     run = begin(folder, mlflow_server.uri)
-    wait_for(lambda: run.run_id)
+    wait_for(lambda: id_of(run))
     learn(run, range(20), at=(10, mlflow_server.break_down))
     wait_for(lambda: warnings_in(caplog))
     mlflow_server.mend()
-    wait_for(lambda: stored(mlflow_server.uri, run.run_id) == journalled(folder.root))
+    wait_for(lambda: stored(mlflow_server.uri, id_of(run)) == journalled(folder.root))
     held_nothing_up(learn(run, range(20, STEPS), at=(35, mlflow_server.stop)))
     end(run)
     assert len(warnings_in(caplog)) == 1
     mlflow_server.start()
     synced, told = synced_exactly(folder)
-    assert synced.run_id == run.run_id
+    assert synced.run_id == id_of(run)
     assert 0 < synced.points_sent < len(journalled(folder.root))
     assert told.info.status == "FINISHED"
 
@@ -118,8 +125,8 @@ def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, mlflow_server):
     run = begin(folder, mlflow_server.uri)
     learn(run, range(STEPS))
     end(run)
-    told = load_ledger(folder.mlflow)
-    run_id, sent = run.run_id, int(f"1{told.record.metrics_sent}")
+    told = ledger_of(folder)
+    run_id, sent = id_of(run), int(f"1{told.record.metrics_sent}")
     told.change(run_id="", metrics_sent=sent)
     synced, _ = synced_exactly(folder)
     assert (synced.run_id, synced.points_sent) == (run_id, 0)
@@ -132,7 +139,7 @@ def planted(tmp_path, store, **fields):
     log = open_journal(folder.metrics, keep_through=-1)
     log.append({"loss": 0.5}, step=1)
     log.close()
-    open_ledger(folder.mlflow, uri=store, experiment="align", run_name="x").change(**fields)
+    new_ledger(folder, store).change(**fields)
     return folder
 
 
@@ -199,9 +206,9 @@ def test_a_config_in_the_run_itself_is_not_the_users(tmp_path, monkeypatch):
 def test_a_run_of_the_store_is_not_taken_over_by_a_folder_that_names_it(tmp_path, uri):
     mine = begin(RunFolder(tmp_path / "mine"), uri)
     end(mine)
-    theirs = planted(tmp_path, uri, run_id=mine.run_id, status="FAILED")
-    assert sync_run(theirs.root, TrackingOptions(uri=uri)).run_id != mine.run_id
-    assert run_of(uri, mine.run_id).info.status == "FINISHED"
+    theirs = planted(tmp_path, uri, run_id=id_of(mine), status="FAILED")
+    assert sync_run(theirs.root, TrackingOptions(uri=uri)).run_id != id_of(mine)
+    assert run_of(uri, id_of(mine)).info.status == "FINISHED"
 
 
 def test_a_ledger_that_asks_the_store_for_more_or_lies_behind_a_link_is_refused(tmp_path, uri):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from align.pipeline.mlflow_sync import sync_runs
 from align.pipeline.run_report import Measured
+from align.pipeline.tracker_sync import sync_runs
 from align.pipeline.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError

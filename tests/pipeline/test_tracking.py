@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.mlflow_sync import sync_runs
 from align.pipeline.precompute import precompute
+from align.pipeline.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.cache_folder import CacheFolder
@@ -16,8 +16,8 @@ from align.stages.storage.cleanup import is_tidy, remove_superseded
 from align.stages.storage.fs import sha256_of
 from align.stages.storage.manifest_file import load_manifest
 from align.stages.tracking import journaled_run
-from align.stages.tracking.outbox import load_ledger, new_record, open_ledger, unsent_runs
-from support.mlflow_runs import open_store, the_run, warnings_in
+from align.stages.tracking.outbox import new_record, unsent_runs
+from support.mlflow_runs import ledger_of, new_ledger, open_store, the_run, warnings_in
 from support.patience import PATIENCE
 from support.stage_one import Heard, child, contents, run
 from support.stub_reference import StubReference
@@ -176,11 +176,11 @@ def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplo
     folder.prepare()
     new_record(folder.root).mlflow.write_text("{")
     theirs = new_record(folder.root)
-    ledger = open_ledger(theirs.mlflow, uri="http://theirs", experiment="x", run_name="x")
+    ledger = new_ledger(theirs, "http://theirs")
     run(tracked)
     assert statuses(tracked) == ["FINISHED"]
     damaged, foreign = sorted(warnings_in(caplog), key=lambda one: "is damaged" not in one)
     assert "is damaged" in damaged
     assert "names the store http://theirs" in foreign
-    assert load_ledger(theirs.mlflow).record == ledger.record
+    assert ledger_of(theirs).record == ledger.record
     assert len(unsent_runs(folder.root)) == 2

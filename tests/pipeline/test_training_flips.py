@@ -15,8 +15,8 @@ from align.pipeline.settings import run_settings
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.stages.storage.checkpoints import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder, read_ending
-from align.stages.tracking.outbox import load_ledger
 from support.flips import SEED
+from support.mlflow_runs import ledger_of
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def by_its_settings(run):
 
 
 def by_its_ledger(run):
-    return load_ledger(RunFolder(run).mlflow).record
+    return ledger_of(RunFolder(run)).record
 
 
 def by_its_engine(run):

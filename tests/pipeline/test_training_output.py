@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from align.schemas.rows import Role
 from support.command import refusal
-from support.tracked_training import journalled, run_of, stored
+from support.mlflow_runs import run_of, stored
+from support.tracked_training import journalled
 from support.trainings import weights
 
 

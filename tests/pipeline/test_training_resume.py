@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from align.schemas.json_codec import digest_of, to_json
 from align.stages.storage.checkpoints import read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
-from align.stages.tracking.outbox import load_ledger
 from support.command import align, refusal
+from support.mlflow_runs import ledger_of
 from support.stage_one import contents
 from support.trainings import KILLED, learned, refused, require_same, weights
 
@@ -152,7 +152,7 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
 ):
     copy = shutil.copytree(finished, tmp_path / "copy", copy_function=shutil.copyfile)
     os.utime(copy / "model", ns=(0, 0))
-    ledger = load_ledger(RunFolder(copy).mlflow)
+    ledger = ledger_of(RunFolder(copy))
     ledger.change(status="", ended_ms=0)
     assert "is FINISHED" in course.server.run("mlflow-sync", copy, "--uri", ledger.record.uri).out
     assert "already: this run is finished" in course.run(copy, *RESUME).out

@@ -1,11 +1,15 @@
 """What a store of MLflow holds, asked as tests ask it."""
 
 import warnings
+from pathlib import Path
 
 import mlflow
 
 from align.schemas.config import TrackingOptions
 from align.stages.tracking.journaled_run import recorded
+from align.stages.tracking.outbox import load_ledger, open_ledger
+from align.stages.tracking.tracker import kind_of
+from support.tracker_contract import Told
 
 
 def begun(home, uri, **options):
@@ -14,11 +18,45 @@ def begun(home, uri, **options):
     return recorded(tracking, home, "precompute-ref", is_recorded=True)
 
 
+def ledger_of(folder):
+    """What MLflow has to be sent of a run."""
+    return load_ledger(kind_of("mlflow"), folder)
+
+
+def new_ledger(folder, uri):
+    """The same of a run that no store has heard of."""
+    names = {"experiment": "align", "run_name": "x"}
+    return open_ledger(kind_of("mlflow"), folder, address=uri, **names)
+
+
+def id_of(run):
+    """What MLflow calls a run, empty as long as it has not answered."""
+    return run.run_ids.get("mlflow", "")
+
+
+def key_of(run):
+    """The tag by which MLflow knows it."""
+    return run.origins()["MLflow tag align.run_key"]
+
+
 def open_store(uri):
     """A client; what SQLAlchemy thinks of MLflow's mappers is not our business."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return mlflow.MlflowClient(uri)
+
+
+def stored(uri, run_id):
+    """Every number that MLflow has, as often as it has it."""
+    client = open_store(uri)
+    keys = client.get_run(run_id).data.metrics
+    history = [point for key in keys for point in client.get_metric_history(run_id, key)]
+    return sorted((point.key, point.step, point.value) for point in history)
+
+
+def run_of(uri, run_id):
+    """A run as MLflow has it."""
+    return open_store(uri).get_run(run_id)
 
 
 def the_run(client, experiment):
@@ -31,3 +69,42 @@ def the_run(client, experiment):
 def warnings_in(caplog):
     """What the person was warned of."""
     return [record.getMessage() for record in caplog.records if record.name == "align"]
+
+
+class MlflowStore:
+    """A SQLite store, as a tracker's contract tries it."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.address = f"sqlite:///{path}"
+
+    def told(self, run_id):
+        """All that it was told of a run."""
+        client = open_store(self.address)
+        run = client.get_run(run_id)
+        kept = Path(run.info.artifact_uri)
+        files = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
+        tags = [tag for data in run.inputs.dataset_inputs for tag in data.tags]
+        models = [client.get_logged_model(one.model_id) for one in run.outputs.model_outputs]
+        return Told(
+            run.info.status,
+            run.data.params,
+            run.data.tags,
+            sorted(tag.value for tag in tags if tag.key == "align.digest"),
+            stored(self.address, run_id),
+            {str(name): path.read_text() for name, path in files.items()},
+            sorted(model.tags["align.path"] for model in models),
+        )
+
+    def lose(self, run_id):
+        """As its owner deletes a run."""
+        open_store(self.address).delete_run(run_id)
+
+    def break_down(self):
+        """Cannot be read from now on; the file itself stays, for who has it open."""
+        self._whole = self.path.read_bytes()
+        self.path.write_bytes(b"no database")
+
+    def mend(self):
+        """Is as it was."""
+        self.path.write_bytes(self._whole)

@@ -41,9 +41,20 @@ def name_of(path):
 
 def blocks(path, language=None):
     """Code that stands by itself, fenced or indented."""
-    tokens = (token for token in _tokens(path) if token.type in {"fence", "code_block"})
-    found = [Block(token.info.strip(), token.content) for token in tokens]
+    found = _blocks(_tokens(path))
     return [block for block in found if language in (None, block.language)]
+
+
+def programs_under(path, heading):
+    """The texts of a section's blocks that name their language."""
+    _, _, rest = path.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+    tokens = _MARKDOWN.parse(rest.partition("\n## ")[0])
+    return [block.text for block in _blocks(tokens) if block.language]
+
+
+def _blocks(tokens):
+    found = (token for token in tokens if token.type in {"fence", "code_block"})
+    return [Block(token.info.strip(), token.content) for token in found]
 
 
 def codes(path):

@@ -63,3 +63,17 @@ def may_mount():
     if not shutil.which("unshare"):
         return False
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def said_by(*program, cwd, code=0, **environment):
+    """The output of a program that must end well, or what it complains of with another code."""
+    done = subprocess.run(
+        [*map(str, program)],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout

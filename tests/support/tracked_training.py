@@ -4,10 +4,10 @@ import json
 import sys
 import time
 
+from align.pipeline.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run_folder import RunFolder
 from align.stages.tracking.journaled_run import open_training_run
-from support.mlflow_runs import open_store
 
 STEPS = 50
 
@@ -44,22 +44,21 @@ def journalled(root):
     return sorted((key, line["step"], line[key]) for line in lines for key in line.keys() - times)
 
 
-def stored(uri, run_id):
-    """Every number that MLflow has, as often as it has it."""
-    client = open_store(uri)
-    keys = client.get_run(run_id).data.metrics
-    history = [point for key in keys for point in client.get_metric_history(run_id, key)]
-    return sorted((point.key, point.step, point.value) for point in history)
-
-
-def run_of(uri, run_id):
-    """A run as MLflow has it."""
-    return open_store(uri).get_run(run_id)
+def sender_of(run):
+    """What sends a run to its one tracker."""
+    (sender,) = run._senders._all
+    return sender
 
 
 def run_folder(tmp_path):
     """Where the run is to be."""
     return RunFolder(tmp_path / "run")
+
+
+def sync_run(root, options, **where):
+    """Sends the rest of the one run in a folder to the one tracker that it has."""
+    (synced,) = sync_runs(root, options, **where)
+    return synced
 
 
 def wait_for(condition, seconds=120.0):

@@ -130,7 +130,10 @@ def test_text_is_never_html_and_shows_no_secret_and_a_chart_stands_as_it_was_dra
 def test_the_card_of_a_model_shows_no_secret_and_its_tables_stay_tables():
     evil = "https://me:word@host/a|b\n# c"
     counts = {"steps": 1, "rows_seen": 1, "rows": 1, "metrics": {}, "method": "dpo"}
-    tables = {name: {evil: evil} for name in ("options", "stops", "settings", "data", "versions")}
+    tables = {
+        name: {evil: evil}
+        for name in ("options", "stops", "settings", "data", "versions", "recorded")
+    }
     texts = {field.name: evil for field in fields(Lineage)}
     lineage = Lineage(**texts | tables | counts)
     for card in (model_card(lineage), model_card(lineage, adapter_of=evil)):

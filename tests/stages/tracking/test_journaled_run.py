@@ -11,16 +11,32 @@ from contextlib import closing
 
 import pytest
 
-from align.pipeline.mlflow_sync import sync_run
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run_folder import RunFolder
 from align.stages.tracking import delivery
 from align.stages.tracking.journal import open_journal
-from align.stages.tracking.mlflow_client import make_store, sqlite_file
-from align.stages.tracking.outbox import open_ledger, plain_uri
-from support.mlflow_runs import begun, open_store, warnings_in
+from align.stages.tracking.mlflow_sqlite import make_store, sqlite_file
+from align.stages.tracking.mlflow_tracker import plain_uri
+from support.mlflow_runs import (
+    begun,
+    id_of,
+    key_of,
+    new_ledger,
+    open_store,
+    run_of,
+    stored,
+    warnings_in,
+)
 from support.patience import PATIENCE
-from support.tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
+from support.tracked_training import (
+    begin,
+    journalled,
+    learn,
+    run_folder,
+    sender_of,
+    sync_run,
+    wait_for,
+)
 from support.trainings import KILLED
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
@@ -37,25 +53,25 @@ def test_mlflow_is_told_all_of_a_run(uri, tmp_path):
     run.log_artifact(folder.config)
     run.log_model_link(folder.model, tags={"align.cache_root": "cafe"})
     run.finish("FINISHED")
-    told = run_of(uri, run.run_id)
+    told = run_of(uri, id_of(run))
     assert (told.info.status, told.info.run_name) == ("FINISHED", "train")
     assert told.data.params == {"lr": "0.1", "seed": "0"}
     assert told.data.tags["changed.lr"] == "0.2"
     assert "changed.seed" not in told.data.tags
     assert told.data.tags["align.method"] == "kto"
-    assert stored(uri, run.run_id) == journalled(folder.root)
+    assert stored(uri, id_of(run)) == journalled(folder.root)
     assert len(journalled(folder.root)) == 20 * 2 + 2
     (entry,) = told.inputs.dataset_inputs
     assert (entry.dataset.name, entry.dataset.digest) == ("pairs", "ab" * 18)
     tags = {tag.key: tag.value for tag in entry.tags}
     assert tags == {"mlflow.data.context": "training", "align.digest": "ab" * 32}
     client = open_store(uri)
-    assert [item.path for item in client.list_artifacts(run.run_id)] == ["config.yaml"]
+    assert [item.path for item in client.list_artifacts(id_of(run))] == ["config.yaml"]
     (output,) = told.outputs.model_outputs
     model = client.get_logged_model(output.model_id)
     assert model.tags["align.path"] == str(folder.model)
     assert model.tags["align.cache_root"] == "cafe"
-    assert model.source_run_id == run.run_id
+    assert model.source_run_id == id_of(run)
 
 
 def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, tmp_path, new_store):
@@ -66,28 +82,28 @@ def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, t
     learn(first, range(1, 31))
     first.finish("KILLED")
     second = begin(folder, uri, keep_through=30)
-    assert second.run_id == first.run_id
-    wait_for(lambda: run_of(uri, second.run_id).info.status == "RUNNING")
+    assert id_of(second) == id_of(first)
+    wait_for(lambda: run_of(uri, id_of(second)).info.status == "RUNNING")
     second.log_params({"lr": "0.3"})
     learn(second, range(31, 41))
     second.finish("KILLED")
     third = begin(folder, "", keep_through=40, mlflow=False)
     learn(third, range(41, 51))
     third.finish("FINISHED")
-    assert run_of(uri, first.run_id).info.status == "KILLED"
+    assert run_of(uri, id_of(first)).info.status == "KILLED"
     synced = sync_run(folder.root, TrackingOptions(uri=uri))
-    assert (synced.run_id, synced.status) == (first.run_id, "FINISHED")
-    told = run_of(uri, first.run_id)
+    assert (synced.run_id, synced.status) == (id_of(first), "FINISHED")
+    told = run_of(uri, id_of(first))
     assert told.info.status == "FINISHED"
     assert (told.data.params["lr"], told.data.tags["changed.lr"]) == ("0.1", "0.3")
-    assert stored(uri, first.run_id) == journalled(folder.root)
+    assert stored(uri, id_of(first)) == journalled(folder.root)
     assert "align.goes_on_from" not in told.data.tags
 
     elsewhere = f"sqlite:///{new_store()}"
     last = begin(folder, elsewhere, keep_through=50)
     last.finish("FINISHED")
-    assert last.run_id != first.run_id
-    assert stored(elsewhere, last.run_id) == journalled(folder.root)
+    assert id_of(last) != id_of(first)
+    assert stored(elsewhere, id_of(last)) == journalled(folder.root)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +115,9 @@ def test_what_was_given_up_stays_with_the_run_that_measured_it(uri, tmp_path, ho
     first = begin(folder, uri)
     learn(first, range(1, 31))
     if status == "KILLED":  # once MLflow has heard all of it
-        first._sender._over.set()
-        first._sender._thread.join(PATIENCE)
-        assert run_of(uri, first.run_id).info.status == "RUNNING"
+        sender_of(first)._over.set()
+        sender_of(first)._thread.join(PATIENCE)
+        assert run_of(uri, id_of(first)).info.status == "RUNNING"
     else:  # it had ended, and lost what lay after its tenth line
         first.finish("FAILED")
         kept = folder.metrics.read_text().splitlines(keepends=True)[:10]
@@ -110,12 +126,12 @@ def test_what_was_given_up_stays_with_the_run_that_measured_it(uri, tmp_path, ho
     for step in range(21, 26):
         second.log_metrics({"loss": 100.0 + step}, step=step)
     second.finish("FINISHED")
-    assert second.run_id != first.run_id
-    assert stored(uri, second.run_id) == journalled(folder.root)
-    told = run_of(uri, second.run_id)
-    assert told.data.tags["align.goes_on_from"] == first.run_id
-    assert told.data.tags["align.run_key"] == second.run_key
-    assert run_of(uri, first.run_id).info.status == status
+    assert id_of(second) != id_of(first)
+    assert stored(uri, id_of(second)) == journalled(folder.root)
+    told = run_of(uri, id_of(second))
+    assert told.data.tags["align.goes_on_from"] == id_of(first)
+    assert told.data.tags["align.run_key"] == key_of(second)
+    assert run_of(uri, id_of(first)).info.status == status
 
 
 def test_an_address_means_the_same_from_everywhere_and_names_no_password(tmp_path):
@@ -135,9 +151,9 @@ def test_a_training_sends_nothing_before_its_first_step_and_all_after_it(
     monkeypatch.setattr(delivery, "FIRST_STEP_SECONDS", 1e6)
     run = begin(run_folder(tmp_path), uri, sends=False)
     run.log_metrics({"eval/loss": 0.5}, step=0)
-    assert not run.run_id
+    assert not id_of(run)
     run.begin_sending()
-    wait_for(lambda: run.run_id and stored(uri, run.run_id) == [("eval/loss", 0, 0.5)])
+    wait_for(lambda: id_of(run) and stored(uri, id_of(run)) == [("eval/loss", 0, 0.5)])
     run.finish("FINISHED")
 
 
@@ -148,7 +164,7 @@ def unsent(folder):
     """A run that no store has heard of."""
     run = RunFolder(folder)
     run.prepare()
-    open_ledger(run.mlflow, uri="http://nobody", experiment="align", run_name="x")
+    new_ledger(run, "http://nobody")
     open_journal(run.metrics, keep_through=-1).close()
     return folder
 
@@ -213,7 +229,7 @@ def half_made(path):
 def warning_of(caplog, home, uri):
     with begun(home / "cache", uri) as run:
         pass
-    assert run.run_id == ""
+    assert id_of(run) == ""
     (warning,) = warnings_in(caplog)
     return warning
 

@@ -7,12 +7,21 @@ import pytest
 
 from align.schemas.errors import Interrupted
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.tracking import delivery, journaled_run, mlflow_client
+from align.stages.tracking import delivery, journaled_run
 from align.stages.tracking.journal import open_journal
-from align.stages.tracking.mlflow_client import MlflowStore
 from align.stages.tracking.mlflow_silence import mlflow_silenced
-from align.stages.tracking.outbox import load_ledger, new_record, open_ledger, unsent_runs
-from support.mlflow_runs import begun, open_store, warnings_in
+from align.stages.tracking.mlflow_sqlite import artifacts_beside
+from align.stages.tracking.mlflow_tracker import MlflowTracker
+from align.stages.tracking.outbox import new_record, unsent_runs
+from support.mlflow_runs import (
+    begun,
+    id_of,
+    key_of,
+    ledger_of,
+    new_ledger,
+    open_store,
+    warnings_in,
+)
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
@@ -46,7 +55,7 @@ def tries(monkeypatch):
 
 
 def read(uri, run):
-    return open_store(uri).get_run(run.run_id)
+    return open_store(uri).get_run(id_of(run))
 
 
 def test_a_run_holds_what_was_logged_and_leaves_nothing_behind(uri, home, tmp_path, caplog):
@@ -65,13 +74,13 @@ def test_a_run_holds_what_was_logged_and_leaves_nothing_behind(uri, home, tmp_pa
     assert (stored.info.run_name, stored.info.status) == ("precompute-ref", "FINISHED")
     assert stored.data.metrics == {"tokens/s": 5.0, "odd_name": 1.5, "rows": 60.0}
     assert (len(stored.data.params), len(stored.data.params["long"])) == (101, 6000)
-    tags = {"align.stage": "precompute-ref", "align.root": "cafe", "align.run_key": run.run_key}
+    tags = {"align.stage": "precompute-ref", "align.root": "cafe", "align.run_key": key_of(run)}
     assert tags.items() <= stored.data.tags.items()
     assert {"align.version", "torch.version", "mlflow.user"} <= set(stored.data.tags)
     client = open_store(uri)
-    rows = client.get_metric_history(run.run_id, "rows")
+    rows = client.get_metric_history(id_of(run), "rows")
     assert [(point.step, point.value) for point in rows] == [(4, 16.0), (4, 60.0)]
-    assert [item.path for item in client.list_artifacts(run.run_id)] == ["note.txt"]
+    assert [item.path for item in client.list_artifacts(id_of(run))] == ["note.txt"]
     assert client.get_experiment(stored.info.experiment_id).name == "mine"
     assert not warnings_in(caplog)
 
@@ -96,7 +105,7 @@ def test_the_default_store_lies_in_the_current_folder_and_is_durable(home, tmp_p
     made = f"sqlite:///{tmp_path}/mlflow.db"
     assert read(made, run).info.status == "FINISHED"
     with mlflow_silenced():  # it was built in a hurry, by a process that waited for no disk
-        store = MlflowStore(made)
+        store = MlflowTracker(made)
         with store.client._tracking_client.store.engine.connect() as connection:
             assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
 
@@ -108,7 +117,7 @@ def test_a_store_that_cannot_be_costs_one_warning(address, home, caplog):
     (warning,) = warnings_in(caplog)
     assert f"align mlflow-sync {home}" in warning
     (left,) = unsent_runs(home)
-    assert load_ledger(left.mlflow).record.params == {"a": "b"}
+    assert ledger_of(left).record.params == {"a": "b"}
 
 
 def test_a_server_that_never_answers_costs_one_warning_and_what_the_user_gave_it(
@@ -138,22 +147,22 @@ def test_what_a_kill_left_of_a_removal_goes_with_the_next_run(uri, home):
 def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
     uri, home, monkeypatch
 ):
-    folder, sent = new_record(home), MlflowStore.set_tags
-    ledger = open_ledger(folder.mlflow, uri=uri, experiment="align", run_name="x")
+    folder, sent = new_record(home), MlflowTracker.label
+    ledger = new_ledger(folder, uri)
     open_journal(folder.metrics, keep_through=-1).close()
 
-    def late(store, run_id, tags):
-        sent(store, run_id, tags)
+    def late(tracker, record):
+        sent(tracker, record)
         ledger.add("tags", {"late": "yes"})
         ledger.change(status="FINISHED", ended_ms=1)
 
     with mlflow_silenced(), monkeypatch.context() as patch:
-        one = delivery.Delivery(MlflowStore(uri), ledger, folder.metrics)
+        one = delivery.Delivery(MlflowTracker(uri), ledger, folder.metrics)
         ledger.add("tags", {"early": "yes"})
-        patch.setattr(MlflowStore, "set_tags", late)
+        patch.setattr(MlflowTracker, "label", late)
         one.deliver()
         assert not one.is_complete
-        patch.setattr(MlflowStore, "set_tags", sent)
+        patch.setattr(MlflowTracker, "label", sent)
         one.deliver()
         assert one.is_complete
     assert open_store(uri).get_run(ledger.record.run_id).data.tags["late"] == "yes"
@@ -178,7 +187,7 @@ def test_what_is_uploaded_lies_beside_the_store_and_not_where_one_stands(home, t
     for experiment, folder in {"../up": "up", "..": "_"}.items():
         with begun(home, f"sqlite:///{store}", experiment=experiment) as run:
             run.log_artifact(tmp_path / "note.txt")
-        kept = store.parent / "mlruns" / folder / run.run_id / "artifacts" / "note.txt"
+        kept = store.parent / "mlruns" / folder / id_of(run) / "artifacts" / "note.txt"
         assert kept.read_text() == "hello"
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "note.txt"}
-    assert mlflow_client.artifacts_beside("http://127.0.0.1:5000", "align") is None
+    assert artifacts_beside("http://127.0.0.1:5000", "align") is None

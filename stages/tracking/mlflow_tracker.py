@@ -1,0 +1,288 @@
+"""MLflow as a tracker; the only module that calls it, and imports it when it is opened."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...schemas.config import TrackingOptions
+from ...schemas.errors import StorageError
+from ...schemas.safe_text import redacted
+from .journal import (
+    MAX_DATASET_NAME,
+    MAX_DIGEST,
+    MAX_PARAM,
+    MAX_TAG,
+    Entry,
+    MetricPoint,
+    key_of,
+    shortened,
+)
+from .mlflow_silence import mlflow_silenced
+from .mlflow_sqlite import artifacts_beside, make_store, require_whole, sqlite_file
+from .tracker import (
+    GOES_ON_TAG,
+    KEY_TAG,
+    DatasetNote,
+    ModelLink,
+    RunRecord,
+    TrackerKind,
+    plain_address,
+)
+
+T = TypeVar("T")
+
+PARAMS_PER_BATCH = 100
+METRICS_PER_BATCH = 1000
+PATH_TAG = "align.path"
+DEFAULT_URI = "sqlite:///mlflow.db"
+
+
+class MlflowTracker:
+    """One run in one store, which is made when it is a local one that is not there yet.
+
+    Open it inside `mlflow_silenced`, for MLflow reads the environment when it is imported.
+    """
+
+    def __init__(self, uri: str) -> None:
+        mlflow = importlib.import_module("mlflow")
+        self._entities = mlflow.entities
+        make_store(uri, mlflow.MlflowClient)
+        try:
+            self.client: Any = mlflow.MlflowClient(uri)
+        except Exception as error:
+            require_whole(uri, error)
+            raise
+        self._run_id = ""
+        self._known: dict[str, set[tuple[int, int]]] | None = None  # None: to be asked for
+        self._ceiling = -1
+        self._end = 0  # of the last line that was tried
+
+    def begin(self, record: RunRecord) -> str:
+        """The id of the run, which is found or made; empty if the store has lost it."""
+        if record.run_id and not self._has_run(record.run_id, key=record.key):
+            return ""
+        self._run_id = record.run_id or self._make_run(record)
+        if record.run_id and not record.status:
+            self.client.update_run(self._run_id, status="RUNNING")
+        return self._run_id
+
+    def label(self, record: RunRecord) -> None:
+        """Parameters, tags and data; a parameter under another value makes the store refuse."""
+        make = self._entities.Param
+        params = [make(key_of(k), shortened(str(v), MAX_PARAM)) for k, v in record.params.items()]
+        for batch in _batches(params, PARAMS_PER_BATCH):
+            self.client.log_batch(self._run_id, params=batch)
+        make = self._entities.RunTag
+        tags = [make(key_of(name), shortened(v, MAX_TAG)) for name, v in record.tags.items()]
+        for batch in _batches(tags, PARAMS_PER_BATCH):
+            self.client.log_batch(self._run_id, tags=batch)
+        for note in record.datasets:
+            self._log_dataset(note)
+
+    def log(self, entries: Sequence[Entry]) -> int:
+        """The numbers that the store lacks; MLflow keeps one as often as it is sent."""
+        points = [point for entry in entries for point in entry.points]
+        if entries[0].end <= self._end:
+            self._known = None  # what was sent last may have arrived
+        self._learn_what_is_known(points)
+        self._end = entries[-1].end
+        missing = [point for point in points if not self._is_known(point)]
+        make = self._entities.Metric
+        metrics = [make(key_of(p.key), p.value, p.time_ms, p.step) for p in missing]
+        for batch in _batches(metrics, METRICS_PER_BATCH):
+            self.client.log_batch(self._run_id, metrics=batch)
+        return len(missing)
+
+    def artifact(self, path: Path, *, under: str) -> None:
+        """A file, or a folder with all in it."""
+        self.client.log_artifact(self._run_id, str(path), under or None)
+
+    def model(self, link: ModelLink) -> str:
+        """The id of a logged model that is the path of ours."""
+        experiment = self.client.get_run(self._run_id).info.experiment_id
+        made = self.client.search_logged_models([experiment], f"source_run_id = '{self._run_id}'")
+        for model in made:
+            if model.tags.get(PATH_TAG) == link.folder:
+                return str(model.model_id)
+        tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
+        tags = {name: shortened(value, MAX_TAG) for name, value in tags.items()}
+        model = self.client.create_logged_model(
+            experiment, name="model", source_run_id=self._run_id, tags=tags
+        )
+        self.client.finalize_logged_model(model.model_id, "READY")
+        output = self._entities.LoggedModelOutput(model.model_id, 0)
+        self.client.log_outputs(self._run_id, [output])
+        return str(model.model_id)
+
+    def end(self, status: str, ended_ms: int) -> None:
+        """The truth about how the run ended."""
+        self.client.set_terminated(self._run_id, status, ended_ms)
+
+    def _make_run(self, record: RunRecord) -> str:
+        experiment = self._experiment_id(record.experiment)
+        if found := self._find_run(experiment, key=record.key):
+            return found
+        if before := record.tags.get(GOES_ON_TAG):
+            self._end_if_running(before)
+        context = importlib.import_module("mlflow.tracking.context.registry")
+        own = {key_of(name): value for name, value in record.tags.items()}
+        tags = context.resolve_tags({**own, KEY_TAG: record.key})  # and who made it
+        run = self.client.create_run(
+            experiment,
+            start_time=record.began_ms,
+            tags={name: shortened(str(value), MAX_TAG) for name, value in tags.items()},
+            run_name=record.run_name or None,
+        )
+        if not run.info.run_id:  # as of a server that answers `{}` to everything
+            raise StorageError("it made no run; is there an MLflow server at this address?")
+        self._known = {}
+        return str(run.info.run_id)
+
+    def _experiment_id(self, name: str) -> str:
+        """The experiment of that name, made when there is none."""
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                where = artifacts_beside(self.client.tracking_uri, name)
+                return str(self.client.create_experiment(name, artifact_location=where))
+            except importlib.import_module("mlflow.exceptions").MlflowException:
+                # Another process may have made it in the meantime.
+                found = self.client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _find_run(self, experiment: str, *, key: str) -> str:
+        """The id of the run that has this key, empty when there is none."""
+        wanted = f"tags.`{KEY_TAG}` = '{key}'"
+        found = self.client.search_runs([experiment], wanted, max_results=1)
+        return str(found[0].info.run_id) if found else ""
+
+    def _has_run(self, run_id: str, *, key: str) -> bool:
+        """Whether the store has such a run under this key, and it was not deleted."""
+        found = self._run(run_id)
+        if found is None or found.data.tags.get(KEY_TAG) != key:
+            return False
+        return bool(found.info.lifecycle_stage == "active")
+
+    def _end_if_running(self, run_id: str) -> None:
+        """Ends a run as killed if MLflow believes that it still runs."""
+        found = self._run(run_id)
+        if found is not None and found.info.status == "RUNNING":
+            self.client.set_terminated(run_id, "KILLED", None)
+
+    def _run(self, run_id: str) -> Any:
+        exceptions = importlib.import_module("mlflow.exceptions")
+        try:
+            return self.client.get_run(run_id)
+        except exceptions.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def _log_dataset(self, note: DatasetNote) -> None:
+        """The data that went in; MLflow's own field is short, so the whole digest is a tag."""
+        entities = self._entities
+        dataset = entities.Dataset(
+            name=shortened(note.name, MAX_DATASET_NAME),
+            digest=note.digest[:MAX_DIGEST],
+            source_type="local",
+            source=json.dumps({"uri": redacted(note.source)}),
+        )
+        tags = {"mlflow.data.context": note.context, "align.digest": note.digest}
+        labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
+        self.client.log_inputs(self._run_id, [labelled])
+
+    def _learn_what_is_known(self, points: Sequence[MetricPoint]) -> None:
+        if self._known is None and points:
+            self._known = self._points_known(least=min(point.step for point in points))
+            self._ceiling = max(
+                (step for known in self._known.values() for step, _ in known), default=-1
+            )
+        if points and points[0].step > self._ceiling:
+            self._known = {}  # all from here on is new
+
+    def _points_known(self, *, least: int) -> dict[str, set[tuple[int, int]]]:
+        """Metric -> step and time of each number that the store has, from step `least` on."""
+        keys = self.client.get_run(self._run_id).data.metrics
+        return {
+            key: {
+                (point.step, point.timestamp)
+                for point in self.client.get_metric_history(self._run_id, key)
+                if point.step >= least
+            }
+            for key in keys
+        }
+
+    def _is_known(self, point: MetricPoint) -> bool:
+        assert self._known is not None, "asked for before"
+        return (point.step, point.time_ms) in self._known.get(point.key, ())
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def store_uri(options: TrackingOptions) -> str:
+    """Where runs are recorded: what the config says, else the environment, else a local file."""
+    return options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def experiment_name(options: TrackingOptions) -> str:
+    """What the config says, else the environment, else the default."""
+    default = TrackingOptions().experiment
+    if options.experiment != default:
+        return redacted(options.experiment)
+    return redacted(os.environ.get("MLFLOW_EXPERIMENT_NAME") or default)
+
+
+def plain_uri(uri: str) -> str:
+    """The address without secrets, and the same from every folder."""
+    path = sqlite_file(uri)
+    return f"sqlite:///{path.absolute()}" if path else plain_address(uri)
+
+
+def load(uri: str) -> None:
+    """Imports what an address needs, inside `mlflow_silenced`; does not ask the store anything.
+
+    Under a host that makes errors of warnings an import outside of it would fail halfway, and
+    SQLAlchemy then refuses MLflow's mappers for as long as the process lives.
+    """
+    importlib.import_module("mlflow")
+    engines = importlib.import_module("mlflow.store.db.db_types").DATABASE_ENGINES
+    if uri.partition(":")[0].partition("+")[0] in engines:
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What MLflow raises; a library that was never imported cannot have raised anything."""
+    named = (
+        ("mlflow.exceptions", "MlflowException"),
+        ("sqlalchemy.exc", "SQLAlchemyError"),
+        ("alembic.util.exc", "CommandError"),
+        ("urllib3.exceptions", "HTTPError"),
+    )
+    loaded = (getattr(sys.modules[module], name) for module, name in named if module in sys.modules)
+    return (sqlite3.Error, *loaded)
+
+
+KIND = TrackerKind(
+    name="mlflow",
+    title="MLflow",
+    named_by="tracking.uri of the align.yaml here, MLFLOW_TRACKING_URI, or mlflow.db here",
+    address=store_uri,
+    open=MlflowTracker,
+    experiment=experiment_name,
+    plain=plain_uri,
+    load=load,
+    quiet=mlflow_silenced,
+    failures=failures,
+    parent_tag="mlflow.parentRunId",
+)

@@ -1,0 +1,149 @@
+"""Trackers: what one is told of a run, the calls that it takes, and which there are.
+
+The numbers of a run reach it as lines of the run's journal, all else as the record beside it. Both
+are on disk before a tracker hears of them, so a store that is down costs a warning, never a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from ...schemas.config import TrackingOptions
+from ...schemas.errors import StorageError
+from ...schemas.safe_text import bare_address, redacted
+from .journal import Entry
+
+# Each by its name and its file here, whose KIND is imported when a run is recorded.
+TRACKERS: dict[str, str] = {
+    "mlflow": "mlflow_tracker",
+}
+MAIN = "mlflow"  # whose address `tracking.uri` is, and `--uri` of mlflow-sync
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+KEY_TAG = "align.run_key"  # by which a run is found whose id was never heard here
+GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
+GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
+ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
+
+
+@dataclass(frozen=True)
+class DatasetNote:
+    """Data that went into a run."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+@dataclass(frozen=True)
+class ModelLink:
+    """A model that a run made, and its path."""
+
+    folder: str
+    tags: dict[str, str]
+    model_id: str  # the store's name for it, empty until the store knows it
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that a store has to be sent of a run but its metrics, and what it knows already."""
+
+    format_version: int
+    uri: str  # without user and password
+    experiment: str
+    run_name: str
+    key: str  # by which the run is found again when the answer that named it was lost
+    run_id: str  # empty until there is one
+    began_ms: int
+    ended_ms: int
+    status: str  # empty while it runs
+    tags: dict[str, str]
+    params: dict[str, str]
+    datasets: tuple[DatasetNote, ...]
+    artifacts: dict[str, bool]  # path, and whether the store has it
+    models: tuple[ModelLink, ...]
+    metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
+
+
+class Tracker(Protocol):
+    """One run in one store; a call that is repeated, by this process or a later one, adds nothing.
+
+    `begin` comes first. Each call raises when it fails, and is made again later.
+    """
+
+    def begin(self, record: RunRecord) -> str:
+        """Finds the run by its id, else by its key, or makes it; sets it going if it has no status.
+
+        Returns its id; empty if the record names one that the store lost. Then all starts over.
+        """
+        ...
+
+    def label(self, record: RunRecord) -> None:
+        """Parameters, tags and data, all that there are; a tag may have changed since."""
+        ...
+
+    def log(self, entries: Sequence[Entry]) -> int:
+        """Lines of the journal in their order; returns how many numbers the store lacked.
+
+        The first of them may be there already: each is known by `end`, its place in the journal.
+        """
+        ...
+
+    def artifact(self, path: Path, *, under: str) -> None:
+        """A file or folder, in this folder of the run, in place of an earlier one of its name."""
+        ...
+
+    def model(self, link: ModelLink) -> str:
+        """A model that stays where it is; returns the store's name for it."""
+        ...
+
+    def end(self, status: str, ended_ms: int) -> None:
+        """How the run ended; its files and models may still follow."""
+        ...
+
+
+def plain_address(address: str) -> str:
+    """The address without secrets, and the same from every folder."""
+    return bare_address(address) if "://" in address else str(Path(address).absolute())
+
+
+@dataclass(frozen=True)
+class TrackerKind:
+    """What is known of a tracker before its library is imported."""
+
+    name: str  # of its ledger, and in TRACKERS
+    title: str  # in messages
+    named_by: str  # the settings that `address` reads, in words
+    address: Callable[[TrackingOptions], str]  # by settings and environment; empty: not used
+    open: Callable[[str], Tracker]  # of an address
+    experiment: Callable[[TrackingOptions], str] = lambda options: redacted(options.experiment)
+    plain: Callable[[str], str] = plain_address
+    load: Callable[[str], object] = lambda _: None  # imports what an address needs, asks nobody
+    # Keeps the library quiet; entered by the thread that works, before it is imported.
+    quiet: Callable[[], AbstractContextManager[object]] = nullcontext
+    failures: Callable[[], tuple[type[BaseException], ...]] = tuple  # beside those of every store
+    parent_tag: str = "align.parent"  # the run, by its id, that a run belongs to
+
+    def is_failure(self, error: BaseException) -> bool:
+        """Whether a store failed, which costs a warning; all else is an error of ours."""
+        # OSError covers requests too, ValueError a malformed address or answer.
+        known = (OSError, ValueError, ImportError, StorageError)
+        return isinstance(error, (*known, *self.failures()))
+
+
+def kind_of(name: str) -> TrackerKind:
+    """The tracker of that name."""
+    return cast("TrackerKind", import_module(f".{TRACKERS[name]}", __package__).KIND)
+
+
+def addresses(options: TrackingOptions) -> Mapping[str, str]:
+    """Where runs are recorded, by tracker; nowhere with `tracking.mlflow=false`."""
+    found = {name: kind_of(name).address(options) for name in TRACKERS if options.mlflow}
+    return {name: address for name, address in found.items() if address}

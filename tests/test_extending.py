@@ -1,0 +1,165 @@
+"""What docs/extending.md tells a person to add works, and keeps to the contract of its seam."""
+
+import json
+import os
+import shutil
+import sys
+from urllib.parse import unquote
+
+from align import load_cache
+from support.file_store import FileStore
+from support.mlflow_runs import open_store, stored, the_run
+from support.pages import blocks, page, programs_under
+from support.programs import TESTS, said_by
+from support.rooms import ROOMS, ROOT
+from support.stage_one import contents
+
+EXTENDING = page("docs/extending.md")
+MAIN = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
+
+
+class Copy:
+    """A copy of the package, to be changed."""
+
+    def __init__(self, folder):
+        self.folder, self.package = folder, folder / "align"
+        for room in ROOMS:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / room, self.package / room, ignore=ignored)
+        for file in ROOT.glob("*.py"):
+            shutil.copy(file, self.package)
+
+    def put(self, file, before, after):
+        """Changes one spot of a file."""
+        source = self.package / file
+        assert source.read_text().count(before) == 1
+        source.write_text(source.read_text().replace(before, after))
+
+    def add(self, file, text):
+        """A new file."""
+        (self.package / file).write_text(text)
+
+    def align(self, *words, code=0, **environment):
+        """What a command says."""
+        program = (sys.executable, "-c", MAIN, *words)
+        here = {"PYTHONPATH": str(self.folder), **environment}
+        return said_by(*program, cwd=self.folder, code=code, **here)
+
+    def precompute(self, data, model, output, *options, **more):
+        """Makes a cache with nothing in it that was known before."""
+        words = ("precompute-ref", data, "--model", model, "--output", output)
+        fresh = ("--set", "cache.reuse_known=false", "--no-mlflow")
+        return self.align(*words, *fresh, *options, **more)
+
+    def require(self, contract, **environment):
+        """Runs a contract of support/."""
+        both = {"PYTHONPATH": os.pathsep.join((str(self.folder), str(TESTS))), **environment}
+        said_by(sys.executable, "-c", contract, cwd=self.folder, **both)
+
+
+def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
+    program, line, names = programs_under(EXTENDING, "An executor")
+    copy = Copy(tmp_path)
+    copy.add("pipeline/executors/threads.py", program)
+    copy.put("pipeline/executors/kinds.py", '= {"ray"', f'= {{\n{line}    "ray"')
+    copy.put("schemas/config.py", '"inline", "ray"', names.strip())
+    for name in ("threads", "inline"):
+        copy.precompute(world.data.paired, world.model, name, "--executor", name)
+    assert contents(tmp_path / "threads") == contents(tmp_path / "inline")
+    copy.require(
+        "import pathlib; from align.pipeline.executors.threads import Threads; "
+        "from support.executor_contract import require_executor_contract; "
+        "require_executor_contract(Threads(), pathlib.Path('tasks'), survives=False)"
+    )
+
+
+def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
+    """A training is recorded in both, and in the one that had to be told later."""
+    program, line = programs_under(EXTENDING, "A tracker")
+    copy = Copy(tmp_path)
+    copy.add("stages/tracking/file_tracker.py", program)
+    copy.put("stages/tracking/tracker.py", '    "mlflow": "', f'{line}    "mlflow": "')
+    uri, later = f"sqlite:///{tmp_path}/mlflow.db", FileStore(tmp_path / "closed")
+    later.root.touch()  # which is no folder: the store is down
+    words = ("train", "--method", "dpo", "--cache", training_world.pairs, "--max-steps", 2)
+    both = ("--set", f"tracking.uri={uri}", "--batch-size", 4)
+    copy.align(*words, *both, RUNS_FOLDER=later.address)
+    told = the_run(open_store(uri), "align")
+    assert told.info.status == "FINISHED"
+    later.root.unlink()
+    (tmp_path / "config.yaml").write_text(f"tracking:\n  uri: {uri}\n")
+    copy.align("mlflow-sync", "align-run", "--config", "config.yaml", RUNS_FOLDER=later.address)
+    (run_id,) = later.runs()
+    same = later.told(run_id)
+    assert (same.status, same.params) == ("FINISHED", told.data.params)
+    assert same.numbers == stored(uri, told.info.run_id)
+    assert {"config.yaml", "report.html", "model/README.md"} <= {*same.files}
+    copy.require(
+        "import pathlib; from align.stages.tracking.file_tracker import KIND; "
+        "from support.file_store import FileStore; "
+        "from support.tracker_contract import require_tracker_contract; "
+        "require_tracker_contract(KIND, FileStore.new, pathlib.Path('contract'))"
+    )
+
+
+def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
+    program, line = programs_under(EXTENDING, "A store of objects")
+    copy = Copy(tmp_path)
+    copy.add("stages/storage/folder_bucket.py", program)
+    copy.put("stages/storage/buckets.py", '    "s3": ', f'{line}    "s3": ')
+    here = {"FOLDER_BUCKETS": str(tmp_path)}
+    copy.precompute(world.data.paired, world.model, "folder://bucket/cache", **here)
+    copy.precompute(world.data.paired, world.model, "disk")
+    disk = {
+        f"cache/{path.relative_to(tmp_path / 'disk')}": path.read_bytes()
+        for path in (tmp_path / "disk").rglob("*")
+        if path.is_file() and "_align" not in path.parts
+    }
+    bucket = {unquote(path.name): path.read_bytes() for path in (tmp_path / "bucket").iterdir()}
+    assert bucket == disk
+    copy.require(
+        "import pathlib; from align.stages.storage.objects import location; "
+        "from support.store_contract import require_store_contract; "
+        "require_store_contract(location('folder://bucket/tried'), pathlib.Path.cwd())",
+        **here,
+    )
+
+
+def test_a_data_shape_is_added_as_its_page_shows(tmp_path, world):
+    program, line = programs_under(EXTENDING, "A data shape")
+    copy = Copy(tmp_path)
+    copy.add("stages/data/ranked_rows.py", program)
+    begun = "DATA_SHAPES = (\n"
+    added = f"from .ranked_rows import read_ranking\n\n{begun}{line}"
+    copy.put("stages/data/known_shapes.py", begun, added)
+    answers = [" nine.", " seven, of course.", " the sky is blue."]
+    of_shape = {
+        "scored": {"completions": answers, "scores": [2.0, 1.0, 0.0]},
+        "ranked": {"answers": answers},
+        "neither": {"choices": answers},
+    }
+    said = {}
+    for name, columns in of_shape.items():
+        rows = [{"prompt": prompt, **columns} for prompt in ("which is larger?", "what color?")]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        words = ("--map", "ranking=answers") if name == "ranked" else ()
+        code = 2 if name == "neither" else 0
+        said[name] = copy.precompute(f"{name}.jsonl", world.model, name, *words, code=code)
+    assert "(ranked: prompt, ranking; paired: chosen, rejected; " in said["neither"]
+    scored, ranked = (load_cache(tmp_path / name).collect() for name in ("scored", "ranked"))
+    assert ranked.equals(scored)
+    assert ranked["scores"].to_list() == [[2.0, 1.0, 0.0]] * 2
+
+
+def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
+    found = blocks(page("docs/adding-a-method.md"))
+    loss, import_line, row = (block.text for block in found if block.language)
+    copy = Copy(tmp_path)
+    copy.add("stages/methods/square.py", loss)
+    begun = "\n_FAMILIES = (\n"
+    copy.put("stages/methods/table.py", begun, f"\n{import_line}\n{begun}{row}")
+    told = copy.align("methods", "square")
+    assert "(b D - t)^2" in told
+    assert "margin of rewards that is wanted [a number above 0]" in told
+    trained = ("--cache", training_world.pairs, "--max-steps", 2, "--batch-size", 4, "--no-mlflow")
+    assert "2 steps done" in copy.align("train", "--method", "square", *trained)
