@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The values on a device; on a CPU they are not copied.
+    """A tensor of the values on a device; on a CPU it shares their memory.
 
-    Out of pinned memory a copy waits for its turn in the stream of the device, not the host for
-    the copy. torch frees that memory when the copy has been made.
+    A copy from pinned memory is queued on the device's stream, and the host does not wait for it.
+    torch frees that memory when the copy has been made.
     """
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
@@ -23,11 +23,11 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-ALIGNED = 16  # elements: products and kernels want their operands to begin at such places
+ALIGNED = 16  # elements: matrix products and kernels want operands aligned to a multiple of it
 
 
 def all_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays of one dtype on a device, by one copy."""
+    """Tensors of arrays of one dtype on a device, by one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.size // ALIGNED) * ALIGNED for array in arrays]

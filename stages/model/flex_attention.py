@@ -1,7 +1,7 @@
-"""Attention over packed trees on a GPU: one FlexAttention kernel that skips what no token may see.
+"""Attention over packed trees on a GPU: one FlexAttention kernel that skips masked blocks.
 
 Every token sees two ranges of the batch: its own piece up to itself, and the prompt of its tree.
-The kernel's mask and its table of blocks are both made of the limits of these ranges.
+The kernel's mask and its block table are both made of the limits of these ranges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tree_attention import TreeBatch, require_known, windows_by_kind
 
 FLEX = "align_flex"
 FLEX_FOR_EAGER = "align_flex_for_eager"  # of models whose own attention is not sdpa
-REFUSED = ("s_aux", "position_bias")  # what some models add to their products
+REFUSED = ("s_aux", "position_bias")  # terms that some models add to their products
 BLOCK = 128
 # More than the models, dtypes and kinds of gradients of one process make together; past torch's own
 # limit of 8 it would leave the next uncompiled.
@@ -36,12 +36,12 @@ LEAST = 7 * BLOCK
 
 
 def padded_to_blocks(tokens: int) -> int:
-    """The length that a batch is padded to, of whole blocks."""
+    """The padded length of a batch, a whole number of blocks."""
     return max(LEAST, -(-tokens // BLOCK) * BLOCK)
 
 
 def why_no_flex(attention: str, config: Any = None) -> str:
-    """Why another attention has to do: the setting, or dropout a policy learns with; "" if none."""
+    """The reason not to use FlexAttention: the setting, or attention dropout; "" if none."""
     if attention != "auto":
         return f"model.attention is {attention}"
     for name, value in vars(config.get_text_config(decoder=True)).items() if config else ():
@@ -52,7 +52,7 @@ def why_no_flex(attention: str, config: Any = None) -> str:
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """The keys that each token of a batch sees."""
+    """The ranges of keys that each token of a batch sees."""
 
     own: NDArray[np.int32]  # (length,) the first in its own piece; the last is the token itself
     prompt: NDArray[np.int32]  # (length,) the first in its prompt
@@ -62,7 +62,7 @@ class KeyRanges:
 def key_ranges(
     edges: Sequence[tuple[int, ...]], length: int, window: int | None = None
 ) -> KeyRanges:
-    """The ranges for trees that begin, fork and branch at these places; padding sees itself."""
+    """The key ranges of trees with these edges (start, fork, branch ends); padding sees itself."""
     pieces = [piece for tree in edges for piece in _pieces(tree)]
     sizes = [stop - begin for begin, stop, _, _ in pieces]
     columns = np.array(pieces, np.int64)[:, [0, 2, 3]]
@@ -79,7 +79,7 @@ def key_ranges(
 
 
 def _pieces(edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Begin and stop of the prompt and of each branch, and where the prompt lies that they see."""
+    """(begin, stop, prompt begin, prompt end) of a tree's prompt and of each of its branches."""
     start, fork = edges[:2]
     branches = [(begin, stop, start, fork) for begin, stop in pairwise(edges[1:])]
     return [(start, fork, 0, 0), *branches]
@@ -87,14 +87,14 @@ def _pieces(edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which blocks of keys the blocks of queries see in part, and which as a whole."""
+    """Key blocks that each query block sees in part, and those it sees wholly."""
 
     partly: NDArray[np.bool_]  # (blocks of queries, blocks of keys)
     wholly: NDArray[np.bool_]
 
 
 def blocks_of(ranges: KeyRanges) -> Blocks:
-    """Counts, for each pair of blocks, the queries that see some of the keys and all of them."""
+    """The blocks of these ranges, by counts of the queries that see some or all of a block."""
     seen = ((ranges.own, np.arange(len(ranges.own)) + 1), (ranges.prompt, ranges.fork))
     some = sum(_queries(first // BLOCK, -(-stop // BLOCK), first < stop) for first, stop in seen)
     every = sum(_queries(-(-first // BLOCK), stop // BLOCK) for first, stop in seen)
@@ -103,7 +103,7 @@ def blocks_of(ranges: KeyRanges) -> Blocks:
 
 
 def _queries(first: NDArray[Any], stop: NDArray[Any], which: Any = True) -> NDArray[np.int64]:
-    """How many queries of each block see each block of keys, from the first to before the stop."""
+    """Counts of the queries of each block that see each key block in [first, stop)."""
     blocks = len(first) // BLOCK
     width = blocks + 1
     seen = (first < stop) & which
@@ -115,23 +115,23 @@ def _queries(first: NDArray[Any], stop: NDArray[Any], which: Any = True) -> NDAr
 
 
 def flex_masks(batch: TreeBatch, config: Any) -> Mapping[int | None, BlockMask]:
-    """The mask of each kind of layer, by its window; all their tables are copied at once."""
+    """Block masks by window size, one for each kind of layer; all are copied at once."""
     length = batch.token_ids.shape[1]
     tables: list[NDArray[np.int32]] = []
     windows = list(windows_by_kind(config).values())
     for window in windows:
         ranges = key_ranges(batch.edges, length, window)
         tables += [ranges.own, ranges.prompt, ranges.fork, *_block_tables(blocks_of(ranges))]
-    placed = all_on_device(tables, batch.token_ids.device)
+    copied = all_on_device(tables, batch.token_ids.device)
     per_mask = len(tables) // len(windows)
     return {
-        window: _block_mask(length, placed[at * per_mask :][:per_mask])
-        for at, window in enumerate(windows)
+        window: _block_mask(length, copied[index * per_mask :][:per_mask])
+        for index, window in enumerate(windows)
     }
 
 
 def _block_tables(blocks: Blocks) -> list[NDArray[np.int32]]:
-    """Counts and lists of blocks, of keys by queries, then of queries by keys."""
+    """Counts and lists of key blocks by query block, then of query blocks by key block."""
     tables: list[NDArray[np.int32]] = []
     for partly, wholly in ((blocks.partly, blocks.wholly), (blocks.partly.T, blocks.wholly.T)):
         tables += [*_lists(partly), *_lists(wholly)]
@@ -139,7 +139,7 @@ def _block_tables(blocks: Blocks) -> list[NDArray[np.int32]]:
 
 
 def _lists(marked: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """How many are marked in each row, and their columns, in front."""
+    """The number of marked blocks of each row, and their columns, left-aligned."""
     counts = marked.sum(axis=1)
     rows, columns = np.nonzero(marked)
     lists = np.zeros(marked.shape, np.int32)
@@ -179,7 +179,7 @@ def attend_by_flex(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; refuses what it cannot honour."""
+    """The attention function that transformers calls in each layer; refuses unknown terms."""
     masks: Any = options.get("flex_masks")
     window = options.get("sliding_window")
     require_known(masks, attention_mask, options, REFUSED)
@@ -206,7 +206,7 @@ def attend_by_flex(
 def _capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
-    # A tensor: the kernel for every length would take a number for another thing that changes.
+    # A tensor: a plain number would make torch compile the kernel again for each value.
     with torch.inference_mode(False):  # it outlives this pass
         cap = torch.full((), softcap, dtype=torch.float32, device=device)
 
@@ -218,7 +218,7 @@ def _capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor
 
 @cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
-    """One kernel for batches of every length.
+    """The compiled FlexAttention kernel for batches of every length.
 
     A kernel for each length takes half the time (1.2 instead of 1.9 ms a layer of 16,384 tokens,
     forward and backward, on an H100), but five to eleven seconds to make, and padding up to few

@@ -1,4 +1,4 @@
-"""Refuses a model's folder that brings in other weights, files from elsewhere or unknown code."""
+"""Checks of a model's folder: no other weights, no files from elsewhere, no unknown code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHARDS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 def require_plain_folder(folder: str) -> None:
-    """Refuses, by its name, every setting that brings in other weights or unknown code."""
+    """Refuses every setting that loads other weights or unknown code, by its name."""
     config, file = model_config(folder), Path(folder) / "config.json"
     for name, value in _entries(config):
         _require_known(file, name, value)
@@ -55,7 +55,7 @@ def require_plain_folder(folder: str) -> None:
 def require_plain_tokenizer(folder: str) -> None:
     """Refuses a tokenizer whose settings name a file elsewhere, which transformers would read.
 
-    A path that an older transformers left there is none where no such file exists.
+    A path that an older transformers left there is allowed where no such file exists.
     """
     for file in (Path(folder) / name for name in TOKENIZER_SETTINGS):
         for key, value in (read_json(file) if file.is_file() else {}).items():
@@ -102,7 +102,7 @@ def require_adapter(folder: str) -> None:
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting of a config by its dotted name, those of its parts included."""
+    """All settings of a config by dotted name, nested ones included."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield f"{name}.{key}" if name else key, item
@@ -138,7 +138,7 @@ def _require_known(file: Path, name: str, value: Any) -> None:
 
 
 def _require_names(file: Path, name: str, value: Any, known: frozenset[str]) -> None:
-    """A value is one name, or one for each part of the model."""
+    """Refuses unknown names; a value is one name, or one for each part of the model."""
     for given in value.values() if isinstance(value, dict) else [value]:
         if given is not None and not (isinstance(given, str) and given in known):
             raise UsageError(

@@ -1,10 +1,10 @@
-"""Computes log-probabilities from hidden states without ever holding all logits at once.
+"""The fused output head: log-probabilities from hidden states, without all logits at once.
 
     logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
 
 Tiles of (positions, vocabulary) are projected, reduced to one float32 log-sum-exp per position
-and overwritten, or kept for the backward pass as far as there is room, so peak memory grows with
-neither. Where it is asked for, so is
+and overwritten, or kept for the backward pass as far as a fixed buffer holds them, so peak memory
+grows with neither. On request the log of the sum of squared probabilities is computed too:
 
     purity = log sum_v p_v ** 2 = logsumexp_v 2 z_v - 2 logsumexp_v z_v
 
@@ -31,7 +31,7 @@ TILE_VOCABULARY = {"cpu": 512, "cuda": 16_384}  # 64M elements at most
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What happens to a logit after the projection."""
+    """The scale and soft cap of a logit after the projection."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0: none
@@ -39,7 +39,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The projection to the vocabulary, or to a part of it."""
+    """The weights of the projection to the vocabulary, or to a part of it."""
 
     weight: Tensor  # (vocabulary, hidden)
     bias: Tensor | None  # (vocabulary,)
@@ -52,18 +52,18 @@ class OutputHead:
 
 
 def output_head(model: Any) -> OutputHead | None:
-    """The head of a causal model; None where it is more than a plain projection."""
+    """The head of a causal model; None if it is more than a plain projection."""
     layer = model.get_output_embeddings()
     # An adapter on the head is a wrapper whose `weight` lacks the adapter.
     if not isinstance(layer, nn.Linear) or layer.weight.is_meta:
         return None
-    if hasattr(layer.weight, "to_local"):  # of several ranks: each has a part of the vocabulary
+    if hasattr(layer.weight, "to_local"):  # a DTensor: each rank has a part of the vocabulary
         return None
     return OutputHead(layer.weight, layer.bias, head_spec(model.config))
 
 
 def head_spec(config: Any) -> HeadSpec:
-    """Reads scale and softcap as Cohere, Granite and Gemma 2 spell them."""
+    """Scale and softcap of a config, as Cohere, Granite and Gemma 2 spell them."""
     config = config.get_text_config(decoder=True)
     divisor = _number(config, "logits_scaling", 1.0)
     scale = _number(config, "logit_scale", 1.0) / divisor
@@ -78,14 +78,14 @@ def _number(config: Any, name: str, default: float) -> float:
 def scored_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
     """Log p of `targets` (T,) given `hidden` (T, hidden), without a gradient: (1, T) float32.
 
-    Where it is asked for, a second row is purity.
+    With `purity` a second row is log sum_v p_v ** 2.
     """
     return score_targets(hidden, head, targets, KeptLogits(), purity=purity).rows
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The targets' log-probs, and what is known of all other tokens."""
+    """The targets' log-probs, and sums over the whole vocabulary."""
 
     logps: Tensor  # (T,) float32
     logsumexp: Tensor  # (T,) float32: turns any other logit into a probability
@@ -93,7 +93,7 @@ class Scored:
 
     @property
     def rows(self) -> Tensor:
-        """Log-probs, and purity below them where it was asked for: (1 or 2, T)."""
+        """Log-probs, and below them purity if it was asked for: (1 or 2, T)."""
         rows = [self.logps] if self.purity is None else [self.logps, self.purity]
         return torch.stack(rows)
 
@@ -113,14 +113,14 @@ def score_targets(
         scored.logsumexp[tile] = logsumexp = torch.logsumexp(sums.logs, dim=0)
         logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp
         if purities is not None:
-            # Each tile's share of the whole is at most 1, so nothing overflows.
-            shares = 2 * (sums.logs - logsumexp) + sums.purities
-            purities[tile] = torch.logsumexp(shares, dim=0)
+            # Each tile's fraction of the whole is at most 1, so nothing overflows.
+            fractions = 2 * (sums.logs - logsumexp) + sums.purities
+            purities[tile] = torch.logsumexp(fractions, dim=0)
     return scored
 
 
 def tile_rows(device: torch.device, count: int) -> int:
-    """Positions in a tile, of so many in all: on a GPU in tiles of like size."""
+    """Positions per tile for `count` positions; on a GPU all tiles are about equally large."""
     most = TILE_ROWS.get(device.type, 2048)
     if device.type != "cuda":
         return most
@@ -128,13 +128,13 @@ def tile_rows(device: torch.device, count: int) -> int:
 
 
 def operand(states: Tensor) -> Tensor:
-    """GPUs multiply half precision with float32 accumulation; CPUs need float32 operands."""
+    """The states in the dtype of products: CPUs need float32, GPUs accumulate in it."""
     return states if states.is_cuda else states.float()
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """What each tile of the vocabulary is reduced to."""
+    """The reductions of each tile of the vocabulary."""
 
     logs: Tensor  # (tiles, rows) float32: log-sum-exp
     purities: Tensor  # (tiles, rows) float32: log sum p ** 2 as if there were no other tile
@@ -172,7 +172,7 @@ def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
 
 
 def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
-    """Scales and caps in place."""
+    """The logits, scaled and capped in their own memory."""
     if spec.scale != 1.0:
         logits *= spec.scale
     if spec.softcap:
@@ -187,7 +187,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
-Place = tuple[int, int]  # the first position and the first token of a tile
+TileOrigin = tuple[int, int]  # the first position and the first token of a tile
 
 
 @dataclass(frozen=True)
@@ -207,15 +207,15 @@ class Tiles:
         buffers = torch.empty(2, size, dtype=torch.float32, device=hidden.device)
         return Tiles(buffers[0], buffers[1], width, kept)
 
-    def logits_of(self, states: Tensor, head: OutputHead, place: Place) -> Tensor:
-        """The model's own logits of the tile that begins at `place`: (rows, columns) float32.
+    def logits_of(self, states: Tensor, head: OutputHead, origin: TileOrigin) -> Tensor:
+        """The model's own logits of the tile that begins at `origin`: (rows, columns) float32.
 
         They may be kept, so they are not to be changed.
         """
-        if place in self.kept.tiles:
-            return self.kept.tiles[place]
+        if origin in self.kept.tiles:
+            return self.kept.tiles[origin]
         shape = (len(states), len(head.weight))
-        space = self.kept.space(place, shape)
+        space = self.kept.space(origin, shape)
         if states.is_cuda:
             products = _products(states, head.weight.t())
             logits = products if space is None else space.copy_(products)
@@ -236,15 +236,15 @@ class Tiles:
 
 
 class KeptLogits:
-    """The tiles of one call that there is room for, the first ones first."""
+    """The tiles of one call that fit into a buffer, the first ones first."""
 
     def __init__(self, free: Tensor | None = None) -> None:
-        self.tiles: dict[Place, Tensor] = {}
+        self.tiles: dict[TileOrigin, Tensor] = {}
         self.is_needed = True
         self._free = torch.empty(0) if free is None else free
 
     def release(self) -> None:
-        """Lets the next call take the buffer, whatever is in it."""
+        """Lets the next call reuse the buffer."""
         self.is_needed = False
 
     def invalidate(self) -> None:
@@ -252,11 +252,11 @@ class KeptLogits:
         self.tiles.clear()
         self._free = self._free[:0]
 
-    def space(self, place: Place, shape: tuple[int, int]) -> Tensor | None:
-        """Where a tile is to be written, for good; None where it is not kept."""
+    def space(self, origin: TileOrigin, shape: tuple[int, int]) -> Tensor | None:
+        """The memory in which a tile is kept; None if the buffer is full."""
         size = shape[0] * shape[1]
         if size > len(self._free):
             return None
         tile, self._free = self._free[:size].view(shape), self._free[size:]
-        self.tiles[place] = tile
+        self.tiles[origin] = tile
         return tile

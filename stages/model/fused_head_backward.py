@@ -1,10 +1,10 @@
-"""The gradient of the fused head: what a model that learns calls in place of its head.
+"""The differentiable fused head, which replaces the output head of a model that is trained.
 
     d logp(y) / d z_v = [v = y] - p_v,   p_v = exp(z_v - logsumexp z)
 
-comes from tiles that were kept or are projected a second time. To project them again is a quarter
-of a head's work, all of which is saved where tokens of a batch times vocabulary is at most 16
-million. What does not fit is projected again, so that memory grows with neither.
+is computed from tiles that were kept or are projected a second time. To project them again is a
+quarter of a head's work, all of which is saved where tokens of a batch times vocabulary is at most
+16 million. Tiles that do not fit are projected again, so that memory grows with neither.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fused_rows(
     purity: bool,
     buffer: LogitsBuffer | None = None,
 ) -> Tensor:
-    """`scored_rows`, of which log p has a gradient where gradients are enabled: (1, T) float32."""
+    """`scored_rows` with a gradient of log p where gradients are enabled: (1 or 2, T) float32."""
     if not torch.is_grad_enabled():
         return scored_rows(head, hidden, targets, purity=purity)
     rows: Tensor = FusedLogps.apply(  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def fused_rows(
 
 
 class LogpHead(nn.Linear):
-    """An output embedding that returns `fused_rows` when it is given targets.
+    """An output embedding that returns `fused_rows` when it is called with targets.
 
     It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
     """
@@ -62,7 +62,7 @@ class LogpHead(nn.Linear):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, *, purity: bool = False
     ) -> Tensor:
-        """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the projection."""
+        """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the logits."""
         if targets is None:
             return super().forward(hidden)
         head = OutputHead(self.weight, self.bias, self.spec)
@@ -70,7 +70,7 @@ class LogpHead(nn.Linear):
 
 
 def call_head_for_logps(model: Any) -> None:
-    """Makes a LogpHead of the model's head, in place, so that names and ties stay as they are."""
+    """Turns the model's head into a LogpHead; its parameter names and ties stay as they are."""
     layer = model.get_output_embeddings()
     layer.__class__ = LogpHead
     layer.spec = head_spec(model.config)
@@ -80,7 +80,7 @@ def call_head_for_logps(model: Any) -> None:
 class FusedLogps(torch.autograd.Function):
     """Log-probs of targets, differentiable in hidden states, weight and bias.
 
-    A second row, where purity is asked for, has no gradient.
+    The optional second row, purity, has no gradient.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class FusedLogps(torch.autograd.Function):
         buffer: LogitsBuffer | None,
         *head: Any,
     ) -> Tensor:
-        """Scores as without gradients; keeps a number per position, and logits if there is room."""
+        """Scores as without gradients; keeps a number per position, and logits that fit."""
         # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
         # and fills the same objects again before their backward.
         ctx.head = OutputHead(*head)
@@ -104,7 +104,7 @@ class FusedLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that are asked for; a frozen head costs none of its own."""
+        """The gradients that are asked for; a frozen head adds no work."""
         hidden, targets, logsumexp = ctx.saved_tensors
         head: OutputHead = ctx.head
         needs_hidden, _, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -134,7 +134,7 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Positions:
-    """What every tile needs of the positions."""
+    """The inputs of every tile, by position."""
 
     states: Tensor  # (T, hidden) as products want them
     weighted: Tensor  # (hidden, T): slope / unit * state, laid out for the fastest products
@@ -199,16 +199,15 @@ def _deviation(
     positions: _Positions, logits: Tensor, spec: HeadSpec, first: int, tiles: Tiles
 ) -> Tensor:
     """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
+    columns = positions.targets - first
     if logits.is_cuda:
-        places = positions.targets - first
         dtype = positions.states.dtype
-        return compiled(deviations)(logits, positions.logsumexp, places, spec.softcap, dtype)
+        return compiled(deviations)(logits, positions.logsumexp, columns, spec.softcap, dtype)
     probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
     probabilities.exp_()
-    places = positions.targets - first
-    inside = (places >= 0) & (places < logits.shape[1])
-    places = places.clamp(0, logits.shape[1] - 1)[:, None]
-    probabilities.scatter_add_(1, places, -inside.float()[:, None])
+    inside = (columns >= 0) & (columns < logits.shape[1])
+    columns = columns.clamp(0, logits.shape[1] - 1)[:, None]
+    probabilities.scatter_add_(1, columns, -inside.float()[:, None])
     if spec.softcap:
         # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
         tanh = torch.div(logits, spec.softcap, out=tiles.scratch(logits.shape))
@@ -225,9 +224,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class LogitsBuffer:
-    """The buffer of a head, which one call has at a time; the others keep nothing.
+    """The logits buffer of a head, used by one call at a time; other calls keep nothing.
 
-    It outlives the calls: getting as much memory again costs more than it saves.
+    It outlives the calls: allocating it again would cost more than it saves.
     """
 
     def __init__(self, size: int = BUFFER_BYTES) -> None:
@@ -239,7 +238,7 @@ class LogitsBuffer:
         return LogitsBuffer, (self._size,)  # a copy of the head has a buffer of its own
 
     def acquire(self, device: torch.device) -> KeptLogits:
-        """Returns space for the tiles of a call, until it is released or no longer referenced."""
+        """The buffer for the tiles of a call, until it is released or no longer referenced."""
         last = self._last() if self._last is not None else None
         if last is not None:
             if last.is_needed:

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ _PROBE_ROWS = (0, 0, 1)
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt as token ids, and the noise stream of each sample that is wanted of it."""
+    """A prompt as token ids, and the noise stream of each sample to draw."""
 
     ids: Sequence[int]
     streams: Sequence[int]
@@ -49,12 +50,12 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tokens of one sample, without the one that ended it."""
+    """The tokens of one sample, without the stop token."""
 
-    prompt: int  # which of the prompts
-    stream: int  # which of its streams
+    prompt: int  # index of its prompt
+    stream: int  # index of its stream
     tokens: tuple[int, ...]
-    has_stopped: bool  # False: it was cut
+    has_stopped: bool  # False: it was truncated
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class _Row:
 
 
 class Generator:
-    """A model that draws."""
+    """A loaded model that draws samples."""
 
     def __init__(
         self,
@@ -76,9 +77,9 @@ class Generator:
         tokens_per_batch: int,
         require_unchanged: Callable[[], None] = lambda: None,
     ) -> None:
-        """`require_unchanged` is asked after each batch whether the model's files still are."""
+        """`require_unchanged` is called after each batch, and refuses changed model files."""
         self._model: Any = causal_model(model)
-        # What else the folder asks for, such as a penalty, is no part of a sample's key.
+        # The folder's other generation settings, such as a penalty, are no part of a sample's key.
         self._model.generation_config = _public.GenerationConfig()
         self._sampling = sampling
         self._stops = sorted(stops)
@@ -100,7 +101,8 @@ class Generator:
             )
         )
         while rows:
-            batch = self._first_of(rows)
+            most = max(1, self._tokens_per_batch // self._width(rows[0]))
+            batch = list(islice(rows, most))  # the longest first
             try:
                 drawn = self._drawn(prompts, batch)
             except OutOfMemory as error:
@@ -111,28 +113,23 @@ class Generator:
             self._require_unchanged()
             yield drawn
 
-    def _first_of(self, rows: deque[_Row]) -> list[_Row]:
-        """As many of the rows, the longest first, as a batch may hold; at least one."""
-        most = max(1, self._tokens_per_batch // self._width(rows[0]))
-        return [rows[place] for place in range(min(most, len(rows)))]
-
     def _width(self, longest: _Row) -> int:
         return longest.length + self._sampling.max_new_tokens
 
     def _halve(self, batch: list[_Row], error: OutOfMemory) -> None:
         if len(batch) == 1:
             raise UsageError(
-                f"{error}: there is no room for one sample of {self._width(batch[0]):,} tokens. "
+                f"{error}: there is no memory for one sample of {self._width(batch[0]):,} tokens. "
                 "Lower --max-new-tokens, or sample where there is more memory."
             ) from error
         self._tokens_per_batch = self._width(batch[0]) * (len(batch) // 2)
 
     def _drawn(self, prompts: Sequence[PromptTokens], batch: list[_Row]) -> list[Drawn]:
         used = list(dict.fromkeys(row.prompt for row in batch))
-        places = {prompt: place for place, prompt in enumerate(used)}
+        indices = {prompt: index for index, prompt in enumerate(used)}
         ids, mask = left_padded([prompts[prompt].ids for prompt in used], self._device)
         streams = [prompts[row.prompt].streams[row.stream] for row in batch]
-        repeated = [places[row.prompt] for row in batch]
+        repeated = [indices[row.prompt] for row in batch]
         try:
             with quiet(), torch.inference_mode():
                 tokens = self._generated(ids, mask, repeated, streams).tolist()
@@ -147,7 +144,7 @@ class Generator:
         # Outside the handler: the traceback no longer keeps the failed batch alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        raise OutOfMemory(f"no room for a batch of {counted(len(batch), 'samples')}")
+        raise OutOfMemory(f"no memory for a batch of {counted(len(batch), 'samples')}")
 
     @property
     def _device(self) -> torch.device:
@@ -179,12 +176,12 @@ class Generator:
 
     def _until_stop(self, tokens: list[int]) -> tuple[tuple[int, ...], bool]:
         stops = frozenset(self._stops)
-        end = next((place for place, token in enumerate(tokens) if token in stops), None)
+        end = next((index for index, token in enumerate(tokens) if token in stops), None)
         return tuple(tokens[:end]), end is not None
 
 
 def warpers(sampling: Sampling) -> list[Any]:
-    """What changes the scores before a token is drawn, in transformers' order."""
+    """The logits warpers of the sampling options, in transformers' order."""
     made: list[Any] = []
     if sampling.temperature == 0:
         return made
@@ -212,7 +209,7 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
 def _generate(
     model: Any, ids: Tensor, mask: Tensor, repeated: list[int], *, shared: bool, **how: Any
 ) -> Any:
-    """What `generate` makes of the prompts, the one at `repeated[i]` in row i."""
+    """The output of `generate`, with prompt `repeated[i]` in row i."""
     rows = torch.tensor(repeated, device=ids.device)
     if shared and ids.shape[1] > 1 and len(repeated) > len(ids):
         how["past_key_values"] = _cache_of(model, ids[:, :-1], mask[:, :-1], rows)
@@ -220,9 +217,9 @@ def _generate(
 
 
 def _cache_of(model: Any, ids: Tensor, mask: Tensor, rows: Tensor) -> Any:
-    """The cache of the prompts, repeated for their rows.
+    """The key-value cache of the prompts, repeated for their rows.
 
-    `generate` fills it, as it does in its own first step; the one token that it adds is not in it.
+    `generate` fills it as in its own first step; the token that it generates is not in it.
     """
     how = _plain(max_new_tokens=1, return_dict_in_generate=True)
     cache = model.generate(input_ids=ids, attention_mask=mask, generation_config=how)
@@ -235,7 +232,7 @@ def _plain(**settings: Any) -> Any:
 
 
 def _can_share_prompts(model: Any) -> bool:
-    """Whether samples that share the cache of their prompt have the scores of those that do not."""
+    """Whether sampling from a shared prompt cache gives the same scores as without one."""
     difference = _sharing_difference(model)
     if isinstance(difference, float) and difference <= TOLERANCE[model.dtype]:
         return True
@@ -248,7 +245,7 @@ def _can_share_prompts(model: Any) -> bool:
 
 
 def _sharing_difference(model: Any) -> float | Exception:
-    """How far the scores of two tokens differ, relative to the largest; or why it fails."""
+    """The largest relative difference of the scores of two tokens, or the error."""
     draw = np.random.default_rng(0)
     known = ordinary_tokens(model.config.get_text_config(decoder=True))
     prompts = [draw.choice(known, length).tolist() for length in _PROBE_LENGTHS]
@@ -274,7 +271,7 @@ def _sharing_difference(model: Any) -> float | Exception:
 
 
 def own_stops(options: ModelOptions) -> frozenset[int]:
-    """The tokens at which the model's folder says that it stops."""
+    """The stop tokens of the model's folder."""
     return frozenset(
         token
         for name in (_GENERATION_CONFIG, "config.json")

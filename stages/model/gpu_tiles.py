@@ -1,4 +1,4 @@
-"""What is made of a tile of logits on a GPU: each in one pass over the tile, compiled.
+"""Reductions of a tile of logits on a GPU, each compiled into one pass over the tile.
 
 A CPU has tiles that stay in its cache; a GPU reads and writes all of a tile in each operation that
 is not fused with the next.
@@ -30,14 +30,14 @@ def log_purity(logits: Tensor) -> Tensor:
 
 
 def deviations(
-    logits: Tensor, logsumexp: Tensor, places: Tensor, softcap: float, dtype: torch.dtype
+    logits: Tensor, logsumexp: Tensor, targets: Tensor, softcap: float, dtype: torch.dtype
 ) -> Tensor:
     """p_v - [v = y], times the slope of the softcap, in `dtype`: (rows, columns).
 
-    `places` (rows,) are the targets, counted from the tile's first token.
+    `targets` (rows,) are counted from the tile's first token.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)
-    found = (logits - logsumexp[:, None]).exp() - (columns[None, :] == places[:, None]).float()
+    found = (logits - logsumexp[:, None]).exp() - (columns[None, :] == targets[:, None]).float()
     if softcap:
         # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
         found = found * (1 - (logits / softcap).square())
@@ -46,7 +46,7 @@ def deviations(
 
 @cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function in one kernel for tiles of any size, or itself where nothing can be compiled."""
+    """The function compiled for tiles of any size, or itself where nothing can be compiled."""
     made = torch.compile(function, dynamic=True)
     chosen: list[Callable[..., Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""What activation checkpointing keeps of a layer, kept in the memory of the CPU."""
+"""Activation offloading: the inputs that gradient checkpointing keeps, in the CPU's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def keeps_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """The checkpoint function; what enters a layer waits on the CPU until its gradient is due."""
+    """The checkpoint function with layer inputs offloaded to the CPU until their backward."""
 
     @wraps(checkpoint)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -23,10 +23,10 @@ def keeps_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    # Masks and positions are the same tensors for every layer: copies would only take room.
+    # Masks and positions are the same tensors for every layer: copies would only take memory.
     if tensor.device.type == "cpu" or not tensor.requires_grad:
         return tensor
-    # Pinned memory is copied without a wait, in the order of the stream that computes.
+    # Copies to pinned memory do not block, and are ordered by the stream that computes.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
 

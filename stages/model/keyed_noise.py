@@ -1,4 +1,4 @@
-"""Noise for drawing tokens, made by a hash of what is drawn: no generator, no batch, no device.
+"""Counter-based noise for drawing tokens: a hash that depends on no generator, batch or device.
 
 The token of a position is the one with the largest score plus noise (the Gumbel-max trick), which
 draws it with its probability. The noise is a function of the prompt, the seed, the number of the
@@ -28,7 +28,7 @@ def stream_of(prompt: str, seed: int, number: int) -> int:
 
 
 def uniforms(streams: Tensor, position: int, tokens: Tensor) -> Tensor:
-    """Numbers between 0 and 1, neither included, of each stream and token: (S, T) float64.
+    """Uniform numbers in (0, 1) for each stream and token: (S, T) float64.
 
     `streams` (S,) and `tokens` (T,) are int64. Integers wrap alike on every device.
     """
@@ -49,19 +49,19 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """To the right, zeros coming in: torch repeats the sign."""
+    """A logical shift to the right; torch's own is arithmetic."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 class KeyedNoise(LogitsProcessor):
-    """Adds the noise of each row's stream to its scores; the largest sum is a fair draw."""
+    """Adds Gumbel noise of each row's stream to its scores; the largest sum is the draw."""
 
     def __init__(self, streams: Sequence[int], prompt_length: int, device: torch.device) -> None:
         self._streams = torch.tensor(streams, dtype=torch.int64, device=device)
         self._prompt_length = prompt_length  # padding included
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores of the next token, in float64."""
+        """Scores of the next token plus noise, in float64."""
         position = input_ids.shape[1] - self._prompt_length
         tokens = torch.arange(scores.shape[1], device=scores.device)
         drawn = uniforms(self._streams.to(scores.device), position, tokens)

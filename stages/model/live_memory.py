@@ -1,6 +1,6 @@
-"""The memory that tensors take, and whether torch says that none is left.
+"""Live bytes of tensors, and the recognition of torch's out-of-memory errors.
 
-The internals of torch are named here only.
+torch's internals are used in this file only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch, or a library of CUDA through it, says that there is no memory left."""
+    """Whether an error of torch, or of a CUDA library through it, means out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         word in str(error) for word in NO_MEMORY
     )
@@ -33,7 +33,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, then looks at what it made."""
+        """The result of the operation, whose storages are counted."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device:
@@ -56,10 +56,10 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.most = max(self.most, self.now)
 
     def know(self, tensor: Tensor) -> None:
-        """Leaves out the storage of a tensor that was there before."""
+        """Excludes the storage of a tensor that was there before."""
         self._known[tensor.untyped_storage()._cdata] = tensor
 
     def restart(self) -> int:
-        """The peak so far; from here on another one is looked for."""
+        """The peak since the last restart; a new peak is measured from here on."""
         most, self.most = self.most, self.now
         return most

@@ -35,7 +35,7 @@ from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Constants that models like GPT-2 once stored in each layer; transformers does not know all.
+# Constants that models like GPT-2 once stored in each layer; transformers ignores only some.
 _CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
 
 
@@ -69,9 +69,9 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
 
 
 def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> list[str]:
-    """Names of stored tensors that the model leaves out, refused unless allowed; reads no tensor.
+    """Names of stored tensors that the model does not use, refused unless allowed.
 
-    Packed weights are looked at only when they are loaded.
+    No tensor is read. Quantized weights are checked only when they are loaded.
     """
     if "quantization_config" in model_config(options.path):
         return []
@@ -80,12 +80,12 @@ def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> l
 
 
 def nowhere(options: ModelOptions) -> ModelOptions:
-    """The options of a skeleton, which holds no weights."""
+    """The options of a model on the meta device, without weights."""
     return replace(options, device_map="meta", tensor_parallel=1)
 
 
 def resolve(options: ModelOptions) -> Resolved:
-    """Decides dtype, attention and device without reading a weight."""
+    """The options with dtype, attention and device decided; no weight is read."""
     require_plain_folder(options.path)
     with quiet():
         config = _config(options)
@@ -102,9 +102,9 @@ def resolve(options: ModelOptions) -> Resolved:
 
 
 def _attention(skeleton: Any, of_text: Any, options: ModelOptions) -> str:
-    """What transformers chooses, unless it would leave out the soft cap of the model's attention.
+    """transformers' choice of attention, unless that would ignore the model's soft cap.
 
-    Older versions (5.17) let Gemma 2 run with sdpa, which knows no cap, and give other logits.
+    Older versions (5.17) run Gemma 2 with sdpa, which has no cap, and give other logits.
     """
     chosen = attention_of(skeleton)
     if chosen != "sdpa" or getattr(of_text, "attn_logit_softcapping", None) is None:
@@ -118,13 +118,13 @@ def _attention(skeleton: Any, of_text: Any, options: ModelOptions) -> str:
 
 
 def text_config(options: ModelOptions) -> Any:
-    """What a model's config says of its text part."""
+    """The config of a model's text part."""
     with quiet():
         return _config(options).get_text_config(decoder=True)
 
 
 def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausalLM) -> nn.Module:
-    """The model of config.json without storage; no weights need be there."""
+    """The model of config.json on the meta device; the folder needs no weights."""
     require_plain_folder(options.path)
     with quiet(), torch.device("meta"):
         empty: nn.Module = kind.from_config(
@@ -141,13 +141,14 @@ def _config(options: ModelOptions) -> Any:
     except (ValueError, OSError, KeyError) as error:
         raise UsageError(
             f"{options.path}: transformers cannot read this model's config.json "
-            f"({first_line(error)}). Use an architecture that transformers {_version()} knows, "
-            "or set model.trust_remote_code if you trust the folder's code."
+            f"({first_line(error)}). Use an architecture that transformers "
+            f"{transformers.__version__} knows, or set model.trust_remote_code if you trust the "
+            "folder's code."
         ) from error
 
 
 def _skeleton(config: Any, options: ModelOptions) -> Any:
-    """The architecture without storage: it decides which attention it supports."""
+    """The architecture on the meta device, which decides which attention it supports."""
     asked = {} if options.attention == "auto" else {"attn_implementation": options.attention}
     try:
         with torch.device("meta"):
@@ -163,7 +164,7 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
 def from_folder(
     options: ModelOptions, resolved: Resolved, kind: Any, packing: Mapping[str, Any] | None = None
 ) -> tuple[Any, list[str]]:
-    """What transformers makes of the folder, and the names of stored tensors that it leaves out."""
+    """The folder's model, loaded by transformers, and the names of tensors it does not use."""
     without_cudnn_attention()
     try:
         model, report = kind.from_pretrained(
@@ -187,7 +188,7 @@ def from_folder(
 
 
 def _unpacking(folder: str) -> dict[str, Any]:
-    """What else transformers is given: no kernel of the Hub computes with packed weights."""
+    """Arguments that dequantize MXFP4 weights, whose kernel would be fetched from the Hub."""
     quantized = model_config(folder).get("quantization_config") or {}
     if quantized.get("quant_method") != "mxfp4":
         return {}
@@ -196,9 +197,9 @@ def _unpacking(folder: str) -> dict[str, Any]:
 
 
 def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list[str]:
-    """Refuses a model that is not what its folder holds, by transformers' report on loading it.
+    """Refuses a model that lacks tensors or leaves out stored ones, by transformers' report.
 
-    Returns the names of the tensors that it may leave out.
+    Returns the names of the unused tensors where these are allowed.
     """
     if missing := sorted(report["missing_keys"]):
         raise UsageError(
@@ -224,7 +225,7 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
 
 
 def with_adapter(model: Any, folder: str) -> Any:
-    """The model with a saved adapter on it, which does not learn."""
+    """The model with a saved, frozen adapter."""
     require_adapter(folder)
     from peft import PeftConfig, PeftModel  # noqa: PLC0415 - optional, and slow to import
 
@@ -245,7 +246,7 @@ def with_adapter(model: Any, folder: str) -> Any:
 
 
 def _require_adapter_taken(adapted: Any, folder: str) -> None:
-    """Refuses an adapter of another model: peft leaves out what does not fit, or adds nothing."""
+    """Refuses an adapter of another model: peft silently skips tensors that do not fit."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - as above
 
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
@@ -273,9 +274,9 @@ def _dtype(options: ModelOptions) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice out of our output, then restores them.
+    """Silences transformers' progress bars and advice inside.
 
-    What it prints goes to stderr: a device_map brings in DeepSpeed, which does.
+    Printed lines go to stderr: with a device_map DeepSpeed is imported, which prints.
     """
     logs: Any = transformers.utils.logging
     verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
@@ -300,10 +301,6 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n", maxsplit=1)[0]
 
 
-def _version() -> str:
-    return str(transformers.__version__)
-
-
 def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
     """The model with a fresh adapter, the same on every rank; everything else is frozen."""
     with quiet():
@@ -317,10 +314,8 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
         lora_dropout=options.dropout,
         **named_targets(model, options.targets),
     )
-    head, dtype = (
-        _name_of_head(model),
-        next(one.dtype for one in model.parameters() if one.is_floating_point()),
-    )
+    head = _name_of_head(model)
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     try:
         with quiet(), torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -337,7 +332,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
         )
     require_all_adapted(adapted, options.targets)
     for parameter in adapted.parameters():
-        # On packed weights, whose own dtype is an integer's, peft makes it in float32.
+        # On quantized weights, which are stored as integers, peft makes it in float32.
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     trainable: nn.Module = adapted
@@ -345,7 +340,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
 
 
 def merged(model: Any) -> nn.Module:
-    """The plain model, its adapter, if it has one, added to the weights."""
+    """The plain model, with its adapter, if it has one, merged into the weights."""
     if not hasattr(model, "merge_and_unload"):
         return model  # type: ignore[no-any-return]
     with quiet():
@@ -369,7 +364,7 @@ class ScalarHead(nn.Linear):
     """
 
     def forward(self, states: Tensor) -> Tensor:
-        """(..., 1) float32 of `states` (..., hidden)."""
+        """The projection of `states` (..., hidden): (..., 1) float32."""
         bias = None if self.bias is None else self.bias.float()
         return linear(states.float(), self.weight.float(), bias)
 
@@ -380,10 +375,10 @@ def is_reward_model(model: Any) -> bool:
 
 
 def value_head(model: Any) -> ScalarHead:
-    """A value for each of a causal model's last hidden states, in the model's dtype.
+    """A head that gives a value for each last hidden state, in the model's dtype.
 
-    It begins at zero: no value is better than another one drawn at random, every rank has the same,
-    and the first steps do not pull at the policy's states.
+    It is initialized to zero: random values would be no better, every rank has the same, and the
+    first steps do not change the policy's states.
     """
     output = model.get_output_embeddings()
     config = model.config.get_text_config(decoder=True)

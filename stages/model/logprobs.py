@@ -1,6 +1,7 @@
 """Computes log-probabilities of the branches of a batch, for both stages.
 
-The fast ways to score a model are compared with its own logits: the fastest true one is chosen.
+A probe compares the fast layouts and heads with the model's own logits, and chooses the fastest
+that agrees.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from .flex_attention import (
 from .fused_head import output_head, scored_rows
 from .fused_head_backward import LogpHead
 from .probe_rows import probe_trees
-from .shared_sequence import SHARED, SHARED_FOR_EAGER, SequenceShare, joined, part_of, share_of
+from .shared_sequence import (
+    SHARED,
+    SHARED_FOR_EAGER,
+    SequencePart,
+    joined,
+    part_of,
+    sequence_part,
+)
 from .transformers_compat import attention_of
 from .tree_attention import (
     PAD,
@@ -48,12 +56,12 @@ from .tree_attention import (
 logger = logging.getLogger("align")
 
 CPU_TOKENS = 1024  # a pass of twice as many is a tenth faster, for twice the activations
-EXACT_ELEMENTS = 1 << 26  # logits held at once by the exact head, unless one tree needs more
+EXACT_ELEMENTS = 1 << 26  # logits in memory at once in the exact head, unless a tree needs more
 
 
 @dataclass(frozen=True)
 class ScoringPath:
-    """How a model is scored, and how far that is from its own logits."""
+    """The layout and head a model is scored with, and the difference from its own logits."""
 
     layout: Literal["flex", "packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
@@ -70,7 +78,7 @@ class ScoringPath:
         return self.layout in {"flex", "packed"}
 
     def rows(self, trees: Sequence[Tree]) -> Sequence[Tree]:
-        """The trees as they are run: plain rows hold one branch each."""
+        """The rows of a batch of trees: in the plain layout one for each branch."""
         return single_branches(trees) if self.layout == "plain" else trees
 
     def batch(self, rows: Sequence[Tree], device: torch.device) -> TreeBatch:
@@ -82,17 +90,15 @@ class ScoringPath:
 
 @dataclass(frozen=True)
 class BranchOutputs:
-    """What one pass of a model gives for every completion token of a batch."""
+    """Outputs of one pass of a model for every completion token of a batch."""
 
     rows: Tensor  # (1 or 2, T) float32: log p and, where asked for, purity without a gradient
     states: Tensor  # (T, hidden): the last states, which predict them; (0,) unless asked for
-    share: SequenceShare | None = (
-        None  # where ranks share the batch: these are this rank's tokens alone
-    )
+    part: SequencePart | None = None  # where ranks share the batch: T counts this rank's tokens
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Rows of all tokens of the batch, of rows of those above."""
-        return rows if self.share is None else joined(rows, self.share)
+        """The rows, gathered over the ranks that share the batch."""
+        return rows if self.part is None else joined(rows, self.part)
 
 
 def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:
@@ -109,7 +115,7 @@ def branch_outputs(
     purity: bool = False,
     states: bool = False,
 ) -> BranchOutputs:
-    """Log p of every completion token of a batch, and what else is asked for."""
+    """Log p of every completion token of a batch; on request also purity and hidden states."""
     inner: Any = causal_model(model)
     if path.head == "exact":
         inputs = _inputs(inner, batch, path)
@@ -117,38 +123,38 @@ def branch_outputs(
         logits = outputs.logits.flatten(0, 1)
         rows = _exact_rows(logits, batch, purity=purity)
         return BranchOutputs(rows, _last_states(outputs, batch) if states else rows[0, :0])
-    places, targets, share = batch.predictors, batch.targets, None
+    positions, targets, part = batch.predictors, batch.targets, None
     if path.group:
-        share = share_of_batch(batch, path, [predictors_of(edges[1:]) for edges in batch.edges])
-        places, targets = share.states, targets[share.items]
-    predictors = last_states(inner, batch, path, share)[places]
+        part = batch_part(batch, path, [predictors_of(edges[1:]) for edges in batch.edges])
+        positions, targets = part.states, targets[part.items]
+    predictors = last_states(inner, batch, path, part)[positions]
     rows = _head_rows(inner, predictors, targets, purity=purity)
-    return BranchOutputs(rows, predictors, share)
+    return BranchOutputs(rows, predictors, part)
 
 
-def share_of_batch(
-    batch: TreeBatch, path: ScoringPath, places: Sequence[NDArray[np.int64]]
-) -> SequenceShare:
-    """This rank's share of a batch, and of what is computed at these places of it."""
+def batch_part(
+    batch: TreeBatch, path: ScoringPath, positions: Sequence[NDArray[np.int64]]
+) -> SequencePart:
+    """This rank's part of a batch, and of the items that are computed at these positions."""
     assert path.group is not None, "ranks share the batch"
-    return share_of(path.group, INNER[path.layout], np.concatenate(places), batch.token_ids)
+    return sequence_part(path.group, INNER[path.layout], np.concatenate(positions), batch.token_ids)
 
 
 def last_states(
-    inner: Any, batch: TreeBatch, path: ScoringPath, share: SequenceShare | None = None
+    inner: Any, batch: TreeBatch, path: ScoringPath, part: SequencePart | None = None
 ) -> Tensor:
-    """What the head is given, of every position that this rank has: (rows * length, hidden)."""
+    """The last hidden states at this rank's positions: (rows * length, hidden)."""
     inputs = _inputs(inner, batch, path)
-    if share:
+    if part:
         for name in ("input_ids", "position_ids"):
-            inputs[name] = part_of(inputs[name], share.group)
-        inputs["share"] = share
+            inputs[name] = part_of(inputs[name], part.group)
+        inputs["sequence_part"] = part
     hidden: Tensor = inner.base_model(**inputs).last_hidden_state
     return hidden.flatten(0, 1)
 
 
 def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
-    """Log p of every completion token, in pieces where the path needs them: (T,) float32."""
+    """Log p of every completion token, in as many passes as the path needs: (T,) float32."""
     device = input_device(model)
     max_tokens = len(trees) * padded_length(trees)
     if device.type == "cpu":
@@ -162,28 +168,28 @@ def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Te
 
 
 def causal_model(model: Any) -> Any:
-    """The transformers model, which PEFT may have wrapped (its layers stay adapted)."""
+    """The transformers model inside a PEFT wrapper, if there is one; its layers stay adapted."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where token ids go."""
+    """The device that token ids are put on."""
     inner = causal_model(model)
     device: torch.device = inner.get_input_embeddings().weight.device
     if device.type != "meta":
         return device
-    # Kept in memory or on disk, and brought to the first device that computes when it is called.
-    places = _gpus(inner)
-    return torch.device(places[0] if places else "cpu")
+    # Offloaded to memory or disk, and loaded onto the first GPU when it is called.
+    gpus = _gpus(inner)
+    return torch.device(gpus[0] if gpus else "cpu")
 
 
 def _gpus(inner: Any) -> list[Any]:
-    """Where the layers compute, in order, of a model that device_map spreads."""
-    places = getattr(inner, "hf_device_map", {}).values()
-    return [place for place in places if place not in {"cpu", "disk"}]
+    """The GPUs of the layers, in order, of a model that device_map spreads."""
+    devices = getattr(inner, "hf_device_map", {}).values()
+    return [device for device in devices if device not in {"cpu", "disk"}]
 
 
-REPLACED = {  # by which attention
+REPLACED = {  # the model's attention that each of ours replaces
     PIECES: "sdpa",
     FLEX: "sdpa",
     FLEX_FOR_EAGER: "eager",
@@ -193,13 +199,13 @@ REPLACED = {  # by which attention
 
 
 def own_attention(model: Any) -> str:
-    """The attention that a model was loaded with, which that of a layout may stand in for."""
+    """The attention that a model was loaded with, even where a layout's has replaced it."""
     name = attention_of(model)
     return REPLACED.get(name, name)
 
 
 def _use_attention(model: Any, path: ScoringPath) -> None:
-    """Packed batches have an attention of their own, in place of the model's; so do shared ones."""
+    """Sets the attention of the path: packed and shared batches replace the model's own."""
     own = own_attention(model)
     is_sdpa = own == "sdpa"
     wanted = {"packed": PIECES, "flex": FLEX if is_sdpa else FLEX_FOR_EAGER}.get(path.layout, own)
@@ -212,7 +218,7 @@ def _use_attention(model: Any, path: ScoringPath) -> None:
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
-    """The inputs of the model for a batch; sets it to the attention of the path."""
+    """The inputs of the model for a batch; sets its attention to that of the path."""
     _use_attention(model, path)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids}
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -266,7 +272,7 @@ def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-# Fastest first; the last is the definition the others are compared with.
+# Fastest first; DEFINITION is what they are compared with.
 PATHS = (
     ScoringPath("flex", "fused", 0.0),
     ScoringPath("packed", "fused", 0.0),
@@ -280,7 +286,7 @@ DEFINITION = ScoringPath("plain", "exact", 0.0)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-# The attention over all tokens of a sequence that ranks share.
+# The attention over all tokens of a shared sequence, by layout.
 INNER = {"flex": attend_by_flex, "packed": attend_in_pieces}
 
 Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
@@ -292,15 +298,15 @@ def choose_path(
     no_flex: str = "",
     group: SequenceGroup | None = None,
 ) -> ScoringPath:
-    """The fastest way to score that agrees with `model(...).logits` on seeded rows.
+    """The fastest path that agrees with `model(...).logits` on seeded rows.
 
-    Ranks that hold a model together try the same ways, so each verdict is that of all of them.
+    Ranks that share a model try the same paths, and a path has to agree on all of them.
     `no_flex`: why FlexAttention may not be used, if it may not.
     """
     trees = probe_trees(causal_model(model).config)
     expected = [_own_logps(model, tree) for tree in trees]
     refused: list[str] = []
-    for path in those_of(PATHS, model, group):
+    for path in paths_for(PATHS, model, group):
         barred = no_flex if path.layout == "flex" else ""
         difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
         allowed = TOLERANCE[causal_model(model).dtype]
@@ -313,12 +319,12 @@ def choose_path(
     return announced(model, DEFINITION, refused)
 
 
-def those_of(
+def paths_for(
     paths: Sequence[ScoringPath], model: nn.Module, group: SequenceGroup | None = None
 ) -> list[ScoringPath]:
-    """Those worth trying: many small products pay on a CPU only, FlexAttention on a GPU.
+    """The paths worth trying: many small products pay on a CPU only, FlexAttention on a GPU.
 
-    Ranks can share sequences where the attention is our own.
+    Ranks can share sequences only in layouts whose attention is our own.
     """
     inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
     # The mask of FlexAttention holds tables, which would not follow it to another device.
@@ -330,7 +336,7 @@ def those_of(
 
 
 def unshareable(model: nn.Module, refused: Sequence[str]) -> UsageError:
-    """The refusal of `train.sequence_parallel` for a model."""
+    """The error of `train.sequence_parallel` for a model that cannot be shared."""
     why = "; ".join(refused) or f"its attention is {own_attention(causal_model(model))}, not sdpa"
     return UsageError(
         f"train.sequence_parallel: ranks cannot share the sequences of "
@@ -339,7 +345,7 @@ def unshareable(model: nn.Module, refused: Sequence[str]) -> UsageError:
 
 
 def _own_logps(model: nn.Module, tree: Tree) -> Tensor:
-    """One branch at a time, no padding: the definition."""
+    """The definition: log-probs of one branch at a time, without padding."""
     parts = [
         tree_logps(model, [Tree(tree.prompt, (branch,))], DEFINITION) for branch in tree.branches
     ]
@@ -349,7 +355,7 @@ def _own_logps(model: nn.Module, tree: Tree) -> Tensor:
 def _difference(
     model: nn.Module, trees: list[Tree], expected: list[Tensor], path: ScoringPath
 ) -> float | Exception:
-    """The worst branch's distance from the definition, or why it cannot be had."""
+    """The largest difference of a branch from the definition, or the error of the path."""
     if path.head == "fused" and output_head(causal_model(model)) is None:
         return ValueError("the head is not a plain projection")
     try:
@@ -379,7 +385,7 @@ def announced(model: nn.Module, path: ScoringPath, refused: list[str]) -> Scorin
 
 
 def reason(difference: float | Exception) -> str:
-    """Why a path is not used."""
+    """The reason that a path is not used, in a few words."""
     if isinstance(difference, float):
         return f"off by {difference:.2g}"
     return str(difference).split("\n", maxsplit=1)[0] or type(difference).__name__

@@ -1,4 +1,4 @@
-"""Which layers and parameters of a model an adapter is put on."""
+"""LoRA targets: the layers and parameters of a model that an adapter is put on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import UsageError
 
 
 def named_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
-    """What peft is given: layers by the end of their names, and parameters that are not a layer's.
+    """peft's target arguments: layers by the end of their names, and parameters of no layer.
 
     A mixture of experts may keep all experts of a layer in one parameter.
     """
@@ -25,10 +25,10 @@ def named_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def require_all_adapted(adapted: Any, targets: Sequence[str]) -> None:
-    """Refuses targets of which peft found a part only; it refuses those of which it found none."""
+    """Refuses targets that peft found in part only; peft itself refuses where it found none."""
     (settings,) = adapted.peft_config.values()
     names = _adapted_names(adapted)
-    # peft renames targets where transformers has put several stored weights together.
+    # peft renames targets where transformers has merged several stored weights.
     wanted = (
         [*settings.target_modules, *(getattr(settings, "target_parameters", None) or ())]
         if targets

@@ -1,9 +1,9 @@
-"""What one micro-batch keeps in memory, traced on a model without weights.
+"""Peak memory of one micro-batch, traced on a model without weights.
 
 The layers of transformers are run forward and backward on the meta device, where every tensor has
-a size and no content. So what autograd keeps is found out by autograd itself, for any model and
-with gradient checkpointing. Attention and the head, whose kernels differ from device to device,
-are stood in for by functions that keep and take what those kernels do.
+a size and no content. So autograd itself shows what it keeps, for any model and with gradient
+checkpointing. Attention and the head, whose kernels differ between devices, are replaced by
+functions that allocate and keep as much as those kernels do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ANY_TREES = "align_any_trees"  # attention whose masks cost nothing
 
 @dataclass(frozen=True)
 class Moment:
-    """The most memory while as many gradients were finished, in one backward pass."""
+    """Peak memory of the backward pass while this many gradients were finished."""
 
     finished: int  # elements of parameters whose gradient was handed over
     layers: int  # bytes of activations and of gradients on their way
@@ -42,7 +42,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one micro-batch takes: the weights, and gradients that are finished, left out."""
+    """Memory of one micro-batch, without the weights and the finished gradients."""
 
     moments: tuple[Moment, ...]  # of the layers' forward pass, then of the backward pass
     kept: int  # bytes that the layers keep from the forward to the backward pass
@@ -51,17 +51,17 @@ class Trace:
 
     @property
     def head(self) -> int:
-        """The most that the head takes while it runs."""
+        """Peak bytes of the head while it runs."""
         return max(moment.head for moment in self.moments)
 
     def without_kept(self) -> Trace:
-        """The same where what the layers keep waits in the memory of the CPU."""
+        """The same trace with the activations that layers keep offloaded to the CPU."""
         moments = [replace(one, layers=max(0, one.layers - self.kept)) for one in self.moments]
         return replace(self, moments=tuple(moments), kept=0)
 
 
 def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device: str) -> Trace:
-    """Runs one micro-batch through a model on the meta device, as `device` would."""
+    """The memory of one micro-batch on `device`, run on the meta device."""
     inner, live, moments = causal_model(model), LiveMemory("meta"), list[Moment]()
     for tensor in (*model.parameters(), *model.buffers()):
         live.know(tensor)
@@ -88,8 +88,8 @@ def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device:
         note()
         is_in_head = False
 
-    learning = [one for one in model.parameters() if one.requires_grad]
-    hooks = [_hooked(one, hand_over) for one in learning]
+    learning: list[Any] = [one for one in model.parameters() if one.requires_grad]
+    hooks = [one.register_post_accumulate_grad_hook(hand_over) for one in learning]
     try:
         with _stand_ins(), live:
             states = _states(inner, batch, path)[batch.predictors]
@@ -106,10 +106,6 @@ def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device:
     return Trace((forward, *moments), kept, masks, BUFFER_BYTES if path.head == "fused" else 0)
 
 
-def _hooked(parameter: Any, hand_over: Callable[[Tensor], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(hand_over)
-
-
 def _on_meta(batch: TreeBatch) -> TreeBatch:
     tensors: dict[str, Any] = {
         name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)
@@ -118,7 +114,7 @@ def _on_meta(batch: TreeBatch) -> TreeBatch:
 
 
 def _states(model: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
-    """The last states; where kernels need no mask, what they are given instead is left out."""
+    """The last hidden states; layouts whose kernels need no mask run without one."""
     if path.layout in ("packed", "tree"):
         return last_states(model, batch, path)
     model.set_attn_implementation(ANY_TREES)
@@ -137,7 +133,7 @@ def _mask_bytes(batch: TreeBatch, model: Any, path: ScoringPath) -> int:
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Within, attention that is computed by sdpa only keeps and takes memory."""
+    """Replaces sdpa attention inside by a function that allocates but computes nothing."""
     make: Any = AttentionInterface
     known = make()
     before = {name: known[name] for name in (PIECES, "sdpa")}
@@ -157,7 +153,7 @@ def _kept(attend: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 class _KeepingAttention(TorchFunctionMode):
-    """Keeps of attention what kernels of flash attention keep."""
+    """Keeps what kernels of flash attention keep for their backward pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is scaled_dot_product_attention:
@@ -170,7 +166,7 @@ class KeptAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Outputs as kernels lay them out: heads of one token side by side."""
+        """Outputs in the layout of the kernels: the heads of one token are contiguous."""
         rows, heads, length, _ = query.shape
         output = value.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty((rows, heads, length), dtype=FLOAT)
@@ -179,7 +175,7 @@ class KeptAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, ...]:
-        """A gradient for each of the three."""
+        """Gradients of queries, keys and values."""
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -238,12 +234,12 @@ class _Tile:
         return _Tile(min(rows, len(states)), min(columns, len(weight)), device == "cuda")
 
     def forward(self, states: Tensor) -> None:
-        """Logits in float32; a CPU has their softmax and states in float32 beside them."""
+        """Allocates logits in float32; a CPU also has their softmax and states in float32."""
         area = self.rows * self.columns * (1 if self.is_gpu else 2)
         _hold(states.new_empty(area, dtype=FLOAT), states[: self.rows].float())
 
     def backward(self, states: Tensor, *, needs_states: bool) -> Tensor | None:
-        """The gradient of the states is summed in float32, beside the states times their slopes."""
+        """The gradient of the states: a float32 sum, with the weighted states allocated too."""
         summed = states.new_empty(states.shape, dtype=FLOAT) if needs_states else None
         operand = states if self.is_gpu else states.float()
         weighted = (states * states.new_empty(1, dtype=FLOAT)).to(operand.dtype)
@@ -261,4 +257,4 @@ class _Tile:
 
 
 def _hold(*_: Tensor) -> None:
-    """Tensors are alive together until here."""
+    """Keeps its arguments alive together until the call."""

@@ -1,4 +1,4 @@
-"""A model's folder: what it stores, and the digests that name it."""
+"""A model's folder: its stored tensors and config, and the digests that identify it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelFiles:
 
     @staticmethod
     def of(options: ModelOptions) -> ModelFiles:
-        """What is read of a model, its adapter and its code."""
+        """The files that are read of a model, its adapter and its code."""
         folder, adapter = Path(options.path), Path(options.adapter)
         files = {folder / "config.json", *(tensor.file for tensor in model_tensors(folder))}
         if options.adapter:
@@ -80,17 +80,17 @@ def model_identity(options: ModelOptions, remember: Remember = digest_anew) -> d
 
 
 def weights_digest(folder: str, remember: Remember = digest_anew) -> str:
-    """Digest of the tensors of a model, however they are spread over files."""
+    """Digest of the tensors of a model, independent of how they are split into files."""
     return _tensors_digest(model_tensors(Path(folder)), remember)
 
 
 def config_digest(folder: str) -> str:
-    """Names the architecture and its settings."""
+    """Digest of the architecture and its settings."""
     return _json_digest(model_config(folder), VOLATILE_CONFIG)
 
 
 def adapter_digest(folder: str, remember: Remember = digest_anew) -> str:
-    """Names a PEFT adapter: its settings and its tensors."""
+    """Digest of a PEFT adapter: its settings and its tensors."""
     root = Path(folder)
     tensors = adapter_tensors(root)
     settings = _json_digest(read_json(root / "adapter_config.json"), VOLATILE_ADAPTER)
@@ -98,7 +98,7 @@ def adapter_digest(folder: str, remember: Remember = digest_anew) -> str:
 
 
 def code_digest(folder: str) -> str:
-    """Names the Python files of a model folder that brings its own code."""
+    """Digest of the Python files of a model folder that has its own code."""
     files = sorted(Path(folder).glob("**/*.py"))
     contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     named = zip(files, contents, strict=True)
@@ -148,7 +148,7 @@ def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
 
 
 def _contents(file: Path) -> list[str]:
-    """Digests of a file's tensors by name; the header is read again, to be of the same version."""
+    """Digests of a file's tensors by name; the header is read again, for the same version."""
     with ThreadPoolExecutor() as pool:  # hashing and reading both release the interpreter
         return list(pool.map(tensor_sha256, _tensors_of([file])))
 
@@ -169,7 +169,7 @@ def _sha256(*lines: str) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor and the position of its bytes."""
+    """One tensor: its name, type and shape, and its byte offset in a file."""
 
     name: str
     dtype: str  # as the format spells it: F32, BF16, ...
@@ -243,7 +243,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def indexed_files(folder: Path) -> list[str] | None:
     """The files that the index of a folder names; None where there is no index, or none is read.
 
-    A loader follows any path that stands there, and takes other endings for pickles. The files
+    A loader follows any path in the index, and takes other suffixes for pickles. The files
     themselves may be links, as in the Hub's cache.
     """
     index = folder / INDEX
@@ -302,7 +302,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
 
 
 def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTensor:
-    """What a header says of a tensor; ValueError if its bytes are not those of its shape."""
+    """The tensor of a header's entry; ValueError if its size is not that of its shape."""
     dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
         raise ValueError(name)
@@ -312,5 +312,5 @@ def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTe
 
 
 def cut_short(file: Path) -> UsageError:
-    """What is raised where a file of weights ends before its tensors do."""
+    """The error of a weights file that ends before its tensors do."""
     return UsageError(f"{file}: the file is cut short. Copy it again.")

@@ -1,4 +1,4 @@
-"""Where the weights of a model are put: a device, several of them, or several ranks."""
+"""Placement of a model's weights: on a device, several devices, or several ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...schemas.errors import UsageError
 
 
 def placement(options: ModelOptions) -> dict[str, Any]:
-    """What transformers is given to put the weights on more than one device; empty for one."""
+    """transformers' arguments for weights on more than one device; empty for one."""
     if options.tensor_parallel > 1:
         public: Any = distributed  # its stub names no classes
         return {"distributed_config": public.DistributedConfig(tp_size=options.tensor_parallel)}
@@ -39,7 +39,7 @@ def _json(text: str) -> Any:
 
 
 def require_parts(config: Any, options: ModelOptions) -> None:
-    """Refuses what ranks cannot hold together; transformers would fail in its first pass."""
+    """Refuses models that cannot be split over the ranks; transformers would fail later."""
     ranks, text = options.tensor_parallel, config.get_text_config(decoder=True)
     if ranks == 1:
         return
@@ -67,16 +67,16 @@ def chosen_device(options: ModelOptions) -> str:
 
 
 def without_cudnn_attention() -> None:
-    """Leaves attention under a mask to torch's other kernels.
+    """Disables cuDNN's attention kernels in favour of torch's others.
 
-    cuDNN plans each shape of a batch anew, on the CPU: of lengths that differ from batch to batch
-    that took three quarters of a training step on an H100.
+    cuDNN plans each new batch shape on the CPU: with lengths that differ from batch to batch that
+    took three quarters of a training step on an H100.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def rank_device(device: str) -> str:
-    """Under a launcher every rank of a machine has a GPU of its own."""
+    """The device of this rank: under a launcher every rank of a machine has its own GPU."""
     rank = os.environ.get("LOCAL_RANK", "")
     if device != "cuda" or not rank.isdigit():
         return device

@@ -25,12 +25,12 @@ from .host_activations import keeps_on_host
 from .load import add_lora, first_line, load_model, merged, text_config, value_head
 from .logprobs import (
     ScoringPath,
+    batch_part,
     branch_outputs,
     causal_model,
     choose_path,
     input_device,
     last_states,
-    share_of_batch,
 )
 from .quantized_base import load_in_4_bits
 from .reward_model import batch_scores, choose_layout, load_reward_model
@@ -41,13 +41,13 @@ from .transformers_compat import recompute_activations, routers_of
 from .tree_attention import TreeBatch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
-# What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.
+# The input of a rank without rows, because under ZeRO-3 its peers wait for its collectives.
 NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a policy's parameters, as they are created, and its sequences are spread over ranks."""
+    """The sharding of a policy's parameters, as they are created, and of its sequences."""
 
     partitions: Partitions | None = None  # None: every rank has all parameters
     path: ScoringPath | None = None  # of the checkpoint that is about to replace the parameters
@@ -66,7 +66,7 @@ def load_policy(
     purity: bool = False,
     spread: Sharding = WHOLE,
 ) -> Policy:
-    """The policy that begins as this model, the adapter of a reference merged into it."""
+    """The policy, initialized from this model with the reference's adapter merged into it."""
     options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
     if lora.quantize != "none":
@@ -113,10 +113,10 @@ class Policy(nn.Module):
         spread: Sharding = WHOLE,
         no_flex: str = "",
     ) -> None:
-        """`balanced`: the sums of a mixture's routers have a gradient."""
+        """`balanced`: whether the sums of a mixture's routers have a gradient."""
         super().__init__()
         self.model = model
-        # Asked once: after ZeRO-3 has partitioned the weights, a look at one would gather it.
+        # Read once: after ZeRO-3 has partitioned the weights, accessing one would gather it.
         self.device = input_device(model)
         choose = choose_layout if head == "score" else choose_path
         partitions, group = spread.partitions, spread.group
@@ -142,15 +142,15 @@ class Policy(nn.Module):
 
     @property
     def dtype(self) -> str:
-        """The dtype that it computes in, as settings name it."""
+        """The dtype it computes in, as settings name it."""
         return str(causal_model(self.model).dtype).removeprefix("torch.")
 
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 
-        Scores are numbers of branches. Of a mixture of experts the last is the sums of its routers
-        over all tokens, prompts included. One pass of the model however many trees there are, none
-        included: ranks then make the same collectives.
+        Scores have a number for every branch. For a mixture of experts the last output holds the
+        sums of its routers over all tokens, prompts included. The model runs exactly once for any
+        number of trees, zero included: all ranks then run the same collectives.
         """
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)
@@ -174,8 +174,8 @@ class Policy(nn.Module):
 
     def _run_nothing(self) -> None:
         batch = self.path.batch([NOTHING], self.device)
-        share = share_of_batch(batch, self.path, [np.zeros(1, int)]) if self.path.group else None
-        last_states(causal_model(self.model), batch, self.path, share)
+        part = batch_part(batch, self.path, [np.zeros(1, int)]) if self.path.group else None
+        last_states(causal_model(self.model), batch, self.path, part)
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
         purity, head = "purity" in self.output_names, self.value_head
@@ -188,7 +188,7 @@ class Policy(nn.Module):
         return outputs.whole(torch.cat([outputs.rows, values]))
 
     def recompute_activations(self, *, on_host: bool = False) -> None:
-        """Keeps what enters a layer only, and runs the layer again for its gradient."""
+        """Turns gradient checkpointing on; `on_host` keeps the inputs of layers on the CPU."""
         try:
             recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
         except ValueError as error:
@@ -209,10 +209,11 @@ RANDOM = ("drop", "jitter")  # as in attention_dropout, resid_pdrop, layerdrop, 
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Sets every probability to zero, where modules keep it and where they may read it."""
+    """Sets every dropout probability to zero, in modules and in their configs."""
     drawing = [router for router in routers_of(model) if hasattr(router, "router_jitter_noise")]
     for router in drawing:
-        # In training mode it draws experts; in the other this number is the width of its softmax.
+        # In training mode it draws experts at random; in evaluation mode this number is the width
+        # of its softmax.
         router.training = False
         router.train = partial(_unchanged, router)  # type: ignore[method-assign]
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The seeded rows that each way of scoring a model is tried with."""
+"""Seeded rows on which the probe compares the layouts and heads of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def probe_trees(config: Any) -> list[Tree]:
     """Seeded rows of uneven lengths, some longer than the model's window."""
     text_config = config.get_text_config(decoder=True)
     shapes = list(PROBE_SHAPES)
-    window = _window(text_config)
+    windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
+    window = next((window for window in windows if isinstance(window, int)), 0)
     if 0 < window <= LONGEST_WINDOW:
         shapes += [(window + 5, (4, 7)), (max(1, window // 2), (window + 3, 2))]
     elif window:
@@ -30,11 +31,6 @@ def probe_trees(config: Any) -> list[Tree]:
         Tree(_draw(random, tokens, prompt), tuple(_draw(random, tokens, size) for size in branches))
         for prompt, branches in shapes
     ]
-
-
-def _window(config: Any) -> int:
-    windows = [getattr(config, name, None) for name in ("sliding_window", "window_size")]
-    return next((window for window in windows if isinstance(window, int)), 0)
 
 
 def ordinary_tokens(config: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from .placement import rank_device
 
 
 def require_bitsandbytes(setting: str) -> None:
-    """Refuses a setting that needs it where it is not installed."""
+    """Refuses a setting that needs bitsandbytes where it is not installed."""
     if find_spec("bitsandbytes") is None:
         raise UsageError(
             f"{setting} needs the package bitsandbytes. Install it: pip install bitsandbytes"

@@ -28,7 +28,7 @@ from .model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS, ModelFiles, model_ide
 
 
 class HfReference:
-    """A Hugging Face model folder, with or without a PEFT adapter."""
+    """The reference in a Hugging Face model folder, with or without a PEFT adapter."""
 
     _kind: Any = AutoModelForCausalLM
 
@@ -41,7 +41,7 @@ class HfReference:
         return {"options": self.options, "_remember": self._remember}
 
     def identity(self) -> Mapping[str, str]:
-        """Digests of what is computed with, and how; reads files but loads no weights."""
+        """Digests of the model's files, and how it is computed; no weights are loaded."""
         ranks = self.options.tensor_parallel
         if self.options.adapter:
             require_adapter(self.options.adapter)
@@ -53,7 +53,7 @@ class HfReference:
             "model.dtype": resolved.dtype,
             "model.attention": resolved.attention,
             "model.device": resolved.device,
-            "numerics.torch": _major_minor("torch"),
+            "numerics.torch": ".".join(version("torch").split(".")[:2]),
             "numerics.transformers": version("transformers"),
             "numerics.head": HEAD_VERSION,
             **({TENSOR_PARALLEL: str(ranks)} if ranks > 1 else {}),
@@ -70,22 +70,22 @@ class HfReference:
         return self._resolved.context
 
     def open(self) -> TreeScorer:
-        """Loads the weights and chooses how to score with them."""
+        """A scorer with the weights loaded, on the layout that the probe chose."""
         return self.scorer_of(self.load())
 
     def load(self) -> nn.Module:
-        """The weights, which may change in their files no more."""
+        """The loaded model; a file that has changed since it was digested is refused."""
         files = self._files
         model = load_causal_lm(self.options)
         files.require_unchanged()
         return model
 
     def require_unchanged(self) -> None:
-        """Refuses files that are not those that were digested."""
+        """Refuses files that have changed since they were digested."""
         self._files.require_unchanged()
 
     def scorer_of(self, model: nn.Module) -> TreeScorer:
-        """Chooses how to score with loaded weights."""
+        """A scorer of a loaded model, on the layout that the probe chose."""
         return TreeScorer(model, self._files, why_no_flex(self.options.attention))
 
     @cached_property
@@ -98,12 +98,12 @@ class HfReference:
 
 
 class TreeScorer:
-    """Scores trees with a loaded model, along the path the probe found true."""
+    """A loaded model that scores trees on the path that the probe chose."""
 
     def __init__(
         self, model: nn.Module, files: ModelFiles | None = None, no_flex: str = ""
     ) -> None:
-        """`files` are those the model was loaded from, if it was."""
+        """`files`: what the model was loaded from, to be compared after each batch."""
         self.model = model
         self.no_flex = no_flex  # why FlexAttention may not be used, if it may not
         self._files = files
@@ -112,25 +112,25 @@ class TreeScorer:
 
     @property
     def pads(self) -> bool:
-        """Packed trees are laid end to end; in all other layouts each is as long as the longest."""
+        """Whether each tree is padded to the longest of its batch; packed trees are not."""
         return not self.path.packs
 
     def describe(self) -> Mapping[str, str]:
-        """The layout and the head that the probe chose, and on a CPU the threads of a sum."""
+        """The layout and the head that the probe chose, and on a CPU the number of threads."""
         path = {"layout": self.path.layout, "head": self.path.head}
         on_cpu = input_device(self.model).type == "cpu"
         return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Scores along the same path, the weights widened meanwhile."""
+        """Scores on the same path inside, with the weights cast to float32."""
         try:
-            with held_in_float32(self.model):
+            with cast_to_float32(self.model):
                 yield
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemory("no room for the weights in float32") from error
+            raise OutOfMemory("no memory for the weights in float32") from error
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Log p of every completion token, in the order tree, branch, token."""
@@ -141,7 +141,7 @@ class TreeScorer:
             if not is_out_of_memory(error):
                 raise
             tokens = sum(tree.num_tokens for tree in trees)
-            refusal = OutOfMemory(f"no room for {len(trees)} trees of {tokens} tokens")
+            refusal = OutOfMemory(f"no memory for {len(trees)} trees of {tokens} tokens")
         else:
             if self._files:
                 self._files.require_unchanged()
@@ -160,7 +160,7 @@ class TreeScorer:
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Computes with this number of threads, which decides the last bits of a sum."""
+    """Runs torch on this number of threads inside; it decides the last bits of a sum."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -169,16 +169,12 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _major_minor(package: str) -> str:
-    return ".".join(version(package).split(".")[:2])
-
-
 HALVES = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def held_in_float32(model: nn.Module) -> Iterator[None]:
-    """Widens every half-precision weight inside; after it the very same tensors are back."""
+def cast_to_float32(model: nn.Module) -> Iterator[None]:
+    """Casts every half-precision weight to float32 inside, and restores the same tensors after."""
     every = chain(model.parameters(), model.buffers())
     halves = [tensor for tensor in every if tensor.dtype in HALVES]
     # Kept rather than cast back: putting them back needs no memory, so it cannot fail.

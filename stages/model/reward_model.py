@@ -1,4 +1,4 @@
-"""Reward models: a language model's layers under a head for one score, of a branch's last token."""
+"""Reward models: a language model's layers under a head that scores a branch's last token."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .logprobs import (
     Agree,
     ScoringPath,
     announced,
+    batch_part,
     causal_model,
     input_device,
     last_states,
+    paths_for,
     reason,
-    share_of_batch,
-    those_of,
     unshareable,
 )
 from .model_folder import model_config
@@ -48,7 +48,7 @@ _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
 def load_reward_model(
     options: ModelOptions, seed: int, load: Callable[..., nn.Module] = load_model
 ) -> nn.Module:
-    """The folder's own model where it is one that scores; else its layers with a drawn head."""
+    """The folder's reward model if it is one; else its layers under a randomly drawn head."""
     architectures = model_config(options.path).get("architectures") or [""]
     if str(architectures[0]).endswith(SCORES):
         model: Any = load(options, AutoModelForSequenceClassification)
@@ -61,7 +61,7 @@ def load_reward_model(
 
 
 def _with_new_head(options: ModelOptions, seed: int, load: Callable[..., nn.Module]) -> Any:
-    """Takes over the layers of a causal model, its adapter, if any, merged into them."""
+    """A reward model on the layers of a causal model, into which an adapter is merged."""
     causal: Any = merged(load(options))
     config = causal.config
     model = _skeleton(options, config)
@@ -92,7 +92,7 @@ def _head_of(model: Any, folder: str) -> nn.Linear:
 
 
 def _skeleton(options: ModelOptions, config: Any) -> Any:
-    """The architecture without storage, to be filled."""
+    """The architecture on the meta device, to be filled."""
     build: Any = AutoModelForSequenceClassification.from_config
     labelled = deepcopy(config)
     labelled.num_labels = 1
@@ -107,7 +107,7 @@ def _skeleton(options: ModelOptions, config: Any) -> Any:
 
 
 def _draw(head: nn.Linear, spread: float | None, seed: int) -> None:
-    """As transformers draws it, but the same on every rank and device."""
+    """Draws the head as transformers does, but the same on every rank and device."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(head.weight.shape, generator=generator)
     with torch.no_grad():
@@ -117,10 +117,7 @@ def _draw(head: nn.Linear, spread: float | None, seed: int) -> None:
 
 
 def _padding_token(folder: str, config: Any) -> int:
-    """What a batch of texts is filled up with by those who use the model.
-
-    Any token will do that does not end a text; where there is none but EOS, that is it.
-    """
+    """The padding token of a saved reward model: the tokenizer's, the config's, or else EOS."""
     require_plain_tokenizer(folder)
     try:
         with quiet():
@@ -149,7 +146,7 @@ class HfReward(HfReference):
     _kind = AutoModelForSequenceClassification
 
     def identity(self) -> Mapping[str, str]:
-        """As of a reference, but that other numbers come out of it."""
+        """The identity of a reference, with the version of scores in place of the head's."""
         architectures = model_config(self.options.path).get("architectures") or [""]
         if not str(architectures[0]).endswith(SCORES):
             raise UsageError(
@@ -175,7 +172,7 @@ class RewardScorer(TreeScorer):
         return choose_layout(model, no_flex=self.no_flex)
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
-        """Nothing until the last token of a branch, and there its score: (T,) float32."""
+        """The score of each branch at its last token, and zeros before: (T,) float32."""
         scores = tree_scores(self.model, trees, self.path)
         lengths = [len(branch) for tree in trees for branch in tree.branches]
         numbers = scores.new_zeros(sum(lengths))
@@ -195,16 +192,16 @@ def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> T
 def batch_scores(
     model: nn.Module, rows: Sequence[Tree], batch: TreeBatch, path: ScoringPath
 ) -> Tensor:
-    """The same of rows that are laid out."""
+    """Scores of rows that are laid out, in the order row, branch: (branches,) float32."""
     inner: Any = causal_model(model)
-    places = _last_places(rows, batch, inner.config.pad_token_id)
+    positions = _last_positions(rows, batch, inner.config.pad_token_id)
     if path.group is None:
         states = last_states(inner, batch, path)
-        scores: Tensor = inner.score(states[on_device(places, states.device)])
+        scores: Tensor = inner.score(states[on_device(positions, states.device)])
         return scores.squeeze(1)
-    share = share_of_batch(batch, path, [places])
-    own = inner.score(last_states(inner, batch, path, share)[share.states])
-    return joined(own.t(), share)[0]
+    part = batch_part(batch, path, [positions])
+    own = inner.score(last_states(inner, batch, path, part)[part.states])
+    return joined(own.t(), part)[0]
 
 
 def choose_layout(
@@ -219,7 +216,7 @@ def choose_layout(
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
     allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
     refused: list[str] = []
-    for path in those_of(LAYOUTS, model, group):
+    for path in paths_for(LAYOUTS, model, group):
         barred = no_flex if path.layout == "flex" else ""
         difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
         if agree(isinstance(difference, float) and difference <= allowed):
@@ -234,25 +231,25 @@ def choose_layout(
     )
 
 
-def _last_places(trees: Sequence[Tree], batch: TreeBatch, pad: int) -> np.ndarray:
-    """Where each branch is scored, in (rows * length).
+def _last_positions(trees: Sequence[Tree], batch: TreeBatch, pad: int) -> np.ndarray:
+    """Positions at which the branches are scored, in (rows * length).
 
-    That is its last token that is not the padding token, because transformers finds a text's end
-    so: where a tokenizer pads with its EOS, a score is that of the token before it.
+    Each is the last token that is not the padding token, because transformers finds a text's end
+    so: where a tokenizer pads with its EOS, the token before it is scored.
     """
-    places = []
+    positions = []
     for tree, (start, fork, *stops) in zip(trees, batch.edges, strict=True):
         for branch, (begin, _) in zip(tree.branches, pairwise((fork, *stops)), strict=True):
             if (kept := np.flatnonzero(branch != pad)).size:
-                places.append(begin + kept[-1])
+                positions.append(begin + kept[-1])
             else:
                 before = np.flatnonzero(tree.prompt != pad)
-                places.append(start + (before[-1] if before.size else 0))
-    return np.array(places, np.int64)
+                positions.append(start + (before[-1] if before.size else 0))
+    return np.array(positions, np.int64)
 
 
 def _own_score(model: Any, tree: Tree) -> Tensor:
-    """The definition: what others get who load the model."""
+    """The definition: the score that transformers computes for a row of one branch."""
     tokens = np.concatenate([tree.prompt, *tree.branches]).astype(np.int64)
     token_ids = torch.from_numpy(tokens)[None].to(input_device(model))
     scores: Tensor = model(input_ids=token_ids).logits[:, 0]
@@ -262,7 +259,7 @@ def _own_score(model: Any, tree: Tree) -> Tensor:
 def _difference(
     model: nn.Module, trees: list[Tree], expected: Tensor, path: ScoringPath
 ) -> float | Exception:
-    """The worst branch's distance from the definition, or why it cannot be had."""
+    """The largest difference of a branch from the definition, or the error of the path."""
     try:
         scores = tree_scores(model, trees, path)
     except Exception as error:  # model code refuses a mask in any way it likes

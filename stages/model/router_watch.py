@@ -1,4 +1,4 @@
-"""Watches the routers of a mixture of experts: which experts its tokens go to, and how surely."""
+"""Router statistics of a mixture of experts: token counts, probabilities and entropies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COEFFICIENT = "router_aux_loss_coef"
 
 
 class RouterWatch:
-    """Sums up what the routers of a model give in a pass; false for a model without routers."""
+    """Sums of the routers' outputs in a pass; false for a model without routers."""
 
     def __init__(self, model: nn.Module, *, learns: bool, run: Callable[[], Any]) -> None:
-        """`learns`: the sums have a gradient. `run` is a pass of the model."""
+        """`learns`: whether the sums have a gradient. `run` is a pass of the model."""
         self.layers = self.experts = self.chosen = 0
         self._learns = learns
-        self._seen: list[Any] | None = None  # what each router of the pass inside gave
+        self._seen: list[Any] | None = None  # the routers' outputs in the pass that is watched
         hooks = [router.register_forward_hook(self._see) for router in routers_of(model)]
         if hooks and not self._understands(run):
             logger.warning("The routers of this mixture of experts are of no known form.")
@@ -42,7 +42,7 @@ class RouterWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the pass inside, not the layers that run again for their gradient later on."""
+        """Records the pass inside, not the layers that run again for their gradient later on."""
         self._seen = []
         try:
             yield
@@ -50,10 +50,10 @@ class RouterWatch:
             self._seen = None
 
     def sums(self, counted: Tensor) -> Tensor:
-        """Over the tokens that are counted, (all,) bool: (layers, 2 * experts + 2) float64.
+        """Sums over the tokens where `counted`, (all,) bool: (layers, 2 * experts + 2) float64.
 
-        How many go to each expert, the sum of each expert's probabilities, the sum of the
-        entropies, and how many tokens there are.
+        The columns are the tokens routed to each expert, the sum of each expert's probabilities,
+        the sum of the entropies, and the number of tokens.
         """
         assert self._seen, "the pass is inside, and its routers run"
         return torch.stack(
@@ -64,7 +64,7 @@ class RouterWatch:
         )
 
     def _see(self, _router: nn.Module, _inputs: Any, outputs: Any) -> None:
-        # Only kept: when a layer runs again, it has to do what it did the first time.
+        # Only recorded: when a layer runs again, it has to do what it did the first time.
         if self._seen is not None:
             self._seen.append(outputs)
 
@@ -80,7 +80,7 @@ class RouterWatch:
 
 
 def _shape_of(outputs: Any) -> tuple[int, int] | None:
-    """The experts of a router and those of a token, if it gives (logits, weights, choices)."""
+    """(experts, experts per token) of a router that returns (logits, weights, choices)."""
     if not isinstance(outputs, tuple) or len(outputs) != 3:
         return None
     logits, _, chosen = outputs
@@ -90,7 +90,7 @@ def _shape_of(outputs: Any) -> tuple[int, int] | None:
 
 
 def _sums_of(logits: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
-    """(2 * experts + 2,) float64"""
+    """The sums of one layer's router: (2 * experts + 2,) float64."""
     probabilities = torch.softmax(logits.flatten(0, -2).float(), dim=-1)
     of_experts = probabilities.masked_fill(~counted[:, None], 0.0).sum(0, dtype=torch.float64)
     with torch.no_grad():
@@ -103,9 +103,9 @@ def _sums_of(logits: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
 
 
 def counted_tokens(trees: Sequence[Tree], batch: TreeBatch, *, has_copies: bool) -> Tensor:
-    """Which places of a batch hold a token of the trees: (rows * length,) bool.
+    """Mask of the positions that hold a token of the trees: (rows * length,) bool.
 
-    Where each branch has a row and a copy of the prompt, the first copy counts.
+    Where each branch has a row with a copy of the prompt, only the first copy is in it.
     """
     counted = batch.segments != PAD
     if has_copies:

@@ -36,7 +36,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config that g
 def save_whole(
     policy: nn.Module, weights: Mapping[str, Tensor], source: Path, target: Path
 ) -> None:
-    """All weights, with the config, tokenizer and template of the folder they came from."""
+    """Writes all weights, with the config, tokenizer and template of the source folder."""
     model: Any = causal_model(policy)
     with quiet():
         model.save_pretrained(target, state_dict=dict(weights))
@@ -45,16 +45,16 @@ def save_whole(
 
 
 def save_adapter(policy: Any, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
-    """The adapter alone, which names the folder of its base."""
+    """Writes the adapter alone; its config names the folder of its base."""
     with quiet():
         policy.save_pretrained(target, state_dict=dict(weights))
     _copy_companions(source, target)
 
 
 def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool) -> None:
-    """The base with a saved adapter merged into its weights; loads both again."""
+    """Writes the base with a saved adapter merged into its weights; loads both again."""
     source, options = Path(base.path), replace(base, adapter="", device="cpu")
-    # The head for scores that is drawn here gives way to the adapter's.
+    # The head for scores that is drawn here is replaced by the adapter's.
     plain = load_reward_model(options, seed=0) if scores else load_model(options)
     with quiet():
         model: Any = merged(with_adapter(plain, str(adapter)))
@@ -64,7 +64,7 @@ def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool
 
 
 def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> None:
-    """Adds the tokens that completions ended with to those at which the saved model stops."""
+    """Adds the tokens that completions ended with to the saved model's stop tokens."""
     path = target / "generation_config.json"
     if path.is_file():
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -79,7 +79,7 @@ def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> N
 
 
 def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's own weights, and those of its value head, by their names in the head."""
+    """The model's own weights, and its value head's weights by their names in the head."""
     prefix = f"{VALUE_HEAD}."
     own = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
     beside = {name.removeprefix(prefix): weights[name] for name in weights.keys() - own.keys()}
@@ -92,7 +92,7 @@ def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
 
 
 def _write_config(source: Path, target: Path, model: Any) -> None:
-    """The source's own, because training changes it in memory: dropout, attention."""
+    """Writes the source's config: training changes the one in memory (dropout, attention)."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -1,11 +1,12 @@
-"""Loads a policy of which every rank reads and keeps only its own part of each parameter."""
+"""Sharded loading: every rank reads and keeps only its own part of each parameter."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def load_sharded(
     partitions: Partitions,
     reads: bool = True,
 ) -> nn.Module:
-    """The model, its adapter merged into it, spread over the ranks as it is created.
+    """The model, its adapter merged into it, partitioned over the ranks as it is created.
 
-    Parameters that are not read are NaN: a checkpoint is about to replace every one of them.
+    With `reads` false the parameters are NaN: a checkpoint is about to replace all of them.
     """
 
     def load() -> nn.Module:
@@ -81,10 +82,10 @@ def _spread(options: ModelOptions, kind: Any, partitions: Partitions, *, reads: 
     sources = tensor_sources(skeleton, stored)
     _tie_equal(skeleton, sources, stored)
     compute_buffers(skeleton, partitions.device)
-    placing = _Placing(skeleton, partitions, stored, DTYPES[resolved.dtype], reads=reads)
+    loading = _Materializer(skeleton, partitions, stored, DTYPES[resolved.dtype], reads=reads)
     for source in sources:
-        placing.place(source)
-    placing.require_all()
+        loading.materialize(source)
+    loading.require_all()
     skeleton.__dict__.pop("hf_device_map", None)  # it is on no meta device any more
     model: nn.Module = skeleton
     return model
@@ -101,7 +102,7 @@ def _require_plain_weights(options: ModelOptions) -> None:
 
 
 def _tie_equal(model: Any, sources: list[TensorSource], stored: Mapping[str, StoredTensor]) -> None:
-    """Ties what config.json wants tied where both are stored, if they are equal."""
+    """Ties the weights that config.json wants tied, unless both are stored and differ."""
     found = {source.name: source for source in sources}
     for target, origin in list(model.all_tied_weights_keys.items()):
         if not {target, origin} <= found.keys():
@@ -127,8 +128,8 @@ class _Holder:
         setattr(self.module, self.name, tensor)
 
 
-class _Placing:
-    """Puts tensors in the place of those of a model on the meta device, one at a time."""
+class _Materializer:
+    """Replaces the meta tensors of a model by loaded ones, one at a time."""
 
     def __init__(
         self,
@@ -147,10 +148,10 @@ class _Placing:
         self._base = f"{model.base_model_prefix}."
         self._spreads_all = model.get_output_embeddings() is not None
 
-    def place(self, source: TensorSource) -> None:
-        """Fills what is made of the stored tensors of a source."""
+    def materialize(self, source: TensorSource) -> None:
+        """Loads the tensors that are made of the stored tensors of a source."""
         if source.convert is None:
-            self._put(source.name, self._elements_of(source.stored[0]))
+            self._put(source.name, partial(_read, self._stored[source.stored[0]]))
             return
         is_read = self._reads or not isinstance(self._wanted[source.name], nn.Parameter)
         made = source.convert(self._whole if is_read else self._shape)
@@ -158,7 +159,7 @@ class _Placing:
             self._put(name, partial(_copy_part, value.flatten()))
 
     def require_all(self) -> None:
-        """Refuses to go on with a model of which a part was not placed."""
+        """Refuses a model with tensors that are still on the meta device."""
         if left := [name for name, tensor in self._model.state_dict().items() if tensor.is_meta]:
             raise _NotInPartsError(f"it draws {len(left)} tensors anew, first {left[0]}.")
 
@@ -187,14 +188,10 @@ class _Placing:
         fill(whole.view(-1), 0)
         return whole
 
-    def _elements_of(self, stored: str) -> Callable[[Tensor, int], None]:
-        tensor = self._stored[stored]
-        return lambda part, first: _read(tensor, first, part)
-
     def _whole(self, stored: str) -> Tensor:
         tensor = self._stored[stored]
         whole = torch.empty(tensor.shape, dtype=_dtype_of(tensor))
-        _read(tensor, 0, whole.view(-1))
+        _read(tensor, whole.view(-1), 0)
         return whole.to(self._dtype) if whole.is_floating_point() else whole
 
     def _shape(self, stored: str) -> Tensor:
@@ -202,7 +199,7 @@ class _Placing:
         return torch.empty(tensor.shape, dtype=_dtype_of(tensor), device="meta")
 
 
-def _read(tensor: StoredTensor, first: int, into: Tensor) -> None:
+def _read(tensor: StoredTensor, into: Tensor, first: int) -> None:
     """Reads a stored tensor's elements from `first` on into a flat tensor, block by block."""
     dtype = _dtype_of(tensor)
     with tensor.file.open("rb") as stream:
@@ -221,14 +218,11 @@ def _holders(model: nn.Module) -> dict[int, list[_Holder]]:
     """The modules that have a tensor of a model, by the tensor's identity."""
     holders: dict[int, list[_Holder]] = {}
     for module in model.modules():
-        for name, tensor in _own_tensors(module):
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in chain(parameters, buffers):
             holders.setdefault(id(tensor), []).append(_Holder(module, name))
     return holders
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _dtype_of(tensor: StoredTensor) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""A sequence that several ranks share: each computes with a part of its tokens.
+"""Sequence parallelism: several ranks share a sequence, each computes with a part of its tokens.
 
-Attention alone needs all of them: there each rank has some of the heads, and all tokens. What a
-rank has of the sequence gives its part of every gradient, and the parts are summed over the ranks.
+Attention alone needs all tokens: there each rank has some of the heads, and all tokens. A rank's
+part of the sequence gives its part of every gradient, and the parts are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -28,82 +28,82 @@ Attention = Callable[..., tuple[Tensor, Any]]  # over all tokens, as transformer
 
 
 @dataclass(frozen=True)
-class SequenceShare:
-    """This rank's part of one sequence, and of what is computed at some of its places."""
+class SequencePart:
+    """This rank's part of one sequence, and of the items that are computed at its positions."""
 
     group: SequenceGroup
     attention: Attention
     length: int  # tokens of the whole sequence
-    states: Tensor  # (own items,) int64: which of this rank's states each is computed of
-    items: Tensor  # (own items,) int64: which of all items each is
-    order: Tensor  # (items,) int64: where each is among those of all ranks, end to end
+    states: Tensor  # (own items,) int64: index of the item's state among this rank's states
+    items: Tensor  # (own items,) int64: index among all items
+    order: Tensor  # (items,) int64: index in the ranks' items, each padded to `most`, end to end
     most: int  # items of the rank that has the most
 
     @property
-    def part(self) -> int:
+    def tokens(self) -> int:
         """Tokens of a rank; the last ones may be padding."""
         return -(-self.length // self.group.size)
 
 
 def part_of(tokens: Tensor, group: SequenceGroup) -> Tensor:
-    """This rank's part of what there is of every token, (1, length), filled up with zeros."""
+    """This rank's part of values of every token, (1, length), padded with zeros."""
     part = -(-tokens.shape[1] // group.size)
     own = tokens[:, group.rank * part :][:, :part]
     return pad(own, (0, part - own.shape[1]))
 
 
-def share_of(
-    group: SequenceGroup, attention: Attention, places: NDArray[np.int64], tokens: Tensor
-) -> SequenceShare:
-    """What this rank has of a sequence, (1, length), and of the items at these places of it."""
+def sequence_part(
+    group: SequenceGroup, attention: Attention, positions: NDArray[np.int64], tokens: Tensor
+) -> SequencePart:
+    """This rank's part of a sequence, (1, length), and of the items at these positions."""
     assert len(tokens) == 1, "ranks share a row that holds all trees"
     length, device = tokens.shape[1], tokens.device
     part = -(-length // group.size)
-    owners = places // part
+    owners = positions // part
     counts = np.bincount(owners, minlength=group.size)
     most = int(counts.max())
-    order = np.empty(len(places), np.int64)
+    order = np.empty(len(positions), np.int64)
     for rank in range(group.size):
         order[owners == rank] = rank * most + np.arange(counts[rank])
     own = np.flatnonzero(owners == group.rank)
-    return SequenceShare(
+    return SequencePart(
         group=group,
         attention=attention,
         length=length,
-        states=on_device(places[own] - group.rank * part, device),
+        states=on_device(positions[own] - group.rank * part, device),
         items=on_device(own, device),
         order=on_device(order, device),
         most=most,
     )
 
 
-def joined(rows: Tensor, share: SequenceShare) -> Tensor:
-    """The items of all ranks in their order, (rows, items), of this rank's (rows, own items).
+def joined(rows: Tensor, part: SequencePart) -> Tensor:
+    """All ranks' items in order, (rows, items), gathered from each one's (rows, own items).
 
-    All ranks go on with the same numbers, so each has the gradient of all of them, and hands its
-    own items theirs.
+    All ranks continue with the same numbers, so each has the gradient of all items, and passes on
+    that of its own.
     """
-    whole: Tensor = _Join.apply(rows, share)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Join.apply(rows, part)  # type: ignore[no-untyped-call]
     return whole
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, share: SequenceShare) -> Tensor:
-        ctx.share = share
-        own = pad(rows, (0, share.most - rows.shape[1])).contiguous()
-        every = own.new_empty(share.group.size * len(own), share.most)
-        distributed.all_gather_into_tensor(every, own, group=share.group.process_group)
-        by_rank = every.view(share.group.size, *own.shape)
-        return by_rank.movedim(0, 1).flatten(1)[:, share.order]
+    def forward(ctx: Any, rows: Tensor, part: SequencePart) -> Tensor:
+        ctx.part = part
+        own = pad(rows, (0, part.most - rows.shape[1])).contiguous()
+        every = own.new_empty(part.group.size * len(own), part.most)
+        distributed.all_gather_into_tensor(every, own, group=part.group.process_group)
+        by_rank = every.view(part.group.size, *own.shape)
+        return by_rank.movedim(0, 1).flatten(1)[:, part.order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[:, ctx.share.items], None
+        return grad[:, ctx.part.items], None
 
 
 def summed(values: Tensor, group: SequenceGroup) -> Tensor:
-    """The sum over the ranks, on each of them; what each has added gets the gradient of the sum."""
+    """The all-reduced sum over the ranks; its gradient goes to every rank's summand unchanged."""
     total: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -128,40 +128,40 @@ def attend_shared(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: this rank attends with all tokens for some heads."""
-    share: SequenceShare | None = options.pop("share", None)
-    if share is None:
+    """The attention function that transformers calls: all tokens for some of the heads."""
+    part: SequencePart | None = options.pop("sequence_part", None)
+    if part is None:
         raise ValueError("attention over a shared sequence was not given this rank's part of it")
-    heads, ranks = query.shape[1], share.group.size
-    # As few copies of a key's head as let every rank have those that its queries look at.
+    heads, ranks = query.shape[1], part.group.size
+    # As few copies of a key's head as give every rank the keys of its queries.
     is_even = heads % ranks == 0
     copies = ranks // gcd(ranks, key.shape[1]) if is_even else heads // key.shape[1]
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-    query, key, value = (_all_tokens(one, share) for one in (query, key, value))
-    output, _ = share.attention(module, query, key, value, attention_mask, **options)
-    return _own_tokens(output, share)[:, :, :heads], None
+    query, key, value = (_all_tokens(one, part) for one in (query, key, value))
+    output, _ = part.attention(module, query, key, value, attention_mask, **options)
+    return _own_tokens(output, part)[:, :, :heads], None
 
 
-def _all_tokens(tensor: Tensor, share: SequenceShare) -> Tensor:
-    """All tokens for some heads, (1, heads / ranks, length, width), of this rank's for all heads.
+def _all_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
+    """All tokens of some heads, (1, heads / ranks, length, width), from this rank's of all heads.
 
-    Heads that cannot be divided are filled up with zeros.
+    Heads that cannot be divided are padded with zeros.
     """
-    missing = -tensor.shape[1] % share.group.size
+    missing = -tensor.shape[1] % part.group.size
     filled = pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
-    return _exchanged(filled, share.group, 1, 2)[:, :, : share.length]
+    return _exchanged(filled, part.group, 1, 2)[:, :, : part.length]
 
 
-def _own_tokens(output: Tensor, share: SequenceShare) -> Tensor:
-    """This rank's tokens for all heads, (1, part, heads, width), of all tokens for some."""
-    missing = share.part * share.group.size - share.length
+def _own_tokens(output: Tensor, part: SequencePart) -> Tensor:
+    """This rank's tokens of all heads, (1, part, heads, width), from all tokens of some heads."""
+    missing = part.tokens * part.group.size - part.length
     filled = pad(output, (0, 0, 0, 0, 0, missing)) if missing else output
-    return _exchanged(filled, share.group, 1, 2)
+    return _exchanged(filled, part.group, 1, 2)
 
 
 def _exchanged(tensor: Tensor, group: SequenceGroup, split: int, join: int) -> Tensor:
-    """Each rank gets its part of dimension `split` from all, which are joined along `join`."""
+    """An all-to-all: dimension `split` is divided among the ranks, and joined along `join`."""
     exchanged: Tensor = _Exchange.apply(tensor, group, split, join)  # type: ignore[no-untyped-call]
     return exchanged
 

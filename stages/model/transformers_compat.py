@@ -1,7 +1,7 @@
-"""What is taken of transformers beside its public names, and what differs between its versions.
+"""Private names of transformers that are used, and differences between its versions.
 
 Its modelling code has losses for object detection that load scipy wherever it is installed, which
-costs any other model 36 MiB. They are imported here as if it were not.
+costs any other model 36 MiB. They are imported here as if scipy were not installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ finally:
 
 
 def attention_of(model: Any) -> str:
-    """The name of the attention that a model computes with."""
+    """The name of a model's attention implementation."""
     name: str | None = model.config._attn_implementation
     return name or "eager"
 
@@ -45,9 +45,9 @@ def attention_of(model: Any) -> str:
 def recompute_activations(
     model: Any, keeping: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 ) -> None:
-    """Keeps what enters a layer only, and runs the layer again for its gradient.
+    """Turns gradient checkpointing on: layers keep their inputs and run again in the backward pass.
 
-    `keeping` wraps torch's function for this, and decides where it is kept.
+    `keeping` wraps torch's checkpoint function, and decides where the inputs are kept.
     """
     # The name changes within the versions that pyproject.toml allows; the older one warns later on.
     enable = getattr(model, "activation_checkpointing_enable", None)
@@ -60,7 +60,7 @@ def recompute_activations(
 
 
 def routers_of(model: Any) -> list[nn.Module]:
-    """The modules that choose experts in a model's layers, from the first to the last; or none."""
+    """The routers of a mixture of experts, from the first layer to the last; or none."""
     inner = getattr(model, "base_model", model)
     records: Any = getattr(inner, "_can_record_outputs", None) or {}
     named = records.get("router_logits", [])
@@ -74,7 +74,7 @@ def routers_of(model: Any) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Which stored tensors one of the model's, or several of them together, are made of."""
+    """The stored tensors that one tensor of the model, or several together, are made of."""
 
     name: str  # of the model's tensor, the first of them
     stored: tuple[str, ...]
@@ -83,7 +83,7 @@ class TensorSource:
 
 
 def tensor_sources(model: Any, stored: Iterable[str]) -> list[TensorSource]:
-    """Where each tensor of a model comes from, as transformers renames and converts the stored."""
+    """The sources of a model's tensors, as transformers renames and converts what is stored."""
     changes = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [one for one in changes if isinstance(one, core_model_loading.WeightRenaming)]
     converters = [one for one in changes if isinstance(one, core_model_loading.WeightConverter)]
@@ -121,7 +121,7 @@ def _conversion(
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Gives the buffers that are not stored their values, in a model on the meta device."""
+    """Computes the buffers that are not stored, in a model on the meta device."""
     for tensor in chain(model.parameters(), model.buffers()):
         tensor._is_hf_initialized = True  # all else that is not stored has been refused
     for module in model.modules():

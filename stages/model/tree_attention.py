@@ -1,7 +1,8 @@
-"""Lays trees out as one padded batch, `[prompt | branch 1 | branch 2 | ...]` per row, and masks it.
+"""Batches of trees, padded with a mask or packed, and the attention over packed ones.
 
-Or end to end without padding, one product per prompt and per branch: a dense mask spends most of
-its work on pairs of tokens that may not see each other.
+A padded batch has a row `[prompt | branch 1 | branch 2 | ...]` per tree. A packed one has all trees
+end to end, and one product per prompt and per branch: a dense mask would spend most of its work on
+pairs of tokens that may not see each other.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ class TreeBatch:
 
     @property
     def is_padded(self) -> bool:
-        """Whether a place holds no token; the host knows it without a look at the device."""
+        """Whether any position is padding, known on the host without a device sync."""
         return sum(last - start for start, *_, last in self.edges) < self.token_ids.numel()
 
 
 def tree_batch(
     trees: Sequence[Tree], device: torch.device, *, packed: bool = False, length: int = 0
 ) -> TreeBatch:
-    """Lays the trees out, each padded on the right to the longest unless packed.
+    """A batch of the trees, each padded on the right to the longest unless packed.
 
-    `length`: packed trees are padded to as many tokens together.
+    `length`: the least length of the row of packed trees.
     """
     sizes = [tree.num_tokens for tree in trees]
     shape = (1, max(sum(sizes), length)) if packed else (len(trees), max(sizes))
     starts = np.cumsum([0, *sizes[:-1]]) if packed else np.arange(len(trees)) * shape[1]
     grids = np.zeros((3, *shape), np.int64)
     grids[2] = PAD
-    places = [_place(tree) for tree in trees]
-    for start, place in zip(starts, places, strict=True):
-        grids.reshape(3, -1)[:, start : start + place.edges[-1]] = place.columns
-    predictors = [start + place.predictors for start, place in zip(starts, places, strict=True)]
+    layouts = [_layout_of(tree) for tree in trees]
+    for start, layout in zip(starts, layouts, strict=True):
+        grids.reshape(3, -1)[:, start : start + layout.edges[-1]] = layout.columns
+    predictors = [start + layout.predictors for start, layout in zip(starts, layouts, strict=True)]
     targets = np.concatenate([branch for tree in trees for branch in tree.branches])
     token_ids, positions, segments, *flat = all_on_device(
         [*grids, np.concatenate(predictors), targets.astype(np.int64)], device
@@ -71,22 +72,22 @@ def tree_batch(
         predictors=flat[0],
         targets=flat[1],
         edges=tuple(
-            (int(start), *(int(start + edge) for edge in place.edges))
-            for start, place in zip(starts, places, strict=True)
+            (int(start), *(int(start + edge) for edge in layout.edges))
+            for start, layout in zip(starts, layouts, strict=True)
         ),
     )
 
 
 @dataclass(frozen=True)
-class _Place:
-    """One tree, counted from its own first token."""
+class _TreeLayout:
+    """The layout of one tree, counted from its own first token."""
 
     columns: np.ndarray  # (3, tokens): token ids, positions, segments
     predictors: np.ndarray  # (completion tokens,)
-    edges: list[int]  # where the prompt and each branch end
+    edges: list[int]  # ends of the prompt and of each branch
 
 
-def _place(tree: Tree) -> _Place:
+def _layout_of(tree: Tree) -> _TreeLayout:
     assert len(tree.prompt) > 0, "a prompt has a token"
     lengths = [len(branch) for branch in tree.branches]
     fork, *stops = edges = np.cumsum([len(tree.prompt), *lengths])
@@ -96,11 +97,11 @@ def _place(tree: Tree) -> _Place:
     positions = np.concatenate([np.arange(fork), after - begins + fork])
     segments = np.repeat(np.arange(len(edges)), [fork, *lengths])
     columns = np.stack([token_ids, positions, segments])
-    return _Place(columns, predictors_of(edges), edges.tolist())
+    return _TreeLayout(columns, predictors_of(edges), edges.tolist())
 
 
 def predictors_of(edges: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the state is that predicts each token of the branches between these edges."""
+    """Positions of the states that predict the tokens of the branches between these edges."""
     tokens = np.arange(edges[0], edges[-1])
     begins = np.repeat(edges[:-1], np.diff(edges))
     # The last token of the prompt predicts the first of each branch.
@@ -129,7 +130,7 @@ def groups_within(
 
 
 def padded_length(trees: Sequence[Tree]) -> int:
-    """Tokens in the longest tree."""
+    """The number of tokens of the longest tree."""
     return max(tree.num_tokens for tree in trees)
 
 
@@ -137,7 +138,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def tree_mask(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Additive masks (trees, 1, length, length): one, or one per kind of layer."""
+    """The additive mask (trees, 1, length, length), or one per kind of layer."""
     visible = visible_keys(batch)
     masks = {
         kind: _additive(visible & _within(batch, window), dtype)
@@ -147,7 +148,7 @@ def tree_mask(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Tensor | dic
 
 
 def visible_keys(batch: TreeBatch) -> Tensor:
-    """A token sees the prompt and its own branch, up to itself: (trees, length, length) bool."""
+    """Mask of the keys of each token: the prompt and its own branch: (trees, length, length)."""
     query, key = batch.segments[:, :, None], batch.segments[:, None, :]
     length = batch.segments.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
@@ -156,7 +157,7 @@ def visible_keys(batch: TreeBatch) -> Tensor:
 
 
 def windows_by_kind(config: Any) -> dict[str, int | None]:
-    """The window of each kind of attention layer; a single kind takes a single mask."""
+    """The window size of each kind of attention layer; None: no window."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {FULL, SLIDING}:
@@ -169,7 +170,7 @@ def windows_by_kind(config: Any) -> dict[str, int | None]:
 
 
 def _within(batch: TreeBatch, window: int | None) -> Tensor:
-    """Position distance, not index distance: branches restart at the end of the prompt."""
+    """Mask of the keys within the window, by position: branches restart after the prompt."""
     length = batch.positions.shape[1]
     if window is None or window >= length:
         return torch.ones((), dtype=torch.bool, device=batch.positions.device)
@@ -177,39 +178,39 @@ def _within(batch: TreeBatch, window: int | None) -> Tensor:
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float, because every eager path takes it and sdpa would convert a bool in each layer."""
+    """The additive mask; every eager path takes it, and sdpa would convert a bool per layer."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
 
 PIECES = "align_pieces"
-UNKNOWN = ("softcap", "s_aux", "position_bias")  # what sdpa leaves out, some models need
+UNKNOWN = ("softcap", "s_aux", "position_bias")  # terms that sdpa lacks and some models need
 
 
-# No mask of a piece has more elements: a piece that would need more is attended with rows by rows.
+# The most elements of a piece's mask: a piece that would need more is computed by groups of rows.
 MASK_ELEMENTS = 1 << 23
 MASK_ROWS = 1024  # more of them at once are no faster
 
 
 @dataclass(frozen=True)
 class MaskTemplate:
-    """A mask that the masks of all pieces are cut from."""
+    """A mask of which the masks of all pieces are views."""
 
     mask: Tensor  # (rows, before + rows): what row i adds to the key `before + j`
     before: int  # keys before the first row
-    is_whole: bool  # every piece has room in it; else pieces are cut into its rows
+    is_whole: bool  # whether every piece fits into it; else pieces are cut into its rows
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The places of the trees, and the templates of their masks."""
+    """The edges of the packed trees, and the templates of their masks."""
 
     edges: tuple[tuple[int, ...], ...]  # per tree: start, end of prompt, end of each branch
     templates: Mapping[int | None, MaskTemplate]  # by window
 
 
 def pieces_of(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Pieces:
-    """Prepares a packed batch for the attention of its model."""
+    """The pieces of a packed batch, for the attention of its model."""
     prompts = [edges[1] - edges[0] for edges in batch.edges]
     branches = [stop - start for edges in batch.edges for start, stop in pairwise(edges[1:])]
     longest, device = max(prompts), batch.token_ids.device
@@ -232,9 +233,9 @@ def require_known(
     options: Mapping[str, Any],
     unknown: Sequence[str],
 ) -> None:
-    """Refuses a layer whose window was not prepared, or that adds what is unknown here."""
+    """Refuses a layer whose window was not prepared, or that adds an unknown term."""
     if by_window is None or options.get("sliding_window") not in by_window:
-        raise ValueError("attention over packed trees was not given their places")
+        raise ValueError("attention over packed trees was not given their edges")
     if attention_mask is not None or any(options.get(name) is not None for name in unknown):
         raise ValueError("the model's attention adds something to its products")
 
@@ -247,7 +248,7 @@ def attend_in_pieces(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; refuses what it cannot honour."""
+    """The attention function that transformers calls in each layer; refuses unknown terms."""
     pieces: Any = options.get("pieces")
     window = options.get("sliding_window")
     require_known(pieces and pieces.templates, attention_mask, options, UNKNOWN)
@@ -294,14 +295,14 @@ Cut: TypeAlias = tuple[slice, slice, Tensor | None]
 
 
 def _cuts(template: MaskTemplate, rows: int, keys: int, *, is_causal: bool) -> Iterator[Cut]:
-    """The rows of a piece, the keys that they see and their mask; its last keys are its own."""
+    """(rows, keys that they see, their mask) of a piece, whose own keys are the last ones."""
     if is_causal:
         yield slice(0, rows), slice(0, keys), None
         return
     height, before = len(template.mask), template.before
     for start in range(0, rows, height):
         stop = min(start + height, rows)
-        # Distance is i - j for any lengths: every mask is a view of the template, moved along.
+        # Distance is i - j for any lengths: every mask is a shifted view of the template.
         first = keys - rows + start
         begin = 0 if template.is_whole else max(0, first - before)
         end = first + stop - start
@@ -316,8 +317,8 @@ def _part(tensor: Tensor, tokens: slice) -> Tensor:
 
 def _template(before: int, rows: int, window: int | None) -> Tensor:
     """Additive mask of row i and the key `before + j`, which is i - j positions before it."""
-    places = torch.arange(-before, rows, dtype=torch.int32)
-    distance = places[before:, None] - places[None, :]
+    offsets = torch.arange(-before, rows, dtype=torch.int32)
+    distance = offsets[before:, None] - offsets[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(distance.shape).masked_fill_(hidden, -torch.inf)
 

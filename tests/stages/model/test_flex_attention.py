@@ -104,7 +104,7 @@ def test_recomputed_activations_and_an_adapter_learn_the_same(flex_on_cpu):
 def as_on_gpu(monkeypatch, flex_on_cpu):
     """The probe tries what it tries on a GPU."""
     tried = [path for path in PATHS if path.layout != "packed"]
-    monkeypatch.setattr(logprobs, "those_of", lambda *_: tried)
+    monkeypatch.setattr(logprobs, "paths_for", lambda *_: tried)
 
 
 @pytest.mark.parametrize("name", ["gemma3", *REFUSED])
@@ -124,7 +124,7 @@ def test_where_it_serves_it_is_chosen_and_other_models_are_scored_as_before(
 
 def test_it_comes_first_on_one_gpu_and_is_tried_neither_on_a_cpu_nor_over_several(monkeypatch):
     def tried():
-        return [path.layout for path in logprobs.those_of(PATHS, model)]
+        return [path.layout for path in logprobs.paths_for(PATHS, model)]
 
     model = tiny_model(*TREE_FAMILIES["llama"])
     assert tried() == ["packed", "tree", "plain", "tree"]

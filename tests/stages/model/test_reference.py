@@ -130,7 +130,7 @@ def test_weights_too_large_for_float32_ask_for_a_smaller_batch(saved_llama):
     huge = torch.zeros(1, dtype=torch.bfloat16).expand(1 << 50)  # takes two bytes until it is cast
     scorer.model.register_buffer("huge", huge)
     weight = next(scorer.model.parameters())
-    with pytest.raises(OutOfMemory, match="no room for the weights"), scorer.in_float32():
+    with pytest.raises(OutOfMemory, match="no memory for the weights"), scorer.in_float32():
         pytest.fail("came in")
     assert weight.dtype == torch.bfloat16
 
