@@ -20,7 +20,7 @@ from ..stages.storage.run_folder import RunFolder, described
 from .resume import Start, identity_of, made_with
 
 if TYPE_CHECKING:
-    from ..stages.train.loop import Place
+    from ..stages.train.loop import TrainingPosition
     from .training_job import Session
 
 logger = logging.getLogger("align")
@@ -42,11 +42,11 @@ class Checkpointer:
         self._saved: int | None = start.checkpoint_step if start.checkpoint else None
         self._failed: int | None = None
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: TrainingPosition) -> bool:
         """Whether the last checkpoint is that of this step."""
         return self._saved == place.step
 
-    def add_metrics(self, place: Place, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, place: TrainingPosition, metrics: Mapping[str, float]) -> None:
         """Rank zero adds these metrics to the checkpoint of this step, if there is one."""
         if not self.has(place) or self._session.world.rank:
             return
@@ -64,7 +64,9 @@ class Checkpointer:
                 "The checkpoint of step %d could not be given its metrics: %s", place.step, error
             )
 
-    def save(self, place: Place, metrics: Mapping[str, float], *, mlflow_run_id: str) -> Saved:
+    def save(
+        self, place: TrainingPosition, metrics: Mapping[str, float], *, mlflow_run_id: str
+    ) -> Saved:
         """Every rank writes its part; the checkpoint counts only if all succeed."""
         session = self._session
         began = time.monotonic()
@@ -99,13 +101,15 @@ class Checkpointer:
         train = self._session.job.config.train
         return Retention(train.keep_last, train.best)
 
-    def _count(self, place: Place, saved: Saved) -> None:
+    def _count(self, place: TrainingPosition, saved: Saved) -> None:
         if saved.succeeded:
             self.failures, self._saved = 0, place.step
         elif place.step != self._failed:
             self.failures, self._failed = self.failures + 1, place.step
 
-    def _position(self, place: Place, metrics: Mapping[str, float], run_id: str) -> Position:
+    def _position(
+        self, place: TrainingPosition, metrics: Mapping[str, float], run_id: str
+    ) -> Position:
         return Position(
             global_step=place.step,
             cursor=place.cursor,

@@ -24,7 +24,7 @@ from ..stages.tracking.journal import EVAL
 from ..stages.tracking.journaled_run import Run, open_training_run
 from ..stages.tracking.progress import NoProgress, Progress
 from ..stages.tracking.tracker import MAIN, Status
-from ..stages.train.loop import Place
+from ..stages.train.loop import TrainingPosition
 from ..stages.train.throughput import Machine
 from .checkpointer import Checkpointer, require_room
 from .fitted_batches import note_fitting, planned_tokens
@@ -104,7 +104,7 @@ class RunRecords:
         """Prints a line."""
         self._progress.say(line)
 
-    def begin(self, place: Place, total_steps: int) -> None:
+    def begin(self, place: TrainingPosition, total_steps: int) -> None:
         """The run's settings, and how far it has to go."""
         self._total_steps = total_steps
         run_on_rank_zero(
@@ -127,7 +127,7 @@ class RunRecords:
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(
-        self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
+        self, place: TrainingPosition, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
         """An optimizer step is done; after some of them a line covers several."""
         self._run.begin_sending()
@@ -143,7 +143,7 @@ class RunRecords:
             self.say(f"step {place.step:,}: {shown(metrics)}")
 
     def evaluated(
-        self, place: Place, metrics: dict[str, float], samples: Sequence[EvalSample]
+        self, place: TrainingPosition, metrics: dict[str, float], samples: Sequence[EvalSample]
     ) -> None:
         """The held-out rows were measured."""
         self._measured(place, metrics)
@@ -166,7 +166,7 @@ class RunRecords:
             "with the same result"
         )
 
-    def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
+    def not_applied(self, place: TrainingPosition, row_ids: tuple[str, ...]) -> None:
         """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
         world = self._session.world
         if world.is_first_of_group:
@@ -175,7 +175,7 @@ class RunRecords:
                 sink.write((json.dumps(line) + "\n").encode())
         self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
 
-    def save(self, place: Place) -> None:
+    def save(self, place: TrainingPosition) -> None:
         """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
         if self._checkpointer.has(place):
             return
@@ -193,7 +193,7 @@ class RunRecords:
                     f"The last: {saved.failure}"
                 )
 
-    def finish(self, place: Place) -> None:
+    def finish(self, place: TrainingPosition) -> None:
         """The model is written."""
         self.is_finished = True
         folder = self._start.folder
@@ -227,7 +227,7 @@ class RunRecords:
             with log_failure("No report"):
                 self._run.log_artifact(write_report(self._start.folder.root))
 
-    def _measured(self, place: Place, metrics: dict[str, float]) -> None:
+    def _measured(self, place: TrainingPosition, metrics: dict[str, float]) -> None:
         if place.step != self._step:
             self._step, self.metrics = place.step, {}
         self.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -40,8 +40,8 @@ from ..stages.storage.run_folder import RunFolder
 from ..stages.storage.verify_cache import check_before_reading, sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
-from ..stages.train.loop import Loop, Place, train
-from ..stages.train.room import Room
+from ..stages.train.loop import Loop, TrainingPosition, train
+from ..stages.train.memory_backoff import MemoryBackoff
 from ..stages.train.synchronized import SaveClock, StopConditions
 from ..stages.train.throughput import Meter, forget_peak
 from .fitted_batches import fitting_tokens, lighter, planned_tokens
@@ -94,7 +94,7 @@ def train_in(
             place = _restored(session, held)
             if place is None:
                 _require_agreement(session, records)
-                place = Place(0, Cursor(0, 0))
+                place = TrainingPosition(0, Cursor(0, 0))
             return _learn(session, held, records, place)
 
 
@@ -248,7 +248,7 @@ def _text_config(policy: Policy) -> Any:
     return causal_model(policy.model).config.get_text_config(decoder=True)
 
 
-def _restored(session: Session, start: Start) -> Place | None:
+def _restored(session: Session, start: Start) -> TrainingPosition | None:
     """Where the checkpoint left off, its state loaded; None for a new run."""
     if start.checkpoint is None:
         return None
@@ -256,7 +256,7 @@ def _restored(session: Session, start: Start) -> Place | None:
     folder = start.folder.step(position.global_step)
     run_on_all_ranks(session.world, lambda: session.engine.load_state(folder))
     window = {name: Mean(*pair) for name, pair in position.window.items()}
-    return Place(position.global_step, position.cursor, position.memory, window)
+    return TrainingPosition(position.global_step, position.cursor, position.memory, window)
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:
@@ -282,7 +282,7 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     records.agreed(gap, is_packed=is_packed)
 
 
-def _learn(session: Session, start: Start, records: RunRecords, place: Place) -> Trained:
+def _learn(session: Session, start: Start, records: RunRecords, place: TrainingPosition) -> Trained:
     deadline = start.began + session.job.max_seconds
     loop = Loop(
         engine=session.engine,
@@ -290,7 +290,7 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
-        room=_room(session),
+        backoff=_room(session),
     )
     with asked_to_stop() as asked:
         records.begin(place, loop.total_steps)
@@ -311,12 +311,12 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
     return outcome(start.folder, ending)
 
 
-def _room(session: Session) -> Room:
+def _room(session: Session) -> MemoryBackoff:
     ranks, stage = session.world.size, stage_of(session.engine_config)
-    return Room(
+    return MemoryBackoff(
         pads=session.feed.settings.pads,
         ranks=ranks,
-        sharing=session.world.sequence_parallel,
+        sequence_parallel=session.world.sequence_parallel,
         advice=tuple(lighter(session.job.config, stage, ranks)),
     )
 

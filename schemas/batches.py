@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next optimizer step to run: all that resuming needs to know about the data."""
+    """The next optimizer step to run, from which reading the data resumes."""
 
     epoch: int
     step: int  # within the epoch
@@ -28,21 +28,21 @@ class Cursor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows one rank runs in one forward pass; a rank with nothing left runs an empty one."""
+    """The rows of one forward pass on a rank; a rank with no rows left runs an empty one."""
 
     block: ScoredBlock  # in the order of the step, with the roles that the method reads
-    places: NDArray[np.int64]  # (branches,) each branch's position in the step, over all ranks
+    step_indices: NDArray[np.int64]  # (branches,) index in the step, over all ranks
     row_ids: tuple[str, ...]  # (rows,)
 
     @cached_property
     def trees(self) -> tuple[Tree, ...]:
-        """What the policy runs over, one for each row."""
+        """The prompt trees of the rows, the input of the policy."""
         return self.block.rows.trees()
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """What a step holds over all ranks."""
+    """The size of a step over all ranks."""
 
     rows: int
     branches: int
@@ -52,12 +52,12 @@ class StepSize:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of an optimizer step; every rank has as many micro-batches."""
+    """One rank's part of an optimizer step; every rank has the same number of micro-batches."""
 
     cursor: Cursor  # of this step
     own: tuple[MicroBatch, ...]  # gradients flow through these
     mismatched: tuple[MicroBatch, ...]  # run without gradients, before the others
-    rows: int  # from here on: of the whole step, over all ranks
+    rows: int  # this and the following: of the whole step, over all ranks
     branches: int
     tokens: int
     chosen_tokens: int
@@ -75,20 +75,20 @@ class World:
 
     @property
     def is_first_of_group(self) -> bool:
-        """Whether this rank speaks for its group, all of which has the same rows."""
+        """Whether this rank represents its group, all of which has the same rows."""
         return self.rank % self.sequence_parallel == 0
 
     @property
     def of_groups(self) -> World:
-        """This rank's group among the groups; the rows of a step are dealt to these."""
-        share = self.sequence_parallel
-        return World(self.rank // share, self.size // share, self.local_rank)
+        """This rank's group among the groups, to which the rows of a step are assigned."""
+        size = self.sequence_parallel
+        return World(self.rank // size, self.size // size, self.local_rank)
 
     @property
     def is_first_here(self) -> bool:
         """Whether this is the first rank of its machine; rank zero is, whatever its launcher says.
 
-        A process alone may be told a local rank to choose its GPU.
+        A single process may be given a local rank to choose its GPU.
         """
         return self.rank == 0 or self.local_rank == 0
 
@@ -105,14 +105,14 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class Update:
-    """What became of an optimizer step."""
+    """The outcome of an optimizer step."""
 
-    applied: bool  # not when a gradient was NaN or infinite on any rank
+    applied: bool  # false if a gradient was NaN or infinite on any rank
     grad_norm: float  # before clipping, over all ranks
 
 
 class Engine(Protocol):
-    """One policy, spread over the ranks in any way, with its forward pass and its updates."""
+    """One policy, sharded over the ranks in any way, with its forward pass and its updates."""
 
     @property
     def world(self) -> World:
@@ -130,35 +130,35 @@ class Engine(Protocol):
         ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds this micro-batch's gradient; `loss` is this rank's share of the global mean."""
+        """Adds this micro-batch's gradient; `loss` is this rank's part of the global mean."""
         ...
 
     def step(self) -> Update:
-        """Clips, updates and clears; with a gradient that is not finite it only clears."""
+        """Clips, updates and clears the gradients; if one is not finite it only clears."""
         ...
 
     def skip(self) -> None:
-        """Clears the gradients without an update, those of a pass that was cut short too."""
+        """Clears the gradients without an update, those of an interrupted pass too."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """Sums float64 values over ranks; those of a group that shares its sequences count once."""
+        """The sum of float64 values over ranks; a group that shares sequences counts once."""
         ...
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:
-        """Training mode, dropout drawn from this seed; None is evaluation mode.
+        """Sets training mode with dropout from this seed; None sets evaluation mode.
 
-        Gradient checkpointing works in training mode only: gradients want a seed, even if the
+        Gradient checkpointing works in training mode only: gradients need a seed, even if the
         policy was loaded without dropout.
         """
         ...
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next update."""
+        """Sets the learning rate of the next update."""
         ...
 
     def save_state(self, folder: Path) -> tuple[str, ...]:
-        """Every rank writes what it needs to resume bit for bit into an empty folder.
+        """Writes this rank's state, from which it resumes bit for bit, into an empty folder.
 
         Returns the files this rank wrote, relative to the folder.
         """
@@ -180,11 +180,11 @@ T = TypeVar("T")
 
 
 class Partitions(Protocol):
-    """Parameters of which every rank holds a part from the beginning, as the engine keeps them."""
+    """Parameters that are partitioned over the ranks as they are created, as the engine does it."""
 
     @property
     def device(self) -> torch.device:
-        """Where a rank computes."""
+        """The device of this rank."""
         ...
 
     def together(self, action: Callable[[], T]) -> T:
@@ -198,21 +198,21 @@ class Partitions(Protocol):
     def parameter(
         self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
     ) -> nn.Parameter:
-        """A parameter of the shape of `like`; no rank ever holds the whole of it.
+        """A parameter of the shape of `like`, of which no rank ever has the whole.
 
-        `fill` is given this rank's part of the flat parameter, and the place where it begins.
+        `fill` gets this rank's part of the flat parameter, and the index of its first element.
         """
         ...
 
     def in_calls(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, a parameter is whole from when a module's call asks for it until that call ends.
+        """Gathers a parameter inside when a module's call reads it, until that call ends.
 
         All ranks make the same calls.
         """
         ...
 
     def changing(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Inside, these are whole and may be changed in the same way on every rank."""
+        """Gathers these parameters inside, where every rank may change them in the same way."""
         ...
 
 
@@ -226,6 +226,6 @@ class EvalSample:
     num_tokens: int
     logp: float  # summed over the completion; of a reward model its score
     reference_logp: float
-    reward: float | None  # what the loss compares; None of a method that compares nothing
+    reward: float | None  # None for a method without rewards
     prompt: NDArray[np.int32] | None  # token ids, where they are wanted
     completion: NDArray[np.int32] | None

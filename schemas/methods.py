@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 RowKind = Literal["paired", "labelled", "grouped", "imitated"]
 Items = Literal["rows", "branches", "tokens", "chosen_tokens"]
 Need = Literal["reference", "mismatched", "token_reference", "values", "purity", "scores"]
-# What the policy has besides, or in place of, its vocabulary.
+# The policy's head in addition to the vocabulary, or in its stead.
 Head = Literal["none", "values", "score"]
-ROUTING = "routing"  # what a forward pass calls the sums of a mixture's routers
+ROUTING = "routing"  # the name of the routers' sums among the outputs of a forward pass
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Tokens:
 
     @property
     def log_ratios(self) -> Tensor:
-        """log(policy / reference) of each token, as the loss is to see it."""
+        """log(policy / reference) of each token, as modifiers have left it."""
         if self.adjusted is not None:
             return self.adjusted
         assert self.reference is not None, "a need for the per-token reference is declared"
         return self.logps - self.reference
 
     @property
-    def places(self) -> Tensor:
-        """The place of each token in its branch, from 0: (tokens,) int64."""
+    def positions(self) -> Tensor:
+        """The position of each token in its branch, from 0: (tokens,) int64."""
         every = self.counts.new_ones(len(self.logps)).cumsum(0) - 1
         return every - self.of_each(self.counts.cumsum(0) - self.counts)
 
     def of_each(self, values: Tensor) -> Tensor:
-        """Each branch's value once for each of its tokens, (tokens,)."""
+        """Each branch's value, repeated for each of its tokens, (tokens,)."""
         # Passing output_size avoids a device-to-host sync.
         return values.repeat_interleave(self.counts, output_size=len(self.logps))
 
@@ -66,21 +66,21 @@ class Branches:
     roles: Tensor  # (branches,) int8, as `Role` numbers them
     scores: Tensor  # (branches,) float64, NaN where the data gives none
     rows: Tensor  # (branches,) int64, rising: equal where two branches answer the same prompt
-    places: Tensor | None = None  # (branches,) int64: the place of each in the whole step
+    step_indices: Tensor | None = None  # (branches,) int64: index in the whole step
     tokens: Tokens | None = None  # where something needs more than their sums
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each (rows,) of the data
     routing: Tensor | None = None  # of a mixture of experts: sums over all tokens of the rows
     adjusted: Tensor | None = None  # (branches,) log-ratios as a modifier has changed them
-    margin: Tensor | None = None  # (rows,) wanted between chosen and rejected
+    margin: Tensor | None = None  # (rows,) least reward margin of chosen over rejected
     rounding: float = 0.0  # by how much each of the sums may differ for how it was batched
 
     @property
     def ratios(self) -> Tensor:
-        """r, log(policy / reference) of each branch, as the loss is to see it."""
+        """r, log(policy / reference) of each branch, as modifiers have left it."""
         return self.logps - self.reference if self.adjusted is None else self.adjusted
 
     def less(self, rounding: float) -> Branches:
-        """The same with so much less in every sum and log-ratio."""
+        """The branches with every sum and log-ratio lowered by `rounding`."""
         adjusted = None if self.adjusted is None else self.adjusted - rounding
         return replace(self, logps=self.logps - rounding, adjusted=adjusted)
 
@@ -94,14 +94,14 @@ class Step:
     tokens: int  # completion tokens of its own branches
     chosen_tokens: int  # those of chosen or desirable branches
     mismatched: Tensor  # (pairs,) float64 log-ratios of its mismatched branches, no gradient
-    # What the method's survey found of every own branch of the step, by their places.
-    surveyed: Mapping[str, Tensor] = field(default_factory=dict)  # each (branches,) float64
+    # The values of the method's pre-pass for every own branch of the step, in step order.
+    pre_pass: Mapping[str, Tensor] = field(default_factory=dict)  # each (branches,) float64
     # Of the method, this step included: tensors (), until the step is read from its device.
     state: tuple[float | Tensor, ...] = ()
     routing: Tensor | None = None  # of its own branches, where the router loss needs it
 
     def count_of(self, items: Items) -> int:
-        """How many items the loss is a mean over."""
+        """The number of items that the loss is a mean over."""
         return int(getattr(self, items))
 
 
@@ -110,14 +110,14 @@ N = TypeVar("N", "Tensor", float)
 
 @dataclass(frozen=True)
 class Mean(Generic[N]):
-    """A sum and what divides it: both add up over micro-batches, ranks and steps."""
+    """A sum and its divisor: both add up over micro-batches, ranks and steps."""
 
     total: N  # a tensor () float64 until the step is read from its device
     count: float | N
 
     @staticmethod
     def of(values: Tensor, where: Tensor | None = None) -> Mean[Tensor]:
-        """Of all values, or of those in a mask; boolean indexing would sync with a GPU."""
+        """The mean of all values, or of those in a mask; boolean indexing would sync with a GPU."""
         values = values.detach().double()
         if where is None:
             return Mean(values.sum(), values.numel())
@@ -128,7 +128,7 @@ class Mean(Generic[N]):
 
     @property
     def value(self) -> N:
-        """The quotient, of a count that the host knows; of no items, their sum, which is 0."""
+        """The quotient; 0 for no items. The count has to be known on the host."""
         return self.total / (self.count or 1)
 
 
@@ -137,21 +137,21 @@ Metric: TypeAlias = "Tensor | Mean[Tensor]"  # a plain tensor is short for the m
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Losses to be summed, values whose mean over the whole step is reported, and its facts.
+    """Losses to be summed, metrics whose mean over the whole step is reported, and step facts.
 
     The recipe divides by the counts of the step, so no loss here is a mean. A metric without
-    a value in the whole step is left out.
+    a value in the whole step is not reported.
     """
 
     losses: Tensor  # (rows,) or (branches,) float64; a branch's sum where tokens are counted
     metrics: Mapping[str, Metric]  # each of any number of values, detached
-    # Each () float64, detached: of the whole step, so that every micro-batch gives the same.
+    # Step-level scalars, () float64, detached: the same in every micro-batch.
     facts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """How many branches of each label the training rows hold."""
+    """The number of branches of each label in the training rows."""
 
     desirable: int
     undesirable: int
@@ -159,7 +159,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class ResolvedOptions:
-    """Options with each `auto` resolved, and advice to print."""
+    """Options with every `auto` resolved, and advice to print."""
 
     options: Any
     advice: tuple[str, ...] = ()
@@ -167,21 +167,21 @@ class ResolvedOptions:
 
 @dataclass(frozen=True)
 class Rewards:
-    """What a loss compares: rewards, margins and accuracies are of this and of nothing else."""
+    """The rewards of a loss, from which reported margins and accuracies are computed."""
 
     formula: str  # in the words of the table
     of: Callable[[Branches, Any], Tensor]  # (branches,)
 
 
 Loss: TypeAlias = "Callable[[Branches, Step, Any], LossOutput]"
-Survey: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
+PrePass: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
 State: TypeAlias = "tuple[float | Tensor, ...]"
 UpdateState: TypeAlias = "Callable[[State, Mapping[str, Tensor]], State]"
 
 
 @dataclass(frozen=True)
 class Method:
-    """One line of the table: how a loss is named, and everything it needs."""
+    """One line of the table: a loss, its name, its options and everything it needs."""
 
     name: str
     summary: str  # the formula, in a line
@@ -192,17 +192,17 @@ class Method:
     items: Items  # what the loss is a mean over
     needs: frozenset[Need] = frozenset()
     rewards: Rewards | None = None
-    # Values of each own branch, (branches,) each, that are brought together over the whole step,
-    # without gradients, before any loss is computed.
-    survey: Survey | None = None
-    update_state: UpdateState | None = None  # state so far, surveyed -> state after this step
-    # Of a rejected or undesirable branch whose row gives no scores; a good one has 1.
+    # Values of each own branch, (branches,) each, gathered over the whole step, without gradients,
+    # before any loss is computed.
+    pre_pass: PrePass | None = None
+    update_state: UpdateState | None = None  # state so far, pre_pass -> state after this step
+    # The score of a rejected or undesirable branch whose row has no scores; a good one has 1.
     bad_score: float = 0.0
-    # Whether it divides by the reference as by the policy that drew the data.
+    # Whether it takes the reference for the policy that generated the data.
     drawn_by_reference: bool = False
     head: Head = "none"
     modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
-    # Text between a prompt and the completions of a role, not learned itself.
+    # Text between a prompt and the completions of a role, which is not trained on.
     context: Callable[[Any], Mapping[Role, str]] | None = None
     resolve_auto: Callable[[Any, Labels], ResolvedOptions] = lambda options, _: ResolvedOptions(
         options
@@ -211,16 +211,16 @@ class Method:
 
 
 def beta(default: float) -> Any:
-    """The field every method with a temperature has."""
+    """The `beta` field of methods."""
     return option(default, "how far the policy may go: lower lets it go further", gt=0)
 
 
 def label_smoothing(default: float) -> Any:
-    """The field of methods that allow for wrong labels."""
+    """The `label_smoothing` field of methods that allow for wrong labels."""
     help_text = "share of pairs taken to be labelled the wrong way round"
     return option(default, help_text, ge=0, lt=0.5)
 
 
 def sft_weight() -> Any:
-    """The field of methods that may imitate the chosen branch as well."""
+    """The `sft_weight` field of methods that may imitate the chosen branch as well."""
     return option(0.0, "adds this much of the chosen branch's likelihood, as RPO does", ge=0)

@@ -23,7 +23,7 @@ def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[Micr
     if not micros:
         return ()
     whole = ScoredBlock.concat([micro.block for micro in micros])
-    places = np.concatenate([micro.places for micro in micros])
+    places = np.concatenate([micro.step_indices for micro in micros])
     row_ids = [row_id for micro in micros for row_id in micro.row_ids]
     ends = whole.rows.branch_offsets
     order = np.argsort(places[ends[:-1]])  # in step order, as they were planned

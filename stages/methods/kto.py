@@ -1,4 +1,4 @@
-"""Methods for branches that are judged one by one: KTO, its relatives, and BCO."""
+"""Methods for single labelled branches: KTO and its variants, and BCO."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weight(label: str) -> Any:
 
 
 def resolve_weights(options: Any, labels: Labels) -> ResolvedOptions:
-    """Turns `auto` into numbers, and warns of weights that leave one label too light."""
+    """The options with `auto` weights resolved, and a warning if one label weighs too little."""
     if not (labels.desirable and labels.undesirable):
         only = "desirable" if labels.desirable else "undesirable"
         return ResolvedOptions(
@@ -66,14 +66,14 @@ def _advice(options: Any, labels: Labels) -> tuple[str, ...]:
     )
     if LOWEST - 1e-9 <= ratio <= HIGHEST + 1e-9:
         return ()
-    heavier = [options.desirable_weight * bound / ratio for bound in (LOWEST, HIGHEST)]
-    lighter = [options.undesirable_weight * ratio / bound for bound in (HIGHEST, LOWEST)]
+    desirable = [options.desirable_weight * bound / ratio for bound in (LOWEST, HIGHEST)]
+    undesirable = [options.undesirable_weight * ratio / bound for bound in (HIGHEST, LOWEST)]
     return (
         f"Desirable branches weigh {ratio:.3g} times as much as undesirable ones in all "
         f"({labels.desirable:,} x {options.desirable_weight:g} to {labels.undesirable:,} x "
         f"{options.undesirable_weight:g}); KTO wants {LOWEST:g} to {HIGHEST:g}. Set "
-        f"method.desirable_weight between {heavier[0]:.4g} and {heavier[1]:.4g}, or "
-        f"method.undesirable_weight between {lighter[0]:.4g} and {lighter[1]:.4g}, "
+        f"method.desirable_weight between {desirable[0]:.4g} and {desirable[1]:.4g}, or "
+        f"method.undesirable_weight between {undesirable[0]:.4g} and {undesirable[1]:.4g}, "
         "or both to auto.",
     )
 
@@ -149,7 +149,7 @@ def apo_zero_unpaired(branches: Branches, _: Step, options: ApoZeroUnpairedOptio
 
 
 def zero_point(step: Step) -> Tensor:
-    """z, the policy's distance from the reference as its mismatched branches show it, () float64.
+    """z, the policy's KL from the reference, estimated on mismatched branches: () float64.
 
     Clamped after the mean over the whole step: a mean of clamped parts would be too high.
     """
@@ -157,7 +157,7 @@ def zero_point(step: Step) -> Tensor:
 
 
 def kl_facts(step: Step) -> dict[str, Tensor]:
-    """The number of mismatched branches of the step, and their mean log-ratio, raw and clamped."""
+    """The count of the step's mismatched branches, and their mean log-ratio, raw and clamped."""
     facts = {"kl/pairs": step.mismatched.new_full((), len(step.mismatched))}
     if len(step.mismatched):
         facts |= {"kl/raw": _mean(step.mismatched), "kl/clamped": zero_point(step)}
@@ -234,14 +234,14 @@ def bco(branches: Branches, step: Step, options: BcoOptions) -> LossOutput:
     return LossOutput(losses, labelled.metrics(), facts={"bco/delta": delta.detach()})
 
 
-def survey_rewards(branches: Branches, options: BcoOptions) -> dict[str, Tensor]:
+def pre_pass_rewards(branches: Branches, options: BcoOptions) -> dict[str, Tensor]:
     """The rewards that enter d."""
     return {"rewards": options.beta * branches.ratios.detach()}
 
 
-def update_mean_reward(state: State, surveyed: Mapping[str, Tensor]) -> State:
-    """How many rewards were seen, and their mean."""
-    rewards, mean = surveyed["rewards"], _mean_of(state)
+def update_mean_reward(state: State, pre_pass: Mapping[str, Tensor]) -> State:
+    """The number of rewards so far, and their mean."""
+    rewards, mean = pre_pass["rewards"], _mean_of(state)
     count = float(state[0] if state else 0.0) + len(rewards)
     # Differences first: sums of many steps would lose the last digits of a mean near zero.
     return (count, mean + (rewards - mean).sum() / max(1.0, count))
@@ -258,6 +258,6 @@ BCO = labelled_method(
     use="Labels without noise, from a cache without mismatched branches.",
     loss=bco,
     options=BcoOptions,
-    survey=survey_rewards,
+    pre_pass=pre_pass_rewards,
     update_state=update_mean_reward,
 )

@@ -1,10 +1,10 @@
-"""The methods' losses for a notebook, called with tensors: `losses.dpo(chosen_logps, …, beta=0.1)`.
+"""The methods' losses as functions of tensors: `losses.dpo(chosen_logps, …, beta=0.1)`.
 
-There is one function per method that needs no more than a log-prob (of a reward model: a score)
-of each completion; `dir()` lists them and `help()` says what each takes. They call the very loss
-that `align train` runs, in float64 and with its gradient, and return what it adds up: one loss
-per pair, or one per completion. What a method takes from a whole step (the KL term of kto, the
-mean reward of bco, the order of aot) it takes from the tensors of the call.
+There is one function per method that needs only a log-prob (of a reward model: a score) of each
+completion; `dir()` lists them and `help()` documents their arguments. They call the same loss as
+`align train`, in float64 and with its gradient, and return one loss per pair, or one per
+completion. Values of a whole step (the KL term of kto, the mean reward of bco, the order of aot)
+are computed from the tensors of the call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KL = ("kl_logps", "reference_kl_logps")
 
 
 class LossFunction(Protocol):
-    """The loss of one method; every tensor is one-dimensional, options are those of the table."""
+    """The loss of one method, on one-dimensional tensors, with the options of the table."""
 
     def __call__(self, *tensors: Any, **named: Any) -> Tensor:
         """One float64 loss per pair, or one per completion."""
@@ -66,7 +66,7 @@ def _function(method: Method) -> LossFunction:
 
 
 def _signature(method: Method) -> Signature:
-    """The tensors that the method reads, then its options by keyword."""
+    """The signature: the tensors that the method reads, then its options by keyword."""
     needed = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in _tensors(method)]
     lengths = [_keyword(name, None) for name in _sides(method, LENGTHS)]
     options = [_keyword(field.name, field.default) for field in _option_fields(method)]
@@ -95,7 +95,7 @@ def _sides(method: Method, name: str) -> tuple[str, ...]:
 
 
 def _option_fields(method: Method) -> list[dataclasses.Field[Any]]:
-    """The options that the loss itself reads; others decide what a step or a prompt holds."""
+    """The options that the loss itself reads; others change the step or the prompts."""
     if method.context:
         return []
     return [field for field in dataclasses.fields(method.options) if field.name not in STEP_OPTIONS]
@@ -138,7 +138,7 @@ def _computed(method: Method, options: Any, tensors: Mapping[str, Tensor]) -> Te
 
 
 def _read(method: Method, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors by their names, in float64, all of one length but those of the KL term."""
+    """The tensors by name, in float64, all of one length except those of the KL term."""
     wanted = [*_tensors(method), *_sides(method, LENGTHS)]
     tensors = {name: _float64(given[name]) for name in wanted if given[name] is not None}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -153,13 +153,13 @@ def _read(method: Method, given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _float64(values: Any) -> Tensor:
-    """A copy of what is not a tensor: a column of a frame is read-only memory."""
+    """The values in float64; other than tensors are copied: a frame's column is read-only."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     return tensor.to(torch.float64)
 
 
 def _branches(method: Method, tensors: Mapping[str, Tensor]) -> Branches:
-    """All completions of the call in the order of the trainer's: of pairs, the chosen one first."""
+    """All completions of the call in the trainer's order: of pairs, the chosen one first."""
 
     def woven(prefix: str, name: str) -> Tensor | None:
         sides = [tensors.get(f"{prefix}{side}") for side in _sides(method, name)]
@@ -177,7 +177,7 @@ def _branches(method: Method, tensors: Mapping[str, Tensor]) -> Branches:
         roles=_roles(method, tensors, logps),
         scores=torch.full_like(logps, torch.nan) if scores is None else scores,
         rows=torch.arange(len(logps), device=logps.device) // len(_sides(method, value)),
-        places=torch.arange(len(logps), device=logps.device),
+        step_indices=torch.arange(len(logps), device=logps.device),
     )
 
 
@@ -192,27 +192,27 @@ def _roles(method: Method, tensors: Mapping[str, Tensor], logps: Tensor) -> Tens
 
 
 def _step(method: Method, branches: Branches, options: Any, tensors: Mapping[str, Tensor]) -> Step:
-    """A step that holds these completions and no others, the first of its run."""
+    """A step of these completions alone, the first of its run."""
     if "mismatched" in method.needs:
         policy, reference = (tensors[name].detach() for name in KL)
         mismatched = policy - reference
     else:
         mismatched = branches.logps.new_empty(0)
-    surveyed = method.survey(branches, options) if method.survey else {}
+    pre_pass = method.pre_pass(branches, options) if method.pre_pass else {}
     return Step(
         rows=len(branches.logps) // len(_sides(method, LENGTHS)),
         branches=len(branches.logps),
         tokens=int(branches.num_tokens.sum()),
         chosen_tokens=int(branches.num_tokens[is_good(branches)].sum()),
         mismatched=mismatched,
-        surveyed=surveyed,
-        state=method.update_state((), surveyed) if method.update_state else (),
+        pre_pass=pre_pass,
+        state=method.update_state((), pre_pass) if method.update_state else (),
     )
 
 
 @cache
 def _reads_lengths(method: Method, options: Any) -> bool:
-    """Whether the loss changes with the lengths of completions, found by trying."""
+    """Whether the loss depends on the lengths of completions, tested with two lengths."""
     if method.rows == "labelled":
         options = method.resolve_auto(options, Labels(1, 1)).options
     values = {
@@ -224,6 +224,6 @@ def _reads_lengths(method: Method, options: Any) -> bool:
     losses = []
     for longer in (0, 1):  # and the second side of a pair by more than the first
         sides = enumerate(_sides(method, LENGTHS), start=1)
-        lengths = {name: torch.full((2,), 1.0 + longer * place) for place, name in sides}
+        lengths = {name: torch.full((2,), 1.0 + longer * side) for side, name in sides}
         losses.append(_computed(method, options, {**values, **lengths}))
     return not torch.equal(*losses)

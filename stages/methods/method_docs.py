@@ -1,4 +1,4 @@
-"""The table of methods as a person, a program or the README reads it."""
+"""The table of methods as text, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class OptionDescription:
 
     name: str
     default: float | str
-    values: str  # what it may be, in words
+    values: str  # the allowed values, in words
     help: str
 
 
 @dataclass(frozen=True)
 class Description:
-    """One method."""
+    """The description of one method."""
 
     name: str
     formula: str
     rows: str
     mean_over: str
-    rewards: str  # what they are of a completion; empty where there are none
+    rewards: str  # their formula; empty if there are none
     needs: tuple[Need, ...]
     head: Head
     use: str
@@ -83,7 +83,7 @@ def plain_table(methods: Iterable[Method]) -> list[dict[str, Any]]:
 
 
 def render_table(methods: Sequence[Method]) -> str:
-    """All methods, by the kind of rows they learn from, three lines each."""
+    """All methods as text, grouped by the kind of their rows, three lines each."""
     blocks = [
         [ROWS[kind], *_entries([method for method in methods if method.rows == kind])]
         for kind in ROWS
@@ -93,7 +93,7 @@ def render_table(methods: Sequence[Method]) -> str:
 
 
 def render_method(method: Method) -> str:
-    """One method with what each option means."""
+    """One method as text, with the meaning of each option."""
     description = describe(method)
     facts = {
         "loss": description.formula,
@@ -154,7 +154,7 @@ _HEAD = ("method", "loss of a row, completion or token", "reads", "options")
 
 
 def markdown_table(methods: Iterable[Method]) -> str:
-    """One line a method, in the order of the table."""
+    """A Markdown table with one line per method."""
     lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
     for description in map(describe, methods):
         options = ", ".join(

@@ -1,4 +1,4 @@
-"""Options of any method that change what it sees, or how much each row counts."""
+"""Modifiers: options for several methods that change log-ratios, margins or row weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import Branches, Metric, Need, Tokens
 from ...schemas.option import option
 
-# What a method may allow, by the option that turns each on.
+# The modifiers that a method may allow, by the option that turns each on.
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})
 WEIGHS_PAIRS = frozenset({"wpo", "row_weight"})
 CLAMPS = frozenset({"humanline"})
@@ -30,7 +30,7 @@ _NEEDS: dict[str, Need] = {
 
 @dataclass(frozen=True)
 class Modifiers:
-    """What may be added to a method that allows it."""
+    """The values of all modifiers."""
 
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = option(
         "reverse_kl", "divergence that holds the policy near the reference"
@@ -48,7 +48,7 @@ class Modifiers:
 
     @property
     def active(self) -> dict[str, Any]:
-        """Those that are not as they are by default."""
+        """The modifiers whose value is not the default."""
         defaults = Modifiers()
         return {
             field.name: value
@@ -58,23 +58,23 @@ class Modifiers:
 
     @property
     def required(self) -> frozenset[str]:
-        """What a method has to allow for these to be used."""
+        """The modifiers that a method has to allow."""
         return frozenset(_BELONGS_TO.get(name, name) for name in self.active)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What these need in addition to the method."""
+        """The needs of the modifiers, in addition to the method's."""
         return frozenset(_NEEDS[name] for name in self.active if name in _NEEDS)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The data's columns these read."""
+        """The data's columns that are read."""
         return tuple(name for name in (self.margin, self.row_weight) if name)
 
     def applied(self, branches: Branches, *, less: float = 0.0) -> Branches:
-        """The branches as the method is to see them; their log-probs stay as they are.
+        """The branches with adjusted log-ratios and margins; their log-probs are unchanged.
 
-        With `less` so much is missing from each sum that is compared, whatever tokens it is of.
+        `less` is subtracted from each sum that is compared.
         """
         if self.humanline:
             branches = _clamped(branches, self.log_eps_p, self.log_eps_r)
@@ -90,7 +90,7 @@ class Modifiers:
         return branches
 
     def weighed(self, losses: Tensor, branches: Branches) -> Tensor:
-        """Losses of rows or of branches, each times what it counts."""
+        """Losses of rows or of branches, each times its weight."""
         if self.wpo:
             losses = losses * _likelihood_of_pairs(branches)
         if self.row_weight:
@@ -100,7 +100,7 @@ class Modifiers:
         return losses
 
     def metrics(self, branches: Branches) -> Mapping[str, Metric]:
-        """What these report of themselves."""
+        """The metrics of the modifiers."""
         if not self.humanline:
             return {}
         ratios = tokens_of(branches).log_ratios.detach()
@@ -126,7 +126,7 @@ def names_within(allowed: frozenset[str]) -> frozenset[str]:
 
 
 def tokens_of(branches: Branches) -> Tokens:
-    """The tokens, which are there because the recipe said that it needs them."""
+    """The tokens, which are present because a need for them is declared."""
     assert branches.tokens is not None, "a need for tokens is declared in the table"
     return branches.tokens
 
@@ -158,7 +158,7 @@ def _with_tails_weighed(branches: Branches, alpha: float) -> Branches:
     counts = tokens.counts
     shorter = counts.view(-1, 2).amin(dim=1).repeat_interleave(2)
     ratios = tokens.log_ratios
-    is_short = tokens.places < tokens.of_each(shorter)
+    is_short = tokens.positions < tokens.of_each(shorter)
     weighed = torch.where(is_short, ratios, alpha * ratios)
     return replace(branches, adjusted=sums_of(weighed, counts))
 
@@ -193,7 +193,7 @@ def _likelihood_of_pairs(branches: Branches) -> Tensor:
 
 
 def _bounded_expm1(x: Tensor) -> Tensor:
-    """exp(x) - 1, exact near 0, and constant where it would leave the range that can be summed."""
+    """exp(x) - 1, exact near 0, and constant above LARGEST_EXPONENT."""
     return torch.expm1(x.clamp(max=LARGEST_EXPONENT))
 
 
@@ -202,5 +202,5 @@ LARGEST_EXPONENT = 80.0
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x), constant where it would leave the range that can be summed."""
+    """exp(x), constant above LARGEST_EXPONENT."""
     return torch.exp(x.clamp(max=LARGEST_EXPONENT))

@@ -35,8 +35,8 @@ def aot(branches: Branches, step: Step, options: TransportOptions) -> LossOutput
     d = sorted lp_c - lp_l less sorted ref_c - ref_l, both over the step.
     """
     pairs, e = pairs_of(branches), options.label_smoothing
-    ranks = _ranks(_margins(step.surveyed["policy"]))[_rows_of(branches)]
-    reference = _sorted(_margins(step.surveyed["reference"]))[ranks]
+    ranks = _ranks(_margins(step.pre_pass["policy"]))[_rows_of(branches)]
+    reference = _sorted(_margins(step.pre_pass["reference"]))[ranks]
     x = options.beta * (pairs.chosen.logps - pairs.rejected.logps - reference)
     losses = -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
     return _with_comparison(referenced_output(pairs, losses, options), x)
@@ -46,11 +46,11 @@ def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> L
     """-(1 - e) LS(b d) - e LS(-b d), AOT of two crowds (https://arxiv.org/abs/2406.05882).
 
     d = sorted r_c less sorted r_l, both over the step. The two branches of one d may stand in
-    different micro-batches: each is compared with what the survey found of the other, and brings
+    different micro-batches: each is compared with the other's value of the pre-pass, and adds
     half of the value but the whole of its own gradient.
     """
     pairs, rows, e = pairs_of(branches), _rows_of(branches), options.label_smoothing
-    chosen, rejected = step.surveyed["ratios"][0::2], step.surveyed["ratios"][1::2]
+    chosen, rejected = step.pre_pass["ratios"][0::2], step.pre_pass["ratios"][1::2]
     gains = pairs.chosen.ratios - _sorted(rejected)[_ranks(chosen)[rows]]
     drops = _sorted(chosen)[_ranks(rejected)[rows]] - pairs.rejected.ratios
     halves = (
@@ -62,16 +62,16 @@ def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> L
 
 
 def _with_comparison(output: LossOutput, margins: Tensor) -> LossOutput:
-    """Reports the margins that are compared, b d, in place of those between a row's own sides."""
+    """Reports the margins that are compared, b d, instead of those between a row's own sides."""
     return replace(output, metrics={**output.metrics, MARGINS: margins.detach()})
 
 
-def survey_logps(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:
+def pre_pass_logps(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:
     """The sums of both models, whose differences aot sorts."""
     return {"policy": branches.logps.detach(), "reference": branches.reference}
 
 
-def survey_ratios(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:
+def pre_pass_ratios(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:
     """The log-ratios that aot_unpaired sorts."""
     return {"ratios": branches.ratios.detach()}
 
@@ -91,13 +91,13 @@ def _sorted(values: Tensor) -> Tensor:
 
 
 def _rows_of(branches: Branches) -> Tensor:
-    """The place of each row in the step."""
-    assert branches.places is not None, "branches that are surveyed have places"
-    return branches.places[0::2] // 2
+    """The index of each row in the step."""
+    assert branches.step_indices is not None, "branches of a pre-pass have indices"
+    return branches.step_indices[0::2] // 2
 
 
 def _half_of(losses: Tensor) -> Tensor:
-    """Half of their value, all of their gradient."""
+    """The losses with half of their value and all of their gradient."""
     return losses - losses.detach() / 2
 
 
@@ -109,7 +109,7 @@ AOT = paired_method(
     loss=aot,
     options=TransportOptions,
     rewards=Rewards("b r, margins and accuracies of b d", scaled_ratios),
-    survey=survey_logps,
+    pre_pass=pre_pass_logps,
     modifiers=frozenset(),
 )
 AOT_UNPAIRED = replace(
@@ -118,6 +118,6 @@ AOT_UNPAIRED = replace(
     summary="-(1-e) LS(b d) - e LS(-b d), d = sort(r_c) - sort(r_l)",
     use="Pairs whose two sides need not belong together, as good and bad answers of a step.",
     loss=aot_unpaired,
-    survey=survey_ratios,
+    pre_pass=pre_pass_ratios,
     modifiers=SEES_RATIOS,
 )

@@ -59,7 +59,7 @@ def group_advantages(branches: Branches) -> Tensor:
     1e-2.
     """
     scores, rows = branches.scores, branches.rows
-    # As many as there are branches: those behind the last row stay empty.
+    # As many as there are branches: those after the last row stay empty.
     sizes = torch.zeros_like(rows).index_add(0, rows, torch.ones_like(rows))
     deviations = scores - (sums_of(scores, sizes) / sizes)[rows]
     spread = (sums_of(deviations.square(), sizes) / (sizes - 1).clamp(min=1)).sqrt()
@@ -85,7 +85,7 @@ def plain_log_ratios(tokens: Tokens) -> Tensor:
 
 
 def candidate_metrics(branches: Branches, advantages: Tensor, epsilon: float) -> dict[str, Metric]:
-    """What methods of scored candidates report.
+    """The metrics of methods of scored candidates.
 
     `rewards/scores` are the data's, `advantages/gained` is A (p - 1), by how much a token has moved
     where its score wants it, and `clip/share` where it gains nothing any more.
@@ -138,7 +138,7 @@ class PpoOptions:
 
 @dataclass(frozen=True)
 class Estimates:
-    """What each token is worth, by the values the policy gives now; no gradient."""
+    """Advantages and returns of each token, by the policy's present values; no gradient."""
 
     advantages: Tensor  # (tokens,) float64
     returns: Tensor  # (tokens,) float64, what the values should have been
@@ -149,8 +149,8 @@ def ppo(branches: Branches, step: Step, options: PpoOptions) -> LossOutput:
 
     p is policy / reference of a token: the reference stands for the policy that wrote the data, as
     in HALOs (https://github.com/ContextualAI/HALOs). R = A + V before A is whitened, by its mean
-    and its population's variance over all tokens of the step. Those two come from a survey of the
-    policy in evaluation mode; A itself is of the pass that learns. A modifier changes the p of
+    and its population's variance over all tokens of the step. Those two come from a pre-pass of
+    the policy in evaluation mode; A itself is of the training pass. A modifier changes the p of
     the first term alone. The value head's gradient is clipped together with all others by
     `train.max_grad_norm`.
     """
@@ -170,8 +170,8 @@ def ppo(branches: Branches, step: Step, options: PpoOptions) -> LossOutput:
     return LossOutput(sums_of(losses, tokens.counts), metrics)
 
 
-def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
-    """What whitening has to know of each branch: tokens, sum of A, sum of squares around its mean.
+def pre_pass(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
+    """The statistics of each branch for whitening: tokens, sum of A, squares around its mean.
 
     Squares around the branch's own mean lose no digits to scores that are far from 0.
     """
@@ -193,7 +193,7 @@ def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
     """
     tokens = tokens_of(branches)
     values = _values(tokens).detach()
-    left = tokens.of_each(tokens.counts) - tokens.places  # this token and those behind it
+    left = tokens.of_each(tokens.counts) - tokens.positions  # this token and those after it
     rewards = torch.where(left == 1, tokens.of_each(branches.scores), 0.0)
     deltas = rewards + options.gamma * _later(values, 1, left) - values
     advantages = _discounted(deltas, options.gamma * options.lam, left)
@@ -202,29 +202,29 @@ def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
 
 def _discounted(deltas: Tensor, factor: float, left: Tensor) -> Tensor:
     """Sums over k >= 0 of factor^k d_(t+k) along each branch, in log2(tokens) rounds."""
-    reach, sums = 1, deltas
-    while reach < len(deltas):
-        # What a token has summed up so far reaches twice as far with that of a later token.
-        sums = sums + factor**reach * _later(sums, reach, left)
-        reach *= 2
+    span, sums = 1, deltas
+    while span < len(deltas):
+        # Adding the sum of the token `span` later doubles the number of tokens in each sum.
+        sums = sums + factor**span * _later(sums, span, left)
+        span *= 2
     return sums
 
 
 def _later(values: Tensor, by: int, left: Tensor) -> Tensor:
-    """The value of the token so many places behind, 0 where the branch has ended by then."""
+    """The value of the token `by` positions later, 0 where the branch has ended by then."""
     return pad(values, (0, by))[by:].masked_fill(left <= by, 0.0)
 
 
 def _whitened(advantages: Tensor, step: Step) -> Tensor:
     """(A - mean) / sqrt(variance + 1e-8), both over all tokens of the step."""
-    counts, sums = step.surveyed["tokens"], step.surveyed["advantages"]
+    counts, sums = step.pre_pass["tokens"], step.pre_pass["advantages"]
     mean = sums.sum() / counts.sum()
-    squares = step.surveyed["squares"].sum() + (counts * (sums / counts - mean).square()).sum()
+    squares = step.pre_pass["squares"].sum() + (counts * (sums / counts - mean).square()).sum()
     return (advantages - mean) / (squares / counts.sum() + SMALLEST_VARIANCE).sqrt()
 
 
 def _targets(estimates: Estimates, values: Tensor, value_clip: float) -> Tensor:
-    """What the values learn from, (tokens,), no gradient.
+    """The targets of the value head, (tokens,), no gradient.
 
     PPO keeps a value near what it was when the data was written. One pass has only one value, so
     the return is moved to it instead: either way one update cannot take a value further.
@@ -250,7 +250,7 @@ PPO = Method(
     rows="grouped",
     items="tokens",
     needs=frozenset({"reference", "token_reference", "values", "scores"}),
-    survey=survey,
+    pre_pass=pre_pass,
     bad_score=-1.0,
     drawn_by_reference=True,
     head="values",

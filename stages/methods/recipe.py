@@ -48,16 +48,16 @@ class Part:
 class Outcome:
     """The loss and metrics that one micro-batch adds to a step."""
 
-    share: Tensor  # () of the step's loss, with the gradient
+    loss: Tensor  # () this micro-batch's part of the step's mean, with the gradient
     losses: Tensor  # (rows,) or (branches,): where one is not finite, the row is to blame
-    shares: Mapping[str, Mean[Tensor]]  # by part: its sum here, and the count of the whole step
+    loss_sums: Mapping[str, Mean[Tensor]]  # by part: its sum here, and the whole step's count
     metrics: Mapping[str, Metric]
-    facts: Mapping[str, Mean[Tensor]]  # of the whole step, and the same here as everywhere
+    facts: Mapping[str, Mean[Tensor]]  # step-level scalars, the same in every micro-batch
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that turns log-probs into a loss."""
+    """The loss of a run: methods with weights and options, and modifiers."""
 
     parts: tuple[Part, ...]
     modifiers: Modifiers = Modifiers()
@@ -65,7 +65,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The value of --method."""
+        """The value of --method that names it."""
         if len(self.parts) == 1:
             return self.parts[0].method.name
         return "+".join(f"{part.method.name}:{part.weight:g}" for part in self.parts)
@@ -85,17 +85,17 @@ class Recipe:
 
     @property
     def head(self) -> Head:
-        """The head that the policy has besides or instead of its vocabulary."""
+        """The policy's head in addition to, or instead of, its vocabulary."""
         return self.parts[0].method.head
 
     @property
     def bad_score(self) -> float:
-        """The score of a branch that is labelled as bad and has none."""
+        """The score of a bad branch in a row without scores."""
         return self.parts[0].method.bad_score
 
     @property
     def drawn_by_reference(self) -> bool:
-        """Whether a part divides by the reference as by the policy that drew the data."""
+        """Whether a part takes the reference for the policy that generated the data."""
         return any(part.method.drawn_by_reference for part in self.parts)
 
     @property
@@ -104,9 +104,9 @@ class Recipe:
         return self.modifiers.needs.union(*(part.method.needs for part in self.parts))
 
     @property
-    def surveys(self) -> bool:
+    def has_pre_pass(self) -> bool:
         """Whether a loss needs values of the whole step first."""
-        return any(part.method.survey for part in self.parts)
+        return any(part.method.pre_pass for part in self.parts)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -126,19 +126,19 @@ class Recipe:
         return frozenset(self.values) | names_within(allowed)
 
     def option(self, name: str, default: Any) -> Any:
-        """The option of this name, on which all parts that have it agree."""
+        """The option of this name, which is the same in all parts that have it."""
         found = (getattr(part.options, name, None) for part in self.parts)
         return next((value for value in found if value is not None), default)
 
     def computed_in(self, policy: str, reference: str) -> Recipe:
-        """The recipe whose ties are what rounding makes in the dtypes of policy and reference."""
+        """The recipe with the rounding of sums in the dtypes of policy and reference."""
         if self.head == "score":  # one number, and no sum over tokens
             return replace(self, rounding=max(LEAST, PER_TOKEN[policy]))
         dtypes = (policy, reference) if "reference" in self.needs else (policy,)
         return replace(self, rounding=rounding_of(*dtypes))
 
     def resolve_auto(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
-        """Returns the recipe with each `auto` option resolved, and advice to print."""
+        """The recipe with each `auto` option resolved, and advice to print."""
         resolved = [part.method.resolve_auto(part.options, labels) for part in self.parts]
         parts = tuple(
             replace(part, options=one.options)
@@ -146,21 +146,21 @@ class Recipe:
         )
         return replace(self, parts=parts), tuple(line for one in resolved for line in one.advice)
 
-    def survey(self, branches: Branches) -> dict[str, Tensor]:
-        """The values that each part surveys of every branch, (branches,), named `method/value`."""
+    def pre_pass(self, branches: Branches) -> dict[str, Tensor]:
+        """The pre-pass values of every branch, (branches,) each, named `method/value`."""
         seen = self.modifiers.applied(branches)
         return {
             f"{part.method.name}/{name}": value
             for part in self.parts
-            if part.method.survey
-            for name, value in part.method.survey(self._view(seen, part), part.options).items()
+            if part.method.pre_pass
+            for name, value in part.method.pre_pass(self._view(seen, part), part.options).items()
         }
 
-    def next_state(self, state: StepState, surveyed: Mapping[str, Tensor]) -> StepState:
-        """The state of each method that has one, with this step counted in."""
+    def next_state(self, state: StepState, pre_pass: Mapping[str, Tensor]) -> StepState:
+        """The state of each method that has one, updated by this step."""
         return {
             part.method.name: part.method.update_state(
-                state.get(part.method.name, ()), _of(part, surveyed)
+                state.get(part.method.name, ()), _of(part, pre_pass)
             )
             for part in self.parts
             if part.method.update_state
@@ -173,7 +173,7 @@ class Recipe:
         return next((rewards for rewards in found if rewards is not None), None)
 
     def ratios(self, branches: Branches) -> Tensor:
-        """Log-ratios as every part sees them."""
+        """Log-ratios, as modifiers have left them."""
         return self.modifiers.applied(branches).ratios
 
     def outcome(self, branches: Branches, step: Step, state: StepState) -> Outcome:
@@ -187,21 +187,21 @@ class Recipe:
             first = outcomes[0]
             return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
         metrics: dict[str, Metric] = {}
-        shares: dict[str, Mean[Tensor]] = {}
+        loss_sums: dict[str, Mean[Tensor]] = {}
         facts: dict[str, Mean[Tensor]] = {}
         for part, outcome in zip(self.parts, outcomes, strict=True):
-            shares[f"{LOSS}/{part.method.name}"] = outcome.shares[LOSS]
+            loss_sums[f"{LOSS}/{part.method.name}"] = outcome.loss_sums[LOSS]
             metrics, facts = {**outcome.metrics, **metrics}, {**outcome.facts, **facts}
         losses = torch.stack([_by_branch(one.losses, branches) for one in outcomes]).sum(dim=0)
         weighed = [
-            part.weight * outcome.share for part, outcome in zip(self.parts, outcomes, strict=True)
+            part.weight * outcome.loss for part, outcome in zip(self.parts, outcomes, strict=True)
         ]
-        share = torch.stack(weighed).sum()
+        loss = torch.stack(weighed).sum()
         metrics |= self.modifiers.metrics(branches)
-        return Outcome(share, losses, shares, metrics, facts)
+        return Outcome(loss, losses, loss_sums, metrics, facts)
 
     def with_loss(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Adds the weighted sum of several parts' losses; a part without items adds nothing."""
+        """The means with the weighted sum of the parts' losses; a part without items adds none."""
         weights = {f"{LOSS}/{part.method.name}": part.weight for part in self.parts}
         present = [name for name in weights if name in means]
         if not present:
@@ -211,18 +211,18 @@ class Recipe:
     def _outcome_of(
         self, part: Part, seen: Branches, less: Branches, step: Step, state: StepState
     ) -> Outcome:
-        """The outcome of one part; `less` is what it sees where every sum is off by rounding."""
+        """The outcome of one part; `less` are the branches with every sum off by rounding."""
         branches, method = self._view(seen, part), part.method
-        known = replace(step, surveyed=_of(part, step.surveyed), state=state.get(method.name, ()))
+        known = replace(step, pre_pass=_of(part, step.pre_pass), state=state.get(method.name, ()))
         output = method.loss(branches, known, part.options)
         losses = self.modifiers.weighed(output.losses, branches)
         own = Mean(losses.sum(), step.count_of(method.items))
         return Outcome(
-            share=own.value,
+            loss=own.value,
             losses=losses.detach(),
-            shares={LOSS: replace(own, total=own.total.detach())},
+            loss_sums={LOSS: replace(own, total=own.total.detach())},
             metrics={**_reward_metrics(part, branches, less, output.metrics), **output.metrics},
-            # In a window of several steps a fact weighs as the loss of its step does.
+            # In a window of several steps a fact is weighted as the loss of its step is.
             facts={name: Mean(fact * own.count, own.count) for name, fact in output.facts.items()},
         )
 
@@ -251,7 +251,7 @@ def reads(kind: RowKind, roles: NDArray[np.int8]) -> bool:
 
 
 def is_good(branches: Branches) -> Tensor:
-    """Which branches are worth imitating, (branches,) bool."""
+    """Mask of the chosen and desirable branches, (branches,) bool."""
     return (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
 
 
@@ -261,13 +261,13 @@ def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
 
 
 def _reward_metrics(
-    part: Part, branches: Branches, less: Branches, told: Mapping[str, Metric]
+    part: Part, branches: Branches, less: Branches, own: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    """What is reported of its rewards; margins that its loss has told are kept."""
+    """The metrics of a part's rewards; margins that its loss reports itself are kept."""
     rewards, others = _rewards_of(part, branches), _rewards_of(part, less)
     if rewards is None or others is None:
         return {}
-    rounding, margins = (rewards - others).abs(), told.get(MARGINS)
+    rounding, margins = (rewards - others).abs(), own.get(MARGINS)
     assert not isinstance(margins, Mean), "every pair has a margin"
     return reward_metrics(rewards, rounding, branches, part.method.rows, margins)
 
@@ -283,5 +283,5 @@ def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _by_branch(losses: Tensor, branches: Branches) -> Tensor:
-    """Losses of rows, or of branches, as (branches,): each branch gets that of its row."""
+    """Losses by branch, (branches,): a loss of a row is repeated for its branches."""
     return losses if len(losses) == len(branches.rows) else losses[branches.rows]

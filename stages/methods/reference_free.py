@@ -125,7 +125,7 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 def chosen_nll(chosen: Side, step: Step, scope: NllScope) -> Tensor:
-    """What each pair adds to the step's mean negative log-likelihood of chosen tokens."""
+    """Each pair's part of the step's mean negative log-likelihood of chosen tokens."""
     if scope == "pair":
         return -chosen.mean_logps
     # The recipe divides by the step's rows: this leaves one sum over all chosen tokens.

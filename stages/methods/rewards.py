@@ -1,4 +1,4 @@
-"""Rewards: what methods compare of pairs and of labelled branches, and what reward models learn."""
+"""Rewards of pairs and of labelled branches, their metrics, and the losses of reward models."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def scaled_ratios(branches: Branches, options: Any) -> Tensor:
 
 
 def scaled_mean_ratios(branches: Branches, options: Any) -> Tensor:
-    """beta * r / n, (branches,): of methods that divide each branch by its own length."""
+    """beta * r / n, (branches,), for methods that divide each branch by its own length."""
     return scaled_ratios(branches, options) / branches.num_tokens
 
 
 def scores(branches: Branches, _: Any) -> Tensor:
-    """The score of each branch, of a policy that scores, (branches,)."""
+    """The score of each branch under a reward model, (branches,)."""
     return branches.logps
 
 
@@ -44,7 +44,7 @@ RATIOS = Rewards("b r", scaled_ratios)
 MEAN_RATIOS = Rewards("b r/n", scaled_mean_ratios)
 SCORES = Rewards("s", scores)
 
-# What most methods of pairs, and most of labels, have in common.
+# The fields that most methods of pairs, and most of labels, have in common.
 paired_method = partial(
     Method,
     rows="paired",
@@ -73,18 +73,18 @@ def reward_metrics(
     kind: RowKind,
     margins: Tensor | None = None,
 ) -> dict[str, Metric]:
-    """What is reported of the rewards of a micro-batch of rows of this kind.
+    """The reward metrics of a micro-batch of rows of this kind.
 
     Every row, branch or pair of candidates counts the same; `row_weight` changes nothing here.
     `rounding` is by how much each reward moves when its branch's sum of log-probs moves by its
-    rounding, (branches,). `margins` are of pairs whose loss compares other things than their sides.
+    rounding, (branches,). `margins` replaces the differences of a pair's rewards.
     """
     if kind == "paired":
         chosen, rejected = rewards[0::2], rewards[1::2]
         gaps = chosen - rejected if margins is None else margins
-        shares = compared(gaps, rounding[0::2] + rounding[1::2])
+        rates = compared(gaps, rounding[0::2] + rounding[1::2])
         sides = {"rewards/chosen": chosen, "rewards/rejected": rejected}
-        return {**sides, MARGINS: gaps, **shares}
+        return {**sides, MARGINS: gaps, **rates}
     if kind == "grouped":
         rows, given = branches.rows, branches.scores
         is_pair = (rows[:, None] == rows) & (given[:, None] > given)
@@ -98,7 +98,7 @@ def reward_metrics(
 
 
 def compared(gaps: Tensor, rounding: Tensor, is_counted: Tensor | None = None) -> dict[str, Metric]:
-    """How often what should be higher is, a tie counted half, and the share of ties."""
+    """The accuracy of the gaps, a tie counted half, and the rate of ties."""
     accuracies, ties = higher(gaps, rounding), is_tie(gaps, rounding).double()
     if is_counted is None:
         return {"rewards/accuracies": accuracies, "rewards/ties": ties}
@@ -107,17 +107,17 @@ def compared(gaps: Tensor, rounding: Tensor, is_counted: Tensor | None = None) -
 
 
 def higher(gaps: Tensor, rounding: Tensor) -> Tensor:
-    """1 for a gap above 0, 0 for one below, and a half for a tie, float64."""
+    """1 for a gap above 0, 0 for one below, and 0.5 for a tie, float64."""
     return (gaps > 0).double().masked_fill(is_tie(gaps, rounding), 0.5)
 
 
 def is_tie(gaps: Tensor, rounding: Tensor) -> Tensor:
-    """Whether each gap is no larger than what rounding makes of both its sides together, bool."""
+    """Whether each gap is at most the rounding of both its sides together, bool."""
     return gaps.abs() <= rounding
 
 
 def with_margin(means: Mapping[str, float]) -> dict[str, float]:
-    """Adds rewards/margins to the means of a whole step that holds both labels."""
+    """The means of a whole step, with rewards/margins if it has both labels."""
     either = ("rewards/chosen", "rewards/rejected")
     if MARGINS in means or not all(name in means for name in either):
         return dict(means)
@@ -127,7 +127,7 @@ def with_margin(means: Mapping[str, float]) -> dict[str, float]:
 def _rows_compared(
     rewards: Tensor, rounding: Tensor, rows: Tensor, is_desirable: Tensor
 ) -> dict[str, Metric]:
-    """Of each row with both labels, whether its desirable branches have the higher mean."""
+    """Accuracy over rows with both labels: whether the desirable mean is the higher one."""
     desirable, undesirable = (
         _means_by_row(torch.stack([rewards, rounding]), rows, which)
         for which in (is_desirable, ~is_desirable)
@@ -137,14 +137,14 @@ def _rows_compared(
 
 
 def _means_by_row(values: Tensor, rows: Tensor, which: Tensor) -> Tensor:
-    """Of (kinds, branches); NaN for a row without such a branch, and behind the last row."""
-    none = torch.zeros_like(values)  # there are no more rows than branches
+    """Means by row of values (kinds, branches); NaN for a row without a branch in `which`."""
+    none = torch.zeros_like(values)  # one column per branch: there are no more rows than those
     totals = none.index_add(1, rows, values.masked_fill(~which, 0.0))
     return totals / none[0].index_add(0, rows, which.to(none.dtype))
 
 
 class ReferencedOptions(Protocol):
-    """What every paired method with a reference lets a person choose."""
+    """The options of every paired method with a reference."""
 
     @property
     def beta(self) -> float:
@@ -153,7 +153,7 @@ class ReferencedOptions(Protocol):
 
     @property
     def sft_weight(self) -> float:
-        """How much of the chosen branch's likelihood is added."""
+        """The weight of the chosen branch's negative log-likelihood."""
         ...
 
 
@@ -163,11 +163,11 @@ class Side:
 
     logps: Tensor  # (rows,) float64, as are the others
     num_tokens: Tensor
-    ratios: Tensor  # r, log(policy / reference) of the whole completion, as the loss is to see it
+    ratios: Tensor  # r, log(policy / reference) of the completion, as modifiers have left it
 
     @property
     def mean_ratios(self) -> Tensor:
-        """The same per token, r / n."""
+        """The log-ratio per token, r / n."""
         return self.ratios / self.num_tokens
 
     @property
@@ -182,26 +182,26 @@ class Pairs:
 
     chosen: Side
     rejected: Side
-    wanted: Tensor | None = None  # (rows,) what x has to exceed
+    wanted: Tensor | None = None  # (rows,) the margin that x has to exceed
 
     @property
     def margins(self) -> Tensor:
-        """How much more the chosen branch has gained than the rejected one, D = r_c - r_l."""
+        """D = r_c - r_l, the margin of log-ratios of chosen over rejected."""
         return self.chosen.ratios - self.rejected.ratios
 
     @property
     def mean_margins(self) -> Tensor:
-        """The same per token, r_c / n_c - r_l / n_l."""
+        """The margin per token, r_c / n_c - r_l / n_l."""
         return self.chosen.mean_ratios - self.rejected.mean_ratios
 
     def scaled_margins(self, beta: float) -> Tensor:
-        """x = beta * D, less what the data wants it to be at least."""
+        """x = beta * D, minus the margin that the data asks for."""
         x = beta * self.margins
         return x if self.wanted is None else x - self.wanted
 
 
 def pairs_of(branches: Branches) -> Pairs:
-    """Splits a micro-batch of paired rows into its two sides."""
+    """The two sides of a micro-batch of paired rows."""
     return Pairs(_side(branches, first=0), _side(branches, first=1), branches.margin)
 
 
@@ -213,7 +213,7 @@ def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) 
 
 
 def logp_metrics(pairs: Pairs) -> dict[str, Metric]:
-    """The policy's sums of either side."""
+    """The policy's log-probs of either side, as metrics."""
     return {
         "logps/chosen": pairs.chosen.logps.detach(),
         "logps/rejected": pairs.rejected.logps.detach(),
@@ -231,10 +231,10 @@ def _side(branches: Branches, *, first: int) -> Side:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Every branch with its own label."""
+    """Labelled branches, each by itself."""
 
     logps: Tensor  # (branches,) float64
-    ratios: Tensor  # (branches,) float64, r = log(policy / reference) as the loss is to see it
+    ratios: Tensor  # (branches,) float64, r = log(policy / reference), as modifiers have left it
     is_desirable: Tensor  # (branches,) bool
 
     @property
@@ -243,13 +243,13 @@ class Labelled:
         return self.weights(1.0, -1.0)
 
     def weights(self, desirable: float, undesirable: float) -> Tensor:
-        """What each branch weighs, (branches,) float64."""
+        """The weight of each branch, (branches,) float64."""
         # Tensors, for torch.where() makes float32 of two plain numbers.
         high, low = self.ratios.new_full((), desirable), self.ratios.new_full((), undesirable)
         return torch.where(self.is_desirable, high, low)
 
     def metrics(self) -> dict[str, Metric]:
-        """Log-probs of either label, desirable under the name of chosen."""
+        """Log-probs by label; desirable is reported as chosen."""
         logps = self.logps.detach()
         return {
             "logps/chosen": Mean.of(logps, self.is_desirable),
@@ -258,7 +258,7 @@ class Labelled:
 
 
 def labelled_of(branches: Branches) -> Labelled:
-    """Reads the labels of a micro-batch of labelled branches."""
+    """The labelled branches of a micro-batch."""
     return Labelled(branches.logps, branches.ratios, branches.roles == Role.DESIRABLE)
 
 

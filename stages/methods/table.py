@@ -1,4 +1,4 @@
-"""The table of methods: every name `--method` knows, and how its options are read."""
+"""The table of methods: every name that `--method` takes, and the parsing of its options."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _FAMILIES = (
     (REWARD, REWARD_BINARY),
 )
 METHODS: dict[str, Method] = {method.name: method for family in _FAMILIES for method in family}
-# Options that decide what a step runs, not what one method makes of it.
+# Options of the step, which all methods of a mixture have to agree on.
 STEP_OPTIONS = ("kl_use", "kl_per_step")
 
 
 def find_method(name: str) -> Method:
-    """The method of this name; an unknown one is refused with those nearest to it."""
+    """The method of this name; an unknown name is refused with the closest ones."""
     if name in METHODS:
         return METHODS[name]
     hint = did_you_mean(_nearest(name.lower())) or f" Known: {', '.join(METHODS)}."
@@ -47,14 +47,14 @@ def find_method(name: str) -> Method:
 
 
 def options_of(method: Method, values: Mapping[str, Any]) -> Any:
-    """The method's options with these values; what is not given keeps its default."""
+    """The method's options with these values, and defaults for the others."""
     return _read(method.options, values, method.name)
 
 
 def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
-    """What `--method` names: one method, or several as `dpo:0.8+sft:0.2`.
+    """The recipe that `--method` names: one method, or several as `dpo:0.8+sft:0.2`.
 
-    Of several, an option of one is named after it: `dpo.beta`, or `beta` in a section `dpo`.
+    In a mixture an option is named after its method: `dpo.beta`, or `beta` in a section `dpo`.
     """
     named = [_weighted(text) for text in name.split("+")]
     methods = [find_method(method) for method, _ in named]
@@ -78,7 +78,7 @@ def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
 
 
 def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those in a section of a method named as they are outside of it."""
+    """The options with those in sections flattened to dotted names."""
     sections = {key: value if isinstance(value, dict) else None for key, value in options.items()}
     inside = {
         f"{key}.{name}": value
@@ -99,7 +99,7 @@ def _read(
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """`dpo:0.8` as its name and weight."""
+    """The name and the weight of `dpo:0.8`."""
     name, colon, weight = (part.strip() for part in text.partition(":"))
     if not colon:
         return name, 1.0
@@ -115,7 +115,7 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _those_of(method: Method, options: Mapping[str, Any]) -> Any:
-    """Options of one method of a mixture."""
+    """The options of one method of a mixture."""
     prefix = f"{method.name}."
     own = {
         name.removeprefix(prefix): value
@@ -152,7 +152,7 @@ def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> N
 
 
 def _require_agreed(parts: Sequence[Part]) -> None:
-    """One step has one set of mismatched branches: all parts must ask for the same."""
+    """Refuses parts that differ in a step option: a step has one set of mismatched branches."""
     for name in STEP_OPTIONS:
         given = {
             f"method.{part.method.name}.{name}": getattr(part.options, name)

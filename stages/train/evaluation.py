@@ -1,6 +1,6 @@
 """Evaluation: all held-out rows are one step of the loss, without an update.
 
-Before the first step the policy is compared with the log-probs of the cache.
+Before the first step the policy's log-probs are compared with those of the cache.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from ...schemas.rows import Role, ScoredBlock, allowed_gaps
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
 from ..storage.failpoints import reach
-from .room import needing_room
+from .memory_backoff import catching_out_of_memory
 from .step import Sums, branches_of, reported, step_of
 
 
-def asks_first(recipe: Recipe) -> bool:
+def needs_pre_pass(recipe: Recipe) -> bool:
     """Whether the loss needs a pass over all held-out rows before it can be computed."""
-    return recipe.surveys or "mismatched" in recipe.needs
+    return recipe.has_pre_pass or "mismatched" in recipe.needs
 
 
 @torch.no_grad()
 def whole_step(
     engine: Engine, recipe: Recipe, batches: Iterable[StepBatch], size: StepSize
 ) -> Step:
-    """The totals of all held-out rows: a float64 or a few for each branch."""
+    """The held-out rows as one step, with the values that its loss needs beforehand."""
     steps = []
     for batch in batches:
         reach("evaluation.batch")
         steps.append(step_of(engine, recipe, batch))
-    names = steps[0].surveyed if steps else ()
+    names = steps[0].pre_pass if steps else ()
     return Step(
         rows=size.rows,
         branches=size.branches,
         tokens=size.tokens,
         chosen_tokens=size.chosen_tokens,
         mismatched=_joined([step.mismatched for step in steps]),
-        surveyed={name: _joined([step.surveyed[name] for step in steps]) for name in names},
+        pre_pass={name: _joined([step.pre_pass[name] for step in steps]) for name in names},
     )
 
 
@@ -60,21 +60,22 @@ def evaluate(
     samples: EvalSamples,
 ) -> dict[str, float]:
     """Means over all items of all batches, without an update."""
-    sums, place = Sums(), 0
+    sums, branches_before = Sums(), 0
     for batch in batches:
         reach("evaluation.batch")
         samples.begin(batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
-            with needing_room(micro):
+            with catching_out_of_memory(micro):
                 branches = branches_of(engine, recipe, micro)
                 samples.add(micro, branches, recipe)
-                assert branches.places is not None, "a micro-batch knows the places of its branches"
-                here = replace(branches, places=branches.places + place)
+                assert branches.step_indices is not None, "branches of a micro-batch have indices"
+                indices = branches.step_indices + branches_before
+                here = replace(branches, step_indices=indices)
                 outcome = recipe.outcome(here, step, state)
             sums.add_outcome(outcome)
             sums.add_routing(branches.routing)
-        place += batch.branches
+        branches_before += batch.branches
     return reported(recipe, sums.means(engine))
 
 
@@ -85,13 +86,13 @@ def _joined(values: list[Tensor]) -> Tensor:
 @dataclass(frozen=True)
 class _Seen:
     batch: int
-    place: int  # of the branch in its batch, over all ranks
-    row_place: int  # of its row's first branch
+    index: int  # of the branch in its batch, over all ranks
+    row_index: int  # of its row's first branch
     sample: EvalSample  # its row is not counted yet
 
 
 class EvalSamples:
-    """Collects the first rows of an evaluation, the same ones on any number of ranks."""
+    """The first rows of an evaluation, the same on any number of ranks."""
 
     def __init__(self, *, most_rows: int, keeps_ids: bool) -> None:
         self._most_rows = most_rows
@@ -113,13 +114,13 @@ class EvalSamples:
             self._seen += self._of(micro, branches, recipe.rewards(branches))
 
     def gather(self, world: World) -> tuple[EvalSample, ...]:
-        """The samples of all ranks in the order of the evaluation; all ranks call it."""
+        """The samples of all ranks in the order of the evaluation; a collective."""
         own = self._seen if world.is_first_of_group else []
         every = [one for part in gathered(world, own) for one in part]
-        every.sort(key=lambda one: (one.batch, one.place))
+        every.sort(key=lambda one: (one.batch, one.index))
         rows: dict[tuple[int, int], int] = {}
         numbered = [
-            replace(one.sample, row=rows.setdefault((one.batch, one.row_place), len(rows)))
+            replace(one.sample, row=rows.setdefault((one.batch, one.row_index), len(rows)))
             for one in every
         ]
         return tuple(one for one in numbered if one.row < self._most_rows)
@@ -129,25 +130,25 @@ class EvalSamples:
     ) -> Iterator[_Seen]:
         logps = iter(branches.logps.detach().cpu().tolist())
         rewards = repeat(None) if compared is None else iter(compared.cpu().tolist())
-        block, place = micro.block, 0
+        block, index = micro.block, 0
         for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
-            first = place
+            first = index
             prompt = tree.prompt.copy() if self._keeps_ids else None
             for completion in tree.branches:
                 sample = EvalSample(
                     row=0,
                     row_id=row_id,
-                    role=Role(int(block.rows.roles[place])),
+                    role=Role(int(block.rows.roles[index])),
                     num_tokens=len(completion),
                     logp=next(logps),
-                    reference_logp=float(block.logps[place]),
+                    reference_logp=float(block.logps[index]),
                     reward=next(rewards),
                     prompt=prompt,
                     completion=completion.copy() if self._keeps_ids else None,
                 )
-                places = int(micro.places[place]), int(micro.places[first])
-                yield _Seen(self._batch, *places, sample)
-                place += 1
+                indices = int(micro.step_indices[index]), int(micro.step_indices[first])
+                yield _Seen(self._batch, *indices, sample)
+                index += 1
 
 
 def largest_gap(
@@ -156,10 +157,10 @@ def largest_gap(
     *dtypes: str,
     may_differ: bool = False,
 ) -> float:
-    """Scores rows of a cache again, refuses other log-probs, and returns the largest difference.
+    """The largest difference of the policy's log-probs from a cache's; too large ones are refused.
 
-    With `may_differ` only what is not finite is refused. Every rank scores the same rows: a policy
-    spread over ranks needs all of them for each.
+    With `may_differ` only values that are not finite are refused. Every rank scores the same rows:
+    a policy that is sharded over ranks needs all of them for each.
     """
     engine.learn_mode(dropout_seed=None)
     worst = 0.0

@@ -16,16 +16,16 @@ from ..methods.recipe import LOSS, MethodState, Recipe
 from ..model.live_memory import is_out_of_memory
 from ..storage.failpoints import reach
 from ..tracking.journal import EVAL
-from .evaluation import EvalSamples, asks_first, evaluate, whole_step
-from .room import NoRoom, Room, give_back
+from .evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
+from .memory_backoff import MemoryBackoff, MicroBatchTooLarge, release_cached_memory
 from .step import Means, StepResult, added, finite, learning_rate, reported, train_step
 from .synchronized import Ending, StopConditions, SynchronizedBatches, tokens_run
 from .throughput import Meter, peak_mib
 
 
 @dataclass(frozen=True)
-class Place:
-    """The position of training: steps done, and the state that later steps need."""
+class TrainingPosition:
+    """Where training is: the steps done, and the state that later steps need."""
 
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
@@ -43,7 +43,7 @@ class Feed(Protocol):
 
     @property
     def has_held_out(self) -> bool:
-        """Whether there is something to evaluate on."""
+        """Whether there are rows to evaluate on."""
         ...
 
     def held_out_size(self) -> StepSize:
@@ -64,35 +64,35 @@ class Feed(Protocol):
 
 
 class Records(Protocol):
-    """What the loop reports to."""
+    """The recorder that the loop reports to."""
 
     def stepped(
-        self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
+        self, position: TrainingPosition, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
-        """An optimizer step is done; `line`, if due, holds means since the last logged line."""
+        """Records an optimizer step; `line`, if due, holds means since the last logged line."""
         ...
 
     def evaluated(
-        self, place: Place, metrics: dict[str, float], samples: Sequence[EvalSample]
+        self, position: TrainingPosition, metrics: dict[str, float], samples: Sequence[EvalSample]
     ) -> None:
-        """The held-out rows were measured; `samples` are completions of the first of them."""
+        """Records an evaluation; `samples` are completions of the first held-out rows."""
         ...
 
     def ran_out(self, step: int, tokens: int) -> None:
-        """Memory ran out; micro-batches have so many tokens from here on, in a later part too."""
+        """Records that memory ran out, and the token budget of micro-batches from here on."""
         ...
 
-    def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
-        """A step gave NaN or infinity; these rows of this rank were in it."""
+    def not_applied(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
+        """Records a step with NaN or infinity, and this rank's rows in it."""
         ...
 
-    def save(self, place: Place) -> None:
+    def save(self, position: TrainingPosition) -> None:
         """Saves a checkpoint, unless there is one of this step already."""
         ...
 
 
 def total_steps(feed: Feed, options: TrainOptions) -> int:
-    """Optimizer steps of the whole run."""
+    """The number of optimizer steps of the whole run."""
     planned = options.epochs * feed.steps_per_epoch
     return min(planned, options.max_steps) if options.max_steps else planned
 
@@ -100,54 +100,59 @@ def total_steps(feed: Feed, options: TrainOptions) -> int:
 def train(
     loop: Loop,
     *,
-    start: Place,
+    start: TrainingPosition,
     records: Records,
     conditions: StopConditions,
     is_measured: bool = False,
-) -> tuple[Place, Ending]:
-    """Runs from `start` to the end or a stop condition, and saves.
+) -> tuple[TrainingPosition, Ending]:
+    """Trains from `start` to the end or a stop condition, and saves.
 
-    `is_measured`: the evaluation of `start` has been made already.
+    `is_measured`: whether `start` has been evaluated already.
     """
-    place, ending = _learn(loop, start, records, conditions, is_measured=is_measured)
-    records.save(place)
-    return place, ending
+    position, ending = _learn(loop, start, records, conditions, is_measured=is_measured)
+    records.save(position)
+    return position, ending
 
 
 def _learn(
-    loop: Loop, start: Place, records: Records, conditions: StopConditions, *, is_measured: bool
-) -> tuple[Place, Ending]:
-    place = start
-    stopped = None if is_measured else loop.measure(place, records, conditions)
+    loop: Loop,
+    start: TrainingPosition,
+    records: Records,
+    conditions: StopConditions,
+    *,
+    is_measured: bool,
+) -> tuple[TrainingPosition, Ending]:
+    position = start
+    stopped = None if is_measured else loop.measure(position, records, conditions)
     with loop.feed.steps(start.cursor) as stream:
         fitted = map(loop.fitted, stream)
         batches = SynchronizedBatches(loop.engine, fitted, loop.meter, conditions)
-        while not stopped and place.step < loop.total_steps:
+        while not stopped and position.step < loop.total_steps:
             batch = next(batches, None)
             if batch is None:
                 stopped = batches.stopped
                 assert stopped, "there is a batch for every step"
                 break
             if batches.is_save_due:
-                loop.save(place, records, conditions)
-            place = loop.advance(place, batch, records)
+                loop.save(position, records, conditions)
+            position = loop.advance(position, batch, records)
             # Saved first: an evaluation may take long, and nothing of it is needed to continue.
-            if loop.saves_at(place.step):
-                loop.save(place, records, conditions)
-            stopped = loop.measure(place, records, conditions)
-    return place, stopped or "finished"
+            if loop.saves_at(position.step):
+                loop.save(position, records, conditions)
+            stopped = loop.measure(position, records, conditions)
+    return position, stopped or "finished"
 
 
 @dataclass
 class Loop:
-    """What every step needs, and how many steps in a row have failed."""
+    """The parts that every step needs, and the count of consecutive failed steps."""
 
     engine: Engine
     recipe: Recipe
     feed: Feed
     options: TrainOptions
     meter: Meter
-    room: Room
+    backoff: MemoryBackoff
     failures: int = 0
 
     @property
@@ -155,22 +160,24 @@ class Loop:
         """Optimizer steps of the whole run."""
         return total_steps(self.feed, self.options)
 
-    def advance(self, place: Place, batch: StepBatch, records: Records) -> Place:
+    def advance(
+        self, position: TrainingPosition, batch: StepBatch, records: Records
+    ) -> TrainingPosition:
         """Runs one step and records its metrics."""
-        lr = learning_rate(place.step, self.total_steps, self.options)
+        lr = learning_rate(position.step, self.total_steps, self.options)
         self.engine.set_lr(lr)
-        seed = (self.options.seed, place.step)
+        seed = (self.options.seed, position.step)
         reach("step.started")
-        result = self._run(batch, place.state, seed, records)
+        result = self._run(batch, position.state, seed, records)
         reach("step.updated")
-        after = Place(place.step + 1, self._next(batch.cursor), result.state)
+        after = TrainingPosition(position.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)
         lap = {**self.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
-        window = added(place.window, {**self._lasting(result), **lap})
+        window = added(position.window, {**self._lasting(result), **lap})
         epoch = after.step / self.feed.steps_per_epoch
         of_now = {"lr": lr, "epoch": epoch, "memory/peak_mib": peak_mib()}
-        if self.room.times:
-            of_now["memory/ran_out"] = float(self.room.times)
+        if self.backoff.times:
+            of_now["memory/ran_out"] = float(self.backoff.times)
         metrics = {**reported(self.recipe, {**result.means, **lap}), **of_now}
         if self._is_due(after.step, self.options.log_every):
             records.stepped(after, metrics, {**reported(self.recipe, window), **of_now})
@@ -180,8 +187,8 @@ class Loop:
         return after
 
     def fitted(self, batch: StepBatch) -> StepBatch:
-        """The batch in micro-batches that fit, as far as that is known."""
-        return self.feed.cut(batch, self.room.budget) if self.room.budget else batch
+        """The batch, cut into the smaller micro-batches that are known to fit."""
+        return self.feed.cut(batch, self.backoff.budget) if self.backoff.budget else batch
 
     def _run(
         self, batch: StepBatch, state: MethodState, seed: tuple[int, int], records: Records
@@ -197,52 +204,58 @@ class Loop:
                     seed=seed,
                     router_loss=self.options.router_loss,
                 )
-            except NoRoom as refusal:
+            except MicroBatchTooLarge as refusal:
                 micro = refusal.micro
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                raise MemoryLimitError(self.room.no_update()) from error
+                raise MemoryLimitError(self.backoff.no_update()) from error
             # Outside the handler: the traceback no longer keeps the failed batch alive.
             self._shrink(micro, seed[1], records)
             self.engine.skip()
-            give_back()
+            release_cached_memory()
             batch = self.fitted(batch)
             tokens, padded = tokens_run(batch.own + batch.mismatched, self.meter.pads)
             self.meter.runs(tokens=tokens, padded=padded)
 
     def _shrink(self, micro: MicroBatch, step: int, records: Records) -> None:
-        self.room.shrink(micro)
-        records.ran_out(step, self.room.budget)
-        self.room.require_alone()
+        self.backoff.shrink(micro)
+        records.ran_out(step, self.backoff.budget)
+        self.backoff.require_alone()
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint is due after a step."""
         return self._is_due(step, self.options.save_every)
 
-    def save(self, place: Place, records: Records, conditions: StopConditions) -> None:
-        """Saves a checkpoint; no step counts its time, and the clock of the next one restarts."""
-        records.save(place)
+    def save(
+        self, position: TrainingPosition, records: Records, conditions: StopConditions
+    ) -> None:
+        """Saves a checkpoint; its time counts for no step, and the save clock restarts."""
+        records.save(position)
         conditions.saving.restart()
         self.meter.restart()
 
-    def measure(self, place: Place, records: Records, conditions: StopConditions) -> Ending | None:
-        """Evaluates where it is due and there are rows for it; a stopped one is not recorded.
+    def measure(
+        self, position: TrainingPosition, records: Records, conditions: StopConditions
+    ) -> Ending | None:
+        """Evaluates if it is due and rows are held out; a stopped evaluation is not recorded.
 
-        Returns why it was stopped.
+        Returns the reason it was stopped for.
         """
-        is_due = place.step == 0 or self._is_due(place.step, self.options.eval_every)
+        is_due = position.step == 0 or self._is_due(position.step, self.options.eval_every)
         if not is_due or not self.feed.has_held_out:
             return None
         while True:
             try:
-                return self._measure(place, records, conditions)
-            except NoRoom as refusal:
+                return self._measure(position, records, conditions)
+            except MicroBatchTooLarge as refusal:
                 micro = refusal.micro
-            self._shrink(micro, place.step, records)
-            give_back()
+            self._shrink(micro, position.step, records)
+            release_cached_memory()
 
-    def _measure(self, place: Place, records: Records, conditions: StopConditions) -> Ending | None:
+    def _measure(
+        self, position: TrainingPosition, records: Records, conditions: StopConditions
+    ) -> Ending | None:
         samples = EvalSamples(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
         step, stopped = self._held_out_step(conditions)
         if not stopped:
@@ -252,13 +265,13 @@ class Loop:
                     self.recipe,
                     batches,
                     step=step,
-                    state=place.state,
+                    state=position.state,
                     samples=samples,
                 )
             stopped = batches.stopped
         if not stopped:
             named = {f"{EVAL}{name}": value for name, value in metrics.items()}
-            records.evaluated(place, named, samples.gather(self.engine.world))
+            records.evaluated(position, named, samples.gather(self.engine.world))
             reach("evaluation.done")
         self.meter.restart()
         return stopped
@@ -266,7 +279,7 @@ class Loop:
     def _held_out_step(self, conditions: StopConditions) -> tuple[Step, Ending | None]:
         """The totals of all held-out rows; runs the policy where a loss needs it."""
         size = self.feed.held_out_size()
-        if not asks_first(self.recipe):
+        if not needs_pre_pass(self.recipe):
             return whole_step(self.engine, self.recipe, (), size), None
         with self._held_out(conditions) as batches:
             step = whole_step(self.engine, self.recipe, batches, size)
@@ -279,21 +292,21 @@ class Loop:
             yield SynchronizedBatches(self.engine, batches, self.meter, conditions)
 
     def _lasting(self, result: StepResult) -> Means:
-        """What a step adds to its logged line: nothing if its loss is not finite."""
+        """The means a step adds to the next logged line: none if its loss is not finite."""
         is_sound = math.isfinite(reported(self.recipe, result.means)[LOSS])
         return finite(result.means) if is_sound else {}
 
-    def _judge(self, place: Place, result: StepResult, records: Records) -> None:
+    def _judge(self, position: TrainingPosition, result: StepResult, records: Records) -> None:
         if result.applied:
             self.failures = 0
             return
         self.failures += 1
-        records.not_applied(place, result.suspects)
+        records.not_applied(position, result.suspects)
         if self.failures >= self.options.nonfinite_limit:
             raise NonFiniteError(
-                f"Step {place.step}: the loss or a gradient was NaN or infinite, {self.failures} "
-                "times in a row. These steps updated nothing. Their rows are listed in "
-                "nonfinite.jsonl: look at them, lower train.lr, or use --dtype float32."
+                f"Step {position.step}: the loss or a gradient was NaN or infinite, "
+                f"{self.failures} times in a row. These steps updated nothing. Their rows are "
+                "listed in nonfinite.jsonl: look at them, lower train.lr, or use --dtype float32."
             )
 
     def _next(self, cursor: Cursor) -> Cursor:
@@ -302,5 +315,5 @@ class Loop:
         return Cursor(cursor.epoch + 1, 0)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Whether this step is one of every `every`, or the last."""
+        """Whether this step is a multiple of `every`, or the last."""
         return step >= self.total_steps or (bool(every) and step % every == 0)

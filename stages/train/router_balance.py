@@ -1,4 +1,4 @@
-"""How evenly a mixture's routers spread the tokens of a whole optimizer step over the experts."""
+"""Load balance of a mixture of experts over a whole optimizer step: router loss and metrics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...schemas.methods import Mean
 
 @dataclass(frozen=True)
 class RouterSums:
-    """The parts of a policy's `routing`, each of every layer."""
+    """The columns of a policy's `routing`, layer by layer."""
 
-    tokens: Tensor  # (layers, experts): how many go to each expert
+    tokens: Tensor  # (layers, experts): tokens routed to each expert
     probabilities: Tensor  # (layers, experts): sums over all tokens
     entropy: Tensor  # (layers,): the sum over all tokens
-    count: Tensor  # (layers,): how many tokens there are
+    count: Tensor  # (layers,): the number of tokens
 
 
 def router_sums(routing: Tensor) -> RouterSums:
-    """Takes a policy's `routing` apart."""
+    """The columns of a policy's `routing` by name."""
     experts = routing.shape[1] // 2 - 1
     return RouterSums(
         tokens=routing[:, :experts],
@@ -30,12 +30,12 @@ def router_sums(routing: Tensor) -> RouterSums:
     )
 
 
-def router_share(own: Tensor, step: Tensor) -> Tensor:
-    """What a micro-batch adds to the router loss of its step, with the gradient: ().
+def partial_router_loss(own: Tensor, step: Tensor) -> Tensor:
+    """The part of the step's router loss that a micro-batch adds, with the gradient: ().
 
-    The loss is the mean over layers of E sum_e f_e P_e. f_e is the share of the step's tokens that
-    go to expert e, P_e the mean of its probability over them, and f has no gradient. So it is a
-    sum over tokens once f is known of the whole step. https://arxiv.org/abs/2101.03961
+    The loss is the mean over layers of E sum_e f_e P_e. f_e is the fraction of the step's tokens
+    that go to expert e, P_e the mean of its probability over them, and f has no gradient. So it is
+    a sum over tokens once f is known for the whole step. https://arxiv.org/abs/2101.03961
     """
     whole = router_sums(step)
     experts = whole.tokens.shape[1]
@@ -45,14 +45,14 @@ def router_share(own: Tensor, step: Tensor) -> Tensor:
 
 
 def router_facts(step: Tensor) -> dict[str, Mean[Tensor]]:
-    """What is reported of the routers, of all tokens of a step or an evaluation together.
+    """Router metrics over all tokens of a step or an evaluation.
 
-    Each counts once, or not at all where there is no token.
+    Each counts once, or not at all if there is no token.
     """
     whole = router_sums(step)
     count = whole.count.clamp(min=1.0)
     values = {
-        "router/loss": router_share(step, step),
+        "router/loss": partial_router_loss(step, step),
         "router/entropy": (whole.entropy / count).mean(),
         "router/busiest": (whole.tokens / count[:, None]).max(),
         "router/unused": (whole.tokens == 0).double().mean(),

@@ -20,19 +20,19 @@ from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, read
 from ..methods.rewards import with_margin
 from ..model.copies import on_device
 from ..storage.failpoints import reach
-from .room import needing_room
-from .router_balance import router_facts, router_share
+from .memory_backoff import catching_out_of_memory
+from .router_balance import partial_router_loss, router_facts
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on every rank but for `suspects`."""
+    """The result of a step, the same on every rank except `suspects`."""
 
     applied: bool
     means: Means  # of everything that was measured
-    suspects: tuple[str, ...]  # ids of this rank's rows that may be why it was not applied
+    suspects: tuple[str, ...]  # ids of this rank's rows that may have prevented the update
     state: MethodState  # of the methods from here on
 
 
@@ -47,24 +47,26 @@ def train_step(
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
-    NoRoom is raised before anything has changed but gradients, which the caller clears.
-    `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
-    `router_loss` is the weight of the router loss, which the loss that is reported leaves out.
+    MicroBatchTooLarge is raised when nothing but gradients has changed; the caller clears them.
+    `seed` is (seed of the run, global step): with the rank and the micro-batch it seeds dropout.
+    `router_loss` is the weight of the router loss, which is not in the reported loss.
     """
     step = step_of(engine, recipe, batch, balances=router_loss > 0)
-    state_then = recipe.next_state(state, step.surveyed)
+    state_then = recipe.next_state(state, step.pre_pass)
     sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        with needing_room(micro):
+        with catching_out_of_memory(micro):
             branches = branches_of(engine, recipe, micro)
             outcome = recipe.outcome(branches, step, state_then)
-            share = _with_router_loss(outcome.share, branches, step, router_loss)
-            engine.backward(share, is_last=index == last)
+            loss = outcome.loss
+            if branches.routing is not None and step.routing is not None:
+                loss = loss + router_loss * partial_router_loss(branches.routing, step.routing)
+            engine.backward(loss, is_last=index == last)
         sums.add_outcome(outcome)
         sums.add_routing(branches.routing)
         losses.append(outcome.losses)
-    # The one place of a step where the host waits for its device.
+    # The only host-device sync of a step.
     means, after = sums.read(engine, state_then)
     if not math.isfinite(reported(recipe, means)[LOSS]):
         engine.skip()
@@ -79,21 +81,15 @@ def train_step(
     return StepResult(applied=True, means=means, suspects=(), state=after)
 
 
-def _with_router_loss(share: Tensor, branches: Branches, step: Step, weight: float) -> Tensor:
-    if branches.routing is None or step.routing is None:
-        return share
-    return share + weight * router_share(branches.routing, step.routing)
-
-
 def reported(recipe: Recipe, means: Means) -> dict[str, float]:
-    """The means, and the metrics computed from means: the loss of several parts, label margins."""
+    """The values of the means, with the metrics derived from them: summed loss, margins."""
     return with_margin(recipe.with_loss({name: mean.value for name, mean in means.items()}))
 
 
 def _suspects(batch: StepBatch, step: Step, losses: list[Tensor]) -> tuple[str, ...]:
-    """The rows of this rank with a loss, or a mismatched branch, that is not finite."""
-    shared = (step.mismatched, *step.surveyed.values())
-    values = [(micro, step.mismatched[micro.places]) for micro in batch.mismatched]
+    """This rank's rows with a loss, or a mismatched branch, that is not finite."""
+    shared = (step.mismatched, *step.pre_pass.values())
+    values = [(micro, step.mismatched[micro.step_indices]) for micro in batch.mismatched]
     # If a value of the whole step is not finite, no single row is to blame.
     if all(bool(value.isfinite().all()) for value in shared):
         values += zip(batch.own, losses, strict=True)
@@ -109,16 +105,16 @@ def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
 
 
 def _draw(*parts: int) -> int:
-    """A seed that depends on all parts and nothing else."""
+    """A seed that is a hash of all parts."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
-    """Runs the policy over a micro-batch."""
+    """The policy's branches of a micro-batch, by one forward pass."""
     rows = batch.block.rows
     assert reads(recipe.rows, rows.roles), f"rows of {recipe.name} are {recipe.rows}"
-    with needing_room(batch):
+    with catching_out_of_memory(batch):
         outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     device, per_branch = outputs["logps"].device, recipe.head == "score"
     lengths = on_device(rows.completions.lengths, device)
@@ -129,7 +125,7 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
         roles=on_device(rows.roles, device),
         scores=on_device(rows.scores, device).double(),
         rows=on_device(rows.row_of_branch, device),
-        places=on_device(batch.places, device),
+        step_indices=on_device(batch.step_indices, device),
         tokens=None if per_branch else _tokens(recipe, batch, lengths, outputs),
         columns={name: on_device(values, device) for name, values in rows.carried.items()},
         routing=outputs.get(ROUTING),
@@ -139,14 +135,14 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
 def step_of(engine: Engine, recipe: Recipe, batch: StepBatch, *, balances: bool = False) -> Step:
     """The values that all micro-batches of a step share, computed without gradients."""
     mismatched = _mismatched_ratios(engine, recipe, batch)
-    own = _run(engine, recipe, batch.own) if recipe.surveys or balances else []
+    own = _run(engine, recipe, batch.own) if recipe.has_pre_pass or balances else []
     return Step(
         rows=batch.rows,
         branches=batch.branches,
         tokens=batch.tokens,
         chosen_tokens=batch.chosen_tokens,
         mismatched=mismatched,
-        surveyed=_surveyed(engine, recipe, batch, own) if recipe.surveys else {},
+        pre_pass=_pre_pass(engine, recipe, batch, own) if recipe.has_pre_pass else {},
         routing=_routing(engine, own) if balances else None,
     )
 
@@ -168,11 +164,11 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
 
 
 @torch.no_grad()
-def _surveyed(
+def _pre_pass(
     engine: Engine, recipe: Recipe, batch: StepBatch, found: list[Branches]
 ) -> dict[str, Tensor]:
-    """The values of every own branch of the step that the recipe needs before any loss."""
-    values = _of_each(recipe.survey, batch.own, found)
+    """The recipe's pre-pass values of every own branch of the step."""
+    values = _of_each(recipe.pre_pass, batch.own, found)
     return {
         name: _in_step_order(engine, [value[name] for value in values], found, batch.branches)
         for name in values[0]
@@ -184,7 +180,7 @@ def _of_each(
 ) -> list[T]:
     values: list[T] = []
     for micro, branches in zip(batches, found, strict=True):
-        with needing_room(micro):
+        with catching_out_of_memory(micro):
             values.append(compute(branches))
     return values
 
@@ -203,9 +199,9 @@ def _in_step_order(
     Bit-identical for any split of the step: each rank scatters its values into a vector of zeros,
     and an all-reduce adds the vectors up.
     """
-    places = [branches.places for branches in found if branches.places is not None]
+    indices = [branches.step_indices for branches in found if branches.step_indices is not None]
     joined = torch.cat(values).double()
-    whole = joined.new_zeros(count).index_copy(0, torch.cat(places), joined)
+    whole = joined.new_zeros(count).index_copy(0, torch.cat(indices), joined)
     return engine.total(whole)
 
 
@@ -230,12 +226,12 @@ Means = dict[str, Mean[float]]
 
 
 class Sums:
-    """What the micro-batches of a step, or of an evaluation, add up to, by name."""
+    """Sums over the micro-batches of a step or of an evaluation, by name."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Mean[Tensor]] = {}
-        self._shares: dict[str, Mean[Tensor]] = {}  # their counts are of the whole step already
-        self._facts: dict[str, Mean[Tensor]] = {}  # the same of each micro-batch and rank
+        self._losses: dict[str, Mean[Tensor]] = {}  # their counts are of the whole step already
+        self._facts: dict[str, Mean[Tensor]] = {}  # equal for each micro-batch and rank
         self._routing: Tensor | None = None  # of a mixture of experts
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
@@ -246,9 +242,9 @@ class Sums:
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Adds the outcome of one micro-batch."""
-        for name, share in outcome.shares.items():
-            before = self._shares[name].total if name in self._shares else 0.0
-            self._shares[name] = replace(share, total=share.total.double() + before)
+        for name, loss in outcome.loss_sums.items():
+            before = self._losses[name].total if name in self._losses else 0.0
+            self._losses[name] = replace(loss, total=loss.total.double() + before)
         self._facts |= outcome.facts
         self.add(outcome.metrics)
 
@@ -258,15 +254,15 @@ class Sums:
             self._routing = routing.detach() + (0.0 if self._routing is None else self._routing)
 
     def means(self, engine: Engine) -> Means:
-        """Over all ranks; names without a value are left out.
+        """The means over all ranks, without names that have no value.
 
         Every rank has the same names: a method reports the same names for any rows.
         """
         return self.read(engine, {})[0]
 
     def read(self, engine: Engine, state: StepState) -> tuple[Means, MethodState]:
-        """The means and the methods' state; the host waits for its device once, for both."""
-        summed = self._metrics | self._shares
+        """The means and the methods' state, both by one host-device sync."""
+        summed = self._metrics | self._losses
         if not summed:
             return {}, {}
         # In the same order on every rank.
@@ -284,7 +280,7 @@ class Sums:
         left = iter(torch.cat([reduced[: len(own)], *numbers]).tolist())
         totals = {name: next(left) for name in names}
         counts = {name: next(left) for name in counted}
-        counts |= {name: float(share.count) for name, share in self._shares.items()}
+        counts |= {name: float(loss.count) for name, loss in self._losses.items()}
         means = {name: Mean(totals[name], counts[name]) for name in names}
         means |= {name: Mean(next(left), next(left)) for name in once}
         after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
@@ -292,7 +288,7 @@ class Sums:
 
 
 def _tensor_of(number: float | Tensor, like: Tensor) -> Tensor:
-    """The number as () on the device of another; a plain one is filled in, and not copied."""
+    """The number as a tensor () on the device of `like`; filled in, without a copy."""
     return number.double() if isinstance(number, Tensor) else like.new_full((), number)
 
 
@@ -303,7 +299,7 @@ def added(some: Means, others: Means) -> Means:
 
 
 def finite(means: Means) -> Means:
-    """The means of what is finite."""
+    """The means that are finite."""
     return {name: mean for name, mean in means.items() if math.isfinite(mean.total)}
 
 
@@ -322,7 +318,7 @@ def learning_rate(step: int, total_steps: int, options: TrainOptions) -> float:
 
 
 def warmup_steps(total_steps: int, options: TrainOptions) -> int:
-    """Below 1 `warmup` is a share of all steps, from 1 on a number of them."""
+    """The number of warmup steps: `warmup` below 1 is a fraction of all steps."""
     if options.warmup < 1:
         # Rounded first: 0.07 * 100 is a little above 7 in floating point.
         return math.ceil(round(options.warmup * total_steps, 6))

@@ -1,4 +1,4 @@
-"""The batches that all ranks take in step, and the reasons to stop or to save before one."""
+"""Batches synchronized over the ranks, with the reasons to stop or to save before one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to 
 
 
 class SaveClock:
-    """Whether a checkpoint is due by time; the ranks agree on it as they agree on stopping."""
+    """The clock of checkpoints that are saved by time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds or math.inf
         self.restart()
 
     def restart(self) -> None:
-        """Counts from now."""
+        """Restarts the clock."""
         self._since = time.monotonic()
 
     def is_due(self) -> bool:
@@ -49,7 +49,7 @@ class StopConditions:
 
 
 class SynchronizedBatches:
-    """Batches that all ranks take in step, until there are no more or some rank has to stop."""
+    """Batches that all ranks take together, until they end or any rank has to stop."""
 
     def __init__(
         self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
@@ -73,7 +73,7 @@ class SynchronizedBatches:
 def next_batch(
     engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
 ) -> tuple[StepBatch | None, Sign | None]:
-    """The next batch, if there is one, and whether some rank has a reason to stop or save first."""
+    """The next batch, if there is one, and any rank's reason to stop or save before it."""
     failure: AlignError | None = None
     batch: StepBatch | None = None
     with meter.waiting():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Times steps; the time between two laps belongs to the later one."""
+    """The times of steps; the time between two laps belongs to the later one."""
 
     def __init__(self, *, pads: bool) -> None:
         self.pads = pads  # whether a micro-batch is padded to its longest row
@@ -63,7 +63,7 @@ STATUS = Path("/proc/self/status")
 
 
 def forget_peak() -> None:
-    """Resets the peak of memory, if the system allows it."""
+    """Resets the peak memory counters, if the system allows it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
@@ -78,7 +78,7 @@ def peak_mib() -> float:
         for line in STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
-    # The second choice: a process that was forked begins with its parent's.
+    # Only a fallback: a forked process begins with its parent's peak.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -86,7 +86,7 @@ MEGA = 1e6
 
 
 class Machine:
-    """The load of rank zero's machine; CPU shares are those since the last reading."""
+    """The load of rank zero's machine; CPU utilization is measured since the last call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,7 +94,7 @@ class Machine:
             psutil.cpu_percent()
 
     def now(self) -> dict[str, float]:
-        """One reading; empty if the system does not give it."""
+        """The system metrics now; empty if the system does not provide them."""
         try:
             seen = {**self._seen(), **dict(_device())}
         except (OSError, psutil.Error):

@@ -20,7 +20,7 @@ from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
 from align.stages.storage.verify_cache import check_shard
-from align.stages.train.evaluation import EvalSamples, asks_first, evaluate, whole_step
+from align.stages.train.evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
 from align.stages.train.step import train_step
 from support.pretended_device import DEVICE, WAITS, Pretended, PretendedDevice
 from support.shard_cache import settings_of
@@ -160,7 +160,7 @@ def step_on(device, cache, method, layout, loaded):
 def evaluated(engine, recipe, feed):
     """The means over the held-out rows."""
     with feed.held_out() as batches:
-        first = batches if asks_first(recipe) else ()
+        first = batches if needs_pre_pass(recipe) else ()
         step = whole_step(engine, recipe, first, feed.held_out_size())
     samples = EvalSamples(most_rows=2, keeps_ids=False)
     with feed.held_out() as batches:

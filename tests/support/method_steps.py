@@ -108,7 +108,7 @@ def _made(tokens, roles, scores, rows, columns, *, sums=None):
         roles=torch.tensor(roles, dtype=torch.int8),
         scores=_tensor([torch.nan] * len(roles) if scores is None else scores),
         rows=rows,
-        places=torch.arange(len(roles)),
+        step_indices=torch.arange(len(roles)),
         tokens=tokens,
         columns={name: _tensor(values) for name, values in (columns or {}).items()},
     )
@@ -230,7 +230,7 @@ def part(whole, rows):
     counts = whole.tokens.counts
     spans = torch.arange(int(counts.sum())).split(counts.tolist())
     here = torch.cat([*(spans[branch] for branch in own.tolist()), counts[:0]])
-    of_branches = ("logps", "reference", "num_tokens", "roles", "scores", "places")
+    of_branches = ("logps", "reference", "num_tokens", "roles", "scores", "step_indices")
     of_tokens = ("logps", "reference", "values", "purity")
     return Branches(
         **{name: getattr(whole, name)[own] for name in of_branches},
@@ -259,7 +259,7 @@ def num_rows(whole):
     return len(whole.rows.unique())
 
 
-def step_of(whole, mismatched=(), surveyed=None):
+def step_of(whole, mismatched=(), pre_pass=None):
     """The facts of a step that consists of these branches."""
     return Step(
         rows=num_rows(whole),
@@ -267,7 +267,7 @@ def step_of(whole, mismatched=(), surveyed=None):
         tokens=int(whole.num_tokens.sum()),
         chosen_tokens=int(whole.num_tokens[is_good(whole)].sum()),
         mismatched=_tensor(mismatched),
-        surveyed=surveyed or {},
+        pre_pass=pre_pass or {},
     )
 
 
@@ -294,24 +294,24 @@ def take(method, whole, *, options=None, modifiers=None, **how):
 
 
 def take_recipe(recipe, whole, *, assignment=None, mismatched=(), state=None):
-    """Runs a step as the trainer does: survey, state, losses; sums first, and divides once.
+    """Runs a step as the trainer does: pre-pass, state, losses; sums first, and divides once.
 
     `assignment` lists the rows of each micro-batch.
     """
     assignment = assignment or [range(num_rows(whole))]
     micros = [_as_shown(part(whole, rows), recipe) for rows in assignment]
     with torch.no_grad():
-        found = [recipe.survey(micro) for micro in micros]
-    order = torch.cat([micro.places for micro in micros]).argsort()
-    surveyed = {name: torch.cat([one[name] for one in found])[order] for name in found[0]}
-    step = step_of(whole, mismatched, surveyed)
-    now = recipe.next_state(state or {}, step.surveyed)
+        found = [recipe.pre_pass(micro) for micro in micros]
+    order = torch.cat([micro.step_indices for micro in micros]).argsort()
+    pre_pass = {name: torch.cat([one[name] for one in found])[order] for name in found[0]}
+    step = step_of(whole, mismatched, pre_pass)
+    now = recipe.next_state(state or {}, step.pre_pass)
     for leaf in _leaves(whole):
         leaf.grad = None
     outcomes = []
     for micro in micros:
         outcome = recipe.outcome(micro, step, now)
-        outcome.share.backward()
+        outcome.loss.backward()
         outcomes.append(outcome)
     return _summed(recipe, whole, micros, outcomes, now)
 
@@ -335,7 +335,7 @@ def _summed(recipe, whole, micros, outcomes, state):
             counts[name] = counts.get(name, 0.0) + float(one.count)
             if not isinstance(metric, Mean):
                 values[name] = torch.cat([values.get(name, metric[:0]), metric])
-        for name, share in outcome.shares.items():
+        for name, share in outcome.loss_sums.items():
             totals[name] += share.total.item()
             counts[name] = share.count
         for name, fact in outcome.facts.items():
@@ -347,7 +347,7 @@ def _summed(recipe, whole, micros, outcomes, state):
     )
     return Taken(
         losses=_in_step_order(micros, [outcome.losses for outcome in outcomes]),
-        loss=sum(outcome.share.item() for outcome in outcomes),
+        loss=sum(outcome.loss.item() for outcome in outcomes),
         gradient=by_branch,
         token_gradient=by_token + by_branch.repeat_interleave(whole.tokens.counts),
         value_gradient=by_value,
@@ -360,13 +360,13 @@ def _summed(recipe, whole, micros, outcomes, state):
 
 def _in_step_order(micros, losses):
     """Losses of rows or of branches, wherever the rows were dealt to."""
-    places = [
-        micro.places
-        if len(own) == len(micro.places)
-        else micro.places[micro.rows.diff(prepend=micro.rows[:1] - 1) != 0]
+    indices = [
+        micro.step_indices
+        if len(own) == len(micro.step_indices)
+        else micro.step_indices[micro.rows.diff(prepend=micro.rows[:1] - 1) != 0]
         for micro, own in zip(micros, losses, strict=True)
     ]
-    return torch.cat(losses)[torch.cat(places).argsort()]
+    return torch.cat(losses)[torch.cat(indices).argsort()]
 
 
 def _leaves(whole):

@@ -30,15 +30,15 @@ from align.stages.engine.distributed import in_groups
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
 from align.stages.storage.verify_cache import check_shard
-from align.stages.train.loop import Loop, Place, train
-from align.stages.train.room import Room
+from align.stages.train.loop import Loop, TrainingPosition, train
+from align.stages.train.memory_backoff import MemoryBackoff
 from align.stages.train.synchronized import StopConditions
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
 
 SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, intermediate_size=48)
 ROWS = 54
-START = Place(0, Cursor(0, 0))
+START = TrainingPosition(0, Cursor(0, 0))
 NEVER = StopConditions(lambda: False, math.inf)
 ALONE = World(0, 1, 0)
 # What depends on the machine, and what tells how a step was cut.
@@ -173,7 +173,7 @@ def loop_of(session):
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
-        room=Room(pads=session.feed.settings.pads, ranks=session.world.size),
+        backoff=MemoryBackoff(pads=session.feed.settings.pads, ranks=session.world.size),
     )
 
 

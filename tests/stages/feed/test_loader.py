@@ -49,7 +49,7 @@ def seen_in(micro):
             )
             index += 1
         rows.append(branches)
-    assert index == len(micro.block.rows.roles) == len(micro.places)
+    assert index == len(micro.block.rows.roles) == len(micro.step_indices)
     return rows
 
 
@@ -109,7 +109,7 @@ def in_order(step, side="own"):
     for batch in step:
         for micro in getattr(batch, side):
             branches = [branch for row in seen_in(micro) for branch in row]
-            placed |= dict(zip(micro.places.tolist(), branches, strict=True))
+            placed |= dict(zip(micro.step_indices.tolist(), branches, strict=True))
     return [placed[place] for place in range(len(placed))]
 
 
@@ -191,7 +191,7 @@ def test_any_step_can_be_gone_on_from(mixed):
 
     def content(batches):
         micros = [(batch, micro) for batch in batches for micro in (*batch.own, *batch.mismatched)]
-        return [(one.cursor, one.rows, seen_in(m), m.places.tolist()) for one, m in micros]
+        return [(one.cursor, one.rows, seen_in(m), m.step_indices.tolist()) for one, m in micros]
 
     feed = feed_of(opened(mixed), batch_size=5, epochs=2, world=3, rank=1)
     with feed.steps(Cursor(0, 0)) as steps:

@@ -12,7 +12,7 @@ from support.method_steps import MISMATCHED, each, random_branches, take
 
 pytestmark = pytest.mark.numeric
 
-# Of the good or of the bad branches; `seen` is r as a survey before the step found it.
+# Of the good or of the bad branches; `seen` is r as the pre-pass of the step found it.
 Side = namedtuple("Side", "lp ref n r m s seen")
 
 

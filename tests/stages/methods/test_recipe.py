@@ -125,7 +125,7 @@ def test_weights_of_labels_are_resolved_in_every_part():
 def test_each_part_sees_and_remembers_its_own_only():
     whole = random_branches("paired", 4)
     recipe = recipe_of("bco+aot+aot_unpaired", {})
-    names = {name.partition("/")[0] for name in recipe.survey(whole)}
+    names = {name.partition("/")[0] for name in recipe.pre_pass(whole)}
     assert names == {"bco", "aot", "aot_unpaired"}
     taken = take_recipe(recipe, whole, state={"bco": (3.0, 0.5)})
     assert taken.state.keys() == {"bco"}

@@ -13,7 +13,7 @@ from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.router_watch import RouterWatch
-from align.stages.train.router_balance import router_facts, router_share
+from align.stages.train.router_balance import partial_router_loss, router_facts
 from support.families import MIXTURES, TREE_FAMILIES, mixed_trees, tiny_model
 
 pytestmark = pytest.mark.numeric
@@ -67,7 +67,7 @@ def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut():
     own = deepcopy(model)
     own.set_experts_implementation("eager")  # the other one has no float64
     exact = oracle(own.double(), trees)
-    loss = router_share(exact, exact.detach())
+    loss = partial_router_loss(exact, exact.detach())
     loss.backward()
     wanted = dict(own.named_parameters())
     for cuts, recomputes in ((1, True), (2, False), (4, True)):
@@ -78,7 +78,7 @@ def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut():
         with torch.no_grad():
             step = sum(policy(part)[ROUTING] for part in parts)
         for part in parts:
-            router_share(policy(part)[ROUTING], step).backward()
+            partial_router_loss(policy(part)[ROUTING], step).backward()
         assert float(router_facts(step)["router/loss"].value) == pytest.approx(
             loss.item(), rel=1e-6
         )
@@ -162,7 +162,7 @@ def outcome(name, device, dtype):
     turn_dropout_off(model)
     policy = Policy(model, balanced=True)
     logps, routing = policy(mixed_trees())
-    (logps.double().sum() / 100 + router_share(routing, routing.detach())).backward()
+    (logps.double().sum() / 100 + partial_router_loss(routing, routing.detach())).backward()
     gradients = [one.grad.flatten() for one in policy.parameters() if one.grad is not None]
     return [one.detach().double().cpu() for one in (logps, routing, torch.cat(gradients))]
 

@@ -9,7 +9,7 @@ import pytest
 from align.schemas.batches import Cursor
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train import throughput
-from align.stages.train.loop import Place, train
+from align.stages.train.loop import TrainingPosition, train
 from align.stages.train.synchronized import StopConditions
 from support.training_world import NEVER, START, Recorded, job_of, learn, loop_of, session_of
 
@@ -35,7 +35,7 @@ def steps(recorded):
 
 
 def at(step):
-    return Place(step, Cursor(*divmod(step, 3)))
+    return TrainingPosition(step, Cursor(*divmod(step, 3)))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from ...schemas.errors import MemoryLimitError
 from ..model.live_memory import is_out_of_memory
 
 
-class NoRoom(Exception):  # noqa: N818 - a request to try again with less
-    """Memory ran out while a micro-batch was run."""
+class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with less
+    """Out of memory while a micro-batch was run."""
 
     def __init__(self, micro: MicroBatch) -> None:
         super().__init__()
@@ -22,37 +22,37 @@ class NoRoom(Exception):  # noqa: N818 - a request to try again with less
 
 
 @contextmanager
-def needing_room(micro: MicroBatch) -> Iterator[None]:
-    """Raises NoRoom where torch says that there is no memory left."""
+def catching_out_of_memory(micro: MicroBatch) -> Iterator[None]:
+    """Raises MicroBatchTooLarge instead of torch's out-of-memory error."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise NoRoom(micro) from error
+        raise MicroBatchTooLarge(micro) from error
 
 
 @dataclass
-class Room:
-    """The largest micro-batches that fit, once memory has run out."""
+class MemoryBackoff:
+    """The token budget of micro-batches that fit, halved each time memory runs out."""
 
     pads: bool  # whether a micro-batch is padded to its longest row
     ranks: int = 1
-    sharing: int = 1  # ranks that share a micro-batch; what fits is counted per rank
-    advice: tuple[str, ...] = ()  # what takes less memory and is not in use yet
+    sequence_parallel: int = 1  # ranks that share a micro-batch; the budget is per rank
+    advice: tuple[str, ...] = ()  # settings that take less memory and are not in use yet
     budget: int = 0  # tokens; 0: as planned
     times: int = 0  # that memory ran out
 
     def shrink(self, micro: MicroBatch) -> None:
-        """Allows half of what did not fit; a row that is alone cannot be cut."""
+        """Halves the tokens of the micro-batch that did not fit; a single row cannot be cut."""
         sizes = [tree.num_tokens for tree in micro.trees]
         if len(sizes) < 2:
             raise MemoryLimitError(self._too_long(micro))
         tokens = len(sizes) * max(sizes) if self.pads else sum(sizes)
-        self.budget, self.times = max(1, tokens // 2 // self.sharing), self.times + 1
+        self.budget, self.times = max(1, tokens // 2 // self.sequence_parallel), self.times + 1
 
     def require_alone(self) -> None:
-        """Ends a run of several ranks: the others wait where this one will not come any more."""
+        """Ends a run of several ranks: the others wait in a collective that this one has left."""
         if self.ranks > 1:
             raise MemoryLimitError(
                 "Memory ran out on this rank while the others waited for it in the same step, "
@@ -62,7 +62,7 @@ class Room:
             )
 
     def no_update(self) -> str:
-        """The message where memory runs out in an update."""
+        """The message for out of memory in an update."""
         return (
             "Memory ran out while the weights were updated: smaller micro-batches do not help. "
             f"The update may be half made, so the run ends here. {self._less()} Then start again "
@@ -83,7 +83,7 @@ class Room:
         return f"What takes less: {'; '.join(self.advice)}."
 
 
-def give_back() -> None:
-    """Gives the memory that torch keeps for later back to the device."""
+def release_cached_memory() -> None:
+    """Returns the memory that torch caches to the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -11,7 +11,11 @@ from align.stages.methods.recipe import Recipe
 from align.stages.model.live_memory import is_out_of_memory
 from align.stages.model.logprobs import causal_model
 from align.stages.train.loop import train
-from align.stages.train.room import NoRoom, Room, needing_room
+from align.stages.train.memory_backoff import (
+    MemoryBackoff,
+    MicroBatchTooLarge,
+    catching_out_of_memory,
+)
 from support.training_world import NEVER, START, Recorded, facts, job_of, loop_of, session_of
 
 ROOM = 440  # tokens: of the rows of the first step, which are 861, half fits
@@ -102,7 +106,7 @@ def test_a_step_is_repeated_as_if_it_had_been_planned_so(
 
 
 @pytest.mark.parametrize(
-    ("method", "part"), [("dpo", "outcome"), ("bco", "survey"), ("kto", "ratios")]
+    ("method", "part"), [("dpo", "outcome"), ("bco", "pre_pass"), ("kto", "ratios")]
 )
 def test_a_loss_that_does_not_fit_is_computed_of_fewer_rows(
     session_with, monkeypatch, method, part
@@ -125,7 +129,10 @@ def test_a_loss_that_does_not_fit_is_computed_of_fewer_rows(
 def refused(session, where="", *, most=ROOM, ranks=1):
     """What is said as the run ends, and what was noted before."""
     loop, recorded = loop_of(session), Recorded()
-    loop.room.ranks, loop.room.advice = ranks, ("--set train.gradient_checkpointing=true", "LoRA")
+    loop.backoff.ranks, loop.backoff.advice = (
+        ranks,
+        ("--set train.gradient_checkpointing=true", "LoRA"),
+    )
     with scarce(session, where, most=most), pytest.raises(MemoryLimitError) as raised:
         train(loop, start=START, records=recorded, conditions=NEVER)
     return str(raised.value), recorded.shrunk
@@ -159,14 +166,17 @@ def test_what_torch_says_where_no_memory_is_left_asks_for_less_and_no_other_erro
         "size mismatch": False,
     }.items():
         assert is_out_of_memory(RuntimeError(words)) == is_one
-        with pytest.raises(NoRoom if is_one else RuntimeError), needing_room(None):
+        with (
+            pytest.raises(MicroBatchTooLarge if is_one else RuntimeError),
+            catching_out_of_memory(None),
+        ):
             raise RuntimeError(words)
 
 
 def test_half_of_what_did_not_fit_is_allowed():
     trees = tuple(SimpleNamespace(num_tokens=tokens) for tokens in (30, 50, 20))
-    packed, padded = Room(pads=False), Room(pads=True)
-    shared = Room(pads=False, ranks=4, sharing=2)
+    packed, padded = MemoryBackoff(pads=False), MemoryBackoff(pads=True)
+    shared = MemoryBackoff(pads=False, ranks=4, sequence_parallel=2)
     for room in (packed, padded, shared):
         room.shrink(SimpleNamespace(trees=trees))
     assert (packed.budget, padded.budget) == (50, 75)  # (30 + 50 + 20) / 2 and 3 x 50 / 2
