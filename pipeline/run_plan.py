@@ -207,7 +207,7 @@ def _of_cache(config: Config, recipe: Recipe) -> _Rows:
         count=len(index.train),
         held_out=len(index.held_out),
         policy=replace(config.model, path=path, adapter="", device_map="", tensor_parallel=1),
-        scoring=Scoring(own, index.levels * completions),
+        scoring=Scoring(own, index.num_partners * completions),
     )
 
 
@@ -222,7 +222,7 @@ def _given(config: Config, recipe: Recipe, rows: GivenRows) -> _Rows:
     read = max(1, levels) if "mismatched" in recipe.needs else 0
     stored = rows.prompt + 2 * rows.completion
     return _Rows(
-        table=even_rows(max(1, min(learned, MOST_MADE_ROWS)), shape, levels=read),
+        table=even_rows(max(1, min(learned, MOST_MADE_ROWS)), shape, num_partners=read),
         count=max(1, learned),
         held_out=rows.count - learned,
         policy=replace(config.model, path=local_model(path), adapter="", device_map=""),

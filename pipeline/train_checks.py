@@ -17,7 +17,7 @@ from ..schemas.samples import Drawing
 from ..schemas.train_options import LoraOptions, TrainOptions
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ..stages.engine.optimizers import KINDS
-from ..stages.feed.conversions import Reading, ScoreRules, Threshold
+from ..stages.feed.conversions import ReadSpec, ScoreRules, Threshold
 from ..stages.feed.train_source import TrainSource
 from ..stages.model.quantized_base import require_bitsandbytes
 from ..stages.storage.cache_folder import CacheFolder
@@ -183,9 +183,9 @@ def sampling_note(recipe: Recipe, manifest: Manifest) -> str:
     return f"samples: {', '.join(lines)}; {recipe.name} divides by the reference at temperature 1"
 
 
-def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> Reading:
+def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
     """How stored rows are read; `policy` is the folder of the policy, for its tokenizer."""
-    return Reading(
+    return ReadSpec(
         kind=recipe.rows,
         mismatched="mismatched" in recipe.needs,
         eval_fraction=train.eval_fraction,
@@ -205,7 +205,7 @@ def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> 
     """Refuses rows longer than the policy's last position; None: it has no limit."""
     if last is None or source.index.longest <= last:
         return
-    more = max(map(len, source.reading.context.values()), default=0)
+    more = max(map(len, source.spec.context.values()), default=0)
     added = (
         f", {more} of them those that {recipe.name} puts behind a prompt (method.good_token and "
         "method.bad_token)"

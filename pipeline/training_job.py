@@ -14,7 +14,7 @@ from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.train_options import TrainOptions
 from ..stages.engine.deepspeed_config import Circumstances, engine_config, stage_of
-from ..stages.feed.conversions import Reading
+from ..stages.feed.conversions import ReadSpec
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
 from ..stages.methods.recipe import Recipe
@@ -50,7 +50,7 @@ class TrainingJob:
 
     config: Config
     recipe: Recipe  # its `auto` is not resolved yet
-    reading: Reading
+    reading: ReadSpec
     cache: CacheFolder
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None

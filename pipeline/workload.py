@@ -89,7 +89,7 @@ def feed_settings(
     )
 
 
-def even_rows(count: int, shape: RowShape, *, levels: int) -> RowTable:
+def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
     """Rows of one shape, each completion with so many mismatched partners of its length."""
     branches = len(shape.completions)
     lengths = np.tile(np.array(shape.completions, np.int32), count)
@@ -99,12 +99,12 @@ def even_rows(count: int, shape: RowShape, *, levels: int) -> RowTable:
 
     return RowTable(
         group_offsets=np.array([0, count]),
-        places=np.arange(count, dtype=np.int32),
+        index_in_group=np.arange(count, dtype=np.int32),
         prompt_tokens=each(shape.prompt),
         own_tokens=each(sum(shape.completions)),
         chosen_tokens=each(shape.completions[0]),
         branch_offsets=np.arange(count + 1) * branches,
-        mismatched_tokens=np.repeat(lengths[:, None], levels, axis=1),
+        mismatched_tokens=np.repeat(lengths[:, None], num_partners, axis=1),
     )
 
 
@@ -159,7 +159,7 @@ def _mismatched(one_pass: Pass, plan: StepPlan) -> int:
         return 0
     branches = table.branch_offsets[plan.rows[pairs.rows]] + pairs.branches
     prompts = table.prompt_tokens[plan.rows[plan.paired_rows]].sum(dtype=np.int64)
-    return int(prompts + table.mismatched_tokens[branches, pairs.levels].sum(dtype=np.int64))
+    return int(prompts + table.mismatched_tokens[branches, pairs.partners].sum(dtype=np.int64))
 
 
 def _scaled(tokens: Sequence[int], share: float) -> int:

@@ -202,30 +202,30 @@ class StoredKind(IntEnum):
 
 @dataclass(frozen=True)
 class BranchLayout:
-    """The places of own branches among all branches of some stored rows.
+    """The layout of the branches of stored rows.
 
-    Own branches lead a row; after them come all first mismatches, all second ones, ...
+    A row has its own branches first, then all first mismatches, all second ones, ...
     """
 
-    starts: NDArray[np.int64]  # (rows,) the first own branch
+    starts: NDArray[np.int64]  # (rows,) index of the first own branch
     num_own: NDArray[np.int64]  # (rows,)
-    levels: int  # mismatches of each own branch
+    num_partners: int  # mismatches of each own branch
     kinds: NDArray[np.int8]  # (rows,) as `StoredKind` numbers them
 
 
 def branch_layout(
     roles: NDArray[np.int8], branch_offsets: NDArray[np.int64], *, source: str
 ) -> BranchLayout:
-    """Reads the layout of stored rows off the roles of their branches."""
+    """The layout of stored rows, from the roles of their branches."""
     starts, num_all = branch_offsets[:-1], np.diff(branch_offsets)
     is_own = roles != Role.MISMATCHED
     num_own = np.diff(offsets_of(is_own)[branch_offsets])
     _require_kind(bool(num_own.all()), source)
-    levels = int(num_all[0] // num_own[0]) - 1 if len(starts) else 0
-    _require_kind(bool((num_all == num_own * (1 + levels)).all()), source)
+    num_partners = int(num_all[0] // num_own[0]) - 1 if len(starts) else 0
+    _require_kind(bool((num_all == num_own * (1 + num_partners)).all()), source)
     own = joined_ranges(starts, num_own)
     _require_kind(bool(is_own[own].all()), source)
-    return BranchLayout(starts, num_own, levels, _kinds(roles[own], num_own, source))
+    return BranchLayout(starts, num_own, num_partners, _kinds(roles[own], num_own, source))
 
 
 def _kinds(own: NDArray[np.int8], num_own: NDArray[np.int64], source: str) -> NDArray[np.int8]:

@@ -1,10 +1,11 @@
-"""The order of an epoch's rows, by arithmetic: no array of all rows is ever made.
+"""The order of an epoch's rows, computed by arithmetic, without an array of all rows.
 
-Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader holds
-a window, and finding the row at a position costs a search among the windows and one window's sort.
+Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader keeps
+one window, and finding the row at a position costs a search among the windows and one window's
+sort.
 
-Generators change between versions of numpy; these few integer operations cannot. Their map of 64
-bits onto 64 bits is one to one, so no two numbers share a hash and every sort gives one order.
+Generators change between versions of numpy; these integer operations do not. They permute the
+64-bit numbers, so no two share a hash and every sort gives one order.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ class Order:
     """Rows by position; row numbers count through the row groups as they are stored."""
 
     group_offsets: NDArray[np.int64]  # (row groups + 1,) row numbers
-    groups: NDArray[np.int64]  # those that hold rows, as they are read
+    groups: NDArray[np.int64]  # the row groups that are not empty, in reading order
     window_offsets: NDArray[np.int64]  # (windows + 1,) positions
-    key: int | None  # orders the rows inside windows; None: they stay as they are stored
+    key: int | None  # permutes the rows inside windows; None: stored order
 
     def __len__(self) -> int:
         return int(self.window_offsets[-1])
 
     @property
     def num_windows(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         return len(self.window_offsets) - 1
 
     def window_at(self, position: int) -> int:
-        """The window that holds a position."""
+        """The index of the window that contains a position."""
         return int(np.searchsorted(self.window_offsets, position, side="right")) - 1
 
     def groups_of(self, window: int) -> NDArray[np.int64]:
@@ -62,14 +63,14 @@ class Order:
 
 
 def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int) -> Order:
-    """The order of one epoch; it depends on how rows are grouped, not on their log-probs."""
+    """The order of one epoch, which depends on the row groups and the seed only."""
     key = key_of("order of rows", seed, epoch)
     groups = shuffled(_filled(group_offsets), key_of("order of row groups", seed, epoch))
     return _order(group_offsets, groups, key)
 
 
 def stored_order(group_offsets: NDArray[np.int64]) -> Order:
-    """Every row where it is stored."""
+    """The order in which rows are stored."""
     return _order(group_offsets, _filled(group_offsets), None)
 
 
@@ -89,13 +90,13 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def key_of(*parts: str | int) -> int:
-    """A 64-bit key that depends on all parts."""
+    """A 64-bit hash of all parts."""
     text = "\0".join(map(str, parts))
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
 
 
 def shuffled(numbers: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-    """The numbers in an order that depends on them and the key only."""
+    """The numbers, permuted in an order that depends on them and the key only."""
     return numbers[np.argsort(_mixed(numbers, key))]
 
 

@@ -1,8 +1,8 @@
 """The feed of the training loop: the batches of each step, read in a background thread.
 
 Rows are kept in memory until their steps have run. A micro-batch keeps its rows in step order. So
-its branches' places ascend, and with one rank and a large budget it is the step itself: the
-assignment decides where a row runs, never in which order rows are summed.
+its branches' step indices ascend, and with one rank and a large budget it is the step itself: the
+assignment decides where a row runs, never the order in which rows are summed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.rows import ScoredBlock
 from ..storage.shards import open_shard, read_block, row_ids
-from .cache_index import RowTable, naming_unit
+from .cache_index import GroupLocation, RowTable, naming_unit
 from .row_selection import as_read
 from .smaller_batches import cut_smaller
 from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass
@@ -33,7 +33,7 @@ Steps = AbstractContextManager[Iterator[StepBatch]]
 
 @dataclass(frozen=True)
 class CacheFeed:
-    """Training rows, and rows held out of them or of another cache."""
+    """The batches of training rows, and of rows held out of them or from another cache."""
 
     source: TrainSource
     held_out_source: TrainSource
@@ -47,7 +47,7 @@ class CacheFeed:
 
     @property
     def has_held_out(self) -> bool:
-        """Whether there is something to evaluate on."""
+        """Whether there are rows to evaluate on."""
         return self.held_out_source.eval_rows > 0
 
     def held_out_size(self) -> StepSize:
@@ -71,7 +71,7 @@ class CacheFeed:
 
 @dataclass(frozen=True)
 class _Load:
-    """Steps that become whole with the same window, and the rows this rank needs for them."""
+    """The steps that one window completes, and the rows this rank needs for them."""
 
     one_pass: Pass
     plans: list[StepPlan]
@@ -91,7 +91,7 @@ def _batches(loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
     for load in loads:
         for plan in load.plans:
             yield step_batch(plan, load.buffer, load.one_pass.table, rank=rank)
-        del load  # before the next is asked for: memory holds one in use
+        del load  # before the next one is requested, so that only one is in memory
 
 
 def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor) -> Iterator[_Load]:
@@ -103,7 +103,7 @@ def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor)
 
 
 def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Load]:
-    """Reads window after window; rows of a step that continues in the next window are kept."""
+    """Loads of steps, window by window; rows of a step that continues in the next are kept."""
     planned, waiting, pieces = first_step, list[StepPlan](), list[Piece]()
     order, size = one_pass.order, one_pass.settings.batch_size
     for window in range(order.window_at(first_step * size), order.num_windows):
@@ -118,7 +118,9 @@ def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Lo
         if whole:
             load = _Load(one_pass, waiting[:whole], fill_buffer(source, pieces))
             waiting = waiting[whole:]
-            pieces = _kept(pieces, _wanted(one_pass, waiting))
+            wanted = _wanted(one_pass, waiting)
+            kept = (piece.keep(wanted) for piece in pieces)
+            pieces = [piece for piece in kept if len(piece.numbers)]
             yield load
 
 
@@ -131,13 +133,8 @@ def _pieces_of_window(
     return read_pieces(source, one_pass.table, wanted[here])
 
 
-def _kept(pieces: list[Piece], wanted: NDArray[np.int64]) -> list[Piece]:
-    kept = [piece.keep(wanted) for piece in pieces]
-    return [piece for piece in kept if len(piece.numbers)]
-
-
 def _wanted(one_pass: Pass, plans: list[StepPlan]) -> NDArray[np.int64]:
-    """The rows of these steps that this rank needs."""
+    """The numbers of the rows that this rank needs for these steps."""
     rank = one_pass.settings.world.rank
     rows = [plan.rows_of_rank(rank) for plan in plans]
     return np.concatenate([np.empty(0, dtype=np.int64), *rows])
@@ -151,7 +148,7 @@ class Piece:
     block: ScoredBlock
 
     def keep(self, numbers: NDArray[np.int64]) -> Piece:
-        """Those of its rows that are among `numbers`."""
+        """The piece with only the rows that are in `numbers`."""
         kept = np.flatnonzero(np.isin(self.numbers, numbers))
         return Piece(self.numbers[kept], self.block.take(kept))
 
@@ -161,32 +158,33 @@ class RowBuffer:
     """Rows by their numbers, as the method reads them."""
 
     numbers: NDArray[np.int64]  # (rows,) ascending
-    order: NDArray[np.int64]  # (rows,) the place of each in the block
+    order: NDArray[np.int64]  # (rows,) index of each in the block
     block: ScoredBlock
     row_ids: Sequence[str]  # (rows,) in the order of the block
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The places of these rows in the block."""
+        """The indices of these rows in the block."""
         return self.order[np.searchsorted(self.numbers, numbers)]
 
 
 def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]) -> list[Piece]:
-    """Reads these rows of a table; a row group is freed once its rows are taken."""
+    """These rows of a table, read group by group; a row group is freed once its rows are copied."""
     groups = table.group_of(numbers)
-    units = {source.index.places[group].unit for group in np.unique(groups).tolist()}
+    locations = source.index.group_locations
+    units = {locations[group].unit for group in np.unique(groups).tolist()}
     shards = [source.folder.shard(source.manifest.shards[unit]) for unit in sorted(units)]
     for _ in source.folder.store.ahead(shards):
         pass  # each is there now
     pieces = []
     for group in np.unique(groups).tolist():
         here = np.sort(numbers[groups == group])
-        block = _read_group(source, group, table.places[here].astype(np.int64))
+        block = _read_group(source, locations[group], table.index_in_group[here].astype(np.int64))
         pieces.append(Piece(here, block))
     return pieces
 
 
 def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
-    """Puts pieces together; there may be none."""
+    """The rows of all pieces in one buffer; there may be none."""
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(piece.numbers for piece in pieces)])
     order = np.argsort(numbers)
     blocks = [piece.block for piece in pieces] or [_no_rows(source)]
@@ -194,25 +192,26 @@ def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
     return RowBuffer(numbers[order], order, joined, row_ids(joined.rows))
 
 
-def _read_group(source: TrainSource, group: int, rows: NDArray[np.int64]) -> ScoredBlock:
-    """`rows` are places among what the row group is read as."""
-    place = source.index.places[group]
-    path = source.folder.shard(source.manifest.shards[place.unit])
-    with naming_unit(place.unit), open_shard(path) as file:
-        table = file.read_row_group(place.group, use_threads=False)
+def _read_group(
+    source: TrainSource, location: GroupLocation, rows: NDArray[np.int64]
+) -> ScoredBlock:
+    """Rows of a row group, by their indices among the rows that are read of it."""
+    path = source.folder.shard(source.manifest.shards[location.unit])
+    with naming_unit(location.unit), open_shard(path) as file:
+        table = file.read_row_group(location.group, use_threads=False)
         block = read_block(table, source=str(path))
-        return as_read(block, rows, reading=source.reading, source=str(path))
+        return as_read(block, rows, spec=source.spec, source=str(path))
 
 
 def _no_rows(source: TrainSource) -> ScoredBlock:
-    """A block with the columns of the cache."""
+    """An empty block with the columns of the cache."""
     path = source.folder.shard(source.manifest.shards[0])
     with naming_unit(0), open_shard(path) as file:
         return read_block(file.schema_arrow.empty_table(), source=str(path))
 
 
 def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int) -> StepBatch:
-    """The batch of one rank; all of its rows are in the buffer."""
+    """The batch of one rank, whose rows are all in the buffer."""
     own_offsets = offsets_of(table.num_branches(plan.rows))
     return StepBatch(
         cursor=plan.cursor,
@@ -231,24 +230,24 @@ def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int)
 
 @dataclass(frozen=True)
 class _Picked:
-    """The rows and branches of one micro-batch."""
+    """The indices of the rows and branches of one micro-batch."""
 
     rows: NDArray[np.int64]  # (rows,) in the block of the buffer
     counts: NDArray[np.int64]  # (rows,) branches of each
     branches: NDArray[np.int64]  # (branches,) in the block of the buffer, row by row
-    places: NDArray[np.int64]  # (branches,) in the step
+    step_indices: NDArray[np.int64]  # (branches,) in the step
 
 
 def _own_batch(
     plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
 ) -> MicroBatch:
-    """`rows` are places in the step, ascending."""
+    """The micro-batch of rows of the step, by ascending indices."""
     found, counts = buffer.find(plan.rows[rows]), np.diff(own_offsets)[rows]
     picked = _Picked(
         rows=found,
         counts=counts,
         branches=joined_ranges(buffer.block.rows.branch_offsets[found], counts),
-        places=joined_ranges(own_offsets[rows], counts),
+        step_indices=joined_ranges(own_offsets[rows], counts),
     )
     return _micro_batch(buffer, picked)
 
@@ -256,9 +255,9 @@ def _own_batch(
 def _mismatched_batch(
     plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
 ) -> MicroBatch:
-    """`rows` are places in the step, ascending; each has a pair at least."""
-    places = np.flatnonzero(np.isin(plan.pairs.rows, rows))
-    pairs = plan.pairs.take(places)
+    """The micro-batch of mismatched pairs of rows of the step, by ascending indices."""
+    indices = np.flatnonzero(np.isin(plan.pairs.rows, rows))
+    pairs = plan.pairs.take(indices)
     found = buffer.find(plan.rows[rows])
     row_of_pair = found[np.searchsorted(rows, pairs.rows)]
     num_own = np.diff(own_offsets)[pairs.rows]
@@ -266,8 +265,8 @@ def _mismatched_batch(
     picked = _Picked(
         rows=found,
         counts=np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs))),
-        branches=first + (1 + pairs.levels) * num_own + pairs.branches,
-        places=places,
+        branches=first + (1 + pairs.partners) * num_own + pairs.branches,
+        step_indices=indices,
     )
     return _micro_batch(buffer, picked)
 
@@ -276,23 +275,23 @@ def _micro_batch(buffer: RowBuffer, picked: _Picked) -> MicroBatch:
     # Copies: a batch that is kept must not keep the whole buffer alive.
     block = buffer.block.gather(picked.rows, picked.branches, offsets_of(picked.counts))
     row_ids = tuple(buffer.row_ids[row] for row in picked.rows.tolist())
-    return MicroBatch(block, picked.places, row_ids)
+    return MicroBatch(block, picked.step_indices, row_ids)
 
 
 T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """An iterator; an error of the thread is raised where its item would have been.
+    """An iterator that makes items ahead in a thread, and raises the thread's error in its turn.
 
-    The item that was taken last counts as in use until the next one is asked for, so at most
-    `1 + ahead` items exist at any time.
+    The last item counts as in use until the next one is requested, so at most `1 + ahead` items
+    exist at any time.
     """
 
     def __init__(self, items: Iterable[T], *, ahead: int) -> None:
         self._items = items
         self._made: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
-        self._room = threading.Semaphore(ahead)
+        self._slots = threading.Semaphore(ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._make, name="align-prefetch", daemon=True)
         self._thread.start()
@@ -303,7 +302,7 @@ class Prefetch(Generic[T]):
     def __next__(self) -> T:
         if self._closed.is_set():
             raise StopIteration
-        self._room.release()
+        self._slots.release()
         made = self._made.get()
         if isinstance(made, tuple):
             return made[0]
@@ -311,16 +310,19 @@ class Prefetch(Generic[T]):
         raise StopIteration if made is None else made
 
     def close(self) -> None:
-        """Ends the thread; an item in the making is dropped."""
+        """Ends the thread; an item that it is making is dropped."""
         self._closed.set()
-        self._room.release()
+        self._slots.release()
         self._thread.join()
 
     def _make(self) -> None:
         end: BaseException | None = None
         try:
             items = iter(self._items)
-            while self._has_room():
+            while True:
+                self._slots.acquire()
+                if self._closed.is_set():
+                    break
                 try:
                     item = (next(items),)
                 except StopIteration:
@@ -330,7 +332,3 @@ class Prefetch(Generic[T]):
         except BaseException as error:
             end = error
         self._made.put(end)
-
-    def _has_room(self) -> bool:
-        self._room.acquire()
-        return not self._closed.is_set()

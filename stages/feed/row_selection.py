@@ -1,7 +1,7 @@
 """Selects the branches of stored rows that a method reads, their roles and their tokens.
 
 `select` runs over every row group at start, on its narrow columns, and again on a row group whose
-rows a step needs: of each row only its place in the row group is kept in between.
+rows a step needs: of each row only its index in the row group is kept in between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...schemas.cache import BranchLayout, StoredKind, branch_layout
 from ...schemas.columns import Ragged, joined_ranges, offsets_of
 from ...schemas.rows import Role, ScoredBlock
-from .conversions import CONVERSIONS, Own, Reading
+from .conversions import CONVERSIONS, Own, ReadSpec
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class KindCounts:
 
     stored: int = 0
     read: int = 0  # of the stored ones
-    made: int = 0  # of those: rows as the method sees them
+    made: int = 0  # rows made from them, as the method reads them
     unscored: int = 0  # stored rows where a completion has no score
     left_out: int = 0  # completions of the rows read that no resulting row uses
 
@@ -33,15 +33,15 @@ class KindCounts:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows a method reads, in stored order; a stored row may be several of them, or none."""
+    """The rows a method reads, in stored order; a stored row may give several of them, or none."""
 
-    rows: NDArray[np.int64]  # (rows,) the stored row each is made of
+    rows: NDArray[np.int64]  # (rows,) index of the stored row that each is made of
     branch_offsets: NDArray[np.int64]  # (rows + 1,)
-    own: NDArray[np.int64]  # (branches,) places among the stored branches; chosen first
-    mismatched: NDArray[np.int64]  # (branches, levels) the k-th mismatch of each of them
+    own: NDArray[np.int64]  # (branches,) indices of stored branches; chosen first
+    mismatched: NDArray[np.int64]  # (branches, partners) indices of stored mismatched branches
     roles: NDArray[np.int8]  # (branches,) as the method reads them
-    scores: NDArray[np.float64]  # (branches,) likewise
-    kinds: dict[StoredKind, KindCounts]  # of those that are stored
+    scores: NDArray[np.float64]  # (branches,) as the method reads them
+    kinds: dict[StoredKind, KindCounts]  # of the stored rows
 
 
 def select(
@@ -49,36 +49,39 @@ def select(
     scores: NDArray[np.float64],
     branch_offsets: NDArray[np.int64],
     *,
-    reading: Reading,
+    spec: ReadSpec,
     source: str,
 ) -> Selection:
-    """Own branches lead a stored row; after them come all first mismatches, all second ones."""
+    """The rows that a method reads of stored ones, and their branches.
+
+    A stored row has its own branches first, then all first mismatches, then all second ones.
+    """
     layout = branch_layout(roles, branch_offsets, source=source)
     every = _own(roles, scores, layout)
     counts = {}
     parts = [every.keep_rows(np.zeros(len(layout.kinds), dtype=np.bool_))]
     for kind in StoredKind:
         stored = every.keep_rows(layout.kinds == kind)
-        convert = CONVERSIONS[reading.kind].get(kind)
-        made = convert(stored, reading.rules) if convert and len(stored.rows) else parts[0]
+        convert = CONVERSIONS[spec.kind].get(kind)
+        made = convert(stored, spec.rules) if convert and len(stored.rows) else parts[0]
         parts.append(made)
         if len(stored.rows):
             counts[kind] = _counted(stored, made)
     own = Own.joined(parts)
-    own = own.apart() if reading.context else own
-    levels = np.arange(1, layout.levels + 1)
+    own = own.apart() if spec.context else own
+    partners = np.arange(1, layout.num_partners + 1)
     stride = np.repeat(layout.num_own[own.rows], own.counts)
-    mismatched = own.places[:, None] + stride[:, None] * levels
-    return Selection(own.rows, own.offsets, own.places, mismatched, own.roles, own.scores, counts)
+    mismatched = own.indices[:, None] + stride[:, None] * partners
+    return Selection(own.rows, own.offsets, own.indices, mismatched, own.roles, own.scores, counts)
 
 
 def _own(roles: NDArray[np.int8], scores: NDArray[np.float64], layout: BranchLayout) -> Own:
-    """All own branches as they are stored, but chosen before rejected."""
+    """All own branches in stored order, but chosen before rejected."""
     rows = np.arange(len(layout.starts))
-    places = joined_ranges(layout.starts, layout.num_own)
-    is_rejected = roles[places] == Role.REJECTED
-    places = places[np.lexsort((is_rejected, np.repeat(rows, layout.num_own)))]
-    return Own(rows, offsets_of(layout.num_own), places, roles[places], scores[places])
+    indices = joined_ranges(layout.starts, layout.num_own)
+    is_rejected = roles[indices] == Role.REJECTED
+    indices = indices[np.lexsort((is_rejected, np.repeat(rows, layout.num_own)))]
+    return Own(rows, offsets_of(layout.num_own), indices, roles[indices], scores[indices])
 
 
 def _counted(stored: Own, made: Own) -> KindCounts:
@@ -88,55 +91,51 @@ def _counted(stored: Own, made: Own) -> KindCounts:
         read=int(read.sum()),
         made=len(made.rows),
         unscored=int((~stored.is_scored).sum()),
-        left_out=int(stored.counts[read].sum()) - len(np.unique(made.places)),
+        left_out=int(stored.counts[read].sum()) - len(np.unique(made.indices)),
     )
 
 
 def as_read(
-    block: ScoredBlock, rows: NDArray[np.int64], *, reading: Reading, source: str
+    block: ScoredBlock, rows: NDArray[np.int64], *, spec: ReadSpec, source: str
 ) -> ScoredBlock:
-    """The rows at `rows` among those that a method reads of a row group, laid out as stored.
+    """The rows at `rows` of those that a method reads of a row group, laid out as stored.
 
-    Only their own branches are in it, and the mismatches of these where any are read.
+    They have only the branches that the method reads, with mismatches if it reads any.
     """
     stored = block.rows
-    picked = select(
-        stored.roles, stored.scores, stored.branch_offsets, reading=reading, source=source
-    )
+    picked = select(stored.roles, stored.scores, stored.branch_offsets, spec=spec, source=source)
     counts = np.diff(picked.branch_offsets)[rows]
     own = joined_ranges(picked.branch_offsets[rows], counts)
-    levels = picked.mismatched.shape[1] if reading.mismatched else 0
-    places = np.concatenate([picked.own[own], picked.mismatched[own, :levels].T.ravel()])
-    row_of = np.tile(np.repeat(np.arange(len(rows)), counts), 1 + levels)
+    partners = picked.mismatched.shape[1] if spec.mismatched else 0
+    branches = np.concatenate([picked.own[own], picked.mismatched[own, :partners].T.ravel()])
+    row_of = np.tile(np.repeat(np.arange(len(rows)), counts), 1 + partners)
     order = np.argsort(row_of, kind="stable")
-    others = np.full(levels * len(own), Role.MISMATCHED, dtype=np.int8)
-    scores = np.concatenate([picked.scores[own], stored.scores[places[len(own) :]]])
-    offsets = offsets_of(counts * (1 + levels))
-    read = block.gather(picked.rows[rows], places[order], offsets)
+    others = np.full(partners * len(own), Role.MISMATCHED, dtype=np.int8)
+    scores = np.concatenate([picked.scores[own], stored.scores[branches[len(own) :]]])
+    offsets = offsets_of(counts * (1 + partners))
+    read = block.gather(picked.rows[rows], branches[order], offsets)
     as_method = replace(
         read.rows,
-        prompts=_prompts(read.rows.prompts, picked, rows, reading),
+        prompts=_prompts(read.rows.prompts, picked, rows, spec),
         roles=np.concatenate([picked.roles[own], others])[order],
         scores=scores[order],
     )
     return replace(read, rows=as_method)
 
 
-def context_lengths(picked: Selection, reading: Reading) -> NDArray[np.int64]:
-    """Tokens that are added to the prompt of each row, (rows,)."""
+def context_lengths(picked: Selection, spec: ReadSpec) -> NDArray[np.int64]:
+    """The number of tokens that are added to the prompt of each row, (rows,)."""
     lengths = np.zeros(len(picked.rows), dtype=np.int64)
-    for role, tokens in reading.context.items():
+    for role, tokens in spec.context.items():
         lengths[picked.roles[picked.branch_offsets[:-1]] == role] = len(tokens)
     return lengths
 
 
-def _prompts(
-    prompts: Ragged, picked: Selection, rows: NDArray[np.int64], reading: Reading
-) -> Ragged:
-    if not reading.context:
+def _prompts(prompts: Ragged, picked: Selection, rows: NDArray[np.int64], spec: ReadSpec) -> Ragged:
+    if not spec.context:
         return prompts
     roles = picked.roles[picked.branch_offsets[:-1][rows]].tolist()
-    more = [np.array(reading.context[Role(role)], dtype=np.int32) for role in roles]
+    more = [np.array(spec.context[Role(role)], dtype=np.int32) for role in roles]
     return Ragged.of(
         [np.append(ids, end) for ids, end in zip(prompts, more, strict=True)], np.int32
     )

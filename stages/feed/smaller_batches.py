@@ -1,4 +1,4 @@
-"""Cuts a step that has been read into other micro-batches, as if it had been planned so."""
+"""Cuts a step that has been read into smaller micro-batches, as if it had been planned so."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[Micr
     if not micros:
         return ()
     whole = ScoredBlock.concat([micro.block for micro in micros])
-    places = np.concatenate([micro.step_indices for micro in micros])
+    indices = np.concatenate([micro.step_indices for micro in micros])
     row_ids = [row_id for micro in micros for row_id in micro.row_ids]
     ends = whole.rows.branch_offsets
-    order = np.argsort(places[ends[:-1]])  # in step order, as they were planned
+    order = np.argsort(indices[ends[:-1]])  # in step order, as they were planned
     lengths = np.array([tree.num_tokens for micro in micros for tree in micro.trees], np.int64)
     plan = assign_batches(lengths[order], world_size=1, budget=budget, pads=pads)
     return tuple(
         MicroBatch(
             whole.take(rows),
-            places[joined_ranges(ends[rows], np.diff(ends)[rows])],
+            indices[joined_ranges(ends[rows], np.diff(ends)[rows])],
             tuple(row_ids[row] for row in rows.tolist()),
         )
         for rows in (order[turn] for turn in plan.of_rank(0))

@@ -1,7 +1,7 @@
-"""The plan of one step: which rows and mismatched branches it has, and where each of them runs.
+"""The plan of one step: its rows and mismatched branches, and their ranks and micro-batches.
 
 Every rank gets the same number of micro-batches, its empty ones last, and all ranks run their
-largest first, so that those who meet in a collective come to it together.
+largest first, so that they reach a collective at about the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedSettings:
-    """How a source is cut into steps; the last three fields change no result."""
+    """The settings that cut a source into steps; the last three change no result."""
 
     seed: int
     epochs: int
@@ -40,33 +40,33 @@ class FeedSettings:
 
 @dataclass(frozen=True)
 class MismatchedPairs:
-    """The mismatched branches of a step, in step order: row by row, level by level."""
+    """The mismatched branches of a step, in step order: by row, then by partner."""
 
-    rows: NDArray[np.int64]  # (pairs,) places of their rows in the step
-    branches: NDArray[np.int64]  # (pairs,) the row's own branch that each is compared with
-    levels: NDArray[np.int64]  # (pairs,) which of that branch's partners
+    rows: NDArray[np.int64]  # (pairs,) indices of their rows in the step
+    branches: NDArray[np.int64]  # (pairs,) index of the row's own branch that each belongs to
+    partners: NDArray[np.int64]  # (pairs,) index among that branch's partners
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, places: NDArray[np.int64]) -> MismatchedPairs:
-        """The pairs at `places`, in that order."""
-        return MismatchedPairs(self.rows[places], self.branches[places], self.levels[places])
+    def take(self, indices: NDArray[np.int64]) -> MismatchedPairs:
+        """The pairs at `indices`, in that order."""
+        return MismatchedPairs(self.rows[indices], self.branches[indices], self.partners[indices])
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step over all ranks; what it holds depends on neither world nor token budget."""
+    """One step over all ranks; its rows depend on neither world size nor token budget."""
 
     cursor: Cursor
     rows: NDArray[np.int64]  # (rows,) row numbers in step order
     own: BatchAssignment  # of these rows
     pairs: MismatchedPairs
-    paired_rows: NDArray[np.int64]  # (trees,) places in the step of the rows that have pairs
+    paired_rows: NDArray[np.int64]  # (trees,) indices in the step of the rows that have pairs
     mismatched: BatchAssignment  # of these trees
 
     def rows_of_rank(self, rank: int) -> NDArray[np.int64]:
-        """The row numbers a rank has to read."""
+        """The row numbers that a rank has to read."""
         own = np.flatnonzero(self.own.ranks == rank)
         mismatched = self.paired_rows[self.mismatched.ranks == rank]
         numbers: NDArray[np.int64] = self.rows[np.union1d(own, mismatched)]
@@ -85,11 +85,11 @@ class Pass:
     key: int  # draws mismatched branches where a step has too many
 
     def end(self, step: int) -> int:
-        """The position after the last row of a step."""
+        """The end of a step: one past the position of its last row."""
         return min((step + 1) * self.settings.batch_size, len(self.order))
 
     def size(self) -> StepSize:
-        """The size of all its steps."""
+        """The size of all its steps together."""
         rows = self.order.rows(0, self.end(self.num_steps - 1))
         return StepSize(
             rows=len(rows),
@@ -113,7 +113,7 @@ class Pass:
         trees, tree_of_pair = np.unique(pairs.rows, return_inverse=True)
         branches = self.table.branch_offsets[rows[pairs.rows]] + pairs.branches
         lengths = self.table.prompt_tokens[rows[trees]].astype(np.int64)
-        np.add.at(lengths, tree_of_pair, self.table.mismatched_tokens[branches, pairs.levels])
+        np.add.at(lengths, tree_of_pair, self.table.mismatched_tokens[branches, pairs.partners])
         own_lengths = self.table.prompt_tokens[rows].astype(np.int64) + self.table.own_tokens[rows]
         return StepPlan(
             cursor=Cursor(self.epoch, step),
@@ -134,27 +134,28 @@ class Pass:
         )
 
     def _pairs(self, step: int, rows: NDArray[np.int64]) -> MismatchedPairs:
-        levels = self._levels()
+        partners = self._partners()
         counts = self.table.num_branches(rows)
-        per_row = counts * len(levels)
+        per_row = counts * len(partners)
         owner = np.repeat(np.arange(len(rows)), per_row)
         within = joined_ranges(np.zeros(len(rows), dtype=np.int64), per_row)
-        every = MismatchedPairs(owner, within % counts[owner], levels[within // counts[owner]])
+        every = MismatchedPairs(owner, within % counts[owner], partners[within // counts[owner]])
         most = self.settings.kl_per_step
         if not most or len(every) <= most:
             return every
         numbers = np.arange(len(every), dtype=np.int64)
         return every.take(np.sort(shuffled(numbers, key_of("pairs", self.key, step))[:most]))
 
-    def _levels(self) -> NDArray[np.int64]:
-        count = self.table.levels
+    def _partners(self) -> NDArray[np.int64]:
+        """The indices of the partners that this pass uses."""
+        count = self.table.num_partners
         if count and self.settings.kl_use == "rotate":
             return np.array([self.epoch % count])
         return np.arange(count)
 
 
 def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int) -> Pass:
-    """One epoch."""
+    """The pass over training rows of one epoch."""
     order = shuffled_order(table.group_offsets, seed=settings.seed, epoch=epoch)
     steps = num_steps(len(table), settings.batch_size, settings.limit_train_batches)
     key = key_of("epoch", settings.seed, epoch)
@@ -162,14 +163,14 @@ def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int) -> Pas
 
 
 def evaluation_pass(table: RowTable, settings: FeedSettings) -> Pass:
-    """Every row once, in the same order and with all of the same partners each time."""
+    """The pass of an evaluation: every row once, with the same order and partners each time."""
     steps = num_steps(len(table), settings.batch_size, settings.limit_eval_batches)
     order, every = stored_order(table.group_offsets), replace(settings, kl_per_step=0)
     return Pass(table, order, every, epoch=0, num_steps=steps, key=key_of("evaluation"))
 
 
 def num_steps(rows: int, batch_size: int, limit: int) -> int:
-    """The number of steps; the last one may have fewer rows, and no row is repeated."""
+    """The number of steps, of which the last may have fewer rows; no row is repeated."""
     steps = -(-rows // batch_size)
     return min(steps, limit) if limit else steps
 
@@ -179,11 +180,11 @@ class BatchAssignment:
     """The rank and micro-batch of each sequence."""
 
     ranks: NDArray[np.int64]  # (sequences,)
-    turns: NDArray[np.int64]  # (sequences,) which micro-batch of the rank
+    turns: NDArray[np.int64]  # (sequences,) index of the micro-batch on the rank
     num_turns: int  # of every rank
 
     def of_rank(self, rank: int) -> list[NDArray[np.int64]]:
-        """The sequences of each micro-batch, ascending for any assignment."""
+        """The sequences of each micro-batch of a rank, in ascending order."""
         mine = np.flatnonzero(self.ranks == rank)
         return [mine[self.turns[mine] == turn] for turn in range(self.num_turns)]
 
@@ -191,7 +192,7 @@ class BatchAssignment:
 def assign_batches(
     lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool
 ) -> BatchAssignment:
-    """No micro-batch has more than `budget` tokens, unless it is one sequence that has.
+    """An assignment in which a micro-batch has at most `budget` tokens, or is a single sequence.
 
     `pads`: a micro-batch costs its longest sequence times their number, else their sum.
     """
@@ -216,7 +217,7 @@ class _Bins:
 
 
 def _even(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
-    """The fewest bins that fit, filled evenly: longest first, each into the emptiest."""
+    """The fewest bins within the budget, filled evenly: longest first, each into the emptiest."""
     order = np.argsort(-lengths, kind="stable").tolist()
     filled = int(np.minimum(lengths, budget).sum())
     alone = int((2 * lengths > budget).sum())
@@ -243,7 +244,7 @@ def _into_emptiest(
 
 
 def _alike(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
-    """Groups sequences of similar length, under the smallest budget that needs no more turns."""
+    """Bins of sequences of similar length, under the smallest budget with as few turns."""
     order = np.argsort(-lengths, kind="stable")
     sizes = lengths[order].tolist()
     turns = -(-len(_starts(sizes, budget)) // world_size)
@@ -273,7 +274,7 @@ def _starts(sizes: list[int], budget: int) -> list[int]:
 def _rounds(
     loads: NDArray[np.int64], world_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rank and turn of each bin: each round gives the largest to the least loaded rank."""
+    """The rank and turn of each bin: in each turn the least loaded rank gets the largest bin."""
     order = np.argsort(-loads, kind="stable")
     ranks, turns = np.empty_like(order), np.empty_like(order)
     so_far = np.zeros(world_size, dtype=np.int64)

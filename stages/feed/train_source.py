@@ -1,4 +1,4 @@
-"""Opens finished caches for one kind of method, with notes on their rows.
+"""Finished caches, opened for one kind of method, with notes on their rows.
 
 The notes report conversions, rows that are left out, and prompts that are in both the training and
 the held-out rows, or nearly so.
@@ -18,7 +18,7 @@ from ...schemas.methods import Labels, RowKind
 from ..storage.cache_folder import CacheFolder
 from ..storage.shards import number_column, open_shard
 from .cache_index import SCORES, Index, ShardColumns, build_index, held_out, naming_unit
-from .conversions import CONVERSIONS, Reading
+from .conversions import CONVERSIONS, ReadSpec
 from .row_selection import KindCounts
 
 _SERVE = {
@@ -30,11 +30,11 @@ _SERVE = {
 
 @dataclass(frozen=True)
 class TrainSource:
-    """The rows of a cache and their places; tokens are read when a step needs them."""
+    """A cache and the index of its rows; tokens are read when a step needs them."""
 
     folder: CacheFolder
     manifest: Manifest
-    reading: Reading
+    spec: ReadSpec
     columns: ShardColumns
     index: Index
     notes: tuple[str, ...]  # what a person should know
@@ -50,13 +50,13 @@ class TrainSource:
         return len(self.index.held_out)
 
     @property
-    def levels(self) -> int:
-        """Mismatched partners of each completion in the cache; 0: none."""
-        return self.index.levels
+    def num_partners(self) -> int:
+        """The number of mismatched partners of each completion in the cache."""
+        return self.index.num_partners
 
     @property
     def labels(self) -> Labels:
-        """How many branches of each label the training rows hold."""
+        """The number of branches of each label in the training rows."""
         return Labels(self.index.desirable, self.index.undesirable)
 
     @property
@@ -70,18 +70,18 @@ class TrainSource:
 
 
 def open_source(
-    folder: CacheFolder, manifest: Manifest, reading: Reading, columns: ShardColumns
+    folder: CacheFolder, manifest: Manifest, spec: ReadSpec, columns: ShardColumns
 ) -> TrainSource:
-    """Reads the lengths of all rows; `eval_fraction` 1 makes a source for evaluation only."""
-    fraction = reading.eval_fraction
+    """The source of a cache, with its rows indexed; `eval_fraction` 1 is for evaluation only."""
+    fraction = spec.eval_fraction
     if not 0 <= fraction <= 1:
         raise UsageError(f"eval_fraction is {fraction}; it must be between 0 and 1.")
-    _require_columns(folder, manifest, reading)
-    index = build_index(folder, manifest, reading, columns)
-    source = TrainSource(folder, manifest, reading, columns, index, _notes(index, reading))
+    _require_columns(folder, manifest, spec)
+    index = build_index(folder, manifest, spec, columns)
+    source = TrainSource(folder, manifest, spec, columns, index, _notes(index, spec))
     _require_rows(source)
     _require_numbers(source)
-    if reading.mismatched and not index.levels:
+    if spec.mismatched and not index.num_partners:
         raise UsageError(
             f"{folder.root} holds no mismatched completions, and this method needs them. "
             "Run `align precompute-ref` again with --kl-pairs 1; nothing is scored twice."
@@ -90,7 +90,7 @@ def open_source(
 
 
 def _require_rows(source: TrainSource) -> None:
-    root, kind = source.folder.root, source.reading.kind
+    root, kind = source.folder.root, source.spec.kind
     if source.train_rows + source.eval_rows == 0:
         stored = source.index.kinds
         held = " and ".join(f"{stored[kind].stored:,} {STORED[kind]}" for kind in sorted(stored))
@@ -101,20 +101,20 @@ def _require_rows(source: TrainSource) -> None:
             f"its rows are: {held or 'none at all'}. "
             f"{why}{serve}`align methods` describes them."
         )
-    if source.train_rows == 0 and source.reading.eval_fraction < 1:
+    if source.train_rows == 0 and source.spec.eval_fraction < 1:
         raise UsageError(
             f"All {source.eval_rows:,} rows of {root} are held out for evaluation. "
             "Lower train.eval_fraction, or add rows with other prompts."
         )
 
 
-def _require_columns(folder: CacheFolder, manifest: Manifest, reading: Reading) -> None:
+def _require_columns(folder: CacheFolder, manifest: Manifest, spec: ReadSpec) -> None:
     """Refuses a cache without the columns that the method needs, by its first shard."""
-    if not (reading.columns and manifest.shards):
+    if not (spec.columns and manifest.shards):
         return
     with open_shard(folder.shard(manifest.shards[0])) as file:
         there = file.schema_arrow.names
-    for name in reading.columns:
+    for name in spec.columns:
         if name not in there:
             raise UsageError(
                 f"{folder.root} carries no column {name!r}, which method.margin or "
@@ -132,7 +132,7 @@ def _require_numbers(source: TrainSource) -> None:
             "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache again; nothing "
             "is scored by the reference twice."
         )
-    for name in source.reading.columns:
+    for name in source.spec.columns:
         if missing[name]:
             raise UsageError(
                 f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
@@ -140,11 +140,11 @@ def _require_numbers(source: TrainSource) -> None:
             )
 
 
-def _notes(index: Index, reading: Reading) -> tuple[str, ...]:
-    notes = list(conversion_notes(index.kinds, reading))
+def _notes(index: Index, spec: ReadSpec) -> tuple[str, ...]:
+    notes = list(conversion_notes(index.kinds, spec))
     rows = len(index.train)
-    if rows and reading.eval_fraction and not len(index.held_out):
-        notes.append(f"eval_fraction {reading.eval_fraction} holds out none of {rows:,} rows.")
+    if rows and spec.eval_fraction and not len(index.held_out):
+        notes.append(f"eval_fraction {spec.eval_fraction} holds out none of {rows:,} rows.")
     return tuple(notes)
 
 
@@ -161,48 +161,48 @@ STORED = {
 }
 
 
-def conversion_notes(kinds: Mapping[StoredKind, KindCounts], reading: Reading) -> Iterator[str]:
+def conversion_notes(kinds: Mapping[StoredKind, KindCounts], spec: ReadSpec) -> Iterator[str]:
     """A sentence for each kind of rows that is converted or left out."""
     total = sum(counts.stored for counts in kinds.values())
     for kind, counts in sorted(kinds.items()):
-        if kind in CONVERSIONS[reading.kind]:
-            yield from _converted(kind, counts, reading)
+        if kind in CONVERSIONS[spec.kind]:
+            yield from _converted(kind, counts, spec)
         else:
             yield (
                 f"{counts.stored:,} of {total:,} rows are not read: they are {STORED[kind]}, "
-                f"and the method reads {WANTED[reading.kind]}."
+                f"and the method reads {WANTED[spec.kind]}."
             )
 
 
-def _converted(kind: StoredKind, counts: KindCounts, reading: Reading) -> Iterator[str]:
+def _converted(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterator[str]:
     name = kind.name.lower()
-    if counts.read and (become := _become(kind, counts, reading)):
+    if counts.read and (become := _become(kind, counts, spec)):
         yield f"{counts.read:,} {name} rows are read as {become}."
-    assumes = reading.kind == "grouped" and kind != StoredKind.SCORED
+    assumes = spec.kind == "grouped" and kind != StoredKind.SCORED
     if counts.unscored and assumes:
         yield (
             f"{counts.unscored:,} {name} rows lack scores of their own: chosen and desirable "
-            f"completions get 1, others {reading.rules.bad_score:g}."
+            f"completions get 1, others {spec.rules.bad_score:g}."
         )
-    judged = kind == StoredKind.SCORED and reading.kind != "grouped"
+    judged = kind == StoredKind.SCORED and spec.kind != "grouped"
     if unscored := counts.unscored if judged else 0:
         yield (
             f"{unscored:,} of {counts.stored:,} {name} rows are left out: a completion of each "
             "has no score. `align score` gives them some."
         )
     if dropped := counts.stored - counts.read - unscored:
-        why = _why(kind, reading)
+        why = _why(kind, spec)
         yield f"{dropped:,} of {counts.stored:,} {name} rows are left out: {why}."
-    if counts.left_out and (reading.kind, kind) == ("labelled", StoredKind.SCORED):
+    if counts.left_out and (spec.kind, kind) == ("labelled", StoredKind.SCORED):
         yield (
             f"{counts.left_out:,} completions of scored rows get no label: their score is "
-            f"{_threshold(reading)} itself (train.label_threshold)."
+            f"{_threshold(spec)} itself (train.label_threshold)."
         )
 
 
-def _become(kind: StoredKind, counts: KindCounts, reading: Reading) -> str:
-    """What rows of a kind are converted to; empty if they are not."""
-    rules = reading.rules
+def _become(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> str:
+    """A description of what rows of a kind are converted to; empty if they are not."""
+    rules = spec.rules
     which = {
         "best_worst": "the best against the worst",
         "all": f"all that are more than {rules.min_gap:g} apart",
@@ -210,7 +210,7 @@ def _become(kind: StoredKind, counts: KindCounts, reading: Reading) -> str:
     ways: dict[tuple[RowKind, StoredKind], str] = {
         ("paired", StoredKind.SCORED): f"{counts.made:,} pairs: {which} (train.pairs_from_scores)",
         ("labelled", StoredKind.PAIRED): "labels: chosen is desirable, rejected undesirable",
-        ("labelled", StoredKind.SCORED): f"labels: desirable above {_threshold(reading)}, "
+        ("labelled", StoredKind.SCORED): f"labels: desirable above {_threshold(spec)}, "
         "undesirable below it (train.label_threshold)",
         ("grouped", StoredKind.PAIRED): "groups of two scored completions",
         ("grouped", StoredKind.UNPAIRED): "groups of as many scored completions as they hold",
@@ -218,25 +218,25 @@ def _become(kind: StoredKind, counts: KindCounts, reading: Reading) -> str:
         ("imitated", StoredKind.UNPAIRED): "what to imitate: their desirable completions",
         ("imitated", StoredKind.SCORED): "what to imitate: the best completion of each",
     }
-    return ways.get((reading.kind, kind), "")
+    return ways.get((spec.kind, kind), "")
 
 
-def _why(kind: StoredKind, reading: Reading) -> str:
+def _why(kind: StoredKind, spec: ReadSpec) -> str:
     if kind == StoredKind.UNPAIRED:
         return "nothing in them is desirable"
-    if reading.kind == "labelled":
-        return f"no score of theirs is above or below {_threshold(reading)}"
-    gap = f"more than {reading.rules.min_gap:g} apart (train.min_score_gap)"
+    if spec.kind == "labelled":
+        return f"no score of theirs is above or below {_threshold(spec)}"
+    gap = f"more than {spec.rules.min_gap:g} apart (train.min_score_gap)"
     return f"no two scores of theirs are {gap}"
 
 
-def _threshold(reading: Reading) -> str:
-    threshold = reading.rules.threshold
+def _threshold(spec: ReadSpec) -> str:
+    threshold = spec.rules.threshold
     return f"the {threshold} of its row" if isinstance(threshold, str) else f"{threshold:g}"
 
 
-NEAR = 6  # of the eight bytes of two sketches are equal
-# Three groups of these bytes: where two bytes differ at most, one group at least is equal.
+NEAR = 6  # equal bytes, of the eight of a sketch
+# Three groups of these bytes: if at most two bytes differ, at least one group is equal.
 _BANDS = ((0, 24), (24, 24), (48, 16))  # first bit and bits
 MOST_COMPARED = 256  # sketches with one group in common that a prompt is compared with
 _COLUMNS = ("split_key", "prompt_sketch")
@@ -244,15 +244,15 @@ _COLUMNS = ("split_key", "prompt_sketch")
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many held-out prompts are in the training data."""
+    """Counts of held-out prompts that are in the training data."""
 
-    held_out: int  # different prompts that are measured by
-    shared: int  # of them: in the training data as well
-    near: int  # of the others: nearly the same as one in the training data
+    held_out: int  # different held-out prompts
+    shared: int  # those that are in the training data as well
+    near: int  # of the others, those that are nearly the same as one in the training data
 
 
 def overlap(source: TrainSource, held_out_source: TrainSource) -> Overlap:
-    """Compares prompts by their split keys, and by their sketches (see `count_near`).
+    """The overlap of prompts, by split keys and by sketches (see `count_near`).
 
     Rows that the method leaves out are counted too.
     """
@@ -264,12 +264,12 @@ def overlap(source: TrainSource, held_out_source: TrainSource) -> Overlap:
 
 
 def count_near(sketches: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
-    """How many of the first have a near-duplicate among the others: six of eight bytes are equal.
+    """The number of sketches with a near-duplicate among the others: six of eight equal bytes.
 
-    A byte is equal with the probability that a pair of neighbouring words which one prompt has is
-    in both. So of prompts that share nine of ten such pairs about 96 in 100 are found, of those
-    that share two of three 47, of those that share one of three 2, of unrelated ones none. A prompt
-    is compared with `MOST_COMPARED` others of a band at most, so the number is a lower bound.
+    The probability that a byte is equal is the Jaccard similarity of the prompts' sets of
+    neighbouring word pairs. So at a similarity of nine tenths about 96 in 100 prompts are found, of
+    two thirds 47, of one third 2, and of unrelated prompts none. A prompt is compared with at most
+    `MOST_COMPARED` others of a band, so the number is a lower bound.
     """
     others = np.unique(others)
     left = sketches[~np.isin(sketches, others)]
@@ -283,22 +283,22 @@ def count_near(sketches: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
 def _near_in_band(
     sketches: NDArray[np.uint64], others: NDArray[np.uint64], first_bit: int, bits: int
 ) -> NDArray[np.bool_]:
-    """Which are near one of the others with the same bits in this band."""
+    """Mask of the sketches that are near one of the others with the same bits in this band."""
     mask = np.uint64((1 << bits) - 1)
     bands = (others >> np.uint64(first_bit)) & mask
     order = np.argsort(bands, kind="stable")
     bands, others = bands[order], others[order]
     wanted = (sketches >> np.uint64(first_bit)) & mask
-    place = np.searchsorted(bands, wanted, side="left")
-    stop = np.minimum(np.searchsorted(bands, wanted, side="right"), place + MOST_COMPARED)
+    start = np.searchsorted(bands, wanted, side="left")
+    stop = np.minimum(np.searchsorted(bands, wanted, side="right"), start + MOST_COMPARED)
     is_near = np.zeros(len(sketches), dtype=np.bool_)
-    left = np.flatnonzero(place < stop)
+    left = np.flatnonzero(start < stop)
     while len(left):
-        here = _equal_bytes(sketches[left], others[place[left]]) >= NEAR
+        here = _equal_bytes(sketches[left], others[start[left]]) >= NEAR
         is_near[left[here]] = True
-        place[left] += 1
+        start[left] += 1
         left = left[~here]
-        left = left[place[left] < stop[left]]
+        left = left[start[left] < stop[left]]
     return is_near
 
 
@@ -309,7 +309,7 @@ def _equal_bytes(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArr
 
 @dataclass(frozen=True)
 class _Prompts:
-    """A key and a sketch of each prompt."""
+    """The keys and sketches of prompts."""
 
     keys: NDArray[np.uint64]
     sketches: NDArray[np.uint64]
@@ -321,13 +321,13 @@ class _Prompts:
 
 
 def _prompts(source: TrainSource, *, is_held_out: bool) -> _Prompts:
-    """The prompts of all rows on one side of the split; 16 bytes a row."""
+    """The prompts of all rows on one side of the split: 16 bytes a row."""
     keys, sketches = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for shard in source.manifest.shards:
         with naming_unit(shard.unit):
             table, _ = source.columns.read(source.folder, shard, _COLUMNS)
             found, sketched = (number_column(table, name) for name in _COLUMNS)
-            here = held_out(found, source.reading.eval_fraction) == is_held_out
+            here = held_out(found, source.spec.eval_fraction) == is_held_out
             keys.append(found[here])
             sketches.append(sketched[here])
     return _Prompts(np.concatenate(keys), np.concatenate(sketches))

@@ -144,7 +144,7 @@ def _kind_and_levels(roles: pl.Series, source: str) -> tuple[StoredKind, int]:
     stored = branch_layout(roles.explode().to_numpy(), offsets, source=source)
     if (stored.kinds != stored.kinds[0]).any():
         raise CorruptionError(_MIXED)
-    return StoredKind(stored.kinds[0]), stored.levels
+    return StoredKind(stored.kinds[0]), stored.num_partners
 
 
 def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.LazyFrame:

@@ -107,7 +107,7 @@ def table_of(rows, *, is_held):
         return lengths(branches, key=1, median=220, most=1024)
 
     columns = {
-        "places": Column(rows, lambda row: (row % ROWS_PER_GROUP).astype(np.int32)),
+        "index_in_group": Column(rows, lambda row: (row % ROWS_PER_GROUP).astype(np.int32)),
         "prompt_tokens": Column(rows, lambda row: lengths(row, key=2, median=150, most=2048)),
         "own_tokens": Column(rows, lambda row: completion(2 * row) + completion(2 * row + 1)),
         "chosen_tokens": Column(rows, lambda row: completion(2 * row)),

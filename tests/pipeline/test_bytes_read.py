@@ -9,7 +9,7 @@ from align.pipeline.train import shard_columns
 from align.schemas.batches import World
 from align.schemas.errors import FingerprintError
 from align.schemas.file_version import SETTLED_NS
-from align.stages.feed.conversions import Reading
+from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.train_source import open_source, overlap
 from align.stages.storage import digest_memory
 from align.stages.storage.digest_memory import own_digests, user_folder
@@ -51,8 +51,8 @@ def read_by(cache, world):
     """How many bytes a start reads of a cache as this rank."""
 
     def start():
-        reading = Reading("paired", mismatched=True, eval_fraction=0.1)
-        source = open_source(*cache, reading, shard_columns(world, own_digests()))
+        spec = ReadSpec("paired", mismatched=True, eval_fraction=0.1)
+        source = open_source(*cache, spec, shard_columns(world, own_digests()))
         return overlap(source, source)
 
     return bytes_read(start)[0]

@@ -116,7 +116,7 @@ def test_activations_are_those_that_a_model_with_weights_keeps(dtype, checkpoint
 def worked(method, train, world, rows, levels):
     """So many rows of 10 + 20 + 20 tokens, 500 tokens at a time."""
     feed = feed_settings(train, recipe_of(method, {}), world, tokens=500, pads=False)
-    even = even_rows(rows, RowShape(10, (20, 20)), levels=levels)
+    even = even_rows(rows, RowShape(10, (20, 20)), num_partners=levels)
     return workload_of(even, feed, train, rows=rows, held_out=0)
 
 

@@ -13,7 +13,7 @@ from align.schemas.batches import MicroBatch, StepBatch
 from align.schemas.columns import ColumnTable, Ragged, column
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, RowBlock, ScoredBlock
-from align.stages.feed.row_selection import Reading, as_read
+from align.stages.feed.row_selection import ReadSpec, as_read
 from align.stages.feed.smaller_batches import cut_smaller
 from align.stages.pairing.long_form import merge_same_prompts
 from support.encoded_rows import encoded
@@ -101,8 +101,8 @@ def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
     require_marked(joined.rows)
     logps = -np.arange(4.0)
     block = ScoredBlock(joined.rows, logps, None)
-    reading = Reading("paired", mismatched=False, eval_fraction=0.0)
-    read = as_read(block, np.array([0]), reading=reading, source="here")
+    spec = ReadSpec("paired", mismatched=False, eval_fraction=0.0)
+    read = as_read(block, np.array([0]), spec=spec, source="here")
     require_marked(read.rows)
     micro = MicroBatch(read, np.arange(2), ("a",))
     sizes = {"rows": 1, "branches": 2, "tokens": 2, "chosen_tokens": 1, "mismatched_branches": 0}

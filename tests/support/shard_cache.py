@@ -11,7 +11,7 @@ from align.schemas.columns import Ragged, offsets_of
 from align.schemas.file_version import FileVersion
 from align.schemas.rows import PromptKeys, Role, RowBlock, ScoredBlock
 from align.stages.feed.cache_index import RowTable, ShardColumns
-from align.stages.feed.conversions import Reading
+from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
@@ -50,7 +50,9 @@ def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
     own = draw.integers(1, longest + 1, rows)
     return RowTable(
         group_offsets=offsets_of(sizes),
-        places=np.concatenate([np.empty(0, np.int32), *(np.arange(size) for size in sizes)]),
+        index_in_group=np.concatenate(
+            [np.empty(0, np.int32), *(np.arange(size) for size in sizes)]
+        ),
         prompt_tokens=draw.integers(0, longest + 1, rows).astype(np.int32),
         own_tokens=own.astype(np.int32),
         chosen_tokens=draw.integers(0, own + 1).astype(np.int32),
@@ -140,7 +142,7 @@ def keep_version(monkeypatch, path):
 def opened(cache, *, check=check_shard, **changed):
     """A source that reads everything as labels."""
     plain = {"kind": "labelled", "mismatched": True, "eval_fraction": 0.0}
-    return open_source(*cache, Reading(**(plain | changed)), ShardColumns(check))
+    return open_source(*cache, ReadSpec(**(plain | changed)), ShardColumns(check))
 
 
 def feed_of(source, **changed):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from align.schemas.columns import offsets_of
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
-from align.stages.feed.conversions import Reading, ScoreRules
+from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.row_selection import select
 from support.slow_reading import read_slowly
 
@@ -46,8 +46,8 @@ def stored(rows, levels):
 
 def selected(rows, levels, kind, rules=RULES_AS_THEY_ARE, **more):
     """What a method of this kind reads."""
-    reading = Reading(kind, mismatched=True, eval_fraction=0.0, rules=rules, **more)
-    return select(*stored(rows, levels), reading=reading, source="here")
+    spec = ReadSpec(kind, mismatched=True, eval_fraction=0.0, rules=rules, **more)
+    return select(*stored(rows, levels), spec=spec, source="here")
 
 
 def unscored(rows):
@@ -154,10 +154,10 @@ def test_a_bad_branch_without_a_score_of_its_own_gets_what_the_method_wants():
 
 
 def test_branches_that_fit_no_kind_of_data_are_damage():
-    reading = Reading("paired", mismatched=False, eval_fraction=0.0)
+    spec = ReadSpec("paired", mismatched=False, eval_fraction=0.0)
     for roles in ([C], [C, C], [C, R, R], [C, D], [D, X], [M], [M, C, R, M], [C, R, M]):
         for offsets in ([0, len(roles)], [0, len(roles), len(roles) + 2]):
             stored = np.array([*roles, C, R][: offsets[-1]], np.int8)
             scores = np.full(len(stored), np.nan)
             with pytest.raises(CorruptionError, match="here"):
-                select(stored, scores, np.array(offsets), reading=reading, source="here")
+                select(stored, scores, np.array(offsets), spec=spec, source="here")

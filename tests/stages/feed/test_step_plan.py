@@ -54,7 +54,7 @@ def test_every_row_is_in_one_step_whatever_the_world_and_the_budget(
 def pairs_of(plan):
     pairs = plan.pairs
     return list(
-        zip(pairs.rows.tolist(), pairs.levels.tolist(), pairs.branches.tolist(), strict=True)
+        zip(pairs.rows.tolist(), pairs.partners.tolist(), pairs.branches.tolist(), strict=True)
     )
 
 
@@ -92,7 +92,7 @@ def test_evaluation_has_one_order_and_one_partner_each_time():
     plans = evaluation_pass(table, settings_of(limit_eval_batches=2)).plans(0, 2)
     for start, plan in zip((0, 8), plans, strict=True):
         assert plan.rows.tolist() == list(range(start, start + 8))
-        assert set(plan.pairs.levels.tolist()) == {0}
+        assert set(plan.pairs.partners.tolist()) == {0}
 
 
 LENGTHS = st.lists(st.integers(1, 120), max_size=50)

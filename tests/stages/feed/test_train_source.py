@@ -13,7 +13,7 @@ from align.schemas.row_keys import sketches_of
 from align.schemas.rows import PromptKeys, Role
 from align.stages.feed import train_source
 from align.stages.feed.cache_index import COLUMNS, held_out, read_table, unchecked
-from align.stages.feed.conversions import Reading, ScoreRules
+from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.train_source import Overlap, count_near, overlap
 from align.stages.storage.shards import to_table
 from align.stages.storage.verify_cache import check_shard
@@ -39,10 +39,10 @@ def mixed(tmp_path):
 def test_a_table_cut_from_another_is_read_alone():
     """`.values` of a sliced list array is the whole array."""
     whole = to_table(block_of(30, seed=5, levels=2)).select(COLUMNS)
-    reading = Reading("paired", mismatched=True, eval_fraction=0.0)
-    every = read_table(whole, np.array([30]), reading, "here").table
-    part = read_table(whole.slice(11, 7), np.array([7]), reading, "here").table
-    assert part.places.tolist() == list(range(7))
+    spec = ReadSpec("paired", mismatched=True, eval_fraction=0.0)
+    every = read_table(whole, np.array([30]), spec, "here").table
+    part = read_table(whole.slice(11, 7), np.array([7]), spec, "here").table
+    assert part.index_in_group.tolist() == list(range(7))
     for name in ("prompt_tokens", "own_tokens", "chosen_tokens"):
         assert getattr(part, name).tolist() == getattr(every, name)[11:18].tolist()
     assert part.mismatched_tokens.tolist() == every.mismatched_tokens[22:36].tolist()
@@ -129,8 +129,8 @@ def test_no_prompt_stands_on_both_sides_of_a_split(tmp_path):
     keys = dataclasses.replace(keys, split=keys.split[ids])
     block = dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=keys))
     source = opened(write_cache(tmp_path / "cache", [block]), eval_fraction=0.3)
-    train = set(ids[source.index.train.places].tolist())
-    kept = set(ids[source.index.held_out.places].tolist())
+    train = set(ids[source.index.train.index_in_group].tolist())
+    kept = set(ids[source.index.held_out.index_in_group].tolist())
     assert train | kept == set(range(40))
     assert not train & kept
     assert source.train_rows + source.eval_rows == 400
@@ -158,7 +158,7 @@ def test_a_cache_that_cannot_serve_says_what_it_has_and_what_to_do(mixed, tmp_pa
     with pytest.raises(UsageError, match="4 scored"):
         opened(write_cache(tmp_path / "scoreless", blocks[1:]), kind="labelled")
     few = write_cache(tmp_path / "few", [block_of(1, levels=0)])
-    assert opened(few).levels == 0
+    assert opened(few).num_partners == 0
     with pytest.raises(UsageError, match="--kl-pairs 1"):
         opened(few, mismatched=True)
     with pytest.raises(UsageError, match="held out"):
