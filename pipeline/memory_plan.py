@@ -19,8 +19,8 @@ from ..schemas.errors import UsageError
 from ..schemas.methods import Head
 from ..schemas.rows import Tree
 from ..schemas.train_options import LoraOptions, TrainOptions
-from ..stages.engine.deepspeed_config import PRESETS, Circumstances, engine_config
-from ..stages.engine.held_memory import Elements, Held, Setting, held_memory
+from ..stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
+from ..stages.engine.engine_memory import Elements, EngineMemory, Setting, engine_memory
 from ..stages.model.load import DTYPES, add_lora, empty_model
 from ..stages.model.logprobs import ScoringPath, causal_model
 from ..stages.model.memory_trace import Moment, Trace, trace
@@ -143,10 +143,10 @@ class MemoryPlanner:
         """What one GPU holds at the peak."""
         return at_peak(*self.parts(way), self._planned.micro_batches)
 
-    def parts(self, way: Way) -> tuple[Held, Trace]:
+    def parts(self, way: Way) -> tuple[EngineMemory, Trace]:
         """What it always holds, and what a micro-batch takes."""
         elements, setting = self.elements(way.learning), self.setting(way)
-        held = held_memory(elements, setting)
+        held = engine_memory(elements, setting)
         traced = self._trace(way.learning != "full", checkpointing=way.checkpointing)
         if way.checkpointing and self._planned.train.checkpoint_offload:
             held, traced = replace(held, host=held.host + traced.kept), traced.without_kept()
@@ -157,7 +157,7 @@ class MemoryPlanner:
         planned = self._planned
         train = replace(planned.train, deepspeed=way.deepspeed)
         size = hidden_size(self._model(way.learning != "full"))
-        found = Circumstances(planned.dtype, size, planned.ranks, planned.device)
+        found = EngineContext(planned.dtype, size, planned.ranks, planned.device)
         config = engine_config(train, found)
         itemsize = DTYPES[planned.dtype].itemsize
         setting = Setting.of(config, ranks=planned.ranks, itemsize=itemsize, device=planned.device)
@@ -222,13 +222,13 @@ def hidden_size(model: nn.Module) -> int:
     return int(causal_model(model).config.get_text_config(decoder=True).hidden_size)
 
 
-def at_peak(held: Held, traced: Trace, micro_batches: int) -> Components:
+def at_peak(held: EngineMemory, traced: Trace, micro_batches: int) -> Components:
     """The largest of the moments of a step: its first micro-batch, a later one, the update."""
     moments = list(_moments(held, traced, micro_batches))
     return max(moments, key=lambda one: one.peak)
 
 
-def _moments(held: Held, traced: Trace, micro_batches: int) -> Iterator[Components]:
+def _moments(held: EngineMemory, traced: Trace, micro_batches: int) -> Iterator[Components]:
     nothing = Moment(0, 0, 0)
     for moment in traced.moments:
         gradients = held.first + held.per_finished * moment.finished
@@ -240,7 +240,7 @@ def _moments(held: Held, traced: Trace, micro_batches: int) -> Iterator[Componen
     yield _components(held, traced, nothing, held.update)
 
 
-def _components(held: Held, traced: Trace, moment: Moment, gradients: int) -> Components:
+def _components(held: EngineMemory, traced: Trace, moment: Moment, gradients: int) -> Components:
     masks = min(traced.masks, moment.layers)
     return Components(
         weights=held.weights,

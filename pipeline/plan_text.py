@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..schemas.errors import counted
-from ..stages.engine.held_memory import Elements
+from ..stages.engine.engine_memory import Elements
 from ..stages.report.cache_tables import facts, grid, heading
 from .run_plan import USABLE, RunPlan
 from .workload import Workload

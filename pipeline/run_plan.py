@@ -12,7 +12,7 @@ from pathlib import Path
 from ..schemas.batches import World
 from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import UsageError
-from ..stages.engine.held_memory import Elements
+from ..stages.engine.engine_memory import Elements
 from ..stages.feed.cache_index import RowTable, ShardColumns, unchecked
 from ..stages.feed.train_source import open_source
 from ..stages.methods.recipe import Recipe

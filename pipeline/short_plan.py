@@ -7,7 +7,7 @@ from typing import Any
 from ..schemas.errors import counted
 from ..schemas.train_options import TrainOptions
 from ..stages.engine.deepspeed_compat import whole_numel
-from ..stages.engine.held_memory import Setting, held_memory
+from ..stages.engine.engine_memory import Setting, engine_memory
 from ..stages.feed.loader import CacheFeed
 from ..stages.model.logprobs import causal_model
 from ..stages.model.policy import Policy
@@ -28,7 +28,7 @@ def short_plan(
     dtype, device = causal_model(policy.model).dtype, policy.device.type
     elements = elements_of(policy, packs=False, numel=whole_numel)
     setting = Setting.of(engine_config, ranks=ranks, itemsize=dtype.itemsize, device=device)
-    held = held_memory(elements, setting.with_optimizer(train))
+    held = engine_memory(elements, setting.with_optimizer(train))
     sizes = f"{gib(held.weights)} GiB of weights, {gib(held.later)} of gradients and "
     name = str(dtype).removeprefix("torch.")
     return [

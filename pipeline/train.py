@@ -15,7 +15,7 @@ from ..schemas.config import Config
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
 from ..schemas.methods import Mean
-from ..stages.engine.deepspeed_config import Circumstances, stage_of
+from ..stages.engine.deepspeed_config import EngineContext, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import (
     gathered,
@@ -188,7 +188,7 @@ def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding
     """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
     train = job.config.train
     found = resolve(replace(job.policy, dtype=train.dtype))
-    circumstances = Circumstances(found.dtype, found.hidden_size, world.size)
+    circumstances = EngineContext(found.dtype, found.hidden_size, world.size)
     partitions = open_partitions(train, world, circumstances)
     if partitions is None or start is None or start.checkpoint is None:
         return Sharding(partitions)

@@ -13,7 +13,7 @@ from ..schemas.cache import Manifest
 from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.train_options import TrainOptions
-from ..stages.engine.deepspeed_config import Circumstances, engine_config, stage_of
+from ..stages.engine.deepspeed_config import EngineContext, engine_config, stage_of
 from ..stages.feed.conversions import ReadSpec
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
@@ -123,7 +123,7 @@ def _begun_on(train: TrainOptions) -> str:
 def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:
     """Refuses what DeepSpeed cannot do with any policy on any number of ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
-    config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=world_size))
+    config = engine_config(train, EngineContext(dtype, hidden_size=1, world_size=world_size))
     return int(stage_of(config))
 
 

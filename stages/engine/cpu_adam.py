@@ -1,4 +1,4 @@
-"""DeepSpeed's AdamW for states in the CPU's memory, which is compiled at the first start."""
+"""DeepSpeed's CPU AdamW for offloaded states, which is compiled at the first start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("align")
 
 
 def has_cpu_adam(world: World) -> bool:
-    """Whether every rank could load it; where one could not, the log says why, and what follows."""
+    """Whether every rank could load CPU AdamW; if not, the log says why and what is used."""
     if world.rank == 0:
         logger.info(
             "The optimizer's state is in the CPU's memory: compiling DeepSpeed's AdamW for the "
@@ -21,7 +21,7 @@ def has_cpu_adam(world: World) -> bool:
     failures = [one for one in gathered(world, _failure()) if one]
     if failures and world.rank == 0:
         logger.warning(
-            "DeepSpeed's AdamW for the CPU cannot be compiled (%s): torch's takes its place, which "
+            "DeepSpeed's AdamW for the CPU cannot be compiled (%s): torch's is used instead, which "
             "is slower. To have it, install a C++ compiler and ninja.",
             failures[0],
         )
@@ -32,7 +32,7 @@ def _failure() -> str:
     try:
         with quietly():
             load_cpu_adam()
-    # It fails in as many ways as there are compilers; the reason is reported.
+    # Compilers fail with many kinds of exceptions; the reason is reported.
     except Exception as error:
         return str(error).partition(":")[0].partition("\n")[0] or type(error).__name__
     return ""

@@ -1,4 +1,4 @@
-"""Imports DeepSpeed without its log lines and slow detours; its internals are named here only."""
+"""DeepSpeed, imported without its log lines and slow paths; its internals are used here only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ACCELERATOR = "DS_ACCELERATOR"
 
 @contextmanager
 def _accelerator_named() -> Iterator[None]:
-    """Names the accelerator: otherwise DeepSpeed detects one at import and prints it on stdout.
+    """Sets DS_ACCELERATOR inside: otherwise DeepSpeed detects one at import and prints it.
 
-    DeepSpeed asks once; afterwards the environment of the process is restored.
+    DeepSpeed reads it once; the environment of the process is restored afterwards.
     """
     is_set = ACCELERATOR in os.environ
     os.environ.setdefault(ACCELERATOR, "cuda" if torch.cuda.is_available() else "cpu")
@@ -35,7 +35,7 @@ def _accelerator_named() -> Iterator[None]:
 
 @contextmanager
 def _without(module: str) -> Iterator[None]:
-    """Fails to import a module inside, unless it is loaded already."""
+    """Makes the import of a module fail inside, unless it is loaded already."""
     if module in sys.modules:
         yield
         return
@@ -46,7 +46,7 @@ def _without(module: str) -> Iterator[None]:
         del sys.modules[module]
 
 
-# Its autotuner, which nothing here runs, would load MLflow: seconds and a hundred MiB.
+# Its autotuner, which is not used here, would load MLflow: seconds and a hundred MiB.
 with warnings.catch_warnings(), _without("mlflow"), _accelerator_named():
     warnings.simplefilter("ignore")
     import deepspeed as _deepspeed
@@ -65,9 +65,9 @@ _RUNTIME = deepspeed.runtime
 _STAGE_1_AND_2 = _RUNTIME.zero.stage_1_and_2
 _STAGE_3 = _RUNTIME.zero.partition_parameters
 CONFIG_ERROR = _RUNTIME.config.DeepSpeedConfigError
-# It clips, scales the loss and leaves steps out by itself; an optimizer of torch does not.
+# It clips, scales the loss and skips steps by itself; torch's optimizers do not.
 WRAPPED_OPTIMIZER = _RUNTIME.base_optimizer.DeepSpeedOptimizer
-# What the files of its state hold besides tensors, numbers and containers.
+# Types in the files of its state besides tensors, numbers and containers.
 STATE_TYPES = (
     _RUNTIME.fp16.loss_scaler.LossScaler,
     _RUNTIME.fp16.loss_scaler.DynamicLossScaler,
@@ -77,13 +77,13 @@ STATE_TYPES = (
 
 
 def load_cpu_adam() -> None:
-    """Compiles and loads DeepSpeed's AdamW for the CPU, or loads what was compiled earlier."""
+    """Loads DeepSpeed's CPU AdamW, compiling it if it was not compiled earlier."""
     deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
 
 
 @contextmanager
 def while_training() -> Iterator[None]:
-    """Silences the log lines of every step, and keeps the rest off stdout, while the block runs."""
+    """Silences the log lines of every step inside, and redirects other lines to stderr."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     # DeepSpeed's own; a handler of another kind is the host's.
@@ -104,20 +104,20 @@ def while_training() -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Drops prints and warnings of DeepSpeed; stdout is for the command's result."""
+    """Drops prints and warnings of DeepSpeed inside; stdout is for the command's result."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
 def forget_first_step(engine: Any) -> None:
-    """In 16 bits without ZeRO DeepSpeed steps once, without a gradient, as it begins."""
+    """Clears the state of the step without gradients that 16-bit DeepSpeed without ZeRO takes."""
     if isinstance(engine.optimizer, _RUNTIME.fp16.unfused_optimizer.FP16_UnfusedOptimizer):
         engine.optimizer.optimizer.state.clear()
 
 
 def clear_partitions(optimizer: Any) -> None:
-    """What DeepSpeed does after an overflow; stage 2 accumulates here, not in the parameters."""
+    """Clears ZeRO 1 and 2's accumulated gradients, as DeepSpeed does after an overflow."""
     if not isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
         return
     optimizer._release_preflattened_grad_buffers()
@@ -132,7 +132,7 @@ def clear_partitions(optimizer: Any) -> None:
 
 
 def forget_passes(optimizer: Any) -> None:
-    """Drops what a forward or backward pass that was cut short has left behind under ZeRO."""
+    """Resets the ZeRO state that an interrupted forward or backward pass has left behind."""
     if not isinstance(optimizer, _RUNTIME.base_optimizer.ZeROOptimizer):
         return
     hooks = optimizer._backward_hook_state
@@ -144,7 +144,7 @@ def forget_passes(optimizer: Any) -> None:
     if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
         optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
         optimizer.extra_large_param_to_reduce.clear()
-        optimizer.ready_for_gradients = False  # or the next pass would count as none
+        optimizer.ready_for_gradients = False  # or the next pass would not be counted
     elif offload := getattr(optimizer, "parameter_offload", None):
         optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
         coordinator = offload.get_param_coordinator()
@@ -155,7 +155,7 @@ def forget_passes(optimizer: Any) -> None:
 
 @contextmanager
 def state_written_by(engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
-    """Writes each file of the engine's state with `write`, and no recovery script beside them."""
+    """Makes the engine write its state's files with `write` inside, without a recovery script."""
     engine.checkpoint_engine.save = write
     engine._copy_recovery_script = lambda path: None
     try:
@@ -165,23 +165,23 @@ def state_written_by(engine: Any, write: Callable[[Any, str], None]) -> Iterator
 
 
 def gathered_weight(tensor: Tensor) -> Any:
-    """Inside, every rank holds the whole tensor, which ZeRO-3 may have partitioned."""
+    """Gathers inside, on every rank, a tensor that ZeRO-3 may have partitioned."""
     is_partitioned = hasattr(tensor, "ds_id")
     return deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext()
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """Elements of the whole tensor, of which ZeRO-3 may leave this rank a part."""
+    """The number of elements of the whole tensor, which ZeRO-3 may have partitioned."""
     return int(getattr(tensor, "ds_numel", tensor.numel()))
 
 
 def whole_ndim(tensor: Tensor) -> int:
-    """Dimensions of the whole tensor; what ZeRO-3 leaves of it has one."""
+    """The number of dimensions of the whole tensor; a partition of ZeRO-3 has one."""
     return len(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def open_partitioning(config: dict[str, Any]) -> Any:
-    """What partitions parameters under ZeRO-3, without the patches that it makes as a context."""
+    """ZeRO-3's `Init`, without the patches that it makes as a context manager."""
     deepspeed.init_distributed()  # its configuration asks for the number of ranks
     init = _STAGE_3.Init(config_dict_or_path=config)
     if init.mem_efficient_linear:
@@ -193,7 +193,7 @@ def open_partitioning(config: dict[str, Any]) -> Any:
 def partitioned_parameter(
     init: Any, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
 ) -> nn.Parameter:
-    """A parameter as ZeRO-3 leaves it, its part written by `fill`, without a whole one before."""
+    """A parameter as ZeRO-3 partitions it, whose part is written by `fill`; never whole."""
     # One element, expanded to the shape: DeepSpeed asks it for shape, dtype and device only.
     one = torch.empty((), dtype=dtype, device=init.local_device)
     parameter: Any = nn.Parameter(one.expand(like.shape), requires_grad=like.requires_grad)
@@ -217,36 +217,36 @@ def partitioned_parameter(
 
 
 def released(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of which this rank holds a part only."""
+    """The parameters that are partitioned at the moment."""
     gone = _STAGE_3.ZeroParamStatus.NOT_AVAILABLE
     return [one for one in parameters if getattr(one, "ds_status", None) == gone]
 
 
 def gather(parameters: Sequence[Any]) -> None:
-    """Makes partitioned parameters whole on every rank."""
+    """Gathers partitioned parameters on every rank."""
     if parameters:
         parameters[0].all_gather(param_list=list(parameters))
 
 
 def release(parameters: Sequence[Any]) -> None:
-    """Leaves each rank its part, as it was before `gather`."""
+    """Partitions parameters again, as before `gather`."""
     if parameters:
         parameters[0].partition(param_list=list(parameters))
 
 
 def shapes_of_groups(engine: Any) -> list[dict[str, torch.Size]]:
-    """Shapes of what learns by name, one dict per flat tensor of the engine's ZeRO stage."""
+    """Shapes of trained parameters by name, a dict per flat tensor of the engine's ZeRO stage."""
     shapes: list[dict[str, torch.Size]] = engine._get_zero_param_shapes()
     return shapes
 
 
 def replace_optimizer_state(engine: Any, state: dict[str, Any]) -> None:
-    """Gives the engine's optimizer the state of this rank, as the loader of checkpoints does."""
+    """Loads this rank's state into the engine's optimizer, as DeepSpeed's loader does."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
         engine.optimizer.load_state_dict(state)
         return
-    if stage == 3:  # every parameter is to be in parts while its part is replaced
+    if stage == 3:  # every parameter has to be partitioned while its part is replaced
         engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict({engine.global_rank: state}, load_from_fp32_weights=True)
     if stage == 3:

@@ -18,7 +18,7 @@ from .optimizers import completed_block, optimizer_block, require_fitting_stage
 
 @dataclass(frozen=True)
 class Preset:
-    """A ZeRO stage, and what of it waits in the CPU's memory."""
+    """A ZeRO stage, and what it offloads to the CPU's memory."""
 
     stage: int
     offloads: tuple[str, ...] = ()  # by DeepSpeed's names
@@ -38,29 +38,29 @@ SMALLEST_BUCKET = 1_000_000
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a configuration depends on besides the options."""
+class EngineContext:
+    """The values besides the options that a configuration depends on."""
 
     dtype: str  # of the policy: float32, bfloat16 or float16
     hidden_size: int
     world_size: int
-    device: str = "cpu"  # where gradients are computed: cpu or cuda
+    device: str = "cpu"  # cpu or cuda
 
 
-def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
+def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
     """The config for `deepspeed.initialize`, with every value that our options decide."""
-    ours = _ours(options, circumstances)
+    ours = _ours(options, context)
     theirs: dict[str, Any] = {}
-    if preset := PRESETS.get(_chosen(options.deepspeed, circumstances)):
-        config = _preset(preset, ours, circumstances)
+    if preset := PRESETS.get(_chosen(options.deepspeed, context)):
+        config = _preset(preset, ours, context)
     else:
         theirs = _read(options.deepspeed)
-        config = filled(theirs, ours, place=options.deepspeed, batch_size=options.batch_size)
+        config = filled(theirs, ours, source=options.deepspeed, batch_size=options.batch_size)
     if "optimizer" not in theirs:
-        config["optimizer"] = completed_block(config, circumstances.device)
+        config["optimizer"] = completed_block(config, context.device)
     require_fitting_stage(config, options.deepspeed)
-    _require_fitting_states(options, circumstances, stage_of(config))
-    if circumstances.dtype == "float16" and not stage_of(config):
+    _require_fitting_states(options, context, stage_of(config))
+    if context.dtype == "float16" and not stage_of(config):
         # DeepSpeed divides by the loss scale there, but does not multiply by it.
         raise UsageError(
             f"{options.deepspeed}: float16 is not trained rightly without ZeRO. "
@@ -69,7 +69,7 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
     return config
 
 
-def _require_fitting_states(options: TrainOptions, here: Circumstances, stage: int) -> None:
+def _require_fitting_states(options: TrainOptions, here: EngineContext, stage: int) -> None:
     if options.optimizer_dtype == "float32":
         return
     if here.dtype != "bfloat16":
@@ -85,13 +85,13 @@ def _require_fitting_states(options: TrainOptions, here: Circumstances, stage: i
         )
 
 
-def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
-    """The part that align's options decide under every ZeRO stage."""
-    hidden_size = circumstances.hidden_size
+def _ours(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
+    """The part of the configuration that align's options decide under every ZeRO stage."""
+    hidden_size = context.hidden_size
     config: dict[str, Any] = {
-        # How many micro-batches a step has differs from step to step, and the losses are shares
-        # of a global mean already: DeepSpeed must divide by the number of ranks only.
-        "train_batch_size": circumstances.world_size,
+        # The number of micro-batches differs from step to step, and the losses are parts of a
+        # global mean already: DeepSpeed must divide by the number of ranks only.
+        "train_batch_size": context.world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_grad_norm,
@@ -103,21 +103,21 @@ def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]
         },
     }
     for dtype, name in PRECISIONS.items():
-        config[name] = {"enabled": dtype == circumstances.dtype}
+        config[name] = {"enabled": dtype == context.dtype}
     if options.optimizer_dtype == "bfloat16":
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return config
 
 
-def _chosen(deepspeed: str, circumstances: Circumstances) -> str:
+def _chosen(deepspeed: str, context: EngineContext) -> str:
     if deepspeed != "auto":
         return deepspeed
-    # Weights in 16 bits need the copy in 32 that ZeRO keeps, and one rank has no other use for it.
-    alone = circumstances.world_size == 1 and circumstances.dtype == "float32"
+    # 16-bit weights need the float32 master weights that ZeRO keeps; else one rank needs no ZeRO.
+    alone = context.world_size == 1 and context.dtype == "float32"
     return "zero0" if alone else "zero1"
 
 
-def _preset(preset: Preset, ours: dict[str, Any], circumstances: Circumstances) -> dict[str, Any]:
+def _preset(preset: Preset, ours: dict[str, Any], context: EngineContext) -> dict[str, Any]:
     stage = preset.stage
     zero = {"stage": stage} | (ours["zero_optimization"] if stage else {})
     if stage and stage < 3:
@@ -125,11 +125,11 @@ def _preset(preset: Preset, ours: dict[str, Any], circumstances: Circumstances) 
     in_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     zero |= {name: dict(in_memory) for name in preset.offloads}
     config = ours | {"zero_optimization": zero}
-    if circumstances.dtype == "float16":
-        # Its search begins so high that the first steps of any run would be lost to it, and every
-        # one of them counts as a step that was not finite.
+    if context.dtype == "float16":
+        # The default initial loss scale is so high that the first steps of any run would overflow,
+        # and each would count as a step that is not finite.
         config["fp16"] = ours["fp16"] | {"initial_scale_power": 12, "hysteresis": 1}
-    if stage and circumstances.dtype in PRECISIONS:
+    if stage and context.dtype in PRECISIONS:
         # In 16 bits the sum would depend on how a step is cut into micro-batches.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
@@ -138,7 +138,11 @@ def _preset(preset: Preset, ours: dict[str, Any], circumstances: Circumstances) 
 def _read(name: str) -> dict[str, Any]:
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"train.deepspeed is {name!r}: {_no_such(name)}")
+        hint = did_you_mean(closest(name, ("auto", *PRESETS)))
+        raise UsageError(
+            f"train.deepspeed is {name!r}: neither auto nor one of {', '.join(PRESETS)} nor a "
+            f"file.{hint}"
+        )
     if path.stat().st_size > LARGEST_FILE:
         raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; no DeepSpeed config.")
     try:
@@ -150,13 +154,8 @@ def _read(name: str) -> dict[str, Any]:
     return config
 
 
-def _no_such(name: str) -> str:
-    hint = did_you_mean(closest(name, ("auto", *PRESETS)))
-    return f"neither auto nor one of {', '.join(PRESETS)} nor a file.{hint}"
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuses equal keys, of which JSON would silently keep the last."""
+    """The object of these pairs; duplicate keys are refused, of which JSON keeps the last."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -165,7 +164,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 AUTO = "auto"
-# Why these blocks are refused, with any content.
+# Blocks that are refused with any content, and the reason.
 REFUSED = {
     "scheduler": "train.schedule, train.warmup and train.min_lr decide the learning rate",
     "elasticity": "DeepSpeed no longer trains elastically; start again with --resume auto",
@@ -176,7 +175,7 @@ REFUSED = {
     "sequence_parallel_size": "every rank is given rows of its own",
     "managed_gradient_accumulation": "the number of micro-batches is decided step by step",
 }
-# What an update needs that is applied whole or not at all.
+# Values that make an update all-or-nothing.
 REQUIRED = {
     "bf16.check_grad_overflow": True,
     "bfloat16.check_grad_overflow": True,
@@ -225,48 +224,48 @@ BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accum
 
 
 def filled(
-    theirs: dict[str, Any], ours: dict[str, Any], *, place: str, batch_size: int
+    theirs: dict[str, Any], ours: dict[str, Any], *, source: str, batch_size: int
 ) -> dict[str, Any]:
     """The user's file, with align's value for every "auto" and every missing key."""
     config = copy.deepcopy(theirs)
     if "bfloat16" in config and "bf16" not in config:
         config["bf16"] = config.pop("bfloat16")
-    _require_known(config, place)
-    _require_possible(config, place)
+    _require_known(config, source)
+    _require_possible(config, source)
     wrong = [*_refused(config), *_contradictions(config, ours, batch_size)]
     if wrong:
         lines = "".join(f"\n  {line}" for line in wrong)
         raise UsageError(
-            f"{place} contradicts the options of this run:{lines}\n"
+            f"{source} contradicts the options of this run:{lines}\n"
             'Change one of the two, or write "auto" in the file.'
         )
     _fill(config, ours)
     if left := [key for key, value in leaves(config) if value == AUTO]:
-        raise UsageError(f'{place}: align has no value for the "auto" of {", ".join(left)}.')
+        raise UsageError(f'{source}: align has no value for the "auto" of {", ".join(left)}.')
     return config
 
 
-def _require_known(config: dict[str, Any], place: str) -> None:
+def _require_known(config: dict[str, Any], source: str) -> None:
     """Refuses unknown top-level keys, which DeepSpeed would ignore."""
     for key in config:
         if key not in KNOWN:
             hint = did_you_mean(closest(key, KNOWN))
             raise UsageError(
-                f"{place}: DeepSpeed knows no {key!r}.{hint} Correct it or take it out."
+                f"{source}: DeepSpeed knows no {key!r}.{hint} Correct it or take it out."
             )
 
 
-def _require_possible(config: dict[str, Any], place: str) -> None:
+def _require_possible(config: dict[str, Any], source: str) -> None:
     for key in ("bf16", "fp16", "optimizer", "zero_optimization"):
         if not isinstance(config.get(key, {}), dict):
-            raise UsageError(f"{place}: {key} must be an object, found {config[key]!r:.60}.")
+            raise UsageError(f"{source}: {key} must be an object, found {config[key]!r:.60}.")
     if not isinstance(config.get("optimizer", {}).get("params", {}), dict):
-        raise UsageError(f"{place}: optimizer.params must be an object.")
+        raise UsageError(f"{source}: optimizer.params must be an object.")
     if all(_at(config, f"{name}.enabled") is True for name in ("bf16", "fp16")):
-        raise UsageError(f"{place}: bf16 and fp16 are both enabled; leave one of them.")
+        raise UsageError(f"{source}: bf16 and fp16 are both enabled; leave one of them.")
     stage = stage_of(config)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UsageError(f"{place}: zero_optimization.stage is {stage!r}; it is 0, 1, 2 or 3.")
+        raise UsageError(f"{source}: zero_optimization.stage is {stage!r}; it is 0, 1, 2 or 3.")
 
 
 def _refused(config: dict[str, Any]) -> Iterator[str]:
@@ -313,7 +312,7 @@ def stage_of(config: dict[str, Any]) -> Any:
 
 
 def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested objects, by its dotted name."""
+    """All values of nested objects, by dotted name."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -322,7 +321,7 @@ def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _at(config: dict[str, Any], dotted: str) -> Any:
-    """The value at `a.b.c`; None where there is none."""
+    """The value at `a.b.c`; None if there is none."""
     value: Any = config
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, dict) else None

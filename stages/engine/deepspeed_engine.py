@@ -26,12 +26,12 @@ from .deepspeed_compat import (
     forget_passes,
     quietly,
 )
-from .deepspeed_config import Circumstances, engine_config, stage_of
+from .deepspeed_config import EngineContext, engine_config, stage_of
 from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
 from .parameter_groups import parameter_groups
 from .resized_state import Order
-from .zero3_partitions import gather_experts_together, large_blocks_given_back
+from .zero3_partitions import freeing_large_blocks, gather_experts_together
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 def open_engine(
     policy: nn.Module, options: TrainOptions, world: World, *, hidden_size: int
 ) -> tuple[Engine, dict[str, Any]]:
-    """Spreads the policy over the ranks; also returns DeepSpeed's configuration, resolved."""
+    """The engine of a policy, sharded over the ranks, and DeepSpeed's resolved configuration."""
     learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not learning:
         raise UsageError("the policy has no parameter that learns. Set lora.targets to its layers.")
     stored = str(learning[0].dtype).removeprefix("torch.")
     dtype = stored if options.dtype == "auto" else options.dtype
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = engine_config(options, Circumstances(dtype, hidden_size, world.size, device))
+    config = engine_config(options, EngineContext(dtype, hidden_size, world.size, device))
     if asks_for_cpu_adam(config) and not has_cpu_adam(world):
         config = without_cpu_adam(config)
     if is_partitioned := stage_of(config) == 3:
@@ -58,12 +58,12 @@ def open_engine(
     params = theirs["optimizer"].get("params", {})
     rate = params.get("lr")
     if rate is not None:
-        # In 16 bits without ZeRO DeepSpeed takes a step of no gradient as it begins, which must not
-        # let the weights decay.
+        # In 16 bits without ZeRO DeepSpeed takes a step without gradients when it is created,
+        # which must not decay the weights.
         params["lr"] = 0.0
     make = own_optimizer(theirs)
     try:
-        with quietly(), large_blocks_given_back() if is_partitioned else nullcontext():
+        with quietly(), freeing_large_blocks() if is_partitioned else nullcontext():
             engine, *_ = deepspeed.initialize(
                 model=policy,
                 optimizer=make,
@@ -110,43 +110,43 @@ class DeepSpeedEngine:
         return self._world
 
     def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
-        """The rows of the policy's forward pass by their names."""
+        """The outputs of the policy's forward pass by name."""
         names: tuple[str, ...] = self._engine.module.output_names
         return dict(zip(names, self._engine(tuple(trees)), strict=True))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
         self._engine.set_gradient_accumulation_boundary(is_last)
-        # DeepSpeed takes the mean of the gradients over ranks; these are shares, to be summed.
-        # Ranks of a group have the same loss, and of its gradient each has its tokens' share.
+        # DeepSpeed takes the mean of the gradients over ranks; these are parts, to be summed.
+        # Ranks of a group have the same loss, and each has its tokens' part of the gradient.
         self._engine.backward(loss * self._world.size, scale_wrt_gas=False)
 
     def step(self) -> Update:
-        """Clips, updates and clears; with a gradient that is not finite it only clears."""
+        """Clips, updates and clears the gradients; if one is not finite it only clears."""
         return apply_update(self._engine)
 
     def skip(self) -> None:
-        """Clears the gradients without an update, those of a pass that was cut short too."""
+        """Clears the gradients without an update, those of an interrupted pass too."""
         forget_passes(self._engine.optimizer)
         clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sums float64 values over ranks; those of a group that shares its sequences count once."""
+        """The sum of float64 values over ranks; a group that shares sequences counts once."""
         return distributed.total(values) / self._world.sequence_parallel
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:
-        """Training mode, dropout drawn from this seed; None is evaluation mode."""
+        """Sets training mode with dropout from this seed; None sets evaluation mode."""
         self._engine.train(dropout_seed is not None)
         if dropout_seed is not None:
             torch.manual_seed(dropout_seed)
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next update."""
+        """Sets the learning rate of the next update."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
 
     def save_state(self, folder: Path) -> tuple[str, ...]:
-        """Every rank writes what it needs to resume bit for bit into an empty folder.
+        """Writes this rank's state, from which it resumes bit for bit, into an empty folder.
 
         Returns the files this rank wrote, relative to the folder.
         """
@@ -182,14 +182,14 @@ def apply_update(engine: Any) -> Update:
 
 
 def clear_gradients(engine: Any) -> None:
-    """Clears every gradient, those already reduced to their owners included."""
+    """Clears every gradient, also those that are reduced already."""
     engine.zero_grad()
     engine.optimizer.zero_grad(set_to_none=True)
     clear_partitions(engine.optimizer)
 
 
 def _norm(engine: Any) -> float:
-    """The norm of the gradients; in float32 without ZeRO, DeepSpeed does not check it for NaN."""
+    """The gradient norm, which DeepSpeed does not check for NaN in float32 without ZeRO."""
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     # The gradients are reduced already, so every rank computes the same number.
     return float(torch.nn.utils.get_total_norm(gradients))

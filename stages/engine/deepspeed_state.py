@@ -1,4 +1,4 @@
-"""Engine state on disk, read without running a pickle's code; the policy on one CPU."""
+"""Engine state on disk, loaded without executing pickles; the policy's weights on rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .deepspeed_compat import STATE_TYPES, gathered_weight, quietly, state_writt
 from .distributed import run_on_all_ranks
 from .resized_state import Order, ResizedState, put_into, read_state, resize
 
-# What its loader raises when a file is missing, damaged or of another run.
+# The exceptions of its loader for a file that is missing, damaged or of another run.
 _NOT_OURS = (
     pickle.UnpicklingError,
     AssertionError,
@@ -35,7 +35,7 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def save(engine: Any, folder: Path) -> tuple[str, ...]:
-    """Every rank writes its part; returns the files this rank wrote, relative to the folder."""
+    """Writes this rank's part; returns the files this rank wrote, relative to the folder."""
     with quietly(), _failing_late(engine) as written:
         # Frozen parameters are left out: the model folder has them.
         engine.save_checkpoint(
@@ -45,13 +45,13 @@ def save(engine: Any, folder: Path) -> tuple[str, ...]:
 
 
 def load(engine: Any, folder: Path, world: World, order: Order) -> None:
-    """Every rank reads what is its own, whichever world and ZeRO stage saved it.
+    """Loads this rank's part of a state that was saved by any world size and ZeRO stage.
 
-    `order` names the parameters that learn as the engine was given them.
+    `order` has the names of the trained parameters in the engine's order.
     """
     with _refusing(folder):
         saved = read_state(folder / TAG)
-    # Without ZeRO every rank has all of it, however many there are.
+    # Without ZeRO every rank has all of it, for any number of ranks.
     is_same_size = saved.ranks == world.size or saved.stage == 0
     if is_same_size and saved.stage == engine.zero_optimization_stage():
         with _refusing(folder):
@@ -87,7 +87,7 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _failing_late(engine: Any) -> Iterator[list[Path]]:
-    """A rank whose disk refuses still takes part in the collectives that its peers wait in."""
+    """Delays a rank's write error until after the collectives that its peers wait in."""
     write, written, failures = engine.checkpoint_engine.save, [], []
 
     def save_or_note(state_dict: Any, path: str) -> None:
@@ -110,7 +110,7 @@ def _failing_late(engine: Any) -> Iterator[list[Path]]:
 
 @contextmanager
 def _data_only() -> Iterator[None]:
-    """DeepSpeed asks for whole pickles; torch reads tensors and the few types it needs."""
+    """Makes torch load tensors and a few types only, where DeepSpeed asks for whole pickles."""
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"
     try:
@@ -127,13 +127,13 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-WRAPPED = "model."  # where the policy holds the model whose names are used
+WRAPPED = "model."  # prefix of the model's names in the policy
 
 
 def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapping[str, Tensor]:
-    """Parameters, tied ones once, and saved buffers; every rank calls it, rank 0 gets them.
+    """Parameters, tied ones once, and saved buffers, on rank 0; a collective.
 
-    What the policy has besides the model keeps its own name: `value_head.weight`.
+    Weights outside of the model keep the policy's names: `value_head.weight`.
     """
     weights = {}
     for name, tensor in _tensors(policy):

@@ -1,9 +1,9 @@
-"""Joins this process to its peers, under any launcher, and checks that all are alive.
+"""The process group of this run, under any launcher, with a heartbeat between the ranks.
 
 A machine that loses its power or its network does not close its connections: its peers would wait
 in a collective until it times out. A thread sends the heartbeat, so a rank that takes long to save
-or to evaluate is not lost. Each rank listens to the one before it, and the first to miss another
-reports it to all.
+or to evaluate is not lost. Each rank watches the one before it, and the first to miss a heartbeat
+reports the loss to all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("align")
 TIMEOUT = timedelta(seconds=600)
 # While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
 PATIENCE = timedelta(days=1)
-_ANSWER_SECONDS = 0.05  # between two looks at who asks
+_ANSWER_SECONDS = 0.05  # between two polls of the store
 _PATIENT_GROUP: list[Any] = []  # one process group, while there is more than one rank
 _SEQUENCE_GROUPS: dict[int, SequenceGroup] = {}  # by size, while ranks are joined
 _STORES: Any = vars(distributed)  # its stub exports no stores
@@ -60,47 +60,47 @@ def joined_world() -> Iterator[World]:
 
 
 def _join(world: World) -> str:
-    """Opens the process groups; returns the name of this meeting, which all ranks share."""
+    """Opens the process groups; returns the rendezvous id, the same on all ranks."""
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     if world.size == 1:
-        # A store in memory needs no port, so any number of runs may start at one moment.
+        # A store in memory needs no port, so any number of runs may start at the same time.
         alone: Any = {"store": _STORES["HashStore"](), "rank": 0, "world_size": 1}
         distributed.init_process_group(backend, timeout=TIMEOUT, **alone)
         return ""
     try:
-        meeting, where = _met_anew(world)
+        meeting, where = _rendezvous(world)
         distributed.init_process_group(backend, timeout=TIMEOUT, **where)
         _PATIENT_GROUP.append(distributed.new_group(backend="gloo", timeout=PATIENCE))
     except (distributed.DistError, ValueError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UsageError(
-            f"rank {world.rank} of {world.size} cannot join its peers at {place} "
+            f"rank {world.rank} of {world.size} cannot join its peers at {address} "
             f"({str(error).splitlines()[0]}). Check that every rank was started and that the "
             "address can be reached from each machine."
         ) from error
     return meeting
 
 
-def _met_anew(world: World) -> tuple[str, dict[str, Any]]:
-    """The name of this meeting, and where its ranks find each other.
+def _rendezvous(world: World) -> tuple[str, dict[str, Any]]:
+    """A fresh rendezvous id, and the arguments of a process group in a store of its own.
 
-    torchrun keeps one store while it starts ranks again, and what the ranks before wrote there
-    would mislead those of now. Rank 0 creates a fresh rendezvous id and answers each rank's
-    one-time nonce with it: an answer to a rank that has died is read by nobody.
+    torchrun keeps one store while it restarts ranks, and keys of the previous ranks would mislead
+    the present ones. Rank 0 creates a fresh rendezvous id and answers each rank's one-time nonce
+    with it: an answer to a rank that has died is read by nobody.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "", {}
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store, word = _STORES["TCPStore"](*place, None, False, TIMEOUT), uuid.uuid4().hex
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store, nonce = _STORES["TCPStore"](*address, None, False, TIMEOUT), uuid.uuid4().hex
     if world.rank:
-        store.set(f"align/asks/{world.rank}", word)
-        meeting = store.get(f"align/answer/{word}").decode()
+        store.set(f"align/asks/{world.rank}", nonce)
+        meeting = store.get(f"align/answer/{nonce}").decode()
         store.set(f"align/{meeting}/here/{world.rank}", "")
     else:
-        meeting = word
+        meeting = nonce
         _answer_until_here(store, meeting, set(range(1, world.size)))
     where = {"store": _STORES["PrefixStore"](meeting, store), "rank": world.rank}
     return meeting, {**where, "world_size": world.size}
@@ -113,13 +113,13 @@ def _answer_until_here(store: Any, meeting: str, missing: set[int]) -> None:
             if store.check([f"align/{meeting}/here/{rank}"]):
                 missing.remove(rank)
             elif store.check([f"align/asks/{rank}"]):
-                word = store.get(f"align/asks/{rank}").decode()
-                store.set(f"align/answer/{word}", meeting)
+                nonce = store.get(f"align/asks/{rank}").decode()
+                store.set(f"align/answer/{nonce}", meeting)
         time.sleep(_ANSWER_SECONDS)
 
 
 def _devices(world: World) -> list[int]:
-    """The GPU of a rank, where there is one."""
+    """The GPU of a rank, if there is one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [world.local_rank % count] if count else []
 
@@ -142,7 +142,7 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 
 def in_groups(world: World, ranks: int) -> World:
-    """The world in which so many neighbouring ranks share every sequence."""
+    """The world with groups of `ranks` neighbouring ranks that share every sequence."""
     if world.size % ranks:
         raise UsageError(
             f"train.sequence_parallel is {ranks}, and {world.size} ranks were started. Start a "
@@ -152,7 +152,7 @@ def in_groups(world: World, ranks: int) -> World:
 
 
 def sequence_group(world: World) -> SequenceGroup | None:
-    """The group of this rank, opened by all ranks together; None where it is alone in it."""
+    """The sequence group of this rank, opened by all ranks together; None for groups of one."""
     size = world.sequence_parallel
     if size == 1:
         return None
@@ -171,12 +171,12 @@ T = TypeVar("T")
 
 
 def _patient_group() -> Any:
-    """The group; None, the default one, if it is not open."""
+    """The group with the long timeout; None, the default group, if it is not open."""
     return _PATIENT_GROUP[0] if _PATIENT_GROUP else None
 
 
 def run_on_rank_zero(world: World, action: Callable[[], T]) -> T:
-    """Runs the action on rank zero; its result is returned, or its AlignError raised, on all."""
+    """The result of an action on rank zero, broadcast to all ranks; its AlignError is raised."""
     result: Any = _outcome(action) if world.rank == 0 else None
     if world.size > 1:
         box = [result]
@@ -187,7 +187,7 @@ def run_on_rank_zero(world: World, action: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """Runs the action on every rank; an AlignError of one rank is raised on all."""
+    """This rank's result of an action that every rank runs; an AlignError is raised on all."""
     own = _outcome(action)
     refusal = own if isinstance(own, _Refused) else None
     for other in gathered(world, refusal):
@@ -234,7 +234,7 @@ _ANSWER = timedelta(seconds=30)
 
 @contextmanager
 def heartbeat(world: World, meeting: str) -> Iterator[None]:
-    """Beats while the block runs; ends this process if another rank stops beating."""
+    """Sends heartbeats inside, and ends this process if another rank's stop."""
     if world.size == 1:
         yield
         return
@@ -253,25 +253,25 @@ def heartbeat(world: World, meeting: str) -> Iterator[None]:
 
 
 class Pulse:
-    """The heartbeat of one rank, and when it last heard of the others."""
+    """The heartbeat of one rank, and the times of the last signs of the others."""
 
     def __init__(self, world: World, meeting: str) -> None:
         self.over = threading.Event()
         self._rank = world.rank
-        self._before = (world.rank - 1) % world.size
+        self._watched = (world.rank - 1) % world.size
         self._prefix = f"align/{meeting}"  # a launcher that starts ranks again keeps its store
-        self._place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store_answered = self._beat_changed = time.monotonic()
         self._has_met = False
-        self._count = 0  # the beats of the rank before this one
+        self._count = 0  # heartbeats of the watched rank
 
     def beat(self) -> None:
-        """Exchanges beats with the store; retries while it is away, and `watch` counts the time."""
+        """Exchanges heartbeats with the store; retries while it is away; `watch` times it."""
         store = None
         while not self._is_over_after_nap("_beat_changed"):
             try:
-                # A connection of its own: another thread may hold the usual one for long.
-                store = store or _STORES["TCPStore"](*self._place, None, False, _ANSWER)
+                # A connection of its own: another thread may block the shared one for long.
+                store = store or _STORES["TCPStore"](*self._address, None, False, _ANSWER)
                 self._exchange(store)
                 self._store_answered, self._has_met = time.monotonic(), True
             except (RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors
@@ -280,20 +280,23 @@ class Pulse:
             self._leave(store)
 
     def watch(self) -> None:
-        """Watches the clock only, so that nothing can block it."""
+        """Ends the process once the store has not answered for long; nothing can block it."""
         while not self._is_over_after_nap("_store_answered"):
             if time.monotonic() - self._store_answered <= LOST_SECONDS:
                 continue
-            place = "the store at {}:{}".format(*self._place)
+            store = "the store at {}:{}".format(*self._address)
             if self._has_met:
-                self._end(self._lost(place))
+                self._end(self._lost(store))
             logger.warning(
-                "Rank %d cannot reach %s: it will not notice a lost rank.", self._rank, place
+                "Rank %d cannot reach %s: it will not notice a lost rank.", self._rank, store
             )
             return
 
     def _is_over_after_nap(self, clock: str) -> bool:
-        """Sleeps a little; time in which the process was stopped, as by Ctrl-Z, does not count."""
+        """Sleeps for one beat; time in which the process was stopped, as by Ctrl-Z, is not counted.
+
+        Returns whether the run is over.
+        """
         began = time.monotonic()
         is_over = self.over.wait(BEAT_SECONDS)
         if (slept := time.monotonic() - began) > LOST_SECONDS / 4:
@@ -302,11 +305,11 @@ class Pulse:
 
     def _exchange(self, store: Any) -> None:
         store.add(f"{self._prefix}/beat/{self._rank}", 1)
-        count, now = store.add(f"{self._prefix}/beat/{self._before}", 0), time.monotonic()
-        if count != self._count or store.check([f"{self._prefix}/left/{self._before}"]):
+        count, now = store.add(f"{self._prefix}/beat/{self._watched}", 0), time.monotonic()
+        if count != self._count or store.check([f"{self._prefix}/left/{self._watched}"]):
             self._count, self._beat_changed = count, now
         if self._count and now - self._beat_changed > LOST_SECONDS:
-            said = self._lost(f"rank {self._before}")
+            said = self._lost(f"rank {self._watched}")
             store.set(f"{self._prefix}/lost", said)
             self._end(said)
         if store.check([f"{self._prefix}/lost"]):
@@ -329,7 +332,7 @@ class Pulse:
             return
         sys.stderr.write(f"error: {said}\n")
         sys.stderr.flush()
-        # The rank waits in a collective that nothing interrupts.
+        # The main thread waits in a collective that cannot be interrupted.
         os._exit(PeerError.exit_code)
 
 

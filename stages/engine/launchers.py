@@ -1,4 +1,4 @@
-"""Reads from the environment which rank of how many a launcher started this process as."""
+"""Rank and world size of this process, from the environment that its launcher set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set, from whichever launcher started this process."""
+    """The variables that torchrun would set, from the variables of any launcher."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         found = {name: environment[name] for name in NAMES if name in environment}
         return {"LOCAL_RANK": "0"} | found if found["WORLD_SIZE"] == "1" else found
@@ -20,7 +20,7 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def world_of(environment: Mapping[str, str]) -> World:
-    """Reads rank, size and local rank, and refuses those that are inconsistent."""
+    """Rank, size and local rank; inconsistent ones are refused."""
     names = NAMES if environment["WORLD_SIZE"] != "1" else NAMES[:3]
     if missing := [name for name in names if name not in environment]:
         raise UsageError(
@@ -39,13 +39,13 @@ def world_of(environment: Mapping[str, str]) -> World:
 
 
 def world_apart(environment: Mapping[str, str]) -> World:
-    """The place among its peers of a process that never connects to them."""
+    """Rank and world size of a process that never connects to its peers."""
     nowhere = {"MASTER_ADDR": "", "MASTER_PORT": ""}
     return world_of({"LOCAL_RANK": "0"} | launcher_environment(environment) | nowhere)
 
 
 def ranks_here(environment: Mapping[str, str]) -> int:
-    """How many ranks torchrun or deepspeed started on this machine; 1 if no variable says so."""
+    """The number of ranks that torchrun or deepspeed started on this machine; 1 by default."""
     given = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", ""))
     return max(1, int(given)) if given.isdecimal() else 1
 
@@ -54,7 +54,7 @@ FIRST_PORT, PORTS = 20_000, 20_000
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Empty unless srun started this process as one of several tasks."""
+    """The variables of a task of srun; empty unless it started several."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     # A batch script that calls align without srun has a job and a task count, but no step.
     if tasks == "1" or "SLURM_STEP_ID" not in environment:
@@ -77,7 +77,7 @@ def first_host(nodes: str) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> str:
-    """The same for every rank of a step, and another for the next step."""
+    """A port that is the same for every rank of a step, and another for the next step."""
     job, step = environment.get("SLURM_JOB_ID", "0"), environment["SLURM_STEP_ID"]
     digits = int(job if job.isdigit() else 0) * 31 + int(step if step.isdigit() else 0)
     return str(FIRST_PORT + digits % PORTS)

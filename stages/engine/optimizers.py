@@ -1,4 +1,4 @@
-"""Which optimizer a run has: its block of DeepSpeed's configuration, and how our own are made."""
+"""The optimizers of `train.optimizer`: their configuration for DeepSpeed, and our own."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
 from .update_rules import Lion, Muon
 
-OWN = "align."  # begins the type of an optimizer that DeepSpeed is given, not asked for
+OWN = "align."  # prefix of the type of an optimizer that is passed to DeepSpeed as an object
 EVERY_STAGE = frozenset(range(4))
 ADAM_TYPES = ("adam", "adamw")  # DeepSpeed's, in any letter case
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What `train.optimizer` names."""
+    """One optimizer that `train.optimizer` names."""
 
     type: str  # in DeepSpeed's configuration
     reads: tuple[str, ...]  # of train.beta1, train.beta2 and train.epsilon
-    states: float  # numbers of the size of a master weight that it keeps for each element
+    states: float  # state values per element, each as large as a master weight
     stages: frozenset[int] = EVERY_STAGE
     make: Callable[..., torch.optim.Optimizer] | None = None  # from groups and parameters
     why: str = ""  # the other stages do not fit
-    most_states: float = 0.0  # where it keeps more of some matrices than of most
-    is_for_matrices: bool = False  # and updates them as wholes, all else as AdamW does
+    most_states: float = 0.0  # state values per element of the matrices that need more
+    is_for_matrices: bool = False  # updates matrices as wholes, all else as AdamW does
     needs_bitsandbytes: bool = False
 
 
@@ -83,17 +83,17 @@ KINDS = {
     ),
 }
 BY_TYPE = {kind.type: kind for kind in KINDS.values()}
-# Of those that a user's own DeepSpeed file may name besides, in small letters.
+# State values per element of other optimizers that a DeepSpeed file may name, in lower case.
 DEEPSPEEDS = {"adam": 2.0, "lion": 1.0}
 
 
 def kind_of(config: Mapping[str, Any]) -> OptimizerKind | None:
-    """Which of them DeepSpeed's configuration names; None for any other optimizer."""
+    """The kind that DeepSpeed's configuration names; None for any other optimizer."""
     return BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
 
 
 def most_states(config: Mapping[str, Any]) -> float:
-    """The numbers that a configuration's optimizer keeps at most for an element of a matrix."""
+    """The most state values per element that a configuration's optimizer keeps."""
     named = str(config.get("optimizer", {}).get("type", "")).lower()
     found = [kind for kind in KINDS.values() if kind.type.lower() == named]
     return max(found[0].states, found[0].most_states) if found else DEEPSPEEDS.get(named, 0.0)
@@ -117,7 +117,7 @@ def optimizer_block(options: TrainOptions) -> dict[str, Any]:
 
 
 def completed_block(config: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Our optimizer's block with the implementation of AdamW for this device."""
+    """The optimizer's block with the implementation of AdamW for this device."""
     block: dict[str, Any] = dict(config["optimizer"])
     if block["type"] != "AdamW" or (device == "cuda" and offloads_optimizer(config)):
         return block  # DeepSpeed's AdamW of states in the CPU's memory is made for the CPU
@@ -128,25 +128,25 @@ def completed_block(config: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
     """Whether the optimizer's state is in the CPU's memory, or on a disk."""
-    place = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return bool(place.get("device", "none") != "none")
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") != "none")
 
 
 def asks_for_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed takes its AdamW for the CPU, which has to be compiled."""
+    """Whether DeepSpeed uses its CPU AdamW, which has to be compiled."""
     block = config.get("optimizer", {})
     is_adam = str(block.get("type", "")).lower() in ADAM_TYPES
     return is_adam and offloads_optimizer(config) and not block.get("params", {}).get("torch_adam")
 
 
 def without_cpu_adam(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with torch's AdamW in its place."""
+    """The configuration with torch's AdamW instead of CPU AdamW."""
     block = config["optimizer"]
     params = block.get("params", {}) | {"torch_adam": True, "fused": True}
     return {**config, "optimizer": block | {"params": params}}
 
 
-def require_fitting_stage(config: Mapping[str, Any], place: str) -> None:
+def require_fitting_stage(config: Mapping[str, Any], deepspeed: str) -> None:
     """Refuses an optimizer under a ZeRO stage that gives it other tensors than it needs."""
     kind = kind_of(config)
     stage = config.get("zero_optimization", {}).get("stage", 0)
@@ -154,16 +154,16 @@ def require_fitting_stage(config: Mapping[str, Any], place: str) -> None:
         return
     name = next(name for name, one in KINDS.items() if one is kind)
     raise UsageError(
-        f"train.optimizer is {name}, which {kind.why}, and train.deepspeed={place} is ZeRO "
+        f"train.optimizer is {name}, which {kind.why}, and train.deepspeed={deepspeed} is ZeRO "
         f"{stage}, which gives it parts of flat tensors. Use --deepspeed zero0, or another "
         "train.optimizer."
     )
 
 
 def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Makes the optimizer out of parameter groups; None where DeepSpeed makes it.
+    """A constructor of our optimizer from parameter groups; None if DeepSpeed constructs it.
 
-    Takes its block out of the configuration, which is then for DeepSpeed.
+    The optimizer's block is removed from the configuration, which is passed to DeepSpeed.
     """
     kind = kind_of(config)
     if kind is None or kind.make is None:

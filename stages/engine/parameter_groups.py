@@ -1,4 +1,4 @@
-"""The groups of parameters that an optimizer treats alike."""
+"""Parameter groups of an optimizer: with and without weight decay, and Muon's matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .optimizers import kind_of
 def parameter_groups(
     policy: nn.Module, learning: list[nn.Parameter], config: Mapping[str, Any]
 ) -> list[Any]:
-    """Matrices have weight decay; biases and norms, all vectors, have none."""
+    """The optimizer's groups: matrices have weight decay; biases and norms have none."""
     decay = config.get("optimizer", {}).get("params", {}).get("weight_decay")
     kind = kind_of(config)
     is_for_matrices = kind is not None and kind.is_for_matrices
@@ -34,7 +34,7 @@ def parameter_groups(
 
 
 def _inner_matrices(policy: nn.Module) -> set[nn.Parameter]:
-    """All matrices but embeddings, the output layer, heads with one output and experts' biases."""
+    """All matrices except embeddings, the output layer, heads with one output, experts' biases."""
     outer = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
     for module in policy.modules():
         output = getattr(module, "get_output_embeddings", lambda: None)()

@@ -1,7 +1,7 @@
-"""Loads an engine's state on another number of ranks, or under another ZeRO stage.
+"""Engine state, resized to another number of ranks or another ZeRO stage.
 
-Each rank maps the files of all ranks that saved, and copies out of them what is its own now, one
-parameter at a time. Nothing is converted on disk, and no rank holds more than its own part.
+Each rank maps the files of all ranks that saved, and copies its new part out of them, one
+parameter at a time. Nothing is converted on disk, and no rank has more than its own part in memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ...schemas.errors import UsageError
 from .deepspeed_compat import STATE_TYPES, replace_optimizer_state, shapes_of_groups
-from .partitions import RankSpread, ScatteredValues, split_each
+from .partitions import PartitionLayout, ScatteredValues, split_each
 
-Order = Sequence[Sequence[str]]  # names of the parameters that learn, group by group
+Order = Sequence[Sequence[str]]  # names of the trained parameters, group by group
 
-WEIGHT = "weight"  # what the optimizer updates: in 32 bits, also where the model has 16
-# Where a stage keeps the state of torch's optimizer, and the weights that it updates.
+WEIGHT = "weight"  # the master weight: in 32 bits, also where the model has 16
+# By stage, the keys of the state of torch's optimizer and of the master weights.
 TOGETHER = ("base_optimizer_state", "single_partition_of_fp32_groups")
-PLACES = {
+STATE_KEYS = {
     0: ("optimizer_state_dict", "fp32_groups"),
     1: TOGETHER,
     2: TOGETHER,
@@ -44,7 +44,7 @@ class SavedState:
 
     @property
     def ranks(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return int(self.model["dp_world_size"])
 
     @property
@@ -57,12 +57,12 @@ class SavedState:
     def base(self, rank: int) -> Mapping[str, Any]:
         """The state of torch's optimizer on a rank."""
         optimizer: Mapping[str, Any] = self.optimizers[rank]
-        found: Mapping[str, Any] = optimizer.get(PLACES[self.stage][0], optimizer)
+        found: Mapping[str, Any] = optimizer.get(STATE_KEYS[self.stage][0], optimizer)
         return found
 
     def weights(self, rank: int, order: Order) -> list[Tensor]:
-        """The weights that a rank updates, flat tensor by flat tensor."""
-        found = self.optimizers[rank].get(PLACES[self.stage][1])
+        """The master weights of a rank, flat tensor by flat tensor."""
+        found = self.optimizers[rank].get(STATE_KEYS[self.stage][1])
         if self.stage:
             return list(found)
         if found is None:  # in 32 bits they are the model's own
@@ -72,16 +72,16 @@ class SavedState:
 
 @dataclass(frozen=True)
 class ResizedState:
-    """A saved state, cut for one rank of an engine."""
+    """A saved state, resized for one rank of an engine."""
 
     saved: SavedState
     values: ScatteredValues
-    spread: RankSpread  # of the engine
+    layout: PartitionLayout  # of the engine
     optimizer: dict[str, Any]  # as the engine's optimizer would have saved it
 
 
 def read_state(folder: Path) -> SavedState:
-    """Maps the files of a state; they may hold tensors and the few types of `STATE_TYPES` only."""
+    """The mapped files of a state, which may hold tensors and `STATE_TYPES` only."""
     model = _mapped(min(folder.glob("*mp_rank_00_model_states.pt")))
     if model["optimizer"] is not None:
         return SavedState(model, (model["optimizer"],))
@@ -98,9 +98,9 @@ def _mapped(path: Path) -> Any:
 
 
 def resize(saved: SavedState, engine: Any, order: Order, *, rank: int, ranks: int) -> ResizedState:
-    """Cuts a state for a rank; ValueError where its parameters are not those of the engine."""
+    """A state resized for a rank; ValueError if its parameters are not those of the engine."""
     stage, live = int(engine.zero_optimization_stage()), engine.optimizer.state_dict()
-    old, new = _saved_spread(saved, order), _live_spread(engine, live, order, ranks)
+    old, new = _saved_layout(saved, order), _live_layout(engine, live, order, ranks)
     if odd := sorted(set(old.sizes.items()) ^ set(new.sizes.items())):
         raise ValueError(f"{odd[0][0]} is missing from one of them, or has another size")
     values, scalars = _collected(saved, old, order)
@@ -116,10 +116,10 @@ def resize(saved: SavedState, engine: Any, order: Order, *, rank: int, ranks: in
 
 
 def put_into(engine: Any, resized: ResizedState) -> None:
-    """Puts a state that was cut into its engine; every rank calls it."""
+    """Loads a resized state into its engine; a collective."""
     if engine.zero_optimization_stage() < 3:  # there the weights follow the optimizer's
         parameters = dict(engine.module.named_parameters())
-        for name, size in resized.spread.sizes.items():
+        for name, size in resized.layout.sizes.items():
             whole = resized.values.fill(WEIGHT, split_each({name: size}, 0, ranks=1))
             parameters[name].data.copy_(whole.view_as(parameters[name]))
     model, buffers = resized.saved.model, dict(engine.module.named_buffers())
@@ -130,24 +130,26 @@ def put_into(engine: Any, resized: ResizedState) -> None:
         setattr(engine, name, model[name])
 
 
-def _saved_spread(saved: SavedState, order: Order) -> RankSpread:
+def _saved_layout(saved: SavedState, order: Order) -> PartitionLayout:
     if saved.stage == 0:
         names = [name for group in order for name in group]
         each = zip(names, saved.weights(0, order), strict=True)
-        return RankSpread(0, 1, tuple({name: weight.numel()} for name, weight in each))
+        return PartitionLayout(0, 1, tuple({name: weight.numel()} for name, weight in each))
     groups = tuple(map(_numels, saved.model["param_shapes"]))
-    return RankSpread(
+    return PartitionLayout(
         saved.stage, saved.ranks, groups, tuple(saved.optimizers[0].get(PADDINGS, ()))
     )
 
 
-def _live_spread(engine: Any, live: Mapping[str, Any], order: Order, ranks: int) -> RankSpread:
+def _live_layout(engine: Any, live: Mapping[str, Any], order: Order, ranks: int) -> PartitionLayout:
     stage = int(engine.zero_optimization_stage())
     if stage == 0:
         sizes = {name: one.numel() for name, one in engine.module.named_parameters()}
-        return RankSpread(0, 1, tuple({name: sizes[name]} for group in order for name in group))
+        return PartitionLayout(
+            0, 1, tuple({name: sizes[name]} for group in order for name in group)
+        )
     groups = tuple(map(_numels, shapes_of_groups(engine)))
-    return RankSpread(stage, ranks, groups, tuple(live.get(PADDINGS, ())))
+    return PartitionLayout(stage, ranks, groups, tuple(live.get(PADDINGS, ())))
 
 
 def _numels(shapes: Mapping[str, torch.Size]) -> dict[str, int]:
@@ -155,9 +157,9 @@ def _numels(shapes: Mapping[str, torch.Size]) -> dict[str, int]:
 
 
 def _collected(
-    saved: SavedState, spread: RankSpread, order: Order
+    saved: SavedState, layout: PartitionLayout, order: Order
 ) -> tuple[ScatteredValues, dict[str, Any]]:
-    """Views of all values by key and parameter, and what is one for all of them, as the step.
+    """Views of all values by key and parameter, and the scalars, such as the step.
 
     Without ZeRO, torch's optimizer keeps nothing for a parameter that never had a gradient, and
     counts its steps by themselves; with ZeRO it holds zeros and the steps of all.
@@ -166,7 +168,7 @@ def _collected(
     for rank in range(len(saved.optimizers)):
         state = saved.base(rank)["state"]
         for index, weight in enumerate(saved.weights(rank, order)):
-            partition = spread.partition(index, rank)
+            partition = layout.partition(index, rank)
             values.add(WEIGHT, partition, weight)
             for key, value in state.get(index, {}).items():
                 if isinstance(value, dict):
@@ -188,9 +190,9 @@ def _optimizer_state(
     scalars: Mapping[str, Any],
     flats: list[dict[str, Tensor]],
 ) -> dict[str, Any]:
-    """What the engine's optimizer would have saved with these flat tensors."""
-    place, weights_place = PLACES[stage]
-    now, was = live.get(place, live)["param_groups"], saved.base(0)["param_groups"]
+    """The state that the engine's optimizer would have saved with these flat tensors."""
+    base_key, weights_key = STATE_KEYS[stage]
+    now, was = live.get(base_key, live)["param_groups"], saved.base(0)["param_groups"]
     base = {
         "state": {
             index: {**copy.deepcopy(dict(scalars)), **_without_weight(flat)}
@@ -200,14 +202,14 @@ def _optimizer_state(
             {**new, **old, "params": new["params"]} for new, old in zip(now, was, strict=True)
         ],
     }
-    if place not in live:  # in 32 bits without ZeRO the weights are the model's
+    if base_key not in live:  # in 32 bits without ZeRO the weights are the model's
         return base
     weights: Any = [flat[WEIGHT] for flat in flats]
     if stage == 0:
         each = iter(weights)
         weights = [[next(each) for _ in group["params"]] for group in now]
     carried = {name: saved.optimizers[0].get(name, live[name]) for name in SHARED & live.keys()}
-    return {**live, **carried, place: base, weights_place: weights}
+    return {**live, **carried, base_key: base, weights_key: weights}
 
 
 def _without_weight(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Optimizers that neither torch nor DeepSpeed has in a form that runs on every device."""
+"""Update rules of our own optimizers, Lion and Muon, which run on every device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of a mixture of momentum and gradient; one moment only.
+    """Lion: the sign of an interpolation of momentum and gradient, with a single moment.
 
     `w -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * w)`, then `m = b2 * m + (1 - b2) * g`.
 
@@ -42,14 +42,14 @@ class Lion(torch.optim.Optimizer):
         moment.lerp_(gradient, 1 - beta2)
 
 
-MOMENTUM = 0.95  # of the matrices, with Nesterov's look ahead
-ROUNDS = 5  # of Newton and Schulz
+MOMENTUM = 0.95  # of the matrices, Nesterov momentum
+ROUNDS = 5  # Newton-Schulz iterations
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 MATCHING = 0.2  # the root mean square of an update of AdamW
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, for the matrices of groups with `orthogonal`; else AdamW.
+    """Muon: orthogonalized momentum for the matrices of groups with `orthogonal`; else AdamW.
 
     `m = 0.95 * m + 0.05 * g`, `o = orthogonal(0.05 * g + 0.95 * m)`, and
     `w -= lr * (0.2 * sqrt(max(rows, columns)) * o + weight_decay * w)`: the factor makes an update
@@ -105,10 +105,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Nearly the orthogonal matrix nearest to each one in the last two dimensions.
+    """An approximation of the nearest orthogonal matrix, over the last two dimensions.
 
-    An odd polynomial of the matrix, applied five times, brings its singular values near 1. A GPU
-    computes it in bfloat16, which is enough: they end between 0.7 and 1.2 anyway.
+    Five Newton-Schulz iterations bring the singular values near 1. A GPU computes them in
+    bfloat16, which is enough: they end between 0.7 and 1.2 anyway.
     """
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()

@@ -1,4 +1,4 @@
-"""Parameters that are partitioned as they are created, before DeepSpeed has an engine for them."""
+"""ZeRO-3 partitions: parameters partitioned as they are created, before there is an engine."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .deepspeed_compat import (
     release,
     released,
 )
-from .deepspeed_config import Circumstances, engine_config
+from .deepspeed_config import EngineContext, engine_config
 from .distributed import agreed, run_on_all_ranks
 
 logger = logging.getLogger("align")
 
 T = TypeVar("T")
-# Keys of a user's file under which parameters are kept in a form that only DeepSpeed writes.
+# Keys of a user's file under which parameters are stored in a form that only DeepSpeed writes.
 OWN_FORMS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def open_partitions(
-    options: TrainOptions, world: World, found: Circumstances
+    options: TrainOptions, world: World, found: EngineContext
 ) -> ZeroPartitions | None:
-    """Those of ZeRO-3; None where DeepSpeed has to make them of a whole model."""
+    """The partitions of ZeRO-3; None if DeepSpeed has to partition a whole model."""
     config = engine_config(options, found)
     if reason := _own_form(config["zero_optimization"]):
         if world.rank == 0:
@@ -48,7 +48,7 @@ def open_partitions(
 
 
 def _own_form(zero: dict[str, Any]) -> str:
-    """Why the engine has to partition a whole model; empty if it need not."""
+    """The reason that the engine has to partition a whole model; empty if it need not."""
     if zero.get("offload_param", {}).get("device") == "nvme":
         return "offload_param keeps it on NVMe"
     return next((f"{name} packs it" for name in OWN_FORMS if zero.get(name)), "")
@@ -63,7 +63,7 @@ class ZeroPartitions:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         device: torch.device = self._init.local_device
         return device
 
@@ -78,17 +78,17 @@ class ZeroPartitions:
     def parameter(
         self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
     ) -> nn.Parameter:
-        """A parameter of the shape of `like`; `fill` writes the part that this rank has of it."""
+        """A parameter of the shape of `like`, of which `fill` writes this rank's part."""
         return partitioned_parameter(self._init, like, dtype, fill)
 
     @contextmanager
     def in_calls(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a parameter is whole from when a call asks for it until that call ends."""
-        with large_blocks_given_back(), _whole_in_calls(model):
+        """Gathers a parameter inside when a call reads it, until that call ends."""
+        with freeing_large_blocks(), _whole_in_calls(model):
             yield
 
     def changing(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Inside, these are whole; rank zero's changes are kept."""
+        """Gathers these parameters inside; rank zero's changes are kept."""
         inside: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
             list(parameters), modifier_rank=0
         )
@@ -98,7 +98,8 @@ class ZeroPartitions:
 def gather_experts_together(policy: nn.Module) -> None:
     """Makes ranks gather all experts of a layer, where each expert is a module of its own.
 
-    Otherwise a rank asks for those that its tokens go to, and waits for ranks that ask for others.
+    Otherwise a rank gathers those that its tokens are routed to, and deadlocks with ranks that
+    gather others.
     """
     blocks = {type(module) for module in policy.modules() if _lists_experts(module)}
     if blocks:
@@ -114,14 +115,14 @@ def _lists_experts(module: nn.Module) -> bool:
 
 
 M_MMAP_THRESHOLD = -3
-SMALLEST, LARGEST = 1 << 20, 32 << 20  # of blocks that glibc gives back as they are freed
+SMALLEST, LARGEST = 1 << 20, 32 << 20  # blocks that glibc returns to the system when freed
 
 
 @contextmanager
-def large_blocks_given_back() -> Iterator[None]:
-    """Keeps glibc from holding on to gathered parameters, which it would lay small blocks between.
+def freeing_large_blocks() -> Iterator[None]:
+    """Makes glibc return freed parameters to the system, instead of fragmenting their memory.
 
-    It learns from the first large block that is freed to keep others; it is left as it would be.
+    glibc raises its threshold with the first large block that is freed, so it ends at the largest.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if set_option is None:
@@ -136,7 +137,7 @@ def large_blocks_given_back() -> Iterator[None]:
 
 @contextmanager
 def _whole_in_calls(model: nn.Module) -> Iterator[None]:
-    calls: list[list[nn.Parameter]] = []  # what each call that is under way has gathered
+    calls: list[list[nn.Parameter]] = []  # the parameters gathered by each call on the stack
     ask = nn.Module.__getattr__
 
     def gathering(module: nn.Module, name: str) -> Any:
@@ -152,7 +153,7 @@ def _whole_in_calls(model: nn.Module) -> Iterator[None]:
         end = module.register_forward_hook(lambda *_: release(calls.pop()), always_call=True)
         hooks += [begin, end]
     try:
-        # A module may read the weight of another one, so its own are not all that it needs.
+        # On every attribute access, because a module may read the weight of another one.
         nn.Module.__getattr__ = gathering  # type: ignore[method-assign]
         yield
     finally:

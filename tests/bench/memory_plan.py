@@ -27,7 +27,7 @@ from align.pipeline.memory_plan import MemoryPlanner, Planned
 from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.engine.deepspeed_config import Circumstances
+from align.stages.engine.deepspeed_config import EngineContext
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.engine.zero3_partitions import open_partitions
@@ -205,7 +205,7 @@ class Measurement:
         model, train, lora = options_of(case, place)
         width, spread = MODELS[case.model]["hidden_size"], Sharding()
         if case.deepspeed == "zero3":
-            of_case = Circumstances(case.dtype, width, world.size)
+            of_case = EngineContext(case.dtype, width, world.size)
             spread = Sharding(open_partitions(train, world, of_case))
         self.policy = load_policy(model, train, lora, spread=spread)
         self.engine, _ = open_engine(self.policy, train, world, hidden_size=width)

@@ -15,7 +15,7 @@ from align.pipeline.workload import RowShape, even_rows, feed_settings, workload
 from align.schemas.batches import World
 from align.schemas.rows import Tree
 from align.schemas.train_options import TrainOptions
-from align.stages.engine.held_memory import Elements, Setting, held_memory
+from align.stages.engine.engine_memory import Elements, Setting, engine_memory
 from align.stages.methods.table import recipe_of
 from align.stages.model.fused_head_backward import call_head_for_logps
 from align.stages.model.live_memory import LiveMemory
@@ -36,24 +36,24 @@ def test_a_thousand_parameters_in_bfloat16_on_four_ranks():
         (2, 2000, 3000, 1000),  # 4 of a quarter
         (3, 500, 3000, 1000),  # 2 of a quarter
     ):
-        held = held_memory(Elements(1000, 0, 100), replace(HALF, stage=stage))
+        held = engine_memory(Elements(1000, 0, 100), replace(HALF, stage=stage))
         assert (held.weights, held.optimizer, held.later) == (weights, optimizer, gradients), stage
     offloaded = replace(HALF, stage=3, offloads_optimizer=True, offloads_weights=True)
-    held = held_memory(Elements(1000, 0, 100), offloaded)
+    held = engine_memory(Elements(1000, 0, 100), offloaded)
     assert (held.weights, held.optimizer) == (0, 0)
     assert held.host == 500 + 3000 + 1000  # weights, master and moments, gradients of a quarter
-    adapter = held_memory(Elements(10, 1000, 5), replace(HALF, ranks=1))
+    adapter = engine_memory(Elements(10, 1000, 5), replace(HALF, ranks=1))
     assert (adapter.weights, adapter.optimizer, adapter.later) == (2020, 120, 60)
 
 
 def test_the_peak_is_the_largest_moment_of_a_step():
     """Two micro-batches: the second meets all gradients of the first, 6,000 bytes."""
-    held = held_memory(Elements(1000, 0, 100), replace(HALF, ranks=1, device="cpu"))
+    held = engine_memory(Elements(1000, 0, 100), replace(HALF, ranks=1, device="cpu"))
     traced = Trace((Moment(0, 700, 0), Moment(0, 500, 300), Moment(1000, 10, 0)), 500, 0, 64)
     later = at_peak(held, traced, 2)
     assert replace(later, host=1000).peak == later.peak  # of the GPU
     assert later == Components(2000, 14_000, 12_000, 0, 64, 0, 0, 0)  # the update: 8 bytes more
-    fused = held_memory(Elements(1000, 0, 100), replace(HALF, ranks=1))
+    fused = engine_memory(Elements(1000, 0, 100), replace(HALF, ranks=1))
     assert at_peak(fused, traced, 2).gradients == 6000
     assert (at_peak(fused, traced, 2).activations, at_peak(fused, traced, 2).head) == (500, 364)
     once = at_peak(fused, traced, 1)  # 4,000 stay, and 2,000 come until the end of the pass

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from align.schemas.config import ModelOptions
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.engine.deepspeed_config import Circumstances
+from align.stages.engine.deepspeed_config import EngineContext
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.zero3_partitions import open_partitions
 from align.stages.model.load import quiet, resolve
@@ -34,7 +34,7 @@ KINDS = {
 
 def partitions_of(options, train, world):
     found = resolve(options)
-    return open_partitions(train, world, Circumstances(found.dtype, found.hidden_size, world.size))
+    return open_partitions(train, world, EngineContext(found.dtype, found.hidden_size, world.size))
 
 
 def counted(world, folder):

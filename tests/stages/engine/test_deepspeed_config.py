@@ -8,9 +8,9 @@ import pytest
 
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
-from align.stages.engine.deepspeed_config import PRESETS, Circumstances, engine_config
+from align.stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
 
-HERE = Circumstances(dtype="float32", hidden_size=64, world_size=4)
+HERE = EngineContext(dtype="float32", hidden_size=64, world_size=4)
 ON_GPU = replace(HERE, device="cuda")
 OPTIONS = TrainOptions(lr=2e-5, weight_decay=0.1, max_grad_norm=0.5, batch_size=32)
 PARAMS = {"lr": 2e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from align.stages.engine.partitions import (
-    RankSpread,
+    PartitionLayout,
     ScatteredValues,
     split_each,
     split_together,
@@ -23,7 +23,7 @@ def cut(split, *, ranks):
     return [
         (
             part.length,
-            [f"{s.name} {s.begin}-{s.begin + s.length} at {s.at}" for s in part.stretches],
+            [f"{s.name} {s.begin}-{s.begin + s.length} at {s.at}" for s in part.fragments],
         )
         for part in parts
     ]
@@ -80,10 +80,10 @@ def test_values_survive_any_change_of_ranks_and_stage(sizes, ways, aligned):
     for stage, ranks in ways:
         groups = tuple({n: s} for n, s in named.items()) if stage == 0 else (named,)
         padding = [3 if aligned else 0] * len(named)
-        spread = RankSpread(stage, ranks, groups, (padding,) if stage in (1, 2) else ())
+        spread = PartitionLayout(stage, ranks, groups, (padding,) if stage in (1, 2) else ())
         holders = range(1 if stage == 0 else ranks)
         parts = [spread.partition(index, rank) for rank in holders for index in range(len(groups))]
-        assert sum(stretch.length for part in parts for stretch in part.stretches) == sum(sizes)
+        assert sum(stretch.length for part in parts for stretch in part.fragments) == sum(sizes)
         before, values = values, ScatteredValues()  # as they would be read from the files of all
         for part in parts:
             values.add("weight", part, before.fill("weight", part))

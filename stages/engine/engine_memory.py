@@ -1,6 +1,6 @@
-"""What DeepSpeed holds on one rank for each ZeRO stage, in bytes, as it was measured.
+"""DeepSpeed's memory on one rank for each ZeRO stage, in bytes, as it was measured.
 
-For N elements that learn, L = N / ranks of them on a rank, and weights of b bytes:
+For N trainable elements, L = N / ranks of them on a rank, and weights of b bytes:
 
     stage                    weights   master    states       gradients between micro-batches
     0, float32               4 N       -         8 N          4 N
@@ -10,7 +10,7 @@ For N elements that learn, L = N / ranks of them on a rank, and weights of b byt
     2                        b N       4 L       8 L          4 L
     3                        b L       4 L       8 L          4 L that are never freed
 
-The states are those of AdamW. An update takes more for a moment: flat copies of gradients, and
+The states are those of AdamW. An update takes more temporarily: flat copies of gradients, and
 the intermediate results of an optimizer that is not fused.
 """
 
@@ -31,23 +31,23 @@ CUBLAS = 32 << 20  # its workspace on a GPU
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of a policy's parameters."""
+    """Counts of elements of a policy's parameters."""
 
     learning: int
     frozen: int
-    largest: int  # of those that learn
+    largest: int  # parameter that is trained
     packed: int = 0  # of the frozen ones, in 4 bits
     packed_bytes: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The number of all elements."""
         return self.learning + self.frozen
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides how much is held."""
+    """The settings that decide how much memory is used."""
 
     stage: int
     ranks: int
@@ -66,7 +66,7 @@ class Setting:
 
     @staticmethod
     def of(config: Mapping[str, Any], *, ranks: int, itemsize: int, device: str) -> Setting:
-        """Reads DeepSpeed's configuration."""
+        """The setting of a DeepSpeed configuration."""
         zero = config.get("zero_optimization", {})
         weights = (zero.get("offload_param") or {}).get("device", "none") != "none"
         return Setting(
@@ -80,14 +80,14 @@ class Setting:
         )
 
     def with_optimizer(self, train: TrainOptions) -> Setting:
-        """The same with what the options' optimizer keeps."""
+        """The setting with the states of the options' optimizer."""
         is_short = self.is_half and train.optimizer_dtype == "bfloat16"
         size = HALF if is_short else FLOAT
         return replace(self, state_floats=KINDS[train.optimizer].states, master_bytes=size)
 
 
 @dataclass(frozen=True)
-class Held:
+class EngineMemory:
     """Bytes on one rank."""
 
     weights: int
@@ -98,23 +98,23 @@ class Held:
     at_gradient: int  # from the first finished gradient of a micro-batch on
     at_first_gradient: int  # the same, in the first micro-batch of a step only
     buffers: int
-    update: int  # all that an update takes besides weights and optimizer
+    update: int  # in an update, besides weights and optimizer
     host: int  # in the memory of the CPU
 
 
-def held_memory(elements: Elements, setting: Setting) -> Held:
-    """What is held; weights that are gathered for their use count as buffers."""
+def engine_memory(elements: Elements, setting: Setting) -> EngineMemory:
+    """The memory of a setting; weights that are gathered for their use count as buffers."""
     learning, own = elements.learning, -(-elements.learning // setting.ranks)
     master = setting.master_bytes if setting.stage or setting.is_half else 0
     states = round(setting.state_floats * setting.master_bytes)
-    share = own if setting.stage else learning
-    optimizer = share * (master + states)
+    updated = own if setting.stage else learning
+    optimizer = updated * (master + states)
     weights = _weights(elements, setting)
     on_host = (optimizer + FLOAT * own if setting.offloads_optimizer else 0) + (
         weights if setting.offloads_weights else 0
     )
     gradients = _gradients(elements, setting)
-    return Held(
+    return EngineMemory(
         weights=0 if setting.offloads_weights else weights,
         optimizer=0 if setting.offloads_optimizer else optimizer,
         buffers=_buffers(elements, setting),
@@ -130,7 +130,7 @@ def _weights(elements: Elements, setting: Setting) -> int:
 
 
 def _buffers(elements: Elements, setting: Setting) -> int:
-    """Buckets of gradients on their way, and weights that are gathered for their use."""
+    """Bytes of gradient buckets in flight, and of weights that are gathered for their use."""
     workspace = CUBLAS if setting.device == "cuda" else 0
     if not setting.stage:
         return workspace
