@@ -11,7 +11,7 @@ from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_id
 from ..schemas.config import Config
 from ..schemas.errors import BadDataError, CorruptionError, StorageError, UsageError
 from ..schemas.json_codec import digest
-from ..schemas.row_keys import Intake
+from ..schemas.row_keys import InputCounts
 from ..schemas.rows import Reference
 from ..schemas.samples import Drawing
 from ..stages.data.chat_wrap import template_unused
@@ -193,7 +193,7 @@ def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> 
     return plan
 
 
-def _say_unused_template(job: Job, intake: Intake, progress: Progress) -> None:
+def _say_unused_template(job: Job, intake: InputCounts, progress: Progress) -> None:
     texts = intake.notes["rows_of_plain_text"]
     if texts and job.config.data.wrap == "auto" and job.tokenizer.template:
         progress.say(f"note: {template_unused(texts, 'rows')}")
@@ -272,14 +272,14 @@ def ring_of(job: Job) -> Ring:
     return Ring(Spool(job.work.spool), job.config.cache.kl_pairs)
 
 
-def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
+def _quarantine(job: Job, run_id: str, intake: InputCounts) -> tuple[FileEntry, ...]:
     if not intake.rejected:
         return ()
     names = {file: path.name for file, path in job.paths.items()}
     return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
 
 
-def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...]) -> None:
+def _require_usable(job: Job, intake: InputCounts, quarantine: tuple[FileEntry, ...]) -> None:
     rejected = RejectedRows(
         counts=intake.reasons,
         rows_in=intake.rows_in,
@@ -296,7 +296,7 @@ def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...])
         )
 
 
-def _prompt_hint(job: Job, intake: Intake) -> str:
+def _prompt_hint(job: Job, intake: InputCounts) -> str:
     if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
         return ""
     return " If the prompts are in a column of another name, pass --map prompt=NAME."
@@ -315,7 +315,7 @@ def _require_space(job: Job, ring: Ring) -> None:
         )
 
 
-def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...]) -> Plan:
+def _plan(job: Job, ring: Ring, intake: InputCounts, quarantine: tuple[FileEntry, ...]) -> Plan:
     cache = job.config.cache
     inputs = [
         InputEntry(file.path.name, read.bytes, read.sha256, intake.rows_per_file[index])
@@ -348,7 +348,7 @@ def _sampling(job: Job) -> tuple[Drawing | None, ...]:
     return found if any(found) else ()
 
 
-def _notes(job: Job, intake: Intake) -> dict[str, int]:
+def _notes(job: Job, intake: InputCounts) -> dict[str, int]:
     """The counts of the intake; the kinds of rows only if there are two."""
     unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
     notes = {**intake.notes, **unread}

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 from ..schemas.errors import CorruptionError
 from ..schemas.preparing import ArrangedPart, EncodedPart
-from ..schemas.row_keys import Intake
+from ..schemas.row_keys import InputCounts
 from ..stages.data.input_files import Digested, InputFile, Slice, require_same_version
 from ..stages.data.slice_encoder import EncodingJob, SliceEncoder
 from ..stages.pairing.key_ranges import RunsFile, arranged, write_runs
@@ -54,9 +54,9 @@ class Preparation:
             passed, before = found.rows_passed, part
             yield part, first_row, found
 
-    def intake(self) -> Intake:
+    def intake(self) -> InputCounts:
         """What all encoded slices have counted."""
-        intake = Intake()
+        intake = InputCounts()
         for part, first_row, found in self.encoded_parts():
             intake.add(found, file=part.file, first_row=first_row)
         return intake
@@ -101,7 +101,7 @@ class EncodeTasks:
 
 
 def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
-    part, intake = preparation.slices[task], Intake()
+    part, intake = preparation.slices[task], InputCounts()
     commit = preparation.ring.spool.encoded(task)
     with new_part(commit) as file:
         rows = encoder.rows(preparation.inputs, part, intake)

@@ -18,7 +18,7 @@ from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, UsageError
 from ..schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
 from ..schemas.option import Command
-from ..schemas.safe_text import MASK, hear, masked, masked_address
+from ..schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
 from ..stages.storage import fs
 from ..stages.storage.local_copies import keep_copies_in
 from ..stages.storage.objects import is_remote
@@ -97,7 +97,7 @@ def load_settings(
 
 def _require_address(uri: str, origin: str) -> None:
     """Refuses the address in a run's config.yaml where its secret was left out."""
-    hear(uri)
+    mask_secrets_of(uri)
     if MASK in uri:
         raise UsageError(
             f"{origin}: tracking.uri is {uri}, and the secret in it was not written down. Give the "

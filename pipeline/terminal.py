@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..schemas.config import Config
-from ..schemas.safe_text import hear, safe
+from ..schemas.safe_text import mask_secrets_of, safe
 from ..stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ..stages.tracking.progress import NoProgress, Progress, make_progress
 from .executors.cores import HOW_THREADS_WAIT
@@ -43,7 +43,7 @@ def own_process(arguments: Sequence[str]) -> None:
     for package in WARNING:
         warnings.filterwarnings("ignore", module=package)
     for word in arguments:
-        hear(word.partition("=")[2] if "=" in word.partition("://")[0] else word)
+        mask_secrets_of(word.partition("=")[2] if "=" in word.partition("://")[0] else word)
     if logging.lastResort:  # Python's handler for records that no other handler takes
         logging.lastResort.setFormatter(SafeFormatter())
 

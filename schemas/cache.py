@@ -21,13 +21,13 @@ FORMAT_VERSION = 2
 
 
 def file_identity(sha256: str) -> int:
-    """A data file as a number: the first sixteen hex digits of the digest of its bytes."""
+    """The number that identifies a data file: the first sixteen hex digits of its digest."""
     return int(sha256[:16], 16)
 
 
 @dataclass(frozen=True)
 class InputEntry:
-    """One input file as it was read."""
+    """One input file, by the content that was read."""
 
     name: str  # file name without its folder
     bytes: int
@@ -52,14 +52,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What has to be scored, fixed before the first shard is."""
+    """The rows to score and their units, fixed before scoring begins."""
 
     format_version: int
     digest: str  # sha256 over all other fields
     plan_key: str  # sha256 over the fingerprint
     fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
     reference_key: str  # sha256 over the part of the fingerprint that decides a score
-    model: str  # where the reference was
+    model: str  # the path of the reference
     adapter: str
     inputs: tuple[InputEntry, ...]
     rows_in: int
@@ -74,7 +74,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Commit:
-    """One finished unit: its shard file and what a reader may check."""
+    """One finished unit: its shard file, and the counts and digests to verify it."""
 
     unit: int
     digest: str  # sha256 over all other fields
@@ -85,17 +85,17 @@ class Commit:
     branches: int
     tokens: int  # completion tokens scored or reused
     row_groups: int
-    first_key: str  # hex of the first row's place on the ring; readers find key ranges by it
+    first_key: str  # hex of the first row's ring key, by which readers find key ranges
     last_key: str
     ids_digest: str  # sha256 over the row ids in order
     logp_sum: float
     logp_min: float
     logp_max: float
-    tokens_per_batch: int  # what was used in the end, after any back-off
-    quarantine: tuple[FileEntry, ...]  # where the rows dropped while scoring are
+    tokens_per_batch: int  # the final value, after any back-off
+    quarantine: tuple[FileEntry, ...]  # the rows dropped while scoring
     quarantined: dict[str, int]  # reason -> rows dropped while scoring
     notes: dict[str, int]  # counted while pairing and scoring, harmless
-    numerics: dict[str, str]  # the scoring path taken
+    numerics: dict[str, str]  # of the scoring path
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Manifest:
     format_version: int
     align_version: str
     root: str  # sha256 over all that follows `adapter`: the name of the cache
-    model: str  # where the reference was
+    model: str  # the path of the reference
     adapter: str
     plan_key: str
     fingerprint: dict[str, str]
@@ -119,13 +119,13 @@ class Manifest:
     quarantine: tuple[FileEntry, ...]
     quarantined: dict[str, int]
     notes: dict[str, int]  # the plan's and those of all shards
-    # How the samples in each of the inputs were drawn; empty where it is known of none. The root
+    # How the samples in each of the inputs were drawn; empty if it is known for none. The root
     # does not depend on it.
     sampling: tuple[Drawing | None, ...] = if_known(())
 
 
 Source: TypeAlias = Literal["template", "tokenizer"]
-FIELD = "tokenizer.stop."  # of a fingerprint; what is ended follows
+FIELD = "tokenizer.stop."  # prefix of the fingerprint's fields
 _NONE = "none"
 
 
@@ -142,13 +142,13 @@ class Stop:
 
     @property
     def description(self) -> str:
-        """The token as a message names it."""
+        """The token and its source, for messages."""
         what = "as the chat template writes it" if self.source == "template" else "the EOS"
         return f"{self.text} ({self.token}), {what}"
 
     @staticmethod
     def read(written: str) -> Stop | None:
-        """Returns the stop that `str` has written; None where there is none."""
+        """The stop that `str` has written; None if there is none."""
         if written == _NONE:
             return None
         token, source, text = written.split(" ", 2)
@@ -157,7 +157,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends plain text, a turn of a conversation, and a turn that calls tools."""
+    """The stop tokens of plain text, of a turn of a conversation, and of a turn with tool calls."""
 
     text: Stop | None
     turn: Stop | None
@@ -165,18 +165,18 @@ class Stops:
 
     @cached_property
     def tokens(self) -> frozenset[int]:
-        """All of them: a completion that was cut ends with none of these."""
+        """All stop tokens; a truncated completion ends with none of these."""
         every = (self.text, self.turn, self.tool_calls)
         return frozenset(stop.token for stop in every if stop)
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Those that end turns of conversations."""
+        """The stop tokens of turns of conversations."""
         return frozenset(stop.token for stop in (self.turn, self.tool_calls) if stop)
 
     @cached_property
     def of_template(self) -> frozenset[int]:
-        """Those that the chat template writes."""
+        """The stop tokens that the chat template writes."""
         turns = (self.turn, self.tool_calls)
         return frozenset(stop.token for stop in turns if stop and stop.source == "template")
 
@@ -187,7 +187,7 @@ class Stops:
 
     @staticmethod
     def of(fingerprint: Mapping[str, str]) -> Stops:
-        """Returns the stops of a cache."""
+        """The stops of a cache's fingerprint."""
         names = (f"{FIELD}{name}" for name in ("text", "turn", "tool_calls"))
         return Stops(*(Stop.read(fingerprint.get(name, _NONE)) for name in names))
 

@@ -1,4 +1,4 @@
-"""The record of a checkpoint: where training was, and the files to resume from."""
+"""The record of a checkpoint: the position of training, and the files to resume from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .batches import Cursor
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 3  # since 3 a checkpoint names the run it is of
+FORMAT_VERSION = 3  # since 3 a checkpoint names its run
 
 
 How = Literal["finished", "signal", "time", "failed"]
@@ -27,7 +27,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class FittedBatches:
-    """What a run has learned of its memory, for its next start."""
+    """The micro-batches that fit into memory, for the next start of a run."""
 
     planned: int  # tokens of a micro-batch that did not fit
     fits: int  # tokens to run instead
@@ -35,7 +35,7 @@ class FittedBatches:
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What one rank wrote and made durable, or why it could not."""
+    """The files that one rank wrote and made durable, or the reason that it could not."""
 
     files: tuple[CheckpointFile, ...]
     failure: str = ""
@@ -43,34 +43,34 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What must be the same for a run to be resumed; values by name, as a person reads them."""
+    """The values that must be the same for a run to be resumed, by name."""
 
     cache_root: str
     world_size: int
     zero_stage: int
     settings: dict[str, str]  # with the policy's files: known before a weight is loaded
-    computed: dict[str, str]  # what the loaded policy and its engine compute with
+    computed: dict[str, str]  # numerics of the loaded policy and its engine
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where training is, and what a run must match to resume from here."""
+    """The position of training, and the identity that a run must match to resume from it."""
 
     global_step: int  # optimizer steps done
     cursor: Cursor  # the next step
     identity: RunIdentity
-    made_with: dict[str, str]  # versions and the like: what differs is reported
-    changes: tuple[str, ...]  # what was reported to differ on the way here
+    made_with: dict[str, str]  # versions and the like: differences are reported
+    changes: tuple[str, ...]  # the differences reported so far
     journal: CheckpointFile  # metrics.jsonl as it was then
     mlflow_run_id: str
-    memory: dict[str, tuple[float, ...]]  # what the methods remember
+    memory: dict[str, tuple[float, ...]]  # the state of the methods
     window: dict[str, tuple[float, ...]]  # sums and counts of the steps since the last line
     metrics: dict[str, float]  # measured at this very step; the best checkpoint is chosen by one
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint; written last, so that its existence means that all files are there."""
+    """The record of a whole checkpoint, written last: it exists only if all files do."""
 
     format_version: int
     align_version: str
@@ -81,35 +81,35 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended; written last, and removed before anything is changed again."""
+    """The record of a run's end, written last, and removed before anything is changed again."""
 
     ending: How
     step: int
     total_steps: int  # of the whole run as it was planned
     identity: RunIdentity
     changes: tuple[str, ...]  # as in the last checkpoint
-    files: tuple[CheckpointFile, ...]  # what was measured, and by which settings
+    files: tuple[CheckpointFile, ...]  # the journal and the settings
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept."""
+    """The rule which checkpoints are kept."""
 
     keep_last: int
     best: str = ""  # a metric; a leading - asks for the lowest value, + for the highest
 
 
 class Gather(Protocol):
-    """Gathers what each rank passes, in the order of ranks; all ranks call it."""
+    """A collective that gathers a value of each rank, in the order of ranks."""
 
     def __call__(self, mine: T, /) -> Sequence[T]:
-        """What every rank passed."""
+        """The values of all ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class Peers:
-    """One rank among those that save a checkpoint together."""
+    """One of the ranks that save a checkpoint together."""
 
     rank: int
     gather: Gather
@@ -124,7 +124,7 @@ class Saved:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the checkpoint is there and durable."""
+        """Whether the checkpoint exists and is durable."""
         return not self.failure
 
 

@@ -1,4 +1,4 @@
-"""Tables of rows, column by column: how each is regrouped, however many columns it has.
+"""Tables of rows, column by column, which are regrouped by the declarations of their columns.
 
 A table is a frozen dataclass whose fields are declared by `column`. Its values are arrays, lists of
 tokens, tables of their own, mappings of such, or None where a column is not kept.
@@ -13,18 +13,18 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-Per = Literal["row", "branch", "offsets"]  # offsets: where the branches of each row begin and end
+Per = Literal["row", "branch", "offsets"]  # offsets: of the branches of each row
 
 
 @dataclass(frozen=True)
 class Column:
-    """What one value of a column belongs to, and what a branch has that the data do not hold."""
+    """The declaration of a column: what a value belongs to, and its value in added branches."""
 
     per: Per
-    missing: float | None = None  # None: whoever adds a branch gives its value
+    missing: float | None = None  # None: the caller that adds a branch gives its value
 
     def filled(self, count: int, like: Any) -> NDArray[Any]:
-        """The column of so many branches of which nothing is known."""
+        """The column of `count` added branches without data."""
         assert self.missing is not None, "an added branch needs a value in this column"
         assert isinstance(like, np.ndarray), "only of numbers something can be missing"
         return np.full(count, self.missing, like.dtype)
@@ -57,7 +57,6 @@ class ColumnTable:
         self, rows: NDArray[np.int64], branches: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> Self:
         """The rows at `rows`; `offsets` divide the branches at `branches` among them."""
-
         at = {"row": rows, "branch": branches}
         regrouped: dict[str, Any] = {}
         for name, each in self.columns().items():
@@ -81,9 +80,9 @@ class ColumnTable:
     def with_branches(
         self, order: NDArray[np.int64], offsets: NDArray[np.int64], **added: Any
     ) -> Self:
-        """The same rows with more branches; `order` counts the added ones behind its own.
+        """The same rows with more branches; in `order` the added ones follow the table's own.
 
-        A column that is not in `added` gets what is declared to be missing.
+        A column that is not in `added` gets its declared missing value.
         """
         (count,) = {len(values) for values in added.values()}
         changed: dict[str, Any] = {name: getattr(self, name) for name in self.columns()}
@@ -105,7 +104,7 @@ class ColumnTable:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """Joins several, in order; all keep the same columns."""
+        """The rows of several tables with the same columns, in order."""
         return cls(
             **{
                 name: _joined([getattr(part, name) for part in parts], each.per)
@@ -155,7 +154,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Joins several, in order."""
+        """The lists of several, in order."""
         lengths = np.concatenate([part.lengths for part in parts])
         return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
 
@@ -170,14 +169,14 @@ class Ragged:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How long each list is."""
+        """The length of each list."""
         return np.diff(self.offsets)
 
     def take(self, indices: NDArray[np.int64]) -> Ragged:
         """The lists at `indices`, in that order."""
         lengths = self.lengths[indices]
-        places = joined_ranges(self.offsets[indices], lengths)
-        return Ragged(self.values[places], offsets_of(lengths))
+        kept = joined_ranges(self.offsets[indices], lengths)
+        return Ragged(self.values[kept], offsets_of(lengths))
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Lists `start` to `stop`, without copying values."""
@@ -189,8 +188,8 @@ class Ragged:
         lengths = np.minimum(self.lengths, limits)
         if (lengths == self.lengths).all():
             return self
-        places = joined_ranges(self.offsets[:-1], lengths)
-        return Ragged(self.values[places], offsets_of(lengths))
+        kept = joined_ranges(self.offsets[:-1], lengths)
+        return Ragged(self.values[kept], offsets_of(lengths))
 
 
 def offsets_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
@@ -201,6 +200,6 @@ def offsets_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def joined_ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """`starts[i], starts[i] + 1, ...`, `lengths[i]` numbers of it, range after range."""
+    """The ranges `starts[i]` to `starts[i] + lengths[i]`, concatenated."""
     offsets = offsets_of(lengths)
     return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1], dtype=np.int64)

@@ -33,7 +33,7 @@ logger = logging.getLogger("align")
 
 
 class AlignError(Exception):
-    """Says what went wrong, where, and what to do about it."""
+    """An error whose message says what went wrong, where, and what to do about it."""
 
     exit_code = 2
 
@@ -49,7 +49,7 @@ class BadDataError(AlignError):
 
 
 class FingerprintError(AlignError):
-    """What the cache was made from differs from what is asked for now."""
+    """The inputs of the cache differ from those of this command."""
 
     exit_code = 4
 
@@ -83,7 +83,7 @@ class MemoryLimitError(AlignError):
 
 
 class ServerError(AlignError):
-    """A server gave no usable answer, however often it was asked; or a cluster failed."""
+    """A server gave no usable answer in any of the attempts, or a cluster failed."""
 
     exit_code = 69
 
@@ -107,7 +107,7 @@ class LockedError(AlignError):
 
 
 class BudgetError(AlignError):
-    """As much was spent as the user allows."""
+    """The budget that the user allows is spent."""
 
     exit_code = 75
 
@@ -120,29 +120,29 @@ class Interrupted(BaseException):
     ) -> None:
         super().__init__(f"Interrupted by signal {signal_number}{at}. {way_on}.")
         self.signal_number = signal_number
-        self.at = at  # how far the work had come, if it is known
+        self.at = at  # the progress of the work, if it is known
         self.exit_code = 128 + signal_number
 
 
 def closest(name: str, names: Iterable[str], most: int = 1) -> list[str]:
-    """The names that look most like this one, the nearest first."""
+    """The names most similar to this one, the closest first."""
     return get_close_matches(name, list(names), n=most, cutoff=0.5)
 
 
 def did_you_mean(near: Iterable[str]) -> str:
-    """The sentence that ends an error message about an unknown name; empty without near ones."""
+    """The last sentence of an error message about an unknown name; empty without close names."""
     listed = " or ".join(map(repr, near))
     return f" Did you mean {listed}?" if listed else ""
 
 
 def counted(count: int, things: str) -> str:
-    """The number and what it counts, given in the plural: `1 duplicate row`, `2,000 rows`."""
+    """A number and its noun, which is given in the plural: `1 duplicate row`, `2,000 rows`."""
     named = re.sub(r"s\b", "", things, count=1) if count == 1 else things
     return f"{count:,} {named}"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What is not the fault of the disk, and what to do about it.
+# Errors that are no fault of the disk, and what to do about them.
 _RIGHTS = "Give this user the right to it, or choose another path"
 _WAYS_ON = {
     errno.ENOENT: "See that the path is right and that nothing removes it",
@@ -170,7 +170,7 @@ _SCARCE = {
 
 @contextmanager
 def os_errors_as_storage_errors(name: str, path: Path, needed: int = 0) -> Iterator[None]:
-    """Raises an OSError of the block as a StorageError."""
+    """Converts an OSError of the block into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -190,7 +190,7 @@ def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> Sto
     if error.errno in _FULL:
         needs = f"{needed:,} bytes needed, " if needed else ""
         return StorageError(
-            f"{said} ({needs}{_room(path.parent)} free). Free some space or choose another "
+            f"{said} ({needs}{_free_bytes(path.parent)} free). Free some space or choose another "
             "--output, then run the same command again: finished shards are kept."
         )
     if error.errno in _WAYS_ON:
@@ -200,7 +200,7 @@ def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> Sto
     return StorageError(f"{said}. Check the disk, then run the same command again.")
 
 
-def _room(path: Path) -> str:
+def _free_bytes(path: Path) -> str:
     try:
         state = os.statvfs(path)
     except OSError:
@@ -210,7 +210,7 @@ def _room(path: Path) -> str:
 
 @contextmanager
 def log_failure(missing: str) -> Iterator[None]:
-    """Logs the failure to write a file that only people read, and continues."""
+    """Logs the failure to write an informational file, and continues."""
     try:
         yield
     except AlignError as error:

@@ -1,4 +1,4 @@
-"""The version of a file on disk, and digests that are made once for each version."""
+"""The version of a file on disk, and digests that are computed once per version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-# Returns the digests of a file: those remembered of this version, or what the function makes now.
+# Returns the digests of a file: those stored for this version, or newly computed ones.
 Remember: TypeAlias = Callable[[Path, Callable[[], list[str]]], list[str]]
 
 # A file system may tell times in steps of two seconds: a file that was changed less than that
@@ -17,17 +17,17 @@ SETTLED_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class FileVersion:
-    """What differs between a file and a changed or replaced one."""
+    """The metadata of a file that differ when it is changed or replaced."""
 
     device: int
     inode: int
     size: int
     modified_ns: int
-    changed_ns: int  # no program can set it back
+    changed_ns: int  # ctime, which programs cannot set
 
     @staticmethod
     def of(file: Path) -> FileVersion:
-        """The version that is there now; zeros where there is no file."""
+        """The present version of a file; zeros if there is no file."""
         try:
             found = file.stat()
         except FileNotFoundError:
@@ -37,17 +37,17 @@ class FileVersion:
         )
 
     def is_content_of(self, other: FileVersion) -> bool:
-        """Whether both are one content; a new link, owner or mode is not a change of that."""
+        """Whether both have the same content; link count, owner and mode may differ."""
         return self.inode == other.inode and (self.size, self.modified_ns) == (
             other.size,
             other.modified_ns,
         )
 
     def is_settled(self, now_ns: int) -> bool:
-        """Whether every change from now on will show in the version."""
+        """Whether any later change will be visible in the version."""
         return now_ns - max(self.modified_ns, self.changed_ns) >= SETTLED_NS
 
 
 def digest_anew(_: Path, digest: Callable[[], list[str]]) -> list[str]:
-    """Remembers nothing."""
+    """The digests, computed without storing them."""
     return digest()

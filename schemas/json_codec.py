@@ -1,4 +1,4 @@
-"""Frozen dataclasses to canonical JSON and back, and options from what a person wrote."""
+"""Frozen dataclasses to canonical JSON and back, and options from settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IF_KNOWN = "if known"  # of a field's metadata: written unless it has its defaul
 
 
 def if_known(default: Any) -> Any:
-    """A field that older records lack: it is written where it is known."""
+    """A field that older records lack: it is written unless it has its default."""
     return dataclasses.field(default=default, metadata={IF_KNOWN: True})
 
 
@@ -34,7 +34,7 @@ class CodecError(ValueError):
 
 
 def to_json(value: Any) -> str:
-    """One canonical text per value: sorted keys, no spare blanks, a newline at the end."""
+    """The canonical JSON of a value: sorted keys, no spaces, a newline at the end."""
     plain = _plain(value) if hasattr(value, "__dataclass_fields__") else value
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
@@ -45,23 +45,23 @@ def digest(value: Any) -> str:
 
 
 def digest_of(record: Any, *without: str) -> str:
-    """The digest of a dataclass's content but for some of its fields, such as the digest itself."""
+    """The digest of a dataclass without some of its fields, such as the digest itself."""
     return digest({name: of for name, of in _plain(record).items() if name not in without})
 
 
 def to_signed_json(value: Any) -> str:
-    """Like `to_json`, with a digest over all of it; for records that are rewritten in place."""
+    """The canonical JSON with a digest over all of it, for records that are rewritten."""
     plain = _plain(value)
     return to_json({**plain, "digest": digest(plain)})
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:
-    """Reads what `to_json` wrote; any other byte is a CodecError."""
+    """The record that `to_json` wrote; any other byte is a CodecError."""
     return _as_written(cls, _parsed(text), text, to_json)
 
 
 def from_signed_json(cls: type[T], text: str | bytes) -> T:
-    """Reads what `to_signed_json` wrote; any other byte is a CodecError."""
+    """The record that `to_signed_json` wrote; any other byte is a CodecError."""
     plain = _parsed(text)
     if isinstance(plain, dict):
         plain.pop("digest", None)
@@ -79,7 +79,7 @@ def version_in(text: str | bytes) -> int | None:
 
 
 def from_plain(cls: type[T], plain: dict[str, Any], *, where: str = "") -> T:
-    """Builds options from what a person wrote; their defaults fill what is missing."""
+    """Options from settings; missing ones have their defaults."""
     _require_plain(plain, where)
     try:
         # As JSON: pydantic's strict mode takes a mapping for a dataclass from there alone.
@@ -90,7 +90,7 @@ def from_plain(cls: type[T], plain: dict[str, Any], *, where: str = "") -> T:
 
 
 def json_schema(cls: type[Any]) -> dict[str, Any]:
-    """What may stand in a dataclass, as JSON Schema: types, bounds, choices, help and defaults."""
+    """The JSON Schema of a dataclass: types, bounds, choices, help and defaults."""
     schema = _reader(cls).json_schema()
     for part in (schema, *schema.get("$defs", {}).values()):
         if "properties" in part:
@@ -99,7 +99,7 @@ def json_schema(cls: type[Any]) -> dict[str, Any]:
 
 
 def allowed(part: dict[str, Any]) -> str:
-    """What a field may be, in words, out of its part of a JSON Schema."""
+    """The allowed values of a field, in words, from its part of a JSON Schema."""
     if "anyOf" in part:
         return " or ".join(allowed(one) for one in part["anyOf"] if one != {"type": "null"})
     if choices := _choices(part):
@@ -111,7 +111,7 @@ def allowed(part: dict[str, Any]) -> str:
 
 
 def unknown_key(where: str, key: str, names: list[str]) -> str:
-    """Says that a key is unknown, and which known one it may be."""
+    """The message for an unknown key, with the closest known one."""
     hint = did_you_mean(closest(key, names)) or f" Known: {', '.join(names)}"
     return f"unknown key '{where}'.{hint}"
 
@@ -136,7 +136,7 @@ _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _plain(record: Any) -> dict[str, Any]:
-    """A dataclass as a dict, without what an older align did not write and is not known."""
+    """A dataclass as a dict, without optional fields that have their default."""
     plain = dataclasses.asdict(record)
     unknown = [one.name for one in dataclasses.fields(record) if _is_unknown(record, one)]
     return {name: value for name, value in plain.items() if name not in unknown}
@@ -154,7 +154,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _as_written(cls: type[T], plain: Any, text: str | bytes, write: Callable[[Any], str]) -> T:
-    """The record, if it is written as this text: a value that pydantic converts is not."""
+    """The record of a text; refused if writing it again gives another text."""
     try:
         value = _reader(cls).validate_python(plain, extra="forbid")
         written = write(value)
@@ -168,7 +168,7 @@ def _as_written(cls: type[T], plain: Any, text: str | bytes, write: Callable[[An
 
 
 def _require_plain(value: Any, where: str) -> None:
-    """Refuses what no setting can be, at any depth."""
+    """Refuses values that no setting can have, at any depth."""
     if isinstance(value, dict):
         for key, item in value.items():
             _require_plain(key, where)
@@ -191,7 +191,7 @@ def _fault_of(value: Any) -> str:
 
 
 def _refusal(cls: type[Any], error: ValidationError, where: str) -> CodecError:
-    """The first mistake in words: which field it is in, what may stand there, and what does."""
+    """The first validation error as a message: its field, what is allowed and what was found."""
     first = error.errors(include_url=False)[0]
     schema = json_schema(cls)
     part = schema
@@ -215,13 +215,13 @@ def _refusal(cls: type[Any], error: ValidationError, where: str) -> CodecError:
 
 
 def _resolved(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The part itself, or what it refers to."""
+    """The part itself, or the definition that it refers to."""
     name = part.get("$ref", "").rpartition("/")[2]
     return schema["$defs"][name] if name else part
 
 
 def _inside(part: dict[str, Any], step: int | str) -> dict[str, Any] | None:
-    """The schema of an item or a field; None where there is none of that name."""
+    """The schema of an item or a field; None if there is no such field."""
     every = part.get("items" if isinstance(step, int) else "additionalProperties")
     inside = part.get("properties", {}).get(step, every)
     return inside if isinstance(inside, dict) else None

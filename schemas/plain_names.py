@@ -1,10 +1,10 @@
-"""Names that a file gives to other files: plain ones cannot lead out of their folder."""
+"""File names that are read from files: plain names, which cannot lead out of their folder."""
 
 from __future__ import annotations
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this is the name of a file or folder, and no path to another place on any system."""
+    """Whether this is the name of a file or folder, and a path to elsewhere on no system."""
     return (
         isinstance(name, str)
         and name not in {"", ".", ".."}

@@ -1,4 +1,4 @@
-"""The records of preparing: for each task, the file it made and what was counted while it did."""
+"""The records of preparing: for each task, the file it made, and its counts."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ class PartFile:
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """The tokenized rows of one slice of the data, in sorted runs, divided by key range."""
+    """The tokenized rows of one slice of the data, in sorted runs, partitioned by key range."""
 
     file: PartFile
     batches: int
     runs: int
-    rows_passed: int  # rows of the slice's stretch, those of its other shares too
+    rows_passed: int  # all rows of the slice's file range, which other slices may share
     rows_in: int  # read, good and bad
     notes: dict[str, int]
     reasons: dict[str, int]  # why rows cannot be used -> rows
-    rejected: tuple[Rejected, ...]  # by row, up to a limit; rows count from the stretch's first
+    rejected: tuple[Rejected, ...]  # by row, up to a limit; rows count from the file range's first
 
 
 @dataclass(frozen=True)
 class ArrangedPart:
-    """One key range of all rows: a stretch of the ring."""
+    """The rows of one key range, a contiguous part of the ring."""
 
     file: PartFile
     batches: int
     rows: int
     completions: int
-    keys_crc: int  # of the keys of the completions behind the batches
-    sizes_crc: int  # of the sizes of the rows behind the keys
-    index_crc: int  # of the index behind the sizes
+    keys_crc: int  # of the completions' keys, which follow the batches
+    sizes_crc: int  # of the rows' sizes, which follow the keys
+    index_crc: int  # of the index, which follows the sizes
     notes: dict[str, int]
 
 
 @dataclass(frozen=True)
 class RingRecord:
-    """The ring as a whole: its stretches, and the file of its partners and its index."""
+    """The ring as a whole: its parts, and the file of its partners and its index."""
 
     file: PartFile
     batches: int
-    index_crc: int  # of the index behind the partners
+    index_crc: int  # of the index, which follows the partners
     parts: tuple[PartFile, ...]
     notes: dict[str, int]

@@ -75,7 +75,7 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """Who says which samples are good, and how."""
+    """The judge of samples, and how it judges them."""
 
     output: str = option(
         "align-judged",
@@ -134,7 +134,7 @@ class JudgeOptions:
 
 @dataclass(frozen=True)
 class SelectOptions:
-    """Which judged samples become rows of preference data."""
+    """The selection of judged samples that become rows of preference data."""
 
     output: str = option(
         "align-selected",

@@ -1,4 +1,4 @@
-"""The record of a finished round: what it was made from, what it made, and how good that is."""
+"""The record of a finished round: its inputs, its outputs, and their evaluation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ ROUND_FORMAT = 1
 
 @dataclass(frozen=True)
 class Answering:
-    """How a policy answers the held-out prompts."""
+    """Statistics of a policy's samples for the held-out prompts."""
 
     samples: int
-    mean_score: float | None  # None where the judge only compares
+    mean_score: float | None  # None if the judge only compares
     mean_tokens: float
-    repeated: float  # the share of 4-grams of words that occur before in the same sample
-    cut: float  # the share of samples cut at sample.max_new_tokens
+    repeated: float  # the fraction of 4-grams of words that occur before in the same sample
+    cut: float  # the fraction of samples cut at sample.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -25,29 +25,29 @@ class Versus:
     rate: float
     low: float  # of a 95 % bootstrap interval over prompts
     high: float
-    ties: float  # the share of comparisons without a winner
+    ties: float  # the fraction of comparisons without a winner
     comparisons: int
     unjudged: int
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What was measured on held-out prompts after a round."""
+    """The evaluation on held-out prompts after a round."""
 
-    first: Answering  # the model of the beginning
+    first: Answering  # the initial model
     policy: Answering
     against_first: Versus
     against_previous: Versus
 
     @property
     def length_growth(self) -> float:
-        """The mean tokens of the policy's samples, divided by those of the beginning."""
+        """The ratio of the mean tokens of the policy's samples to the initial model's."""
         return self.policy.mean_tokens / max(self.first.mean_tokens, 1.0)
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One `round.json`."""
+    """The content of one `round.json`."""
 
     format_version: int
     number: int  # from 1

@@ -1,7 +1,7 @@
 """Keys of rows and prompts: encoded records as columns, and their hashes.
 
-Token ids do not identify a prompt: where the boundary falls inside a token, the ids of one prompt
-depend on how its completion begins.
+Token ids do not identify a prompt: if its end falls inside a token, the ids of one prompt depend
+on how its completion begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rows import PromptKeys, Record, Rejected, RowBlock
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """One record as token ids, all rules applied."""
+    """One record as token ids, truncated and with its special tokens."""
 
     record: Record
     prompt: list[int]
@@ -37,24 +37,24 @@ class EncodedRecord:
 
 @dataclass(frozen=True)
 class KeyedRows(ColumnTable):
-    """Rows with their places: those of one prompt have one place, so they are adjacent."""
+    """Rows with their ring keys, which are equal for the rows of one prompt."""
 
     rows: RowBlock = column("row")
-    places: NDArray[np.uint64] = column("row")  # on the ring: a seeded hash of the prompt's key
+    ring_keys: NDArray[np.uint64] = column("row")  # a seeded hash of the prompt's key
     completion_keys: NDArray[np.uint64] = column("branch")  # hash of the completion's ids
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def in_ring_order(self) -> KeyedRows:
-        """Sorted by place, then by the row's own digest; equal rows by their number."""
+        """The rows sorted by ring key, then by their own digest; equal rows by their number."""
         rows = self.rows
         halves = rows.row_id.view(">u8").reshape(-1, 2)
-        return self.take(np.lexsort((rows.row, halves[:, 1], halves[:, 0], self.places)))
+        return self.take(np.lexsort((rows.row, halves[:, 1], halves[:, 0], self.ring_keys)))
 
 
 def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[str]) -> KeyedRows:
-    """Turns encoded records into columns and hashes each of them."""
+    """Encoded records as columns, with the hashes of rows, prompts and completions."""
     completions = [ids for row in encoded for ids in row.completions]
     records = [row.record for row in encoded]
     prompt_keys = prompt_keys_of(records)
@@ -82,13 +82,13 @@ def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[s
     )
     return KeyedRows(
         rows,
-        _places(prompt_keys.prompt.tobytes(), seed),
+        _ring_keys(prompt_keys.prompt.tobytes(), seed),
         np.frombuffer(b"".join(completion_digests), dtype=np.uint64)[::2].copy(),
     )
 
 
 def completion_keys(completions: Iterable[NDArray[np.int32]]) -> NDArray[np.uint64]:
-    """The keys of completions, as `key_rows` makes them."""
+    """The keys of completions, as in `key_rows`."""
     digests = [_digest(ids.tobytes(), size=16)[:8] for ids in completions]
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
@@ -101,7 +101,7 @@ def row_digest(
     scores: bytes,
     carried: bytes,
 ) -> bytes:
-    """Sixteen bytes that depend on everything in the row but where it came from."""
+    """A hash of sixteen bytes of the row's content, without its file and row number."""
     head = b"%d,%d,%d,%d;" % (len(prompt), len(completion_digests), len(scores), len(carried))
     return _digest(b"".join((head, prompt, *completion_digests, roles, scores, carried)), size=16)
 
@@ -125,11 +125,11 @@ def _row_ids(
     return np.frombuffer(b"".join(digests), dtype="S16")
 
 
-def _places(prompt_keys: bytes, seed: int) -> NDArray[np.uint64]:
+def _ring_keys(prompt_keys: bytes, seed: int) -> NDArray[np.uint64]:
     salt = str(seed).encode()
     starts = range(0, len(prompt_keys), 16)
-    places = [_digest(prompt_keys[start : start + 16], size=8, key=salt) for start in starts]
-    return np.frombuffer(b"".join(places), dtype=np.uint64)
+    digests = [_digest(prompt_keys[start : start + 16], size=8, key=salt) for start in starts]
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
 def _number(score: float | None) -> float:
@@ -142,9 +142,9 @@ def _digest(content: bytes, *, size: int, key: bytes = b"") -> bytes:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """One chunk's rows, and what was refused or noticed."""
+    """The rows of one chunk, its rejected rows, and its notes."""
 
-    file: int  # which of the inputs it is of
+    file: int  # index of its input file
     keyed: KeyedRows
     rejected: list[Rejected]
     notes: Mapping[str, int]
@@ -155,10 +155,10 @@ MOST_REJECTED_KEPT = 100_000
 
 
 @dataclass
-class Intake:
-    """Counts of the input, and the first of the rejected rows."""
+class InputCounts:
+    """Counts of the input's rows, and the first of the rejected ones."""
 
-    rows_passed: int = 0  # what a slice had to read, rows of its stretch's other shares too
+    rows_passed: int = 0  # rows that a slice had to read, those of other slices included
     rows_per_file: Counter[int] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -166,18 +166,18 @@ class Intake:
 
     @property
     def rows_in(self) -> int:
-        """Rows read, good and bad."""
+        """The number of rows read, good and bad."""
         return self.rows_per_file.total()
 
     def count(self, chunk: EncodedChunk) -> None:
-        """Adds one chunk."""
+        """Adds the counts of one chunk."""
         self.rows_per_file[chunk.file] += len(chunk.keyed) + len(chunk.rejected)
         self.notes.update(chunk.notes)
         self.reasons.update(rejected.reason for rejected in chunk.rejected)
         self._keep(chunk.rejected)
 
     def add(self, part: EncodedPart, *, file: int, first_row: int) -> None:
-        """Adds one slice of a file, whose stretch begins with this row of it."""
+        """Adds the counts of one slice of a file, whose file range begins with this row."""
         self.rows_per_file[file] += part.rows_in
         self.notes.update(part.notes)
         self.reasons.update(part.reasons)
@@ -185,45 +185,45 @@ class Intake:
 
     def _keep(self, rejected: Iterable[Rejected]) -> None:
         self.rejected.extend(rejected)
-        self.rejected.sort(key=lambda one: (one.file, one.row))  # shares of a stretch interleave
+        self.rejected.sort(key=lambda one: (one.file, one.row))  # slices may interleave
         del self.rejected[MOST_REJECTED_KEPT:]
 
 
-# Texts are sketched together until they have so many characters, each of which takes some 50 bytes.
+# The characters of texts that are sketched together; each takes some 50 bytes of memory.
 CHARACTERS_AT_ONCE = 1 << 16
-# At most so many characters of a text are used.
+# The most characters of a text that are used.
 MOST_CHARACTERS = 1 << 16
 BYTES_OF_A_SKETCH = 8
 
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
-_FIRST_WIDE = 0x2E80  # from here on scripts write no blanks: each letter is a word
+_FIRST_WIDE = 0x2E80  # from here on scripts have no spaces: each letter is a word
 
 
 def prompt_keys_of(records: Sequence[Record]) -> PromptKeys:
     """The keys of each record's prompt.
 
-    `prompt` is a digest of everything that makes the prompt: its text, or its messages with the
-    system message, the tools and the template's options. `split` leaves out the system message,
-    tools and options, and folds white space. `sketch` says which words follow which.
+    `prompt` is a digest of the whole prompt: its text, or its messages with the system message,
+    the tools and the template's options. `split` leaves out the system message, tools and options,
+    and folds white space. `sketch` is a MinHash of adjacent words.
     """
-    said = b"".join(_prompt_digest(_canonical(record), 16, b"align prompt") for record in records)
+    whole = b"".join(_prompt_digest(_canonical(record), 16, b"align prompt") for record in records)
     split = b"".join(
         _prompt_digest(_normalised(record), 8, b"align held out") for record in records
     )
     sides = np.frombuffer(split, dtype="<u8").astype(np.uint64)
     return PromptKeys(
-        prompt=np.frombuffer(said, dtype="S16"),
+        prompt=np.frombuffer(whole, dtype="S16"),
         split=sides,
         sketch=sketches_of([_words(record) for record in records], otherwise=sides),
     )
 
 
 def sketches_of(texts: Sequence[str], *, otherwise: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Eight numbers of one byte for each text: a MinHash over pairs of adjacent words.
+    """The MinHash of each text over pairs of adjacent words: eight hashes of one byte.
 
-    Of two texts, each byte is equal with the probability that a pair of words which is in one of
-    them is in both (or by a chance of 1/256). Letter case, blanks and punctuation do not count. A
-    text without words is sketched by its number in `otherwise`.
+    The probability that a byte of two texts is equal is the Jaccard similarity of their pairs (plus
+    a chance of 1/256). Letter case, blanks and punctuation do not count. A text without words gets
+    its number in `otherwise`.
     """
     sketches = otherwise.copy()
     for start, stop in _batches([min(len(text), MOST_CHARACTERS) for text in texts]):
@@ -244,13 +244,13 @@ def _normalised(record: Record) -> str:
 
 
 def _without_system(record: Record) -> Sequence[Mapping[str, Any]]:
-    """All messages but the system's; all of them where there are no others."""
+    """The messages without the system's; all of them if there are no others."""
     assert not isinstance(record.prompt, str)
     return [each for each in record.prompt if each["role"] != "system"] or record.prompt
 
 
 def _folded(value: Any) -> Any:
-    """The same with each stretch of white space as one blank, and none at the ends."""
+    """The value with each run of white space as one blank, and none at the ends."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, dict):
@@ -269,12 +269,12 @@ def _prompt_digest(text: str, size: int, purpose: bytes) -> bytes:
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    start = held = 0
+    start = total = 0
     for index, length in enumerate(lengths):
-        if held and held + length > CHARACTERS_AT_ONCE:
+        if total and total + length > CHARACTERS_AT_ONCE:
             yield start, index
-            start, held = index, 0
-        held += length
+            start, total = index, 0
+        total += length
     if start < len(lengths):
         yield start, len(lengths)
 
@@ -296,14 +296,14 @@ def _sketch(texts: Sequence[str], sketches: NDArray[np.uint64]) -> None:
     before[firsts] = 0
     pairs = _mixed(words + _GOLDEN * before)
     found = np.zeros(len(firsts), dtype=np.uint64)
-    for place in range(BYTES_OF_A_SKETCH):
-        least = np.minimum.reduceat(_mixed(pairs + np.uint64(place)), firsts)
-        found |= (least & np.uint64(0xFF)) << np.uint64(8 * place)
+    for number in range(BYTES_OF_A_SKETCH):
+        least = np.minimum.reduceat(_mixed(pairs + np.uint64(number)), firsts)
+        found |= (least & np.uint64(0xFF)) << np.uint64(8 * number)
     sketches[text_of_word[firsts]] = found
 
 
 def _letters(codes: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where letters and digits are, and which of these begin a word."""
+    """The indices of letters and digits, and among them those that begin a word."""
     is_letter = _IS_LETTER[np.minimum(codes, len(_IS_LETTER) - 1)]
     is_alone = codes >= _FIRST_WIDE
     goes_on = is_letter[1:] & is_letter[:-1] & ~is_alone[1:] & ~is_alone[:-1]

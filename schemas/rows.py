@@ -1,4 +1,4 @@
-"""A row, as text, as token ids and with its scores; and what a rejected row and its reason are."""
+"""Rows as text, as token ids and with reference log-probs; rejected rows and their reasons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REASONS = (
 
 
 class Role(IntEnum):
-    """What a branch is to its prompt."""
+    """The role of a branch."""
 
     CHOSEN = 0
     REJECTED = 1
@@ -59,7 +59,7 @@ class BadRow(Exception):  # noqa: N818 - not an error of the program: one row go
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record in quarantine: where it was and why it cannot be used."""
+    """A record in quarantine: its file and row, and the reason that it cannot be used."""
 
     file: int  # its identity
     row: int
@@ -91,9 +91,9 @@ class Record:
 class PromptKeys(ColumnTable):
     """Numbers that identify each row's prompt by its text, not by its token ids."""
 
-    prompt: NDArray[np.bytes_] = column("row")  # S16: equal for equal prompts, and for no others
+    prompt: NDArray[np.bytes_] = column("row")  # S16: a digest, equal only for equal prompts
     split: NDArray[np.uint64] = column("row")  # decides the side of the held-out split
-    sketch: NDArray[np.uint64] = column("row")  # alike in most bytes for nearly equal prompts
+    sketch: NDArray[np.uint64] = column("row")  # MinHash: nearly equal prompts share most bytes
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ class RowBlock(ColumnTable):
 
     @property
     def row_of_branch(self) -> NDArray[np.int64]:
-        """The row each branch belongs to."""
+        """The index of each branch's row."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.branch_offsets))
 
     def trees(self) -> tuple[Tree, ...]:
-        """Each row as a sequence to be run."""
+        """The prompt tree of each row."""
         ends = self.branch_offsets.tolist()
         return tuple(
             Tree(prompt, tuple(self.completions[branch] for branch in range(start, end)))
@@ -154,19 +154,19 @@ class ScoredBlock(ColumnTable):
 
 
 class OutOfMemory(Exception):  # noqa: N818 - a request to try again with less
-    """The scorer had no room for this batch; a smaller one may fit."""
+    """Memory ran out for this batch; a smaller one may fit."""
 
 
 class Scorer(Protocol):
-    """Log-probabilities of branches, given their prompts."""
+    """A scorer: log-probabilities of branches, given their prompts."""
 
     @property
     def pads(self) -> bool:
-        """Whether every tree of a batch takes as many tokens as the longest of them."""
+        """Whether every tree of a batch is padded to the longest of them."""
         ...
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
-        """Scores one batch: log p of every completion token, in the order tree, branch, token."""
+        """Log p of every completion token of a batch, in the order tree, branch, token."""
         ...
 
     def in_float32(self) -> AbstractContextManager[None]:
@@ -174,7 +174,7 @@ class Scorer(Protocol):
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """How scores are computed, as far as that is decided once the weights are loaded."""
+        """The numerics of scores that are decided when the weights are loaded, by name."""
         ...
 
 
@@ -190,27 +190,27 @@ class Reference(Protocol):
         ...
 
     def open(self) -> Scorer:
-        """Loads the weights."""
+        """A scorer with the weights loaded."""
         ...
 
 
 # Nats per token by which a score may differ when its batch had another shape.
 PER_TOKEN = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
-# In float32 short completions are held to this per sequence, however few their tokens.
+# The least tolerance per sequence, which is that of short completions in float32.
 LEAST = 1e-4
 
 
 def allowed_gaps(num_tokens: NDArray[np.int64], *dtypes: str) -> NDArray[np.float64]:
-    """What each sequence may differ by; the coarsest of the dtypes that took part counts."""
+    """The tolerance of each sequence's score, for the coarsest of the dtypes."""
     per_token = max(PER_TOKEN[dtype] for dtype in dtypes)
     allowed: NDArray[np.float64] = np.maximum(LEAST, per_token * num_tokens)
     return allowed
 
 
 def rounding_of(*dtypes: str) -> float:
-    """What rewards are compared to: by how much rounding alone moves a sequence, in nats.
+    """The rounding of a sequence's log-prob, in nats, below which rewards count as tied.
 
-    1e-4 in float32, and in a coarser dtype as many times more as a token may differ by: 0.05 in
-    float16, 0.2 in bfloat16. Whatever its length, for roundings of many tokens cancel.
+    1e-4 in float32, and scaled by the tolerance per token in a coarser dtype: 0.05 in float16, 0.2
+    in bfloat16. It is independent of the length, because roundings of many tokens cancel.
     """
     return LEAST * max(PER_TOKEN[dtype] for dtype in dtypes) / PER_TOKEN["float32"]

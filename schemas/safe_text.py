@@ -1,7 +1,7 @@
-"""Makes text safe to print: without secrets and terminal control characters.
+"""Text that is safe to print: without secrets and terminal control characters.
 
-`masked` is for a value that is kept (a setting, a tag), `redacted` for what is said (a message, a
-traceback), `shown` for what a terminal prints, `safe` for both of the latter.
+`masked` is for a value that is stored (a setting, a tag), `redacted` for a message or a traceback,
+`shown` for a terminal, and `safe` for a message on a terminal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from urllib.parse import quote, unquote
 T = TypeVar("T")
 
 MASK = "***"
-# What is said may hold a part of a password that is a word of its own; a shorter one says nothing.
-SHORTEST_SAID = 2
+# Parts of a password are masked in messages too, unless they are shorter than this.
+SHORTEST_PART = 2
 LONGEST_NAME = 20  # a user's name that is longer is a token
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]*")
@@ -44,7 +44,7 @@ _VARIABLE = re.compile(
 )
 SHORTEST_VARIABLE = 6
 
-_heard: set[str] = set()
+_secrets: set[str] = set()
 
 
 def safe(text: str) -> str:
@@ -53,28 +53,28 @@ def safe(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """The text as HTML shows it, in an attribute as well."""
+    """The text, escaped for HTML and its attributes."""
     return html.escape(safe(text))
 
 
 def shown(text: str) -> str:
-    """The text with every control and direction character written out, but for line and tab."""
+    """The text with control and direction characters escaped, except newline and tab."""
     if text.isprintable():
         return text
     return "".join(c if _is_plain(c) else json.dumps(c)[1:-1] for c in text)
 
 
 def redacted(text: str) -> str:
-    """The text without any secret: neither in an address, nor one that this process has heard."""
+    """The text without secrets: those in addresses, and those that this process has registered."""
     text = masked(text)
-    for secret in sorted(_heard | _of_environment(), key=len, reverse=True):
+    for secret in sorted(_secrets | _of_environment(), key=len, reverse=True):
         if secret in text:
             text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", MASK, text)
     return text
 
 
 def masked(value: T) -> T:
-    """The value, the secrets of every address and token in it masked; lists and dicts as well."""
+    """The value with the secrets of addresses and tokens masked; lists and dicts as well."""
     if isinstance(value, dict):
         return {name: _masked_entry(name, one) for name, one in value.items()}  # type: ignore[return-value]
     if isinstance(value, list | tuple):
@@ -101,8 +101,8 @@ def masked_address(address: str) -> str:
     return f"{shortened}{'?' if pairs else ''}{'&'.join(pairs)}{f'#{MASK}' if fragment else ''}"
 
 
-def hear(address: str) -> None:
-    """Remembers the secrets of an address: they and their parts are masked from now on."""
+def mask_secrets_of(address: str) -> None:
+    """Registers the secrets of an address: they and their parts are masked from now on."""
     if not _WHOLE_ADDRESS.fullmatch(address):
         return
     user, host = _parted(address.partition("://")[2])
@@ -115,12 +115,14 @@ def hear(address: str) -> None:
     found += [value for key, _, value in values if _QUERY.match(f"?{key}={value}")]
     found.append(host.partition("#")[2])
     for secret in found:
-        _heard.update(_pieces(secret))
+        _secrets.update(_pieces(secret))
 
 
-def hear_secret(secret: str) -> None:
-    """Remembers a secret, raw and as an address spells it."""
-    _heard.update(one for one in (secret, quote(secret, safe="")) if len(one) >= SHORTEST_VARIABLE)
+def mask_secret(secret: str) -> None:
+    """Registers a secret, raw and URL-quoted: it is masked from now on."""
+    _secrets.update(
+        one for one in (secret, quote(secret, safe="")) if len(one) >= SHORTEST_VARIABLE
+    )
 
 
 def bare_address(address: str) -> str:
@@ -132,7 +134,7 @@ def bare_address(address: str) -> str:
 
 
 def _parted(rest: str) -> tuple[str, str]:
-    """What is before the host, and the rest; a password may hold any character."""
+    """The user info before the host, and the rest; a password may contain any character."""
     if rest.startswith("/"):  # a file
         return "", rest
     user, _, host = rest.rpartition("@")
@@ -149,11 +151,11 @@ def _pieces(secret: str) -> set[str]:
     """A secret, raw and decoded, and the parts that a parser may cut it into."""
     whole = {secret, unquote(secret)}
     parts = {part for one in whole for part in re.split(r"[/?#:@&=\\\[\]]", one)}
-    return {one for one in whole | parts if len(one) >= SHORTEST_SAID}
+    return {one for one in whole | parts if len(one) >= SHORTEST_PART}
 
 
 def _of_environment() -> set[str]:
-    """Variables by whose names their values are secrets."""
+    """The values of environment variables whose names mark them as secrets."""
     return {
         value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Prompts, the completions that a model gives them, and the Protocol of what makes these."""
+"""Prompts, sampled completions, and the Protocol of the models that sample them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .rows import Text
 # stop: the model ended it; length: it was cut; other: a server names another reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
 KEY_LENGTH = 32  # hexadecimal digits
-MOST_TOKENS = 2**31 - 1  # of a prompt or a completion: what a table's column holds
-# What a table of samples has of its own, beside its prompts.
+MOST_TOKENS = 2**31 - 1  # of a prompt or a completion: the limit of a table's column
+# The columns that a table of samples adds to its prompts.
 SAMPLE_COLUMNS = (
     "prompt_key",
     "number",
@@ -26,7 +26,7 @@ SAMPLE_COLUMNS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked, and the columns that go with its completions."""
+    """A prompt, and the data columns that are carried along with its completions."""
 
     text: Text
     tools: tuple[Any, ...] | None = None
@@ -35,13 +35,13 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Equal for prompts that a model sees as equal; what is carried is no part of it."""
+        """A hash of everything a model sees of the prompt; carried columns are not in it."""
         return _key(_plain(self.text), list(self.tools or ()), dict(self.template_options))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; a temperature of 0 takes the likeliest."""
+    """The sampling settings; a temperature of 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,20 +51,20 @@ class Sampling:
 
     @property
     def drawing(self) -> Drawing:
-        """The part of it that decides how likely a token is to be drawn."""
+        """The settings that decide the probability of a token."""
         return Drawing(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What samples were drawn from: a model's own probabilities, or others made of them."""
+    """The distribution that samples were drawn from: a model's own, or a modified one."""
 
     temperature: float
     top_p: float
     top_k: int
 
     def __str__(self) -> str:
-        """As the settings say it, without what changes nothing."""
+        """The settings in words, without those that change nothing."""
         tail = [f"top-p {self.top_p:g}"] if self.top_p != 1 else []
         tail += [f"top-k {self.top_k}"] if self.top_k else []
         return ", ".join([f"temperature {self.temperature:g}", *tail])
@@ -85,7 +85,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion of a prompt: what a model answered."""
+    """One sampled completion of a prompt."""
 
     prompt: str  # the prompt's key
     number: int
@@ -97,7 +97,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Refused:
-    """A sample that a model cannot give, such as that of a prompt longer than its context."""
+    """A sample that a model cannot make, for example of a prompt longer than its context."""
 
     prompt: str  # the prompt's key
     number: int
@@ -108,11 +108,11 @@ class Sampler(Protocol):
     """A model that completes prompts: in this process, or behind a server."""
 
     def identity(self) -> Mapping[str, str]:
-        """Digests and names of all that the completions follow from; loads no weights."""
+        """Digests and names of everything that determines the completions; loads no weights."""
         ...
 
     def open(self, sampling: Sampling) -> OpenSampler:
-        """Makes it ready to answer."""
+        """The model, loaded and ready to sample."""
         ...
 
 
@@ -120,21 +120,21 @@ class OpenSampler(Protocol):
     """A model that is ready."""
 
     def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
-        """Yields all samples, in groups and in any order, each group as soon as it is there.
+        """Yields all samples in groups, in any order, each group as soon as it is complete.
 
-        What is yielded is written down before the next group is asked for; what is refused is
-        counted, and asked again by the next command.
+        A group is stored before the next one is requested; refused samples are counted, and
+        requested again by the next command.
         """
         ...
 
 
 def is_token_count(count: object) -> bool:
-    """Whether this is a number of tokens that a prompt or a completion can have."""
+    """Whether this is a possible number of tokens of a prompt or a completion."""
     return type(count) is int and 0 <= count <= MOST_TOKENS
 
 
 def sample_key(prompt: str, number: int, sampling: Sampling, identity: Mapping[str, str]) -> str:
-    """Names an answer by all that it follows from."""
+    """The key of a sample: a hash of everything that determines it."""
     return _key("sample", prompt, number, asdict(sampling), dict(identity))
 
 

@@ -1,4 +1,4 @@
-"""What is written beside a table of samples, of judged samples or of selected rows."""
+"""The manifest of a table of samples, of judged samples or of selected rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TableKind: TypeAlias = Literal["samples", "judged", "selected"]
 
 @dataclass(frozen=True)
 class TableManifest:
-    """Names a table, and what it was made from, by digests."""
+    """The manifest of a table: its digests, and those of its inputs."""
 
     format_version: int
     align_version: str
@@ -22,12 +22,12 @@ class TableManifest:
     kind: TableKind
     made_from: dict[str, str]  # a digest for each name, such as prompts, model, samples
     settings: dict[str, Any]
-    counts: dict[str, int]  # what was counted on the way, by plain names
+    counts: dict[str, int]  # by name
     rows: int
     file: str
     bytes: int
     sha256: str
-    # How the samples were drawn that a judged or selected table holds; not a part of the root.
+    # How the samples of a judged or selected table were drawn; not a part of the root.
     sampling: Drawing | None = if_known(None)
 
     @property

@@ -66,7 +66,7 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     """No test knows the caches of another, nor hears its secrets."""
     os.environ["ALIGN_HOME"] = next(item.config.stash[HOMES])  # made when it is used
-    safe_text._heard.clear()
+    safe_text._secrets.clear()
 
 
 def pytest_addoption(parser):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ...schemas.config import TokenOptions
 from ...schemas.errors import FingerprintError
-from ...schemas.row_keys import EncodedChunk, Intake, KeyedRows, key_rows
+from ...schemas.row_keys import EncodedChunk, InputCounts, KeyedRows, key_rows
 from .data_shape import Shape
 from .decode_rows import parse_chunk
 from .encode import Encoder
@@ -40,7 +40,9 @@ class SliceEncoder:
         self._is_same = tokenizer_fingerprint(tokenizer) == job.tokenizer
         self._encoder = Encoder(tokenizer, job.options)
 
-    def rows(self, inputs: Sequence[InputFile], part: Slice, intake: Intake) -> Iterator[KeyedRows]:
+    def rows(
+        self, inputs: Sequence[InputFile], part: Slice, intake: InputCounts
+    ) -> Iterator[KeyedRows]:
         """The usable rows of a slice, counted from the first row of its stretch."""
         if not self._is_same:
             raise FingerprintError(

@@ -23,7 +23,7 @@ from ...schemas.cache import StoredKind
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.methods import RowKind
 from ...schemas.rows import Role
-from ...schemas.score_gaps import ROUNDINGS, further_apart, levelled, precision
+from ...schemas.score_gaps import ROUNDINGS, further_apart, precision, without_rounding
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ CONVERSIONS: dict[RowKind, dict[StoredKind, Callable[[Own, ScoreRules], Own]]] =
 
 
 def _best_first(own: Own) -> Own:
-    order = np.lexsort((-levelled(own.scores, own.row_of), own.row_of))
+    order = np.lexsort((-without_rounding(own.scores, own.row_of), own.row_of))
     return replace(
         own, indices=own.indices[order], roles=own.roles[order], scores=own.scores[order]
     )

@@ -67,7 +67,7 @@ def write_runs(part: NewPart, chunks: Iterable[KeyedRows], num_ranges: int) -> W
         directory += bytes(num_ranges * _DIRECTORY.itemsize)
         ranges = np.frombuffer(directory, dtype=_DIRECTORY)[run * num_ranges :]
         keyed = _in_ring_order(batch)
-        stops = [*np.searchsorted(keyed.places, edges[1:]).tolist(), len(keyed)]
+        stops = [*np.searchsorted(keyed.ring_keys, edges[1:]).tolist(), len(keyed)]
         start = 0
         for number, stop in enumerate(stops):
             first = len(index) // INDEX.itemsize
@@ -209,7 +209,7 @@ def _merged(index: NDArray[Any], read: Callable[[int], KeyedRows]) -> Iterator[K
             yield _in_ring_order(held)
         elif tokens >= TOKENS_PER_MERGE:
             keyed = _in_ring_order(held)
-            stop = int(np.searchsorted(keyed.places, index["first_place"][order[place]]))
+            stop = int(np.searchsorted(keyed.ring_keys, index["first_place"][order[place]]))
             if stop:
                 yield part_of(keyed, slice(0, stop))
             held, tokens = [part_of(keyed, slice(stop, len(keyed)))], 0
@@ -222,7 +222,7 @@ def _in_both_orders(keyed: KeyedRows) -> int:
     starts = rows.branch_offsets[:-1][np.diff(rows.branch_offsets) == 2]
     firsts = starts[(rows.roles[starts] == Role.CHOSEN) & (rows.roles[starts + 1] == Role.REJECTED)]
     chosen, rejected = keyed.completion_keys[firsts], keyed.completion_keys[firsts + 1]
-    places, is_turned = keyed.places[rows.row_of_branch[firsts]], chosen > rejected
+    places, is_turned = keyed.ring_keys[rows.row_of_branch[firsts]], chosen > rejected
     pairs = np.stack([places, np.minimum(chosen, rejected), np.maximum(chosen, rejected)])
     order = np.lexsort((is_turned, *pairs))
     pairs, is_turned = pairs[:, order], is_turned[order]

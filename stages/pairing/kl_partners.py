@@ -310,7 +310,7 @@ def fit_partners(
         branch = index % count
         row = int(row_of[branch])
         search = _Search(
-            place=keyed.places[row],
+            place=keyed.ring_keys[row],
             completion=own.completions[branch],
             room=int(room[branch]),
             stops=rule.stops,

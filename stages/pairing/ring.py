@@ -111,7 +111,7 @@ def write_stretch(part: NewPart, rows: Iterable[KeyedRows], notes: Counter[str])
     for keyed in rows:
         index.append(append_rows(stream, keyed, group_bounds(keyed.rows)))
         block = keyed.rows
-        places = np.repeat(keyed.places, np.diff(block.branch_offsets))
+        places = np.repeat(keyed.ring_keys, np.diff(block.branch_offsets))
         keys.append(np.stack([places, keyed.completion_keys]))
         tokens = np.diff(block.completions.offsets[block.branch_offsets])
         sizes.append(np.stack([block.prompts.lengths, tokens]))

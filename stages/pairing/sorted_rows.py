@@ -164,8 +164,8 @@ class SortedRows:
             wanted &= ~((index["first_place"] == index["last_place"]) & outside)
         for number in np.flatnonzero(wanted).tolist():
             rows = self.batch(number)
-            start = int(np.searchsorted(rows.places, first, side="left"))
-            stop = int(np.searchsorted(rows.places, last, side="right"))
+            start = int(np.searchsorted(rows.ring_keys, first, side="left"))
+            stop = int(np.searchsorted(rows.ring_keys, last, side="right"))
             if start < stop:
                 yield part_of(rows, slice(start, stop))
 
@@ -180,7 +180,7 @@ class SortedRows:
             wanted = indices[order][batch_of[order] == number] - first_of(ends, number)
             ids.append(keyed.rows.completions.take(wanted))
             cuts.append(keyed.rows.cut[wanted])
-            places.append(keyed.places[keyed.rows.row_of_branch[wanted]])
+            places.append(keyed.ring_keys[keyed.rows.row_of_branch[wanted]])
         back = np.argsort(order)
         return Completions(
             Ragged.concat(ids).take(back), np.concatenate(cuts)[back], np.concatenate(places)[back]
@@ -220,7 +220,7 @@ def _entry(keyed: KeyedRows, chunk: Chunk) -> tuple[Any, ...]:
         len(rows.completions),
         len(rows.prompts.values),
         len(rows.completions.values),
-        *keyed.places[[0, -1]],
+        *keyed.ring_keys[[0, -1]],
         *rows.row_id[[0, -1]],
     )
 
@@ -273,7 +273,7 @@ def _batch_of(keyed: KeyedRows) -> pa.RecordBatch:
     rows, keys = keyed.rows, keyed.rows.prompt_keys
     branch: list[Values] = [rows.completions, keyed.completion_keys]
     branch += [rows.roles, rows.scores, rows.cut]
-    row: list[Values] = [keyed.places, rows.row_id, rows.copy, rows.file, rows.row]
+    row: list[Values] = [keyed.ring_keys, rows.row_id, rows.copy, rows.file, rows.row]
     row += [keys.prompt, keys.split, keys.sketch, rows.prompts, rows.prompt_cut]
     nested = pa.StructArray.from_arrays(
         list(map(arrow_of, branch, _BRANCH.values())), list(_BRANCH)

@@ -66,8 +66,8 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
         rows = rows.take(np.setdiff1d(np.arange(len(rows)), list(partners.missing)))
     return Unit(
         rows=rows,
-        first_key=f"{int(keyed.places[0]):016x}",
-        last_key=f"{int(keyed.places[-1]):016x}",
+        first_key=f"{int(keyed.ring_keys[0]):016x}",
+        last_key=f"{int(keyed.ring_keys[-1]):016x}",
         rejected=tuple(
             Rejected(int(keyed.rows.file[row]), int(keyed.rows.row[row]), "no_mismatch", why)
             for row, why in sorted(partners.missing.items())

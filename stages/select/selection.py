@@ -14,10 +14,10 @@ from ...schemas.score_gaps import (
     ROUNDINGS,
     as_written,
     further_apart,
-    levelled,
     mean_as_written,
     precision,
     rounded_gaps,
+    without_rounding,
 )
 
 EXTRA = ("tools", "chat_template_kwargs")  # columns without which a prompt would be another
@@ -75,7 +75,7 @@ def _without_duplicates(samples: pl.DataFrame) -> pl.DataFrame:
 
 def _pairs(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
     """The better against the worse, best first; of equal scores the earlier is the better."""
-    levels = levelled(samples["score"].to_numpy(), samples[_PROMPT].to_numpy())
+    levels = without_rounding(samples["score"].to_numpy(), samples[_PROMPT].to_numpy())
     order = np.lexsort((-levels, samples[_PROMPT].to_numpy()))
     ranked = samples.with_columns(level=as_written(levels))[order]
     places = ranked.select(_PROMPT, "score", "level", "length").with_row_index("at")

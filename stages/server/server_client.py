@@ -18,7 +18,7 @@ import httpx2
 
 from ...schemas.errors import ServerError, UsageError, counted
 from ...schemas.round_options import ServerOptions
-from ...schemas.safe_text import bare_address, hear, hear_secret, safe
+from ...schemas.safe_text import bare_address, mask_secret, mask_secrets_of, safe
 from .timed_requests import HttpAnswer, NoAnswerError, TimedRequests
 
 logger = logging.getLogger("align")
@@ -213,7 +213,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked_address(url: str) -> str:
-    hear(url)
+    mask_secrets_of(url)
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL as error:
@@ -250,7 +250,7 @@ def _key_header(variable: str) -> dict[str, str]:
     key = os.environ.get(variable, "").strip()
     if not key:
         return {}
-    hear_secret(key)
+    mask_secret(key)
     if not key.isascii() or not key.isprintable():
         raise UsageError(
             f"{variable} holds what no API key has: only plain characters can be sent."

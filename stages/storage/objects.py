@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from ...schemas.errors import LockedError, PathError, StorageError, UsageError
-from ...schemas.safe_text import hear, redacted
+from ...schemas.safe_text import mask_secrets_of, redacted
 from .buckets import SCHEMES, Bucket, NoBucketError, Seen, Version, kind_of, open_bucket
 
 PAUSES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0, 8.0)  # seconds before each try of a conditional write
@@ -109,7 +109,7 @@ def object_at(text: str) -> ObjectPath | None:
     found = _URI.fullmatch(text)
     if found is None:
         return None
-    hear(text)
+    mask_secrets_of(text)
     scheme, rest = found[1].lower(), found[2]
     bucket, _, key = rest.partition("/")
     if scheme not in SCHEMES:

@@ -22,7 +22,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ...schemas.errors import UsageError
-from ...schemas.safe_text import hear, hear_secret
+from ...schemas.safe_text import mask_secrets_of, mask_secret
 from .buckets import NoBucketError, Seen, Version
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class S3Bucket(ObstoreBucket):
     @classmethod
     def open(cls, name: str) -> Self:
         """With the endpoint, the region and the keys of the environment, or of a profile."""
-        _hear_endpoints()
+        _mask_endpoints()
         return cls(S3Store(name, **_s3_settings()))
 
 
@@ -126,7 +126,7 @@ class GoogleBucket(ObstoreBucket):
     @classmethod
     def open(cls, name: str) -> Self:
         """With the credentials of the environment."""
-        _hear_endpoints()
+        _mask_endpoints()
         return cls(GCSStore(name))
 
 
@@ -136,7 +136,7 @@ class AzureBucket(ObstoreBucket):
     @classmethod
     def open(cls, name: str) -> Self:
         """In the storage account of the environment, without which there is none."""
-        _hear_endpoints()
+        _mask_endpoints()
         if not os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"):
             raise UsageError(
                 f"az://{name}: the storage account is not known. Set AZURE_STORAGE_ACCOUNT_NAME."
@@ -144,9 +144,9 @@ class AzureBucket(ObstoreBucket):
         return cls(AzureStore(name))
 
 
-def _hear_endpoints() -> None:
+def _mask_endpoints() -> None:
     for name in ENDPOINTS:
-        hear(os.environ.get(name, ""))
+        mask_secrets_of(os.environ.get(name, ""))
 
 
 def _s3_settings() -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _keys_of_profile() -> S3Credential:
     profile = _profile()
     secret, token = profile["aws_secret_access_key"], profile.get("aws_session_token")
     for value in (profile["aws_access_key_id"], secret, token or ""):
-        hear_secret(value)
+        mask_secret(value)
     return {
         "access_key_id": profile["aws_access_key_id"],
         "secret_access_key": secret,

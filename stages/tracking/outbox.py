@@ -18,7 +18,7 @@ from typing import Any
 
 from ...schemas.errors import CorruptionError, StorageError, log_failure
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
-from ...schemas.safe_text import hear, masked_address, redacted, shown
+from ...schemas.safe_text import mask_secrets_of, masked_address, redacted, shown
 from ..storage import fs
 from ..storage.cache_folder import CacheFolder, make_place
 from ..storage.locks import try_owner_lock
@@ -231,7 +231,7 @@ MAX_REASON = 200
 
 def address_of(uri: str) -> str:
     """A store's address as it may be said; its secrets are masked from now on wherever they are."""
-    hear(uri)
+    mask_secrets_of(uri)
     return masked_address(uri) if "://" in uri else uri
 
 

@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from align.schemas.safe_text import bare_address, hear, masked, masked_address, redacted, shown
+from align.schemas.safe_text import (
+    bare_address,
+    mask_secrets_of,
+    masked,
+    masked_address,
+    redacted,
+    shown,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +66,8 @@ def test_settings_are_masked_at_any_depth():
 
 def test_parts_of_a_password_are_masked_where_a_library_prints_them():
     """What urllib says of a password with a slash in it, and of one that it decoded."""
-    hear("http://me:pa/ssword@host")
-    hear("postgresql://me:two%2Fwords@db/x")
+    mask_secrets_of("http://me:pa/ssword@host")
+    mask_secrets_of("postgresql://me:two%2Fwords@db/x")
     assert redacted("Port could not be cast to integer value as 'pa'") == (
         "Port could not be cast to integer value as '***'"
     )

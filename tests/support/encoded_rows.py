@@ -69,7 +69,7 @@ def plain(keyed):
                 prompt_cut=int(rows.prompt_cut[index]),
                 branches=tuple(branches),
                 carried=tuple(float(column[index]) for column in rows.carried.values()),
-                place=int(keyed.places[index]),
+                place=int(keyed.ring_keys[index]),
                 prompt_keys=(
                     rows.prompt_keys.prompt[index : index + 1].tobytes(),
                     int(rows.prompt_keys.split[index]),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from align.schemas.row_keys import Intake, KeyedRows, key_rows
+from align.schemas.row_keys import InputCounts, KeyedRows, key_rows
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.encode import Encoder
 from align.stages.data.input_files import iter_chunks
@@ -29,7 +29,7 @@ class Prepared:
 
 def prepared_at_once(job):
     """Reads all rows, sorts them with Python's sort, pairs them and cuts them into units."""
-    config, intake, parts = job.config, Intake(), []
+    config, intake, parts = job.config, InputCounts(), []
     encoder = Encoder(job.tokenizer, config.tokens)
     for chunk in iter_chunks(job.inputs, job.shape.columns):
         records, rejected = parse_chunk(replace(chunk, file=job.files[chunk.file]), job.shape)
@@ -55,7 +55,7 @@ def prepared_at_once(job):
 def _sorted(keyed):
     """By place, by digest, and of equal rows as they came."""
     ids = keyed.rows.row_id.tobytes()
-    places = keyed.places.tolist()
+    places = keyed.ring_keys.tolist()
     order = sorted(range(len(places)), key=lambda at: (places[at], ids[16 * at : 16 * at + 16], at))
     return keyed.take(np.array(order, dtype=np.int64))
 
@@ -69,7 +69,7 @@ def _copies(rows):
 
 
 def _partners(keyed, pairs):
-    prompts = np.repeat(keyed.places, np.diff(keyed.rows.branch_offsets))
+    prompts = np.repeat(keyed.ring_keys, np.diff(keyed.rows.branch_offsets))
     partners = [np.zeros(len(prompts), dtype=np.int64) for _ in range(pairs)]
     choose_partners(prompts, keyed.completion_keys, partners)
     return [each.tolist() for each in partners]
