@@ -49,7 +49,7 @@ class Preparation:
                 raise damaged_part(commit)
             if part.file != before.file:
                 first_row = 0
-            elif part.stretch != before.stretch:
+            elif part.file_range != before.file_range:
                 first_row += passed
             passed, before = found.rows_passed, part
             yield part, first_row, found

@@ -1,4 +1,4 @@
-"""Batches of columnar files: none is missing, each is validated, and is read in bounded parts."""
+"""Batches of columnar files: complete, validated, and read in bounded parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_batches(
 
 
 def require_all_batches(path: Path) -> None:
-    """Refuses a file or stream that holds other batches than it says, or does not say it."""
+    """Refuses a truncated file or stream, or one with other batches than its footer lists."""
     with pa.memory_map(str(path)) as source:
         content = source.read_buffer()
         if content[: len(_MAGIC)].to_pybytes() != _MAGIC:
@@ -46,7 +46,7 @@ def require_all_batches(path: Path) -> None:
 
 
 def _walked(content: pa.Buffer) -> tuple[int, bytes]:
-    """How many batches a stream holds, and the first bytes behind them."""
+    """The number of batches in a stream, and the first bytes after them."""
     batches = end = 0
     with pa.BufferReader(content) as source:
         for message in pa.ipc.MessageReader.open_stream(source):
@@ -70,18 +70,18 @@ def _unended(path: Path, batches: int, rest: bytes) -> str:
 
 
 def bounded(batch: pa.RecordBatch, rows: int, size: int) -> Iterator[pa.RecordBatch]:
-    """Yields the batch, once it is valid, in plain types and parts of so many rows and bytes."""
+    """Yields the validated batch in plain types, in parts of at most `rows` and `size` bytes."""
     _require_valid(batch)
     schema = pa.schema([(field.name, _plain(field.type)) for field in batch.schema])
     for start in range(0, batch.num_rows, rows):
         part = batch.slice(start, rows)
-        if schema.types != batch.schema.types:  # to cast is to load all of Arrow's functions
+        if schema.types != batch.schema.types:  # a cast loads all of Arrow's compute functions
             part = part.cast(schema)
         yield from _halves(part.replace_schema_metadata(None), size)
 
 
 def _require_valid(batch: pa.RecordBatch) -> None:
-    """Refuses a batch whose lengths, offsets or indices lead out of it, before any is followed."""
+    """Refuses a batch whose lengths, offsets or indices are out of bounds, before any is used."""
     batch.validate()
     for column in batch.columns:
         kind = _as_bytes(column.type)
@@ -89,7 +89,7 @@ def _require_valid(batch: pa.RecordBatch) -> None:
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """Returns the type of the same layout without text: what is no UTF-8 is a matter of its row."""
+    """The type with binary instead of text: invalid UTF-8 is reported for its row later."""
     if isinstance(kind, pa.BaseExtensionType):
         return _as_bytes(kind.storage_type)
     if pa.types.is_dictionary(kind):
@@ -137,7 +137,7 @@ def _halves(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type without dictionaries and views, whose slices carry all they point to."""
+    """The type without dictionaries and views, whose slices keep all their data alive."""
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     if pa.types.is_string_view(kind):

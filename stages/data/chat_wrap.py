@@ -1,4 +1,4 @@
-"""Makes conversations of plain text (data.wrap=chat), and refuses what is rendered already."""
+"""Wrapping of plain text into conversations (data.wrap=chat); rendered text is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.rows import BadRow, Text
 from .validate import read_completion, read_text
 
 CHAT = "chat"
-# Speakers before a colon: at the start of a text, or where a dialogue goes on.
+# Speakers before a colon: at the start of a text, or where a dialogue continues.
 _TRANSCRIPT = re.compile(
     r"\A\s*(?:#{1,4} *)?(?:human|user|assistant)\s*:|\n\n(?-i:Human|Assistant):", re.IGNORECASE
 )
@@ -23,18 +23,18 @@ _CUE = re.compile(
 
 @dataclass(frozen=True)
 class Wrapping:
-    """What becomes of a prompt that is plain text, and of what goes with it."""
+    """The handling of a prompt that is plain text, and of its completions."""
 
-    is_chat: bool = False  # messages, which the chat template renders
-    control: tuple[str, ...] = ()  # what only the template writes, where a tokenizer is at hand
+    is_chat: bool = False  # becomes messages, which the chat template renders
+    control: tuple[str, ...] = ()  # markup of the template, if a tokenizer is available
 
     @staticmethod
     def of(setting: str) -> Wrapping:
-        """That of `data.wrap`, without what a template writes."""
+        """The wrapping of `data.wrap`, without the markup of a template."""
         return Wrapping(setting == CHAT)
 
     def prompt(self, text: Text, column: str) -> Text:
-        """The prompt, as a user's message if it is to be one; white space at its end goes."""
+        """The prompt, as a user's message under chat, without white space at its end."""
         if not self.is_chat or not isinstance(text, str):
             return text
         self.require_unrendered(text, column)
@@ -42,7 +42,7 @@ class Wrapping:
         return _asked(text)
 
     def completion(self, value: Any, column: str, prompt: Text) -> Text:
-        """A completion of a prompt as it is given; white space at the start of text goes."""
+        """A completion of a prompt, without white space at the start of text."""
         if not self.is_chat or not isinstance(prompt, str):
             return read_completion(value, column, prompt)
         if isinstance(answer := read_text(value, column), str):
@@ -64,7 +64,7 @@ class Wrapping:
             raise _rendered(column, f"is a transcript already ({found[0].strip()!r})")
 
     def require_prompt_column(self, chosen: Text, rejected: Text, columns: tuple[str, str]) -> None:
-        """Refuses text without a prompt: words that two answers begin with would become its end."""
+        """Refuses text without a prompt column: common first words would become the prompt."""
         if not self.is_chat or not (isinstance(chosen, str) and isinstance(rejected, str)):
             return
         for text, column in zip((chosen, rejected), columns, strict=True):
@@ -92,7 +92,7 @@ def _rendered(column: str, what: str) -> BadRow:
 
 
 def template_unused(texts: int, things: str) -> str:
-    """One line for data of plain text and a model with a chat template, under data.wrap=auto."""
+    """The note on data of plain text for a model with a chat template, under data.wrap=auto."""
     return (
         f"{counted(texts, things)} of plain text, which no chat template renders, though the model "
         "has one: data.wrap=chat uses it, data.wrap=none leaves text as it is without this line"

@@ -1,4 +1,4 @@
-"""Notes of a rendered conversation: what its template leaves out, and turns that others take."""
+"""Notes on a rendered conversation: text that its template drops, and turns of other roles."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from .tokenizer import TextTokenizer
 
 _NAMED = frozenset(("content", "name", "reasoning_content", "reasoning", "thinking"))
-_OTHERS = "other keys"  # their names are the data's own, and may be any number
-_WORDS = 4  # fewer than so many may be an identifier, or a date
+_OTHERS = "other keys"  # of the data, of which there may be any number
+_WORDS = 4  # fewer words may be an identifier, or a date
 
 
 def notes_of(
     record: Record, texts: Sequence[str], tokenizer: TextTokenizer
 ) -> Iterator[tuple[str, int]]:
-    """Names and counts of what is odd about a record whose branches are rendered as `texts`."""
+    """The notes on a record whose branches are rendered as `texts`, by name, with counts."""
     if isinstance(record.prompt, str):
         return
     turns = sum(one["role"] != ASSISTANT for said in record.completions for one in _turns(said))
@@ -46,7 +46,7 @@ def _turns(text: Text) -> Sequence[Message]:
 
 
 def _left_out(messages: Sequence[Message], text: str, tokenizer: TextTokenizer) -> Iterator[str]:
-    """The keys of messages whose text is not, or not in full, in what was rendered."""
+    """The keys of messages whose text is not, or not in full, in the rendered text."""
     for message in messages:
         for key, value in message.items():
             if isinstance(value, str):
@@ -57,18 +57,18 @@ def _left_out(messages: Sequence[Message], text: str, tokenizer: TextTokenizer) 
 
 
 def _is_text(message: Message, key: str) -> bool:
-    """Whether a value is something that is said, or a name of who says it."""
+    """Whether a value is text of a message, or the name of its speaker."""
     if key == "name":
-        return bool(message["role"] != "tool")  # there it is the tool's, as in the call
+        return bool(message["role"] != "tool")  # there it is the tool's name
     return key in _NAMED or (key != "role" and len(message[key].split()) >= _WORDS)
 
 
 def _is_written(value: str, text: str) -> bool:
-    """Whether a value is in the text, be it with other white space or as JSON."""
+    """Whether a value is in the text, possibly with other white space or as JSON."""
     escaped = json.dumps(value.strip(), ensure_ascii=False)[1:-1]
     return escaped in text or _without_space(value) in _without_space(text)
 
 
-@lru_cache(maxsize=2)  # a text is looked through for one message after the other
+@lru_cache(maxsize=2)  # a text is searched for one message after the other
 def _without_space(text: str) -> str:
     return "".join(text.split())

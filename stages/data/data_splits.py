@@ -1,4 +1,4 @@
-"""Splits of one data set by the names of its files: joined, what is held out would be learned."""
+"""Refusal of files of several splits of one data set, which would train on held-out rows."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def require_one_split(inputs: Sequence[InputFile], command: str, output: str) ->
 class _Part:
     """A file as a part of a data set."""
 
-    of: str  # what its splits have in common: a path up to the word that names the split
+    of: str  # the path up to the word that names the split
     split: Split
     path: str
-    pattern: str  # what a shell reads as all of the split
+    pattern: str  # a shell pattern of all files of the split
 
 
 def _given(path: Path) -> str:
-    """A path as the user gave it, where this is a copy of it or of its folder."""
+    """The path that the user gave, if this is a copy of it or of its folder."""
     for copied in (path, path.parent):
         if (origin := origin_of(str(copied))) != str(copied):
             return origin if copied == path else f"{origin}/{path.name}"
@@ -59,7 +59,7 @@ def _given(path: Path) -> str:
 
 
 def _parts(path: str) -> Iterator[_Part]:
-    """By the file's name and by that of its folder, where these name a split."""
+    """The parts that the file's name and its folder's name give, if they name a split."""
     folder, slash, name = path.rpartition("/")
     stem, dot, ending = name.rpartition(".")
     if found := _split_in(stem):

@@ -25,7 +25,7 @@ RECORDS_AT_ONCE = 32
 
 @dataclass
 class Encoded:
-    """The encoded rows, rejected records and notes of a batch."""
+    """The encoded rows, rejected records and notes of a batch of records."""
 
     rows: list[EncodedRecord] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _Rendered:
 
 
 class Encoder:
-    """Encodes checked records under one tokenizer and one set of rules."""
+    """The encoder of checked records under one tokenizer and its options."""
 
     def __init__(self, tokenizer: TextTokenizer, options: TokenOptions) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +51,7 @@ class Encoder:
         self._specials = re.compile("|".join(escaped)) if escaped else None
 
     def encode(self, records: Sequence[Record]) -> Encoded:
-        """Returns every record once: as a row or as rejected."""
+        """The encoded records, each as a row or as rejected."""
         result = Encoded()
         for start in range(0, len(records), RECORDS_AT_ONCE):
             self._encode(records[start : start + RECORDS_AT_ONCE], result)
@@ -119,8 +119,8 @@ class Encoder:
     ) -> list[list[int]]:
         ended = []
         for index, ids in enumerate(completions):
-            said, text = item.record.completions[index], item.texts[index]
-            whole, is_new = self._endings.end(ids, said, text, branches[index])
+            completion, text = item.record.completions[index], item.texts[index]
+            whole, is_new = self._endings.end(ids, completion, text, branches[index])
             if is_new:
                 notes["completions_that_end_with_another_special_token"] += 1
             ended.append(whole)
@@ -132,15 +132,15 @@ class Encoder:
         if not prompt:
             raise BadRow("empty_prompt", "the prompt has no token")
         kept = self._cut_prompt(prompt)
-        room = self._options.max_length - len(kept)
-        if room < 1:
+        most = self._options.max_length - len(kept)
+        if most < 1:
             raise BadRow(
                 "too_long",
                 f"the prompt has {len(kept)} tokens and max_length is {self._options.max_length}: "
                 "no room for a completion; raise max_length or set max_prompt_length",
             )
         completions = tuple(
-            cut_completion(tail, room, self._tokenizer.stops.tokens) for tail in tails
+            cut_completion(tail, most, self._tokenizer.stops.tokens) for tail in tails
         )
         if not all(completions):
             raise BadRow("zero_completion_tokens", "a completion has no token left")
@@ -163,14 +163,14 @@ class Encoder:
 
 
 def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:
-    """The prompt of a record as a model reads it that is to complete it; nothing is cut."""
+    """The untruncated prompt of a record, as a model that completes it reads it."""
     prompt, _ = tokenizer.render(tokenizer.fitted(record))
     encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
 
 
 def _begin(prompt: list[int], tokenizer: TextTokenizer) -> list[int]:
-    """Puts exactly one BOS first where the tokenizer adds one or the template wrote it."""
+    """The prompt with exactly one BOS, if the tokenizer adds one or the template wrote one."""
     leading = 0
     while leading < len(prompt) and prompt[leading] == tokenizer.bos:
         leading += 1
@@ -179,18 +179,18 @@ def _begin(prompt: list[int], tokenizer: TextTokenizer) -> list[int]:
     return [tokenizer.bos, *prompt[leading:]]
 
 
-def cut_completion(completion: list[int], room: int, stops: Collection[int]) -> list[int]:
-    """Keeps the first `room` tokens; a completion that was cut never ends with a stop."""
-    if len(completion) <= room:
+def cut_completion(completion: list[int], most: int, stops: Collection[int]) -> list[int]:
+    """The first `most` tokens; a completion that was cut never ends with a stop."""
+    if len(completion) <= most:
         return completion
-    kept = completion[:room]
+    kept = completion[:most]
     while kept and kept[-1] in stops:
         kept = kept[:-1]
     return kept
 
 
 def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> int:
-    """The first token that holds a character of the completion."""
+    """The index of the first token with a character of the completion."""
     for position in range(boundary, length):
         token = encoding.char_to_token(position)
         if token is not None:
@@ -221,7 +221,7 @@ def _common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> i
 
 
 def _repeats(record: Record) -> int:
-    """How many completions repeat their prompt at their start, as text."""
+    """The number of completions that begin with the text of their prompt."""
     prompt = record.prompt
     if not isinstance(prompt, str):
         return 0

@@ -1,4 +1,4 @@
-"""The file formats: the columns of a file, where it can be cut, its rows in bounded payloads."""
+"""The file formats: the columns of a file, its ranges, and its rows in bounded payloads."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _LONGEST_CSV_CELL = 1 << 28  # an unclosed quote stops here instead of swallowin
 
 @dataclass(frozen=True)
 class Limit:
-    """How much one payload may hold; a single row is never split."""
+    """The most rows and bytes of a payload; a single row is never split."""
 
     rows: int
     bytes: int
 
 
 @dataclass(frozen=True)
-class FileStretch:
-    """A part of a file that can be read without the rest: from `start` to `stop`.
+class FileRange:
+    """A range of a file that can be read without the rest: from `start` to `stop`.
 
-    Counted are bytes of JSON lines, row groups of Parquet and batches of Arrow. Any other file can
-    only be read from its beginning and is one stretch.
+    The unit is a byte of JSON lines, a row group of Parquet or a batch of Arrow. Any other file can
+    only be read from its beginning and is one range.
     """
 
     start: int
     stop: int
-    bytes: int  # of data, about
+    bytes: int  # of data, approximately
 
 
-WHOLE = FileStretch(0, sys.maxsize, 0)
+WHOLE = FileRange(0, sys.maxsize, 0)
 
 
 @dataclass(frozen=True)
@@ -93,33 +93,32 @@ Payload: TypeAlias = JsonRows | CsvRows | ArrowRows
 
 @dataclass(frozen=True)
 class Format:
-    """How one kind of file is read."""
+    """The functions that read one kind of file."""
 
     columns: Callable[[Path], tuple[str, ...]]  # empty when the file has no rows
-    stretches: Callable[
-        [Path, Collection[str], int], list[FileStretch]
-    ]  # of so many bytes, if they can
-    payloads: Callable[[Path, Collection[str], Limit, FileStretch], Iterator[Payload]]
+    # Ranges of at most this many bytes, as far as the file can be cut.
+    ranges: Callable[[Path, Collection[str], int], list[FileRange]]
+    payloads: Callable[[Path, Collection[str], Limit, FileRange], Iterator[Payload]]
 
 
-def _joined(sizes: Iterable[int], most: int) -> list[FileStretch]:
-    """Consecutive parts of a file, together as long as they stay below so many bytes."""
-    stretches: list[FileStretch] = []
+def _joined(sizes: Iterable[int], most: int) -> list[FileRange]:
+    """The ranges of consecutive parts of a file, joined up to `most` bytes."""
+    ranges: list[FileRange] = []
     for number, size in enumerate(sizes):
-        last = stretches[-1] if stretches else None
+        last = ranges[-1] if ranges else None
         if last and last.bytes + size <= most:
-            stretches[-1] = FileStretch(last.start, number + 1, last.bytes + size)
+            ranges[-1] = FileRange(last.start, number + 1, last.bytes + size)
         else:
-            stretches.append(FileStretch(number, number + 1, size))
-    return stretches
+            ranges.append(FileRange(number, number + 1, size))
+    return ranges
 
 
-def _one_stretch(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
-    return [FileStretch(0, sys.maxsize, path.stat().st_size)]
+def _one_range(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
+    return [FileRange(0, sys.maxsize, path.stat().st_size)]
 
 
 def parquet_columns(path: Path) -> tuple[str, ...]:
-    """Returns the column names of a Parquet file."""
+    """The column names of a Parquet file."""
     with pq.ParquetFile(path, memory_map=False) as file:
         groups = map(file.metadata.row_group, range(file.num_row_groups))
         _require_rows(sum(group.num_rows for group in groups), file.metadata, "its row groups name")
@@ -131,22 +130,22 @@ def _require_rows(rows: int, promised: pq.FileMetaData | pq.RowGroupMetaData, wh
         raise BadDataError(f"{what} {rows:,} rows, and its footer {promised.num_rows:,}")
 
 
-def parquet_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
-    """Cuts a Parquet file between row groups."""
+def parquet_ranges(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
+    """The ranges of a Parquet file, cut between row groups."""
     with pq.ParquetFile(path, memory_map=False) as file:
         groups = map(file.metadata.row_group, range(file.num_row_groups))
         return _joined((_bytes_of(group, columns) for group in groups), most)
 
 
 def parquet_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+    path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
 ) -> Iterator[ArrowRows]:
     """Yields the rows of a Parquet file, row group by row group."""
-    # Without buffer_size a whole column chunk is held; with pre_buffer the whole file.
+    # Without buffer_size a whole column chunk is in memory; with pre_buffer the whole file.
     way = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
     with pq.ParquetFile(path, memory_map=False, **way) as file:
         wanted = [name for name in file.schema_arrow.names if name in columns]
-        for group in range(stretch.start, min(stretch.stop, file.num_row_groups)):
+        for group in range(file_range.start, min(file_range.stop, file.num_row_groups)):
             promised, found = file.metadata.row_group(group), 0
             rows = _rows_per_batch(promised, wanted, limit)
             # Threads would each keep freed memory, and the cores belong to the tokenizers.
@@ -163,7 +162,7 @@ def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: 
 
 
 def _bytes_of(group: pq.RowGroupMetaData, wanted: Collection[str]) -> int:
-    """What these columns hold, before compression."""
+    """The uncompressed size of these columns."""
     leaves = map(group.column, range(group.num_columns))
     return sum(leaf.total_uncompressed_size for leaf in leaves if _root(leaf) in wanted)
 
@@ -173,7 +172,7 @@ def _root(leaf: pq.ColumnChunkMetaData) -> str:
 
 
 def arrow_columns(path: Path) -> tuple[str, ...]:
-    """Returns the column names of an Arrow IPC file or stream."""
+    """The column names of an Arrow IPC file or stream."""
     require_all_batches(path)
     with pa.memory_map(str(path)) as source:
         for batch in open_batches(source, None):
@@ -182,8 +181,8 @@ def arrow_columns(path: Path) -> tuple[str, ...]:
     return ()
 
 
-def arrow_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
-    """Cuts an Arrow IPC file or stream between record batches; each row counts alike."""
+def arrow_ranges(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
+    """The ranges of an Arrow IPC file or stream, cut between record batches by rows."""
     with pa.memory_map(str(path)) as source:
         rows = [batch.num_rows for batch in open_batches(source, [*columns][:1])]
     bytes_per_row = path.stat().st_size / max(1, sum(rows))
@@ -191,24 +190,24 @@ def arrow_stretches(path: Path, columns: Collection[str], most: int) -> list[Fil
 
 
 def arrow_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+    path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
 ) -> Iterator[ArrowRows]:
     """Yields the rows of an Arrow IPC file or stream."""
     # Mapped, not read: one record batch may be as large as the file.
     with pa.memory_map(str(path)) as source:
-        for batch in islice(open_batches(source, columns), stretch.start, stretch.stop):
+        for batch in islice(open_batches(source, columns), file_range.start, file_range.stop):
             yield from map(ArrowRows, bounded(batch, limit.rows, limit.bytes))
 
 
 def csv_columns(path: Path) -> tuple[str, ...]:
-    """Returns the header of a CSV file."""
+    """The header of a CSV file."""
     rows = _csv_rows(path)
     header = next(rows, [])
     return tuple(header) if next(rows, None) else ()
 
 
 def csv_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+    path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
 ) -> Iterator[CsvRows]:
     """Yields the rows of a CSV file, all columns of them, so that cells can be counted."""
     rows = _csv_rows(path)
@@ -227,7 +226,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
-    """Reads rows under our limit for a cell; the limit of the process is set back after each."""
+    """The rows, read under our limit for a cell; the process's limit is restored after each."""
     while True:
         limit = csv.field_size_limit(_LONGEST_CSV_CELL)
         try:
@@ -240,7 +239,7 @@ def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
 
 
 def json_columns(path: Path) -> tuple[str, ...]:
-    """Returns every key of the first rows of a JSON file, in the order met."""
+    """The keys of the first rows of a JSON file, in the order of their appearance."""
     names: dict[str, None] = {}
     count = 0
     for text in islice(json_rows(path), SAMPLED_JSON_ROWS):
@@ -251,21 +250,21 @@ def json_columns(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def json_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
-    """Cuts JSON lines anywhere; an array is one stretch."""
+def json_ranges(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
+    """The ranges of JSON lines, cut at any byte; an array is one range."""
     if not is_json_lines(path):
-        return _one_stretch(path, columns, most)
+        return _one_range(path, columns, most)
     size = path.stat().st_size
     count = max(1, -(-size // most))
     edges = [number * size // count for number in range(count + 1)]
-    return [FileStretch(start, stop, stop - start) for start, stop in pairwise(edges)]
+    return [FileRange(start, stop, stop - start) for start, stop in pairwise(edges)]
 
 
 def json_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+    path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
 ) -> Iterator[JsonRows]:
     """Yields the rows of a JSON file; they are parsed where they are checked."""
-    rows = json_rows(path, start=stretch.start, stop=stretch.stop)
+    rows = json_rows(path, start=file_range.start, stop=file_range.stop)
     return map(JsonRows, _groups(rows, len, limit))
 
 
@@ -273,25 +272,25 @@ def _groups(
     items: Iterable[Item], size_of: Callable[[Item], int], limit: Limit
 ) -> Iterator[list[Item]]:
     group: list[Item] = []
-    held = 0
+    size = 0
     for item in items:
         group.append(item)
-        held += size_of(item)
-        if len(group) >= limit.rows or held >= limit.bytes:
+        size += size_of(item)
+        if len(group) >= limit.rows or size >= limit.bytes:
             yield group
-            group, held = [], 0
+            group, size = [], 0
     if group:
         yield group
 
 
-_JSON = Format(json_columns, json_stretches, json_payloads)
+_JSON = Format(json_columns, json_ranges, json_payloads)
 ARROW = (".arrow", ".feather", ".ipc")
-_ARROW = Format(arrow_columns, arrow_stretches, arrow_payloads)
+_ARROW = Format(arrow_columns, arrow_ranges, arrow_payloads)
 FORMATS = {
-    ".parquet": Format(parquet_columns, parquet_stretches, parquet_payloads),
+    ".parquet": Format(parquet_columns, parquet_ranges, parquet_payloads),
     ".jsonl": _JSON,
     ".ndjson": _JSON,
     ".json": _JSON,
-    ".csv": Format(csv_columns, _one_stretch, csv_payloads),
+    ".csv": Format(csv_columns, _one_range, csv_payloads),
     **dict.fromkeys(ARROW, _ARROW),
 }

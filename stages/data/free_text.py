@@ -1,4 +1,4 @@
-"""Free text in cells that nothing reads, and not numbers, dates, ids or short repeated values."""
+"""Detection of free text in columns that are not read, as opposed to numbers, dates and ids."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 SEVERAL = 3  # words
 SENTENCE = 5  # words; of fewer, a sentence has a mark at its end
-MANY = 12  # words that are text whatever stands between them
-MOST_CHARACTERS = 4000  # of a value that are looked at
+MANY = 12  # words that make a value text whatever is between them
+MOST_CHARACTERS = 4000  # of a value that are examined
 MOST_VALUES = 8  # of a list
 DEEPEST = 8
 _MESSAGES = ({"role", "content"}, {"from", "value"})
@@ -22,12 +22,12 @@ _SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"'\u201d\u2019)\]]*\Z")
 
 
 class ColumnSample:
-    """Cells of one column; those inside of objects are told apart by their keys."""
+    """Cells of one column; values inside of objects are grouped by their keys."""
 
     def __init__(self) -> None:
         self.cells = 0  # that are not empty
-        self.phrase = ""  # the first that was met
-        self.where = ""  # it was met
+        self.phrase = ""  # the first phrase
+        self.where = ""  # the location of the first phrase
         self.has_messages = False
         self._values: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -44,22 +44,22 @@ class ColumnSample:
 
     @property
     def is_free_text(self) -> bool:
-        """Whether it holds messages; or phrases, half of its different values or more.
+        """Whether the column has messages, or at least half of its distinct values are phrases.
 
-        The phrases are different ones for the most part, or sentences.
+        Most of the phrases have to be distinct, or sentences.
         """
         return self.has_messages or any(map(_is_free_text, self._values.values()))
 
 
 def is_empty(cell: Any) -> bool:
-    """Whether a cell holds nothing."""
+    """Whether a cell is null, empty or blank."""
     return cell is None or cell in ("", [], {}) or (isinstance(cell, str) and cell.isspace())
 
 
 def holds_phrase(cell: Any) -> bool:
     """Whether a cell holds several words, or messages."""
     if isinstance(cell, str):
-        # Most cells are one word, and every row is looked at.
+        # Most cells are one word, and every row is examined.
         if cell.isascii() and len(cell.split(None, 1)) < 2 and cell[:1] not in ("[", "{"):
             return False
     elif not isinstance(cell, list | tuple | dict):
@@ -68,14 +68,14 @@ def holds_phrase(cell: Any) -> bool:
 
 
 class Watch:
-    """Which columns that nothing reads have something in the rows that it is shown."""
+    """Observes which unread columns are not empty in the rows, and which have phrases."""
 
     def __init__(self, unwatched: frozenset[str]) -> None:
-        self.met: dict[str, bool] = {}  # column: whether a cell of it holds a phrase
+        self.met: dict[str, bool] = {}  # by column: whether a cell has a phrase
         self._done = set(unwatched)
 
     def look(self, cells: Mapping[str, Any]) -> None:
-        """Looks at the cells of a row."""
+        """Observes the cells of a row."""
         for name in cells.keys() - self._done:
             if holds_phrase(cells[name]):
                 self.met[name] = True
@@ -85,7 +85,7 @@ class Watch:
 
 
 def _values(cell: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The texts of a cell, each with the keys that lead to it; an object that is a message."""
+    """The texts and messages in a cell, each with the path of its keys."""
     if isinstance(cell, str) and (inner := _from_json(cell)) is not None:
         cell = inner
     if isinstance(cell, str):
@@ -125,7 +125,7 @@ def _is_free_text(values: list[str]) -> bool:
 
 
 def _is_phrase(value: Any) -> bool:
-    """Whether a value is a message, a sentence, or several words that are most of what it is."""
+    """Whether a value is a message, a sentence, or mostly words."""
     if isinstance(value, dict):
         return True
     return _words(value) >= SEVERAL or _is_sentence(value)
@@ -137,7 +137,7 @@ def _is_sentence(value: str) -> bool:
 
 
 def _words(text: str) -> int:
-    """How many words a text has; none where most of it is something else, as of a date."""
+    """The number of words of a text; 0 if most of it is something else, such as a date."""
     rest, letters = _WITHOUT_BLANKS.subn(" ", text)
     parts = rest.split()
     words = sum(bool(_LETTERS.search(part)) and "://" not in part for part in parts)

@@ -1,4 +1,4 @@
-"""Scans files and folders as a stream of chunks, never loading them whole."""
+"""Data files and folders as streams of chunks and slices, never loaded whole."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from ...schemas.plain_names import is_plain_name
-from .file_formats import FORMATS, WHOLE, FileStretch, Limit, Payload, json_columns
+from .file_formats import FORMATS, WHOLE, FileRange, Limit, Payload, json_columns
 from .json_files import keys_among
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
-# As `datasets` and the Hugging Face Hub name the files of one data set.
+# The names that `datasets` and the Hugging Face Hub give to the files of one data set.
 _PART = re.compile(r"(?P<set>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
 
@@ -30,29 +30,28 @@ class InputFile:
     """One file of preference data."""
 
     path: Path
-    format: str  # its ending, a key of FORMATS
+    format: str  # its suffix, a key of FORMATS
     bytes: int
 
 
 @dataclass(frozen=True)
 class Digested:
-    """A data file as it was when its bytes were digested."""
+    """The digest of a data file, and its version at that time."""
 
     bytes: int
     sha256: str
-    version: tuple[int, int]  # inode and time of change: both change with a file that is replaced
+    version: tuple[int, int]  # inode and modification time, which change if a file is replaced
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive rows of one file, not yet parsed; cheap to send to another process.
 
-    Rows are counted from 0 within their file, or within their stretch of it.
-    Blank lines of JSONL and CSV and the CSV header
-    are not rows and are not counted.
+    Rows are counted from 0 within their file, or within a range of it. Blank lines of JSONL and
+    CSV and the CSV header are not rows and are not counted.
     """
 
-    file: int  # which of the inputs; what is parsed of it is named by the file's identity
+    file: int  # index of the input; parsed records have the file's identity instead
     row: int  # of its first row
     payload: Payload
 
@@ -61,7 +60,7 @@ class Chunk:
 
 
 def open_inputs(files: Sequence[str]) -> tuple[InputFile, ...]:
-    """Returns the data files among these files and folders, each checked to have rows."""
+    """The data files in these files and folders, each checked to have rows."""
     if not files:
         raise UsageError("No data files given. Name at least one file or folder.")
     inputs: dict[Path, InputFile] = {}
@@ -74,7 +73,7 @@ def open_inputs(files: Sequence[str]) -> tuple[InputFile, ...]:
 
 
 def column_names(file: InputFile) -> tuple[str, ...]:
-    """Returns the columns of a file; of a JSON file, the keys of its first rows."""
+    """The columns of a file; of a JSON file, the keys of its first rows."""
     try:
         return FORMATS[file.format].columns(file.path)
     except _DAMAGE as error:
@@ -82,7 +81,7 @@ def column_names(file: InputFile) -> tuple[str, ...]:
 
 
 def keys_further_on(file: InputFile, names: Collection[str]) -> tuple[str, ...]:
-    """Which of these are columns of a JSON file that `column_names` does not find."""
+    """Those of these names that are keys only of later rows of a JSON file."""
     if FORMATS[file.format].columns is not json_columns:
         return ()
     try:
@@ -111,82 +110,82 @@ def iter_chunks(
         yield from _chunks(file, index, columns, WHOLE, limit)
 
 
-def iter_places(
-    file: InputFile, columns: Collection[str], places: int
+def iter_parts(
+    file: InputFile, columns: Collection[str], count: int
 ) -> Iterator[Iterator[Payload]]:
-    """Yields the payloads of each part of a file; the parts hold about as much of these columns."""
-    most = max(1, data_bytes([file], columns) // places)
-    for stretch in _stretches(file, columns, most):
-        yield _payloads(file, columns, Limit(8192, 1 << 20), stretch)
+    """Yields the payloads of about `count` parts of a file, of similar sizes in these columns."""
+    most = max(1, data_bytes([file], columns) // count)
+    for file_range in _ranges(file, columns, most):
+        yield _payloads(file, columns, Limit(8192, 1 << 20), file_range)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What one task reads: of the chunks of a stretch every `shares`-th, beginning with `share`."""
+    """The input of one task: every `parts`-th chunk of a file range, beginning with `part`."""
 
-    file: int  # which of the inputs
-    stretch: FileStretch
-    share: int
-    shares: int
+    file: int  # index of the input
+    file_range: FileRange
+    part: int
+    parts: int
 
     @property
     def bytes(self) -> int:
-        """How much data its own chunks hold, about."""
-        return self.stretch.bytes // self.shares
+        """The bytes of data in its own chunks, approximately."""
+        return self.file_range.bytes // self.parts
 
 
 def data_bytes(inputs: Sequence[InputFile], columns: Collection[str]) -> int:
-    """How much data the files hold, before compression where that is known."""
+    """The bytes of data in the files, before compression where that is known."""
     return sum(
-        stretch.bytes for file in inputs for stretch in _stretches(file, columns, sys.maxsize)
+        file_range.bytes for file in inputs for file_range in _ranges(file, columns, sys.maxsize)
     )
 
 
 def slices_of(
     inputs: Sequence[InputFile], columns: Collection[str], *, total: int
 ) -> tuple[Slice, ...]:
-    """The slices of all files, in order: set by the files alone, whose data are `total` bytes."""
+    """The slices of all files, in order; they depend on the files alone (`total` bytes)."""
     most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
     slices = []
     for index, file in enumerate(inputs):
-        for stretch in _stretches(file, columns, most):
-            shares = min(MOST_SHARES, max(1, stretch.bytes // most))
-            slices += [Slice(index, stretch, share, shares) for share in range(shares)]
+        for file_range in _ranges(file, columns, most):
+            parts = min(MOST_PARTS, max(1, file_range.bytes // most))
+            slices += [Slice(index, file_range, part, parts) for part in range(parts)]
     return tuple(slices)
 
 
-SLICES = 64  # of small data; of large data there are as many as its size asks for
+SLICES = 64  # of small data; large data have as many as LARGEST_SLICE asks for
 LEAST_SLICE, LARGEST_SLICE = 2 << 20, 32 << 20
-# What cannot be cut is read by every share from its beginning: cheap beside encoding a part of it.
-MOST_SHARES = 8
+# A file that cannot be cut is read by every slice from its beginning: cheap beside encoding.
+MOST_PARTS = 8
 
 
 def iter_slice(
     inputs: Sequence[InputFile], part: Slice, columns: Collection[str]
 ) -> Iterator[tuple[Chunk, bool]]:
-    """Yields all chunks of a slice's stretch, and whether each is of the slice itself.
+    """Yields all chunks of a slice's file range, and whether each is of the slice itself.
 
-    Their rows are counted from the beginning of the stretch.
+    Their rows are counted from the beginning of the range.
     """
     limit = Limit(1000, 8 << 20)
-    chunks = _chunks(inputs[part.file], part.file, columns, part.stretch, limit)
+    chunks = _chunks(inputs[part.file], part.file, columns, part.file_range, limit)
     for number, chunk in enumerate(chunks):
-        yield chunk, number % part.shares == part.share
+        yield chunk, number % part.parts == part.part
 
 
 def _chunks(
-    file: InputFile, index: int, columns: Collection[str], stretch: FileStretch, limit: Limit
+    file: InputFile, index: int, columns: Collection[str], file_range: FileRange, limit: Limit
 ) -> Iterator[Chunk]:
     row = 0
-    for payload in _payloads(file, columns, limit, stretch):
+    for payload in _payloads(file, columns, limit, file_range):
         if len(payload):
             yield Chunk(index, row, payload)
         row += len(payload)
 
 
-def _stretches(file: InputFile, columns: Collection[str], most: int) -> list[FileStretch]:
+def _ranges(file: InputFile, columns: Collection[str], most: int) -> list[FileRange]:
     try:
-        return FORMATS[file.format].stretches(file.path, columns, most)
+        return FORMATS[file.format].ranges(file.path, columns, most)
     except _DAMAGE as error:
         raise BadDataError(
             f"{file.path} cannot be read: {_one_line(error)}. "
@@ -195,7 +194,7 @@ def _stretches(file: InputFile, columns: Collection[str], most: int) -> list[Fil
 
 
 def digested(file: InputFile) -> Digested:
-    """Reads a file once, for its digest."""
+    """The digest of a file, which is read once."""
     with file.path.open("rb") as source:
         found = os.fstat(source.fileno())
         sha256 = hashlib.file_digest(source, "sha256").hexdigest()
@@ -214,7 +213,7 @@ def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -
 
 
 def require_same_version(file: InputFile, known: Digested) -> None:
-    """Refuses a file that was replaced or written to since, without reading it again."""
+    """Refuses a file that was replaced or modified, without reading it again."""
     try:
         found = file.path.stat()
     except OSError as error:
@@ -236,17 +235,17 @@ def _changed(file: InputFile, how: str) -> FingerprintError:
 
 
 def _payloads(
-    file: InputFile, columns: Collection[str], limit: Limit, stretch: FileStretch
+    file: InputFile, columns: Collection[str], limit: Limit, file_range: FileRange
 ) -> Iterator[Payload]:
     row = 0
     try:
-        for payload in FORMATS[file.format].payloads(file.path, columns, limit, stretch):
+        for payload in FORMATS[file.format].payloads(file.path, columns, limit, file_range):
             yield payload
             row += len(payload)
     except _DAMAGE as error:
-        behind = f" of its part from {stretch.start:,} on" if stretch.start else ""
+        where = f" of its part from {file_range.start:,} on" if file_range.start else ""
         raise BadDataError(
-            f"{file.path} cannot be read after row {row:,}{behind}: {_one_line(error)}. "
+            f"{file.path} cannot be read after row {row:,}{where}: {_one_line(error)}. "
             "The file is damaged or incomplete: write it again."
         ) from error
 
@@ -284,7 +283,7 @@ def _saved_dataset(path: Path) -> list[Path]:
 
 
 def _require_all_parts(folder: Path, names: Collection[str]) -> None:
-    """Refuses a folder that lacks files which the names of others count."""
+    """Refuses a folder that lacks files of a numbered set."""
     found: dict[tuple[str, str], set[int]] = {}
     for part in filter(None, map(_PART.match, names)):
         found.setdefault((part["set"], part["count"]), set()).add(int(part["number"]))

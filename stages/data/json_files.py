@@ -1,4 +1,4 @@
-"""The records of a JSON file as raw bytes, one after the other: JSON lines or one big array."""
+"""The records of a JSON file as raw bytes, of JSON lines or of one large array."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _raw_decode = json.JSONDecoder().raw_decode
 
 
 def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterator[bytes]:
-    """Yields each record's raw text; what it holds is not checked here.
+    """Yields each record's raw text, without parsing it.
 
     A file that starts with `[` is one array, read through a sliding buffer; any other holds one
     record per line, and blank lines are not records. Of lines, those are read that begin at one of
@@ -30,7 +30,7 @@ def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterato
 
 
 def keys_among(path: Path, names: Collection[str]) -> list[str]:
-    """Which of these names are a key of one of the records at least."""
+    """Those of these names that are keys of at least one record."""
     left = {
         name: {json.dumps(name, ensure_ascii=plain).encode() for plain in (True, False)}
         for name in names
@@ -46,7 +46,7 @@ def keys_among(path: Path, names: Collection[str]) -> list[str]:
 
 
 def keys_of(text: bytes) -> Iterable[str]:
-    """The keys of a record; none of what is no object."""
+    """The keys of a record; none if it is not an object."""
     try:
         row: Any = json.loads(text.decode())
     except (ValueError, RecursionError):
@@ -55,7 +55,7 @@ def keys_of(text: bytes) -> Iterable[str]:
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether a file holds one record per line, and not an array."""
+    """Whether a file has one record per line, and is not an array."""
     with path.open("rb") as file:
         return _first_byte(file) != b"["
 
@@ -70,12 +70,12 @@ def _first_byte(file: BinaryIO) -> bytes:
 def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
     if start:
         file.seek(start - 1)
-        file.readline()  # the rest of a line that begins before, or the end of one
+        file.readline()  # the rest of a line that begins before the range
     elif file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
         file.seek(0)
-    place = file.tell()
-    while place < stop and (line := file.readline()):
-        place += len(line)
+    position = file.tell()
+    while position < stop and (line := file.readline()):
+        position += len(line)
         if not line.isspace():
             yield line
 
@@ -102,7 +102,7 @@ def _elements(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _Window:
-    """The part of a text file that is in memory: only what has not been consumed."""
+    """The part of a text file in memory that has not been consumed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.at = 0
@@ -133,14 +133,14 @@ class _Window:
         try:
             _, end = _raw_decode(self._text, self.at)
         except json.JSONDecodeError as error:
-            # Text that merely stops early fails at its very end, or at the string left open.
+            # Text that is only incomplete fails at its very end, or at an unterminated string.
             is_open = error.msg.startswith("Unterminated")
             if is_open or (error.pos > len(self._text) - 16 and not self._ended):
                 return None
             raise _broken(index, f"is not valid JSON ({error.msg})") from None
         except (RecursionError, ValueError) as error:
             raise _broken(index, f"cannot be read ({error})") from None
-        # A number that touches the end of the buffer may continue after it.
+        # A number at the end of the buffer may continue after it.
         return end if end < len(self._text) else None
 
     def _read_more(self) -> bool:

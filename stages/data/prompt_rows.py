@@ -1,4 +1,4 @@
-"""Reads the prompts of data files, be they preference data of any shape or prompts alone."""
+"""The prompts of data files, which may be preference data of any shape or prompts alone."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class PromptRows:
     """The prompts of all rows in order, and the rows that cannot be used."""
 
     prompts: list[Prompt] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)  # their file: which of the inputs
-    not_carried: tuple[str, ...] = ()  # columns whose names a table of samples uses itself
+    rejected: list[Rejected] = field(default_factory=list)  # their file: index of the input
+    not_carried: tuple[str, ...] = ()  # columns whose names are those of a table of samples
 
     @property
     def rows_in(self) -> int:
-        """How many rows there are."""
+        """The number of rows, good and bad."""
         return len(self.prompts) + len(self.rejected)
 
 
 def read_prompts(
     inputs: Sequence[InputFile], columns: Mapping[str, str], wrap: Wrapping = UNWRAPPED
 ) -> PromptRows:
-    """Reads a prompt of each row, and carries the columns that are no part of preference data.
+    """The prompt of each row, with the columns that are no part of preference data.
 
-    Without a column `prompt` it is what chosen and rejected both begin with. `columns` gives the
-    user's name of each column, `wrap` what becomes of plain text.
+    Without a column `prompt` it is the common beginning of chosen and rejected. `columns` gives the
+    user's name of each column, `wrap` the handling of plain text.
     """
     found = prompt_columns(inputs, columns)
     pairs = None if "prompt" in found.source else replace(common_shape(inputs, columns), wrap=wrap)
@@ -50,13 +50,13 @@ def read_prompts(
             rows.rejected += rejected
             continue
         for row, cells in rows_of_cells:
-            _take(rows, chunk.file, row, cells, _Reading(found.source, carried, wrap))
+            _take(rows, chunk.file, row, cells, _Columns(found.source, carried, wrap))
     rows.not_carried = tuple(carried.clashes)
     return rows
 
 
 class _Carried:
-    """What goes with each prompt: the cells that are no part of preference data."""
+    """The cells that are carried along with each prompt: no part of preference data."""
 
     def __init__(self, found: PromptColumns) -> None:
         self.clashes = dict.fromkeys(name for name in found.carried if name in SAMPLE_COLUMNS)
@@ -64,7 +64,7 @@ class _Carried:
         self._known = found.known
 
     def of(self, cells: Cells) -> dict[str, Any]:
-        """Of a row; a key that the first rows lack is carried too."""
+        """The carried cells of a row; a key that the first rows lack is carried too."""
         own = {name: cells.get(column) for name, column in self.columns.items()}
         for name in [name for name in cells if name not in self._known]:
             if name in SAMPLE_COLUMNS:
@@ -76,30 +76,30 @@ class _Carried:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """Which columns are read, by our names, and what becomes of plain text."""
+class _Columns:
+    """The columns to read, by our names, and the handling of plain text."""
 
     source: Mapping[str, str]
     carried: _Carried
     wrap: Wrapping
 
 
-def _take(rows: PromptRows, file: int, row: int, cells: Cells | BadRow, reading: _Reading) -> None:
+def _take(rows: PromptRows, file: int, row: int, cells: Cells | BadRow, columns: _Columns) -> None:
     try:
         if isinstance(cells, BadRow):
             raise cells
-        rows.prompts.append(_prompt(cells, reading))
+        rows.prompts.append(_prompt(cells, columns))
     except BadRow as bad:
         rows.rejected.append(Rejected(file, row, bad.reason, bad.detail))
     except RecursionError:
         rows.rejected.append(Rejected(file, row, "schema", TOO_DEEP))
 
 
-def _prompt(cells: Cells, reading: _Reading) -> Prompt:
-    column = reading.source["prompt"]
+def _prompt(cells: Cells, columns: _Columns) -> Prompt:
+    column = columns.source["prompt"]
     text = read_prompt(cells.get(column), column)
-    template = read_template(cells, reading.source, text, reading.wrap)
-    return Prompt(template.prompt, template.tools, template.options, reading.carried.of(cells))
+    template = read_template(cells, columns.source, text, columns.wrap)
+    return Prompt(template.prompt, template.tools, template.options, columns.carried.of(cells))
 
 
 def _take_beginnings(
@@ -108,11 +108,11 @@ def _take_beginnings(
     cells: Mapping[int, Cells | BadRow],
     carried: _Carried,
 ) -> None:
-    """Takes what both completions of each pair begin with."""
+    """Appends the common beginning of each pair's completions as a prompt."""
     for one in records:
         try:
             own = cells[one.row]
-            if isinstance(own, BadRow):  # in what is carried
+            if isinstance(own, BadRow):  # in a carried column
                 raise own
             prompt = Prompt(one.prompt, one.tools, one.template_options, carried.of(own))
             rows.prompts.append(prompt)

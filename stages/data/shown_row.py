@@ -30,7 +30,7 @@ MOST_COMPLETIONS = 4
 def lines_of(
     row: RowBlock, tokenizer: TextTokenizer, *, file: str, prompt_side: str
 ) -> Iterator[str]:
-    """The lines to print of a block of one row; of its mismatched completions, the first."""
+    """The lines to print of a block of one row, with the first mismatched completions."""
     reader = _Reader(tokenizer)
     prompt, roles = row.prompts[0].tolist(), [Role(role) for role in row.roles.tolist()]
     own = [branch for branch, role in enumerate(roles) if role != Role.MISMATCHED]
@@ -52,16 +52,16 @@ def lines_of(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Turns token ids back into text and the names of special tokens."""
+    """The printed form of token ids: text, and the names of special tokens."""
 
     tokenizer: TextTokenizer
 
     def said(self, ids: Sequence[int], cut: int, side: str, *, begins: bool = False) -> str:
-        """How many tokens there are, what they say, and how many have been cut on that side."""
+        """The number of tokens, their text, and the number that were cut on that side."""
         pieces = [*self._pieces(ids, begins)]
         if cut:  # a prompt that is cut on its left has kept its BOS
-            place = len(pieces) if side == "right" else int(ids[0] == self.tokenizer.bos)
-            pieces.insert(place, f"({counted(cut, 'tokens')} cut)")
+            index = len(pieces) if side == "right" else int(ids[0] == self.tokenizer.bos)
+            pieces.insert(index, f"({counted(cut, 'tokens')} cut)")
         text = shown(" ".join(pieces))
         if (more := len(text) - MOST_CHARACTERS) > 0:
             half = MOST_CHARACTERS // 2
@@ -87,7 +87,7 @@ class _Reader:
             begins = begins and tokens == [self.tokenizer.bos]
 
     def _text(self, ids: Sequence[int], begins: bool) -> str:
-        """The text of tokens; a blank before it is one of the text, unless a sequence begins."""
+        """The text of tokens, with its leading blank unless they begin a sequence."""
         decode = self.tokenizer.backend.decode
         anchor = [] if begins else self.tokenizer.backend.encode("a", add_special_tokens=False).ids
         text: str = decode([*anchor, *ids], skip_special_tokens=False)
@@ -95,7 +95,7 @@ class _Reader:
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        """The special tokens, and those that end a turn, by id."""
+        """The special tokens and stop tokens, by id."""
         added, stops = self.tokenizer.added, self.tokenizer.stops.tokens
         own = {*added.special, *stops, self.tokenizer.bos}
         return {token: text for token, text in added.texts.items() if token in own}

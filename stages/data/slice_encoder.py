@@ -1,4 +1,4 @@
-"""Encodes slices of the data: parsed, checked, tokenized, keyed."""
+"""The encoder of slices of the data, which parses, checks, tokenizes and hashes rows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .unread_columns import counts_of
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """All a process needs to know to encode slices."""
+    """The inputs of a process that encodes slices."""
 
     model: str
     options: TokenOptions
     shape: Shape
     seed: int
     files: tuple[int, ...]  # the identity of each input
-    tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it must find
+    tokenizer: Mapping[str, str]  # its fingerprint, which every process has to reproduce
 
 
 class SliceEncoder:
-    """Encodes slices; the tokenizer is loaded once."""
+    """The encoder of a process, whose tokenizer is loaded once."""
 
     def __init__(self, job: EncodingJob) -> None:
         self._job = job
@@ -41,9 +41,9 @@ class SliceEncoder:
         self._encoder = Encoder(tokenizer, job.options)
 
     def rows(
-        self, inputs: Sequence[InputFile], part: Slice, intake: InputCounts
+        self, inputs: Sequence[InputFile], part: Slice, counts: InputCounts
     ) -> Iterator[KeyedRows]:
-        """The usable rows of a slice, counted from the first row of its stretch."""
+        """The usable rows of a slice, numbered from the first row of its file range."""
         if not self._is_same:
             raise FingerprintError(
                 f"{self._job.model}: the tokenizer or its template changed after this run began. "
@@ -52,13 +52,13 @@ class SliceEncoder:
         unwatched = self._job.shape.unwatched
         watch = None if unwatched is None else Watch(unwatched)
         for chunk, is_own in iter_slice(inputs, part, self._job.shape.columns):
-            intake.rows_passed += len(chunk)
+            counts.rows_passed += len(chunk)
             if is_own:
                 encoded = self._encode(chunk, watch)
-                intake.count(encoded)
+                counts.count(encoded)
                 yield encoded.keyed
         if watch:
-            intake.notes.update(counts_of(watch))
+            counts.notes.update(counts_of(watch))
 
     def _encode(self, chunk: Chunk, watch: Watch | None) -> EncodedChunk:
         named = replace(chunk, file=self._job.files[chunk.file])
@@ -72,7 +72,7 @@ class SliceEncoder:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pauses garbage collection: a chunk makes many objects and no cycles."""
+    """Disables garbage collection inside: a chunk makes many objects and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Finds the token that ends a completion in the chat template, and puts it there once."""
+"""Stop tokens: detected in the chat template, and appended once to every completion."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NO_STOPS = Stops(None, None, None)
 
 @dataclass(frozen=True)
 class Added:
-    """The added tokens of a vocabulary, which are never cut: by id, their texts."""
+    """The added tokens of a vocabulary, which are never split: their texts by id."""
 
     texts: Mapping[int, str]
-    special: frozenset[int]  # of them, those that are not text and do not begin a sequence
+    special: frozenset[int]  # those that are not text and do not begin a sequence
 
     @staticmethod
     def of(hf: Any) -> Added:
-        """Those of a transformers tokenizer."""
+        """The added tokens of a transformers tokenizer."""
         added = hf.added_tokens_decoder
         special = {token for token, entry in added.items() if entry.special}
         special.update(hf.all_special_ids)
@@ -38,7 +38,7 @@ class Added:
 
 
 def find_stops(hf: Any, backend: Tokenizer, added: Added, template: str | None) -> Stops:
-    """Renders turns of an assistant to see what the template ends them with.
+    """The stop tokens, detected by rendering turns of an assistant.
 
     A template may write its stop at the end of a turn, or only as the head of the next one.
     If it writes none, the tokenizer's EOS is used.
@@ -74,7 +74,7 @@ class _StopProbe:
         return None if token is None else Stop(token, self.added.texts[token], "template")
 
     def _run(self, text: str, end: int) -> Iterator[int]:
-        """The added tokens with nothing but white space between them that the text ends with."""
+        """The added tokens at the end of the text, with only white space between them."""
         run: list[int] = []
         encoding = self.backend.encode(text, add_special_tokens=False)
         for at in reversed(range(len(encoding.ids))):
@@ -105,7 +105,7 @@ def _first_of_run(run: Sequence[int], added: Added) -> int | None:
 
 
 def _last_of_run(turn: Stop) -> Callable[[Sequence[int], Added], int | None]:
-    """Calls of tools are full of special tokens themselves; the last of them ends the turn."""
+    """A choice of the last special token, because tool calls contain others themselves."""
 
     def choose(run: Sequence[int], added: Added) -> int | None:
         if turn.token in run:
@@ -123,7 +123,7 @@ def _tool_calls() -> Iterator[Message]:
 
 
 class Endings:
-    """Ends every completion with exactly one stop token."""
+    """The rule that ends every completion with exactly one stop token."""
 
     def __init__(self, stops: Stops, added: Added) -> None:
         self._stops = stops
@@ -133,7 +133,7 @@ class Endings:
     def end(
         self, ids: list[int], completion: Text, text: str, encoding: Encoding
     ) -> tuple[list[int], bool]:
-        """Returns the ids with their stop, and whether the template wrote one not known before.
+        """The ids with their stop, and whether the template wrote one not known before.
 
         They are the last ids of the encoding of `text`. What follows the stop is dropped.
         """
@@ -145,9 +145,9 @@ class Endings:
             last = completion[-1]
             turn = self._stops.tool_calls if last.get("tool_calls") else self._stops.turn
             stop, known = turn or self._stops.text, self._stops.written
-        place, unknown = self._run(ids, known, text, encoding)
-        is_new = place is None and unknown is not None and self._is_written(ids[unknown], last)
-        at = unknown if is_new else place
+        known_at, unknown = self._run(ids, known, text, encoding)
+        is_new = known_at is None and unknown is not None and self._is_written(ids[unknown], last)
+        at = unknown if is_new else known_at
         token = stop.token if at is None else ids[at]
         end = len(ids) if at is None else at
         while end and ids[end - 1] in self._stops.tokens:
@@ -157,7 +157,7 @@ class Endings:
     def _run(
         self, ids: list[int], known: frozenset[int], text: str, encoding: Encoding
     ) -> tuple[int | None, int | None]:
-        """Among the special tokens at the end: the first stop, and the last of the others."""
+        """Indices of the first stop and of the last other special token at the end."""
         first = other = None
         for at in reversed(range(len(ids))):
             if ids[at] in known:
@@ -171,14 +171,14 @@ class Endings:
         return first, other
 
     def _is_written(self, token: int, last: Message | None) -> bool:
-        """Whether a special token is the template's and not the end of the data's own text."""
+        """Whether a special token is from the template and not from the data's own text."""
         if last is None:
             return False
         return not str(last.get("content") or "").rstrip().endswith(self._added.texts[token])
 
 
 def span_of(encoding: Encoding, token: int) -> tuple[int, int]:
-    """Returns the characters of a token, from and to."""
+    """The start and the end of a token in characters."""
     span = encoding.token_to_chars(token)
     assert span is not None  # only post-processors add tokens without characters
     return int(span[0]), int(span[1])

@@ -1,4 +1,4 @@
-"""Renders made-up conversations to see what a chat template makes of them."""
+"""The probe of a chat template, by rendering made-up conversations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PARAMETERS = {"type": "object", "properties": {"query": {"type": "string", "des
 
 @dataclass(frozen=True)
 class TemplateProbe:
-    """A chat template that is tried out."""
+    """A chat template that is probed."""
 
     hf: Any
     template: str
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """What it writes; nothing where it refuses such a conversation."""
+        """The rendered conversation; empty if the template refuses it."""
         try:
             rendered: str = self.hf.apply_chat_template(
                 list(messages),
@@ -37,33 +37,33 @@ class TemplateProbe:
                 chat_template=self.template,
                 tokenize=False,
             )
-        except Exception:  # a template need not know such turns, and may raise anything
+        except Exception:  # a template may not support such turns, and may raise anything
             return ""
         return rendered
 
 
 @dataclass(frozen=True)
 class Shown:
-    """In which forms of a value a template writes it as it is meant."""
+    """The forms of a value in which a template writes it correctly."""
 
     as_object: bool = False  # as JSON, or in a layout of the template's own
-    as_text: bool = False  # JSON text, as it stands
+    as_text: bool = False  # JSON text, unchanged
 
     @property
     def in_any_form(self) -> bool:
-        """Whether it writes the value at all."""
+        """Whether the template writes the value in any form."""
         return self.as_object or self.as_text
 
 
 def call_of_tool(arguments: Any, content: str | None) -> Message:
-    """An assistant's call of a tool."""
+    """An assistant's message with a tool call."""
     function = {"name": "search", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def written_around(probe: TemplateProbe, tokens: Iterable[str]) -> tuple[str, ...]:
-    """What the template alone writes: those of the special tokens, and other words in brackets."""
+    """The markup that only the template writes: special tokens, and words in brackets."""
     system = {"role": "system", "content": "rules"}
     turns = (USER, SAID, USER)
     written = probe.render(turns) + probe.render((system, *turns))
@@ -72,7 +72,7 @@ def written_around(probe: TemplateProbe, tokens: Iterable[str]) -> tuple[str, ..
 
 
 def shown_arguments(probe: TemplateProbe) -> Shown:
-    """How the template takes the arguments of a call."""
+    """The forms in which the template takes the arguments of a tool call."""
     forms = zip(*map(_calls, _both(_ARGUMENTS)), strict=True)
     tools = (None, [next(_tools({"type": "object", "properties": {}}))])
     tried = (
@@ -83,7 +83,7 @@ def shown_arguments(probe: TemplateProbe) -> Shown:
 
 
 def shown_parameters(probe: TemplateProbe) -> Shown:
-    """How the template takes the parameters of a tool that may be called."""
+    """The forms in which the template takes the parameters of a tool."""
     forms = zip(*map(_tools, _both(_PARAMETERS)), strict=True)
     tried = ([probe.render((USER,), [tool]) for tool in tools] for tools in forms)
     return _first_shown(tried, _PARAMETERS)
@@ -107,9 +107,9 @@ def _tools(parameters: Any) -> Iterator[dict[str, Any]]:
 
 
 def _first_shown(tried: Iterator[list[str]], value: dict[str, Any]) -> Shown:
-    """Reads what became of the value, as an object and as JSON text, where it was first written."""
+    """The forms of the value that are found in the first rendered texts."""
     for of_object, of_text in tried:
-        is_python = repr(value) in of_object  # nobody means that
+        is_python = repr(value) in of_object  # a mistake of the template
         found = Shown(MARK in of_object and not is_python, json.dumps(value) in of_text)
         if found.in_any_form:
             return found

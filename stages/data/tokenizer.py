@@ -1,4 +1,4 @@
-"""Loads a tokenizer with its template, fingerprints it, and decodes ids."""
+"""The tokenizer of a model's folder: its template, fingerprint and decoding."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class TextTokenizer:
     specials: tuple[str, ...]
 
     def fitted(self, record: Record) -> Record:
-        """The record with its calls of tools in the form that the chat template writes."""
+        """The record with its tool calls in the form that the chat template writes."""
         return self.tool_forms.fit(record) if self.template and uses_tools(record) else record
 
     def converts(self, record: Record) -> bool:
-        """Whether the record is rendered in another form than it is given, or not at all."""
+        """Whether the record is rendered in another form than given, or not at all."""
         try:
             return self.fitted(record) != record
         except BadRow:
@@ -79,7 +79,7 @@ class TextTokenizer:
     def _continued(
         self, record: Record, prompt: tuple[Message, ...], completions: list[tuple[Message, ...]]
     ) -> tuple[str, tuple[str, ...]]:
-        """Renders a prompt whose last message each completion continues."""
+        """The rendered prompt and texts if completions continue the prompt's last message."""
         begun = self._template(record, prompt, continue_final_message=True)
         texts = tuple(
             self._template(record, (*prompt[:-1], _joined(prompt[-1], first), *others))
@@ -94,7 +94,7 @@ class TextTokenizer:
         return begun, texts
 
     def wrapping(self, setting: str, folder: str) -> Wrapping:
-        """What becomes of plain text under `data.wrap`, which may need the chat template."""
+        """The handling of plain text under `data.wrap`, which may need the chat template."""
         wrap = Wrapping.of(setting)
         if not wrap.is_chat:
             return wrap
@@ -129,11 +129,11 @@ class TextTokenizer:
 
     @cached_property
     def _roles(self) -> frozenset[str]:
-        """The roles that every template knows, and those that this one names."""
+        """The roles that every template has, and those that this one names."""
         return frozenset({*_ROLES, *_QUOTED.findall(self.template or "")})
 
     def _require_roles(self, messages: Sequence[Message]) -> None:
-        """Refuses roles that the chat template does not know."""
+        """Refuses roles that the chat template does not have."""
         for message in messages:
             if message["role"] not in self._roles:
                 raise BadRow(
@@ -172,7 +172,7 @@ def _joined(begun: Message, rest: Message) -> Message:
 
 
 def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
-    """Opens the tokenizer in `folder`; it has to be a fast one."""
+    """The tokenizer in `folder`, which has to be a fast one."""
     hf = _open(folder)
     backend = getattr(hf, "backend_tokenizer", None)
     if backend is None:
@@ -185,10 +185,10 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
             f"{folder}: the tokenizer has no EOS token. Set one, or pass --set tokens.eos=never."
         )
     adds_bos = _adds_bos(hf, options, folder)
-    # Changed in place: a copy of a large vocabulary takes as much memory again.
+    # Modified and not copied: a large vocabulary would take as much memory again.
     backend.no_truncation()
     backend.no_padding()
-    # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
+    # Post-processors trim blanks off the offsets and add special tokens: both hide the boundary.
     backend.post_processor = None
     template, added = _template_text(hf, options), Added.of(hf)
     return TextTokenizer(
@@ -225,9 +225,9 @@ def _open(folder: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing more precise
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"{folder}: no tokenizer can be loaded from here ({said[:200]}). Save the model's "
+            f"{folder}: no tokenizer can be loaded from here ({reason[:200]}). Save the model's "
             "tokenizer beside its weights."
         ) from error
 
@@ -269,7 +269,7 @@ def _digest(text: str) -> str:
 
 
 def decoder(model: str, stops: Collection[int]) -> Decode:
-    """Decodes what the tokenizer in a model's folder has made, without its BOS and the stops."""
+    """A decoder of token ids of a model's folder, without its BOS and the stop tokens."""
     tokenizer = load_tokenizer(model, TokenOptions(eos="never"))
 
     def decode(ids: Iterable[int], continues: bool) -> str:

@@ -1,4 +1,4 @@
-"""Gives a chat template the calls and descriptions of tools in the form that it writes."""
+"""Tool calls and descriptions in the form that a chat template writes correctly."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def uses_tools(record: Record) -> bool:
 
 @dataclass(frozen=True)
 class ToolForms:
-    """How a chat template takes JSON: as an object, as text, or both as they are given."""
+    """The forms in which a chat template takes JSON: as an object, as text, or as given."""
 
-    arguments: Shown  # of a call
-    parameters: Shown  # of a tool that may be called
+    arguments: Shown  # of a tool call
+    parameters: Shown  # of a tool
 
     @staticmethod
     def of(probe: TemplateProbe) -> ToolForms:
-        """Those of a template, which is tried out."""
+        """The forms of a template, which is probed."""
         return ToolForms(shown_arguments(probe), shown_parameters(probe))
 
     def fit(self, record: Record) -> Record:
-        """The record with its calls and tools in a form that the template writes as it is meant."""
+        """The record with its calls and tools in a form that the template writes correctly."""
         self._require_written(record)
         return replace(
             record,
@@ -45,7 +45,7 @@ class ToolForms:
         )
 
     def _require_written(self, record: Record) -> None:
-        """Refuses completions of calls alone where the template writes none."""
+        """Refuses completions of tool calls alone if the template writes none."""
         if self.arguments.in_any_form:
             return
         for completion in record.completions:
@@ -75,7 +75,7 @@ def _says_something(message: Message) -> bool:
 
 
 def _within_function(entry: Mapping[str, Any], key: str, form: Shown) -> dict[str, Any]:
-    """A call or a tool with one of its values in another form; some have it under `function`."""
+    """A call or a tool with one value in another form, which may be under `function`."""
     inner = entry.get("function")
     if isinstance(inner, dict):
         return {**entry, "function": _within_function(inner, key, form)}
@@ -93,7 +93,7 @@ def _in_form(value: Any, form: Shown, what: str) -> Any:
 
 
 def _parsed(text: str, what: str) -> dict[str, Any]:
-    """The object that JSON text holds; none where there is no text, as some write no arguments."""
+    """The object of JSON text; empty for empty text, which some write for no arguments."""
     try:
         value = parse_json(text, what) if text.strip() else {}
     except RecursionError:

@@ -26,7 +26,7 @@ from .data_shape import Shape
 from .decode_rows import read_cells
 from .file_formats import ARROW, ArrowRows, Payload
 from .free_text import ColumnSample, Watch, holds_phrase
-from .input_files import InputFile, column_names, iter_chunks, iter_places
+from .input_files import InputFile, column_names, iter_chunks, iter_parts
 from .validate import shown
 
 PLACES = 16  # of a file that are looked at; fewer where there are many files
@@ -166,7 +166,7 @@ def _cells(
     if file.format in ARROW:
         yield from _of_arrow(file, names, places * size)
     else:
-        yield from _of_parts(list(iter_places(file, names, places)), size)
+        yield from _of_parts(list(iter_parts(file, names, places)), size)
 
 
 def _has_text(kind: pa.DataType) -> bool:

@@ -1,4 +1,4 @@
-"""Validates one value of one column, with the reason if it is not valid."""
+"""Validation of single cells; an invalid value is a BadRow with its reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ...schemas.rows import BadRow, Message, Text
 
 ASSISTANT = "assistant"
-# ShareGPT's names for who speaks.
+# ShareGPT's names of roles.
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 _MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 _OBJECTS = re.compile(r"\s*(\[\s*)?\{")
@@ -23,7 +23,7 @@ _FALSE = {"false", "undesirable", "0", "0.0"}
 
 
 def read_prompt(value: Any, column: str) -> Text:
-    """Returns a prompt that is not blank."""
+    """A prompt that is not blank."""
     prompt = read_text(value, column)
     if is_blank(prompt):
         raise BadRow("empty_prompt", f"{column!r} is empty: {shown(value)}")
@@ -31,7 +31,7 @@ def read_prompt(value: Any, column: str) -> Text:
 
 
 def read_completion(value: Any, column: str, prompt: Text) -> Text:
-    """Returns a completion of the prompt's kind; text after a conversation becomes a message."""
+    """A completion of the prompt's kind; text after a conversation becomes a message."""
     completion = read_text(value, column)
     if is_blank(completion):
         raise BadRow("empty_completion", f"{column!r} is empty: {shown(value)}")
@@ -67,7 +67,7 @@ def _require_no_prompt(completion: tuple[Message, ...], prompt: Text, column: st
 
 
 def _require_continuation(begun: Message, rest: Message, column: str) -> None:
-    """Refuses what cannot be one message with the assistant's that the prompt ends with."""
+    """Refuses a message that cannot continue the assistant's message at the end of the prompt."""
     if begun.get("tool_calls"):
         raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with calls of tools")
     if is_blank(begun["content"]):
@@ -80,7 +80,7 @@ def _require_continuation(begun: Message, rest: Message, column: str) -> None:
 
 
 def read_text(value: Any, column: str) -> Text:
-    """Returns plain text or a conversation, which may be given as JSON text."""
+    """Plain text or a conversation, which may be given as JSON text."""
     if type(value) is str:
         value = _conversation_or_text(value, column) if _OBJECTS.match(value) else value
     if isinstance(value, str):
@@ -93,7 +93,7 @@ def read_text(value: Any, column: str) -> Text:
 
 
 def _conversation_or_text(text: str, column: str) -> Any:
-    """Returns the messages that JSON text holds; any other text unchanged.
+    """The messages in JSON text; any other text unchanged.
 
     An answer may be a JSON list of other things, or continue after one. What names roles and
     is not JSON is refused: it is a conversation that was cut off, or written with `str`.
@@ -133,7 +133,7 @@ def is_blank(text: Text) -> bool:
 def _message(entry: Any, index: int, column: str) -> Message:
     if not isinstance(entry, dict):
         raise BadRow("schema", f"message {index} of {column!r} is not an object: {shown(entry)}")
-    # Columnar files give every message every key that any message has.
+    # In columnar files every message has every key that any message has.
     message = {key: value for key, value in entry.items() if value is not None}
     if message.get("tool_calls") == []:
         del message["tool_calls"]
@@ -167,7 +167,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _require_json(value: Any, column: str) -> None:
-    """Refuses what a columnar file can hold and JSON cannot: a template would write its type."""
+    """Refuses values that JSON does not have: a template would write their Python repr."""
     if isinstance(value, dict | list | tuple):
         for entry in value.values() if isinstance(value, dict) else value:
             _require_json(entry, column)
@@ -179,7 +179,7 @@ def _require_json(value: Any, column: str) -> None:
 
 
 def read_label(value: Any, column: str) -> bool:
-    """Returns whether the completion is desirable."""
+    """Whether the completion is desirable."""
     if value is None or value == "":
         raise BadRow("null", f"{column!r} is missing or null")
     if isinstance(value, bool | int | float) and value in (0, 1):
@@ -191,7 +191,7 @@ def read_label(value: Any, column: str) -> bool:
 
 
 def read_number(value: Any, column: str) -> float:
-    """Returns a finite number; text that spells one counts."""
+    """A finite number, which may be given as text."""
     if value is None or value == "":
         raise BadRow("null", f"{column!r} is missing or null")
     if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool):
@@ -205,7 +205,7 @@ def read_number(value: Any, column: str) -> float:
 
 
 def read_list(value: Any, column: str) -> list[Any]:
-    """Returns a list of any length, which may be given as JSON text."""
+    """A list of any length, which may be given as JSON text."""
     if type(value) is str and value.lstrip().startswith("["):
         value = parse_json(value, column)
     if isinstance(value, list):
@@ -216,7 +216,7 @@ def read_list(value: Any, column: str) -> list[Any]:
 
 
 def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
-    """Returns the tool descriptions, a list or JSON text of it or in it; None if there are none."""
+    """The tool descriptions, a list that may be given as JSON text; None if there are none."""
     tools = _from_json(value, column)
     if tools is None or tools == []:
         return None
@@ -229,7 +229,7 @@ def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
 
 
 def read_options(value: Any, column: str) -> Mapping[str, Any]:
-    """Returns the chat template's options, an object or its JSON text."""
+    """The chat template's options, an object or its JSON text."""
     options = _from_json(value, column)
     if options is None:
         return {}
@@ -240,7 +240,7 @@ def read_options(value: Any, column: str) -> Mapping[str, Any]:
 
 
 def read_system(value: Any, column: str) -> str:
-    """Returns the system message; empty when there is none."""
+    """The system message; empty if there is none."""
     if value is None:
         return ""
     if type(value) is str:
@@ -255,7 +255,7 @@ def _from_json(value: Any, column: str) -> Any:
 
 
 def parse_json(text: str, column: str) -> Any:
-    """Returns the value of a cell's JSON text."""
+    """The value of a cell's JSON text."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -265,7 +265,7 @@ def parse_json(text: str, column: str) -> Any:
 
 
 def require_characters(value: Any, column: str) -> None:
-    """Refuses half characters (lone surrogates), which no tokenizer and no file can hold."""
+    """Refuses lone surrogates, which no tokenizer takes and UTF-8 cannot encode."""
     if isinstance(value, str):
         if not value.isascii() and not _is_encodable(value):
             what = "bytes that are not UTF-8 or half a character"
@@ -288,7 +288,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as one short line of printable characters."""
+    """A value as one short line of printable characters."""
     if isinstance(value, str | bytes):
         value = value[:_SHOWN]
     text = repr(value)

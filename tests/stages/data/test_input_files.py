@@ -164,12 +164,12 @@ def rows_of_slices(inputs, shape):
     found, starts, passed = [], {}, 0
     for part in slices_of(inputs, shape.columns, total=data_bytes(inputs, shape.columns)):
         chunks = list(iter_slice(inputs, part, shape.columns))
-        if part.stretch not in starts:
-            starts[part.stretch] = passed
+        if part.file_range not in starts:
+            starts[part.file_range] = passed
             passed += sum(len(chunk) for chunk, _ in chunks)
         for chunk in (chunk for chunk, is_own in chunks if is_own):
             records, _ = parse_chunk(chunk, shape)
-            found += [(starts[part.stretch] + one.row, one.prompt) for one in records]
+            found += [(starts[part.file_range] + one.row, one.prompt) for one in records]
     return found, starts
 
 
