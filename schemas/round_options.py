@@ -75,7 +75,7 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """The judge of samples, and how it judges them."""
+    """Who says which samples are good, and how."""
 
     output: str = option(
         "align-judged",
@@ -134,7 +134,7 @@ class JudgeOptions:
 
 @dataclass(frozen=True)
 class SelectOptions:
-    """The selection of judged samples that become rows of preference data."""
+    """Which judged samples become rows of preference data."""
 
     output: str = option(
         "align-selected",

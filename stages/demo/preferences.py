@@ -1,4 +1,4 @@
-"""Preferences that can be learned: right and polite is better than wrong, curt or rude.
+"""Learnable preferences: right and polite is better than wrong, curt or rude.
 
 They are written in every data shape and every file format.
 """
@@ -23,13 +23,13 @@ from .questions import Question, draw_question
 if TYPE_CHECKING:
     from ...schemas.rows import Message
 
-_REPEATED_SHARE = 0.15  # of the rows ask what an earlier row asked
+_REPEATED_SHARE = 0.15  # fraction of rows that repeat an earlier question
 _REMEMBERED_PROMPTS = 64
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the assistant may say, and how good that is: 1 at best, 0 at worst."""
+    """An answer of the assistant, and its quality from 0 to 1."""
 
     text: str
     score: float
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Preference:
-    """A conversation that waits for an answer, and answers of known quality."""
+    """A conversation that ends with the user's turn, and answers of known quality."""
 
     prompt: tuple[Message, ...]
     chosen: Answer
@@ -46,13 +46,13 @@ class Preference:
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """All answers, in text order, so that their place does not show their quality."""
+        """All answers, in text order, so that their order does not show their quality."""
         everything = (self.chosen, self.rejected, *self.others)
         return tuple(sorted(everything, key=lambda answer: answer.text))
 
 
 def draw_preferences(rows: int, *, seed: int) -> Iterator[Preference]:
-    """Draws `rows` different preferences; a longer draw begins with the shorter one."""
+    """`rows` different random preferences; a longer draw begins with the shorter one."""
     rng = Random(seed)
     remembered: list[tuple[tuple[Message, ...], Question]] = []
     seen: set[bytes] = set()
@@ -71,7 +71,7 @@ def draw_preferences(rows: int, *, seed: int) -> Iterator[Preference]:
 
 
 def transcript(messages: tuple[Message, ...]) -> str:
-    """Writes a conversation as plain text that waits for the assistant's next words."""
+    """A conversation as plain text that ends where the assistant continues."""
     lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
     return "".join(lines) + "Assistant:"
 
@@ -125,7 +125,7 @@ def _join(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Where `make_data` puts each shape of data, with its columns."""
+    """The paths of each shape of data that `make_data` writes, with their columns."""
 
     paired: Path  # prompt, chosen, rejected; text
     paired_jsonl: Path  # the same rows: one JSON object a line

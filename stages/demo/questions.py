@@ -8,7 +8,7 @@ from random import Random
 
 @dataclass(frozen=True)
 class Question:
-    """One question and what can be said to it."""
+    """One question with its right and wrong answers."""
 
     ask: str
     right: str
@@ -18,7 +18,7 @@ class Question:
 
 
 def draw_question(rng: Random) -> Question:
-    """Draws one question of any kind."""
+    """A random question of any kind."""
     kinds = (_arithmetic, _arithmetic, _fact, _fact, _story, _favour)
     return rng.choice(kinds)(rng)
 
@@ -104,7 +104,7 @@ def _other_number(rng: Random, number: int) -> int:
 
 @dataclass(frozen=True)
 class Topic:
-    """A table of facts with the ways to ask for one and to state it."""
+    """A table of facts, with templates that ask for one and state it."""
 
     asks: tuple[str, ...]  # with {key}
     statement: str  # with {key} and {value}

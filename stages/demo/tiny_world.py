@@ -1,4 +1,4 @@
-"""A whole world in one folder: data, a tokenizer, and a tiny Llama trained for a few seconds."""
+"""A tiny world in one folder: data, a tokenizer, and a Llama trained for a few seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tiny_tokenizer import make_tokenizer
 
 @dataclass(frozen=True)
 class ModelShape:
-    """How wide and deep the model is, and whether the head is the embedding."""
+    """The width and depth of the model, and whether the head is tied to the embedding."""
 
     hidden_size: int = 96
     layers: int = 3
@@ -37,7 +37,7 @@ DEFAULT_SHAPE = ModelShape()
 
 @dataclass(frozen=True)
 class TinyWorld:
-    """The paths of a tiny world, and how well its model knows the language."""
+    """The paths of a tiny world, and the log-probs of its model before and after pretraining."""
 
     folder: Path
     model: Path  # weights, config, generation config and tokenizer
@@ -54,7 +54,7 @@ def make_world(
     shape: ModelShape = DEFAULT_SHAPE,
     pretrain_steps: int = 80,
 ) -> TinyWorld:
-    """Makes a world in a new folder, which exists only once everything in it does."""
+    """A world in a new folder, which is created atomically."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty. Remove it, or name another folder.")
     with fs.new_folder(folder.absolute()) as building:
@@ -98,7 +98,7 @@ def make_model(
     pretrain_steps: int = 80,
     seed: int = 0,
 ) -> Pretraining:
-    """Makes and pre-trains a model, and saves it with its tokenizer; 0 steps leave it random."""
+    """Pretrains a model and saves it with its tokenizer; 0 steps leave it random."""
     with _repeatable(seed):
         model = LlamaForCausalLM(_config(tokenizer, shape))
         held_out = _held_out_blocks(tokenizer)
@@ -112,7 +112,7 @@ def make_model(
 
 
 def _save(model: LlamaForCausalLM, folder: Path) -> None:
-    """What `save_pretrained` writes, without the seconds it spends on importing DeepSpeed."""
+    """Writes what `save_pretrained` writes, without importing DeepSpeed, which takes seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = model.config.tie_word_embeddings
     weights = {
@@ -123,13 +123,13 @@ def _save(model: LlamaForCausalLM, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # Its own way of writing makes the file readable for its owner only.
+    # safetensors itself makes the file readable for its owner only.
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 
 
 @contextmanager
 def _repeatable(seed: int) -> Iterator[None]:
-    # Sums over several threads differ in their last bits from machine to machine.
+    # Sums over several threads differ in their last bits between machines.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
@@ -165,7 +165,7 @@ def _training_blocks(tokenizer: PreTrainedTokenizerFast, count: int) -> Tensor:
 
 
 def _blocks(tokenizer: PreTrainedTokenizerFast, count: int, seed: int) -> Tensor:
-    """Packs texts into `(count, _BLOCK)` token ids."""
+    """Texts packed into token ids: (count, _BLOCK)."""
     rng = Random(seed)
     ids: list[int] = []
     # At least 16 tokens a preference: there is always enough to draw.

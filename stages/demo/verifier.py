@@ -1,4 +1,4 @@
-"""Scores completions by the preference that is planted in the tiny world: a polite answer."""
+"""A verifier of completions by the preference of the tiny world: a polite answer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from . import questions
 
-# A model that goes on after its answer writes the next turns of the conversation.
+# A model that continues after its answer writes the next turns of the conversation.
 NEXT_TURNS = ("User:", "Assistant:", "System:")
 
 
 def score(prompt: Any, completion: str, row: Mapping[str, Any]) -> float:
-    """1 for a polite answer, else 0: it opens politely, says something, and is one turn."""
+    """1 for a polite answer of one turn with some content, else 0."""
     text = completion.strip()
     opener = next((one for one in questions.POLITE_OPENERS if text.startswith(one)), None)
     if opener is None or any(turn in text for turn in NEXT_TURNS):

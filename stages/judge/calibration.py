@@ -1,4 +1,4 @@
-"""How a judge does on pairs of known preference: agreement, position bias, ties, refusals, cost."""
+"""Calibration of a judge on gold pairs: agreement, position bias, ties, refusals, cost."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Z = 1.959964  # 95 of 100
 
 @dataclass(frozen=True)
 class Proportion:
-    """So many of so many, and the interval of Wilson around their share."""
+    """A proportion, with its Wilson interval."""
 
     count: int
     of: int
 
     def interval(self) -> tuple[float, float]:
-        """Where the true share lies in 95 of 100 cases."""
-        n, share = self.of, self.count / self.of
-        middle = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
-        spread = Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+        """The 95 % Wilson interval."""
+        n, rate = self.of, self.count / self.of
+        middle = (rate + Z * Z / (2 * n)) / (1 + Z * Z / n)
+        spread = Z * math.sqrt(rate * (1 - rate) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
         return middle - spread, middle + spread
 
     def cells(self) -> tuple[str, ...]:
-        """Its cells in a table."""
+        """The proportion as cells of a table."""
         if not self.of:
             return f"{self.count:,}", "0", "", ""
         low, high = self.interval()
@@ -48,14 +48,14 @@ class Calibration:
     counts: Mapping[str, int] = field(default_factory=dict)  # questions and tokens
 
     def text(self) -> str:
-        """A table."""
+        """The figures as a table."""
         rows = [(name, *share.cells()) for name, share in self.shares.items()]
         lines = grid(("", "count", "of", "share", "95 % interval"), rows)
         title = heading(f"Judging by {self.judge}: {counted(self.pairs, 'gold pairs')}")
         return "\n".join([title, *lines, *self._notes()])
 
     def metrics(self) -> dict[str, float]:
-        """Its figures by short names."""
+        """The figures by metric name."""
         found = {name: share.count / share.of for name, share in self.shares.items() if share.of}
         named = {f"calibrate/{name.replace(', ', ' ')}": share for name, share in found.items()}
         return {**named, **{f"calibrate/{name}": float(n) for name, n in self.counts.items()}}
@@ -72,7 +72,7 @@ class Calibration:
 
 
 def of_comparisons(compared: Iterable[Compared]) -> dict[str, Proportion]:
-    """The figures of pairs whose first text is the better one, each compared in both orders."""
+    """The figures of comparisons of pairs in both orders, whose first text is the better one."""
     pairs = [*compared]
     judged = [pair for pair in pairs if pair.winner]
     asked = [pair for pair in judged if pair.was_asked]
@@ -90,7 +90,7 @@ def of_comparisons(compared: Iterable[Compared]) -> dict[str, Proportion]:
 
 
 def of_scores(scores: Iterable[tuple[float | None, float | None]]) -> dict[str, Proportion]:
-    """The figures of pairs whose first score belongs to the better text."""
+    """The figures of scores of pairs, whose first text is the better one."""
     return _agreement([_winner(*pair) for pair in scores])
 
 

@@ -31,7 +31,7 @@ MARK_LENGTH = 12
 
 @dataclass(frozen=True)
 class JudgeTemplate:
-    """A template of one kind of question, as text: another process reads it itself."""
+    """A template of one kind of question, as text, so that other processes can parse it."""
 
     kind: Question
     text: str
@@ -41,12 +41,12 @@ class JudgeTemplate:
 
     @cached_property
     def digest(self) -> str:
-        """Another template, other judgments."""
+        """The digest of the template, on which judgments depend."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
     def template(self) -> Template:
-        """Its code, in a sandbox."""
+        """The compiled template, in a sandbox."""
         return _sandbox().from_string(self.text)
 
     def filled(self, prompt: Text, answers: Sequence[str]) -> Prompt:
@@ -73,7 +73,7 @@ class JudgeTemplate:
 
 
 def load_template(kind: Question, path: str) -> JudgeTemplate:
-    """The template in a file, or the one that is shipped."""
+    """The template in a file, or the built-in one."""
     file = Path(path) if path else Path(__file__).parent / f"{kind}.j2"
     try:
         text = file.read_text(encoding="utf-8")
@@ -114,7 +114,7 @@ def _require_variables(file: Path, kind: Question, used: set[str]) -> None:
 
 
 def shown(message: Message) -> str:
-    """The text of a message; calls of tools as JSON below it."""
+    """The text of a message, with tool calls as JSON below it."""
     content = str(message.get("content") or "")
     calls = message.get("tool_calls")
     return f"{content}\n{json.dumps(calls, ensure_ascii=False)}".lstrip("\n") if calls else content
@@ -134,6 +134,6 @@ def _messages(prompt: Text) -> Sequence[Message]:
 
 
 def _mark(texts: Sequence[str]) -> str:
-    """A code that stands in none of the texts, so that none can end its part of the prompt."""
+    """A delimiter that is in none of the texts, so that none can end its part of the prompt."""
     marks = (digest([number, *texts])[:MARK_LENGTH] for number in count())
     return next(mark for mark in marks if not any(mark in text for text in texts))

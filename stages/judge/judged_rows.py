@@ -1,4 +1,4 @@
-"""The rows of a table of samples as what is judged, and the columns that judging adds."""
+"""Rows of a table of samples as candidates to be judged, and the columns that judging adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADDED = ("score", "wins", "ties", "losses")
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Rows, and of each what is judged."""
+    """Rows of a table of samples, and the candidate of each."""
 
     rows: Sequence[Row]
     candidates: Sequence[Candidate]
@@ -26,15 +26,15 @@ class SampleRows:
 
     @property
     def keyed(self) -> dict[tuple[str, int], Candidate]:
-        """Each sample once."""
+        """The candidates by prompt key and number."""
         return {(one.prompt_key, one.number): one for one in self.candidates}
 
 
 def with_scores(
     table: pl.DataFrame, rows: SampleRows, scores: Mapping[tuple[str, int], float | None]
 ) -> pl.DataFrame:
-    """The table with a score for each sample, null where the judge gave none."""
-    import polars as pl  # noqa: PLC0415 - a command that needs no table need not wait for it
+    """The table with a column of scores, null where the judge gave none."""
+    import polars as pl  # noqa: PLC0415 - slow to import
 
     found = [scores.get((one.prompt_key, one.number)) for one in rows.candidates]
     return table.with_columns(pl.Series("score", found, pl.Float64))
@@ -43,7 +43,7 @@ def with_scores(
 def with_standings(
     table: pl.DataFrame, rows: SampleRows, standings: Mapping[tuple[str, int], Standing]
 ) -> pl.DataFrame:
-    """The table with wins, ties, losses and the score that they make."""
+    """The table with columns of wins, ties, losses and the score from them."""
     import polars as pl  # noqa: PLC0415 - as above
 
     found = [standings[one.prompt_key, one.number] for one in rows.candidates]
@@ -58,7 +58,7 @@ def with_standings(
 def standings_of(
     rows: SampleRows, compared: Iterable[tuple[Candidate, Candidate, Compared]], *, both: bool
 ) -> dict[tuple[str, int], Standing]:
-    """How each sample did; `both`: the second of a pair is one of them too."""
+    """The standing of each sample; `both`: the second of a pair is counted too."""
     standings = {key: Standing() for key in rows.keyed}
     for first, second, said in compared:
         if said.winner:

@@ -1,4 +1,4 @@
-"""Judgments of a language model: each question is asked once, and its answer is kept."""
+"""Judgments of a language model: each question is asked once, and its answer is stored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class LanguageJudge:
-    """What a judge is asked, and how its answers are named and read."""
+    """A language model as a judge: its questions, the keys of its answers, and their verdicts."""
 
     template: JudgeTemplate
     identity: Mapping[str, str]
@@ -50,20 +50,20 @@ class LanguageJudge:
         return digest([self.template.digest, asdict(self.sampling), dict(self.identity)])
 
     def key(self, asked: Asked) -> str:
-        """Names a judgment by all that it follows from."""
+        """The key of a judgment: a hash of everything that determines it."""
         texts = [hashlib.sha256(text.encode()).hexdigest() for text in asked.texts]
         return digest(["judgment", self.name, asked.prompt_key, texts])[:KEY_LENGTH]
 
     def keyed(self, questions: Iterable[Asked]) -> dict[str, Asked]:
-        """The questions by their keys; equal ones are one."""
+        """The distinct questions by key."""
         return {self.key(asked): asked for asked in questions}
 
     def ask(
         self, opened: OpenSampler, questions: Mapping[str, Asked], answers: Answers
     ) -> Iterator[Received]:
-        """Asks all of them; what comes back is durable before it is yielded."""
+        """Asks all questions; an answer is durable before it is yielded."""
         wanted: dict[str, Wanted] = {}
-        keys: dict[str, list[str]] = {}  # two questions may be one to the judge
+        keys: dict[str, list[str]] = {}  # two questions may be the same to the judge
         for key, asked in questions.items():
             prompt = self.template.filled(asked.prompt, asked.texts)
             wanted[prompt.key] = Wanted(prompt, (0,))
@@ -83,7 +83,7 @@ class LanguageJudge:
             )
 
     def read(self, keys: Collection[str], answers: Answers) -> Readings:
-        """What the answers say that are there; what was not taken has no verdict."""
+        """The verdicts of the stored answers; a question that was refused has none."""
         not_taken = answers.refused(keys)
         read = score_in if self.template.kind == "rubric" else verdict_in
         found = Readings(dict.fromkeys(not_taken), not_taken=len(not_taken))
@@ -100,7 +100,7 @@ class LanguageJudge:
         return float(score) if isinstance(score, int) else None
 
     def compared(self, first: Candidate, second: Candidate, readings: Readings) -> Compared:
-        """What the judge said of two samples, in both orders."""
+        """The verdicts on two samples, in both orders."""
         if first.text == second.text:
             return SAME
         forward, backward = (readings.verdicts[self.key(one)] for one in _both(first, second))
@@ -111,7 +111,7 @@ class LanguageJudge:
 
 @dataclass
 class Received:
-    """What came back of some questions."""
+    """Counts of what came back for some questions."""
 
     new: int = 0
     prompt_tokens: int = 0
@@ -119,7 +119,7 @@ class Received:
     not_taken: int = 0  # questions, such as one that is too long
 
     def add(self, other: Received) -> None:
-        """Adds what else came."""
+        """Adds other counts."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
@@ -135,7 +135,7 @@ class Readings:
     not_taken: int = 0
 
     def counts(self) -> dict[str, int]:
-        """The same for any order in which they were asked."""
+        """Counts of questions, refusals and tokens, independent of the order of the questions."""
         return {
             "judgments": len(self.verdicts) - self.not_taken,
             "questions_not_taken": self.not_taken,
@@ -146,12 +146,12 @@ class Readings:
 
 
 def rubric_questions(candidates: Iterable[Candidate]) -> Iterator[Asked]:
-    """One for each sample."""
+    """One question for each sample."""
     return map(_alone, candidates)
 
 
 def pairwise_questions(pairs: Iterable[tuple[Candidate, Candidate]]) -> Iterator[Asked]:
-    """Two for each pair, one in each order; none for equal texts."""
+    """Two questions for each pair, one in each order; none for equal texts."""
     for first, second in pairs:
         if first.text != second.text:
             yield from _both(first, second)
@@ -160,7 +160,7 @@ def pairwise_questions(pairs: Iterable[tuple[Candidate, Candidate]]) -> Iterator
 def pairs_within(
     candidates: Iterable[Candidate], *, only_first: bool
 ) -> Iterator[tuple[Candidate, Candidate]]:
-    """The samples of each prompt in pairs: all of them, or each with the first."""
+    """Pairs of samples of each prompt: all of them, or each with the first."""
     groups: dict[str, dict[int, Candidate]] = {}
     for one in candidates:
         groups.setdefault(one.prompt_key, {})[one.number] = one
@@ -175,7 +175,7 @@ def pairs_within(
 def pairs_against(
     candidates: Iterable[Candidate], others: Iterable[Candidate]
 ) -> Iterator[tuple[Candidate, Candidate]]:
-    """Each sample with the other one of the same prompt and number, where there is one."""
+    """Pairs of samples with the same prompt and number, one from each side."""
     known = {(other.prompt_key, other.number): other for other in others}
     ours = {(one.prompt_key, one.number): one for one in candidates}
     return ((one, known[key]) for key, one in ours.items() if key in known)
@@ -183,24 +183,24 @@ def pairs_against(
 
 @dataclass
 class Standing:
-    """How often a sample was preferred."""
+    """The wins, ties and losses of a sample."""
 
     wins: int = 0
     ties: int = 0
     losses: int = 0
 
-    def add(self, winner: Winner, place: Winner) -> None:
+    def add(self, winner: Winner, own: Winner) -> None:
         """Adds a comparison in which the sample was the first or the second."""
         if winner == "tie":
             self.ties += 1
-        elif winner == place:
+        elif winner == own:
             self.wins += 1
         else:
             self.losses += 1
 
     @property
     def score(self) -> float | None:
-        """The share of comparisons that it won, ties counted half; None without any."""
+        """The fraction of comparisons that it won, ties counted half; None without any."""
         total = self.wins + self.ties + self.losses
         return (self.wins + self.ties / 2) / total if total else None
 

@@ -1,4 +1,4 @@
-"""Reads the verdict at the end of a judge's answer; what is not exactly one is a refusal.
+"""The verdict at the end of a judge's answer; an answer without exactly one is a refusal.
 
 The last line has to be `Score: N`, of 1 to 10, or `Verdict: A`, `Verdict: B` or `Verdict: tie`, and
 the word with its colon stands nowhere else in the answer. Nothing is guessed from other text, and
@@ -24,13 +24,13 @@ _MENTION = {
 
 
 def score_in(answer: Mapping[str, Any]) -> int | None:
-    """The score from 1 to 10 that an answer ends with; None for a refusal."""
+    """The score from 1 to 10 at the end of an answer; None for a refusal."""
     found = _last_line(answer, _SCORE)
     return None if found is None else int(found)
 
 
 def verdict_in(answer: Mapping[str, Any]) -> Verdict | None:
-    """The verdict that an answer ends with; None for a refusal."""
+    """The verdict at the end of an answer; None for a refusal."""
     found = _last_line(answer, _VERDICT)
     return None if found is None else "A" if found == "A" else "B" if found == "B" else "tie"
 
@@ -44,7 +44,7 @@ def _last_line(answer: Mapping[str, Any], form: re.Pattern[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a judge said of two texts, in both orders."""
+    """The verdicts on two texts, in both orders."""
 
     forward: Verdict | None  # the first text shown as A; None for a refusal
     backward: Verdict | None  # the first text shown as B
@@ -60,7 +60,7 @@ class Compared:
 
     @property
     def flips(self) -> bool:
-        """Whether the place of the texts decided: the same letter was preferred in both orders."""
+        """Whether the order of the texts decided: the same letter was preferred in both."""
         return self.forward == self.backward and self.forward in ("A", "B")
 
 

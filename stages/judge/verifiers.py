@@ -27,7 +27,7 @@ Verifier: TypeAlias = "Callable[[Row, str], float | None]"
 
 
 def verifier_of(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifier, dict[str, str]]:
-    """The check that the settings ask for, and what names it."""
+    """The check that the settings ask for, and its identity."""
     if options.by == "function":
         function, source = _imported(options.function)
         return _checked(function, options.function), {"function": options.function, **source}
@@ -43,7 +43,7 @@ def verifier_of(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifier
 
 
 def _exact(column: str) -> Verifier:
-    """1 for the reference answer itself; blanks around both do not count, and all else does."""
+    """A check that gives 1 for the reference answer itself, ignoring blanks around both."""
 
     def verify(row: Row, text: str) -> float | None:
         wanted = row[column]
@@ -53,7 +53,7 @@ def _exact(column: str) -> Verifier:
 
 
 def _matching(column: str, pattern: str) -> Verifier:
-    """1 where the first group of the first match is the reference answer; no match is 0."""
+    """A check that gives 1 if the first group of the first match is the reference answer."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -77,7 +77,7 @@ def _matching(column: str, pattern: str) -> Verifier:
 
 
 def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """The function of `MODULE:FUNCTION`, from the current folder too, and its code's digest."""
+    """The function of `MODULE:FUNCTION`, also from the current folder, and its code's digest."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         raise UsageError(
@@ -102,13 +102,13 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
     return function, {"source": _sources[module]}
 
 
-# Of the code that this process runs: a file may be edited later.
+# Cached, because a file may be edited after this process has loaded it.
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 
 
 def _source_digest(module: ModuleType) -> str:
-    """Of a module, and of the modules of the same package or folder that it imports from."""
+    """The digest of a module, and of the modules that it imports from its package or folder."""
     found: dict[str, str] = {}
     waiting = [module]
     while waiting:
@@ -124,7 +124,7 @@ def _source_digest(module: ModuleType) -> str:
 
 
 def _imported_by(statements: Sequence[ast.stmt], package: str) -> Iterator[str]:
-    """The names of what may be modules, of imports that were made when the module was loaded."""
+    """Names of possible modules in the imports that run when the module is loaded."""
     for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)

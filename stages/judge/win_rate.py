@@ -21,12 +21,12 @@ SAMPLE = ("prompt_key", "number")
 
 @dataclass(frozen=True)
 class WinRate:
-    """How often samples win, ties counted half, and where 95 of 100 drawn sets of prompts lie."""
+    """The win rate of samples, ties counted half, with its bootstrap interval over prompts."""
 
     rate: float
     low: float
     high: float
-    ties: float  # the share of comparisons without a winner
+    ties: float  # the fraction of comparisons without a winner
     n: int  # comparisons
     unjudged: int  # comparisons that the judge refused, or that lack one side's sample
 
@@ -55,7 +55,7 @@ def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: in
 
 
 def _counted(ours: pl.DataFrame) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """The prompt of each sample, its wins, ties and losses, and how many samples have none."""
+    """The prompt of each sample, its wins, ties and losses, and the count of unjudged samples."""
     if missing := [name for name in OUTCOMES if name not in ours.columns]:
         raise UsageError(
             f"The judged samples have no column {missing[0]!r}: they were not judged pairwise. "
@@ -69,7 +69,7 @@ def _counted(ours: pl.DataFrame) -> tuple[NDArray[Any], NDArray[np.int64], int]:
 def _compared(
     ours: pl.DataFrame, theirs: pl.DataFrame
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """The prompt and the outcome of each pair of samples, and how many pairs have none."""
+    """The prompt and the outcome of each pair of samples, and the count of unjudged pairs."""
     first, second = _by_sample(ours, "score"), _by_sample(theirs, "score")
     both = [key for key in first if first[key] is not None and second.get(key) is not None]
     ours_of, theirs_of = (np.array([of[key] for key in both], np.float64) for of in (first, second))
@@ -86,7 +86,7 @@ def _by_sample(table: pl.DataFrame, column: str) -> dict[tuple[str, int], Any]:
 
 
 def _interval(won: NDArray[Any], of: NDArray[Any], seed: int) -> tuple[float, float]:
-    """The middle 95 % of the rates of prompts drawn with replacement, as many as there are."""
+    """The 95 % bootstrap interval: rates of as many prompts, drawn with replacement."""
     random = np.random.default_rng(seed)
     drawn = (random.integers(len(won), size=len(won)) for _ in range(DRAWS))
     rates = [float(won[chosen].sum() / of[chosen].sum()) for chosen in drawn]

@@ -1,4 +1,4 @@
-"""Samples as AlpacaEval reads the outputs of a model: one answer to each instruction, as JSON."""
+"""Samples in AlpacaEval's format of model outputs: one answer per instruction, as JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..storage import fs
 if TYPE_CHECKING:
     import polars as pl
 
-DATASET = "align"  # where a row does not say which set its instruction is of
+DATASET = "align"  # the data set of rows that name none
 
 
 def require_single_turns(prompts: Iterable[Prompt]) -> None:
-    """Refuses conversations of more than one turn, which AlpacaEval has no place for."""
+    """Refuses conversations of more than one turn, which AlpacaEval does not have."""
     for prompt in prompts:
         if isinstance(prompt.text, str):
             continue
@@ -35,7 +35,7 @@ def require_single_turns(prompts: Iterable[Prompt]) -> None:
 def write_alpaca_eval(
     path: Path, table: pl.DataFrame, prompts: Mapping[str, Prompt], *, generator: str
 ) -> None:
-    """Writes the first sample of each prompt; a column `dataset` goes with it."""
+    """Writes the first sample of each prompt, with its column `dataset`."""
     texts = {key: prompt.text for key, prompt in prompts.items()}
     first = table.filter(table["number"] == 0)
     rows = [
@@ -52,7 +52,7 @@ def write_alpaca_eval(
 
 
 def _output(completion: Any, prompt: Text) -> str:
-    """A completion's text; beside prompts that are text, the message of another is JSON."""
+    """A completion's text; in a table with plain-text prompts a message is JSON."""
     if isinstance(completion, str) and not isinstance(prompt, str):
         return _content(json.loads(completion))
     return _content(completion)

@@ -1,4 +1,4 @@
-"""Summarizes a finished cache in numbers."""
+"""The summary of a finished cache in numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..storage.shards import iter_row_groups
 
 @dataclass(frozen=True)
 class PromptSummary:
-    """The prompts of all rows."""
+    """The summary of the prompts of all rows."""
 
     tokens: int
     lengths: Spread
@@ -26,7 +26,7 @@ class PromptSummary:
 
 @dataclass(frozen=True)
 class RoleSummary:
-    """All branches that are the same to their prompts."""
+    """The summary of all branches of one role."""
 
     branches: int
     tokens: int
@@ -39,7 +39,7 @@ class RoleSummary:
 
 @dataclass(frozen=True)
 class KtoWeights:
-    """What `auto` makes of the class balance: wD nD = wU nU, the larger class at 1."""
+    """The weights of `auto` for the class balance: wD nD = wU nU, the larger class at 1."""
 
     num_desirable: int
     num_undesirable: int
@@ -49,18 +49,18 @@ class KtoWeights:
 
 @dataclass(frozen=True)
 class PairSummary:
-    """How chosen and rejected compare within their rows."""
+    """The comparison of chosen and rejected within their rows."""
 
     pairs: int
     reference_prefers_rejected: int  # by the summed log-prob
-    reference_prefers_rejected_per_token: int  # by its mean
+    reference_prefers_rejected_per_token: int  # by the mean log-prob
     chosen_is_longer: int
     rejected_is_longer: int
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One cache."""
+    """The summary of one cache."""
 
     name: str
     root: str
@@ -79,15 +79,15 @@ class Summary:
     superseded_bytes: int
     prompts: PromptSummary
     roles: dict[str, RoleSummary]
-    kto_weights: KtoWeights | None  # None where a class is missing
-    pairs: PairSummary | None  # None where rows are not pairs
+    kto_weights: KtoWeights | None  # None if a class is missing
+    pairs: PairSummary | None  # None if rows are not pairs
     quarantined: dict[str, int]
     notes: dict[str, int]
     fingerprint: dict[str, str]
 
 
 def summarize(folder: CacheFolder) -> Summary:
-    """Reads a finished cache once, row group by row group."""
+    """The summary of a finished cache, which is read once, row group by row group."""
     manifest = load_manifest(folder)
     columns = read_columns(folder, manifest)
     kept = superseded(folder, manifest)
@@ -140,7 +140,7 @@ def _role(branches: pl.DataFrame) -> RoleSummary:
 
 
 def _kto_weights(roles: dict[str, RoleSummary]) -> KtoWeights | None:
-    """Chosen completions train as desirable ones, rejected as undesirable."""
+    """The weights of KTO, which trains chosen as desirable and rejected as undesirable."""
     counts = {name: role.branches for name, role in roles.items()}
     desirable = counts.get("desirable", 0) + counts.get("chosen", 0)
     undesirable = counts.get("undesirable", 0) + counts.get("rejected", 0)
@@ -151,7 +151,7 @@ def _kto_weights(roles: dict[str, RoleSummary]) -> KtoWeights | None:
 
 
 def _pairs(chosen: pl.DataFrame, rejected: pl.DataFrame, manifest: Manifest) -> PairSummary | None:
-    """Both frames are in row order, one branch per row, so equal places are one pair."""
+    """The summary of pairs; both frames have one branch per row, in row order."""
     if not len(chosen) == len(rejected) == manifest.rows or not manifest.rows:
         return None
     per_token = [frame["logp"] / frame["tokens"] for frame in (chosen, rejected)]
@@ -180,7 +180,7 @@ SHARD = pl.Schema(
 
 @dataclass(frozen=True)
 class Columns:
-    """All rows and branches of a cache, in its order."""
+    """The narrow columns of all rows and branches of a cache, in its order."""
 
     prompts: pl.DataFrame  # tokens, cut
     branches: pl.DataFrame  # role, tokens, cut, logp
@@ -191,7 +191,7 @@ class Columns:
 
 
 def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
-    """Reads the narrow columns of every row group of every shard; no token ids."""
+    """The narrow columns of every row group of every shard; no token ids are read."""
     groups = [
         pl.DataFrame(pl.from_arrow(group)).select(SHARD.names())
         for shard in manifest.shards
@@ -203,7 +203,7 @@ def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
 
 @dataclass(frozen=True)
 class Spread:
-    """Quantiles are interpolated linearly; all are 0 where there is no value."""
+    """The spread of a column: linearly interpolated quantiles; all are 0 without values."""
 
     min: float
     p1: float
@@ -217,12 +217,12 @@ class Spread:
 def spread_of(column: pl.Series) -> Spread:
     """The spread of a column without nulls."""
     ranked = column.sort()  # once, instead of once per quantile
-    shares = (0.0, 0.01, 0.5, 0.9, 0.99, 1.0)
-    low, p1, p50, p90, p99, high = (ranked.quantile(share, "linear") or 0.0 for share in shares)
+    levels = (0.0, 0.01, 0.5, 0.9, 0.99, 1.0)
+    low, p1, p50, p90, p99, high = (ranked.quantile(level, "linear") or 0.0 for level in levels)
     mean = float(ranked.cast(pl.Float64).sum()) / max(1, len(ranked))
     return Spread(low, p1, p50, p90, p99, high, mean)
 
 
 def total(column: pl.Series) -> int:
-    """The sum, in 64 bits: in its own 32 it would wrap around at two billion tokens."""
+    """The sum in 64 bits: in 32 bits it would overflow at two billion tokens."""
     return int(column.cast(pl.Int64).sum())

@@ -1,4 +1,4 @@
-"""Formats the summary of a cache as plain text, for a terminal or a log."""
+"""The summary of a cache as plain text, for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGPS = ("min", "p1", "p50", "p99", "max", "mean")
 
 
 def render(summary: Summary) -> str:
-    """All sections, under 90 columns wide where no name is longer."""
+    """All sections, less than 90 columns wide unless a name is longer."""
     sections = {
         "Cache": _cache(summary),
         "Rows": _rows(summary),
@@ -193,17 +193,17 @@ def _spreads(
 
 
 WIDTH = 88
-WIDEST = 1_000_000  # of a table; a line that does not fit would be broken
+WIDEST = 1_000_000  # columns of a table; a longer line would be wrapped
 
 
 def heading(title: str) -> str:
-    """A title on a rule as wide as the page."""
+    """A title on a rule of the page's width."""
     return f"── {title} ".ljust(WIDTH, "─")
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table as wide as it needs: names at the left, numbers ranged right."""
-    # Here, because a command that prints no table need not wait for it.
+    """The lines of a table of any width: names left-aligned, numbers right-aligned."""
+    # Here, because it is slow to import and only needed for tables.
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -220,13 +220,13 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def facts(pairs: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of names and what they stand for."""
+    """The lines of names and values."""
     width = max(12, *(len(pair[0]) for pair in pairs))
     return [f"  {pair[0].ljust(width)}  {pair[1]}".rstrip() for pair in pairs]
 
 
 def printable(text: str) -> str:
-    """One line, without anything a terminal would obey."""
+    """One line without control characters."""
     return "".join(character for character in text if character.isprintable())
 
 
@@ -249,13 +249,13 @@ NOTES = {
 
 
 def worded(note: str) -> str:
-    """The name of a note in words; a column that it ends with stays as it is."""
+    """The name of a note in words; a column name at its end is unchanged."""
     name, quote, column = note.partition("'")
     return NOTES.get(note) or name.replace("_", " ") + quote + column
 
 
 def share(part: float, whole: float) -> str:
-    """A part of a whole in percent, never rounded to none or to all."""
+    """A part of a whole in percent, never rounded to 0 or 100."""
     if not whole:
         return "-"
     percent = 100 * part / whole
@@ -267,7 +267,7 @@ def share(part: float, whole: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for a person."""
+    """A number of bytes in readable units."""
     amount = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:

@@ -1,4 +1,4 @@
-"""Draws curves, histograms and scatter plots as SVG, without scripts or libraries."""
+"""Curves, histograms and scatter plots as SVG, without scripts or libraries."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LARGEST = 1e300
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together; `color` is one of the page's classes, c0 to c7."""
+    """A series of points; `color` is one of the page's classes, c0 to c7."""
 
     name: str
     points: Sequence[Point]
     color: str
-    form: Form = "line"  # dots: a line that marks its few points; cloud: no line
+    form: Form = "line"  # dots: a line with marked points; cloud: no line
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Values:
 
 
 def chart(title: str, series: Sequence[Series], *, x_label: str, y_label: str = "") -> str:
-    """A figure with one or more series; empty where none has a point."""
+    """A figure with one or more series; empty if none has a point."""
     shown = [replace(one, points=list(filter(_can_be_drawn, one.points))) for one in series]
     shown = [one for one in shown if one.points]
     if not shown:
@@ -52,7 +52,7 @@ def chart(title: str, series: Sequence[Series], *, x_label: str, y_label: str = 
 
 
 def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
-    """How often values fall into each of some equal bins, as outlines over one another."""
+    """A figure of histograms with common bins, as outlines over one another."""
     kept = [
         replace(group, values=[value for value in group.values if abs(value) < LARGEST])
         for group in groups
@@ -74,7 +74,7 @@ def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
 
 
 def plain(value: float) -> str:
-    """A number as short as it can be read."""
+    """A number in a short readable form."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-3:
@@ -103,11 +103,11 @@ class _Axes:
         return LEFT + (WIDTH - LEFT - RIGHT) * (value - self.x_low) / (self.x_high - self.x_low)
 
     def y(self, value: float) -> float:
-        share = (value - self.y_low) / (self.y_high - self.y_low)
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+        fraction = (value - self.y_low) / (self.y_high - self.y_low)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * fraction
 
     def drawn(self, x_label: str, y_label: str) -> str:
-        """Lines to read heights by, numbers at both axes, and what they count."""
+        """Grid lines, tick labels of both axes, and axis labels."""
         bottom = HEIGHT - BOTTOM
         parts = []
         for tick, said in _ticks(self.y_low, self.y_high):
@@ -171,7 +171,7 @@ def _figure(title: str, keys: Sequence[tuple[str, str]], drawing: str) -> str:
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """At most so many, the highest and the lowest of each stretch among them."""
+    """A limited number of the points, with the highest and the lowest of each interval."""
     if len(points) <= MOST_POINTS:
         return points
     size = math.ceil(2 * len(points) / MOST_POINTS)
@@ -200,12 +200,12 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """With some room at both ends; never empty, however close they are."""
-    room = (high - low) * 0.05
+    """The range with a margin at both ends; never empty."""
+    margin = (high - low) * 0.05
     least = max(abs(low), abs(high)) * 1e-6 or 1e-6
     if high - low < least:
         return low - max(least, abs(low) * 0.1), high + max(least, abs(high) * 0.1)
-    return low - room, high + room
+    return low - margin, high + margin
 
 
 def _can_be_drawn(point: Point) -> bool:
@@ -214,7 +214,7 @@ def _can_be_drawn(point: Point) -> bool:
 
 
 def _ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
-    """A few round numbers, and how they are written: no two alike."""
+    """A few round numbers with distinct labels."""
     rough = (high - low) / 5
     power = math.floor(math.log10(rough))
     step = next(size * 10.0**power for size in (1, 2, 5, 10) if size * 10.0**power >= rough)
@@ -260,7 +260,7 @@ def learning_curves(learned: Metrics, held_out: Metrics) -> str:
 
 
 def further_curves(learned: Metrics, held_out: Metrics) -> str:
-    """Speed, memory, and what else a method reports, a chart each."""
+    """The charts of speed, memory, and other metrics of a method."""
     known = {name for names in (*CHARTS.values(), *SPEED.values()) for name in names}
     others = sorted({*learned, *held_out} - known - LEFT_OUT)
     charts = {**SPEED, **{name: (name,) for name in others}}

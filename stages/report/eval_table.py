@@ -29,7 +29,7 @@ TEXTS = ("prompt", "completion")
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # with which a formula may begin
 Kind = Literal["log-ratios", "log-probs", "scores"]
 REWARD = "reward"
-# Of each kind the columns, the last of them for the report.
+# The columns of each kind, the last of them for the report.
 COLUMNS: dict[Kind, tuple[str, ...]] = {
     "scores": ("policy_score",),
     "log-ratios": ("logp", "reference_logp", "log_ratio"),
@@ -39,7 +39,7 @@ UNITS: dict[Kind, str] = {"scores": "score", "log-ratios": "nats", "log-probs": 
 
 
 def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode | None) -> str:
-    """All of it as text; with `decode` also that of prompts and completions."""
+    """The CSV file as text; with `decode` also with the text of prompts and completions."""
     texts = TEXTS if decode else ()
     rewards = (REWARD,) if any(one.reward is not None for one in samples) else ()
     sink = io.StringIO()
@@ -64,8 +64,8 @@ def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode 
 
 
 def read_samples(path: Path) -> pl.DataFrame:
-    """The lines of a file that `evaluation_csv` wrote, a row each."""
-    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report can do without
+    """The table in a file that `evaluation_csv` wrote."""
+    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report does not need
 
     numbers = {REWARD, *(name for names in COLUMNS.values() for name in names)}
     kinds = {
@@ -87,7 +87,7 @@ def read_samples(path: Path) -> pl.DataFrame:
 
 
 def kind_of(columns: Collection[str]) -> Kind | None:
-    """What a table with these columns holds of each completion; None if align did not write it."""
+    """The kind of a table with these columns; None if align did not write it."""
     for kind, names in COLUMNS.items():
         if {*NAMES, *names} <= {*columns}:
             return kind
@@ -101,7 +101,7 @@ def _texts(one: EvalSample, decode: Decode) -> tuple[str, str]:
 
 
 def _inert(text: str) -> str:
-    """The text, marked as one where a spreadsheet would compute it; a number may stay a number."""
+    """The text, quoted if a spreadsheet would take it for a formula; numbers are unchanged."""
     if not text.startswith(FORMULAS):
         return text
     try:
@@ -116,7 +116,7 @@ GOOD, BAD = ("chosen", "desirable"), ("rejected", "undesirable")
 
 
 def spread_charts(tables: Mapping[int, pl.DataFrame]) -> str:
-    """Of the last evaluation, margins also of the first; by their steps, rising."""
+    """The charts of the last evaluation, with margins also of the first."""
     last = tables[max(tables)]
     kind = kind_of(last.columns)
     assert kind, "read_samples gives no other table"
@@ -140,7 +140,7 @@ def spread_charts(tables: Mapping[int, pl.DataFrame]) -> str:
 
 
 def _margins(tables: Mapping[int, pl.DataFrame]) -> list[Values]:
-    """Of the last step; of the first where they differ, for one tall bar would hide the others."""
+    """The margins of the last step, and of the first if they differ: else one bar hides others."""
     last = margins_of(tables[max(tables)])
     found = [Values(f"after step {max(tables):,}", last, "c2")]
     if len(tables) > 1 and last:
@@ -151,7 +151,7 @@ def _margins(tables: Mapping[int, pl.DataFrame]) -> list[Values]:
 
 
 def margins_of(samples: pl.DataFrame) -> list[float]:
-    """Mean reward of the good less that of the bad, of the rows that hold both."""
+    """The mean reward of good minus bad branches, for each row that has both."""
     if REWARD not in samples.columns:
         return []
     finite = samples.filter(samples[REWARD].is_finite())

@@ -32,7 +32,7 @@ from ..storage.store import store_of
 def export_trl(
     folder: CacheFolder, target: Path, *, decode: Decode, overwrite: bool = False
 ) -> int:
-    """Writes `target` in one step and returns how many rows it holds."""
+    """Writes `target` atomically; returns the number of rows."""
     _require_free(target, overwrite=overwrite)
     tables = _flat_tables(folder, decode)
     with fs.new_file(target, replaces=overwrite) as sink:
@@ -49,7 +49,7 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
 
 
 def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
-    """The same columns as a query over the shards that the manifest names; text if it is decoded.
+    """The same columns as a query over the manifest's shards; with text if `decode` is given.
 
     Only the first rows are looked at now. Rows of another kind are refused as they are read.
     """
@@ -86,7 +86,7 @@ def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Lists and strings as any reader knows them: polars has the large ones alone."""
+    """The Arrow type with ordinary lists and strings instead of polars' large ones."""
     if pa.types.is_large_list(kind):
         return pa.list_(_plain(kind.value_type))
     return pa.string() if pa.types.is_large_string(kind) else kind
@@ -108,10 +108,10 @@ def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
 
 
 class Decode(Protocol):
-    """Token ids to text."""
+    """A decoder of token ids to text."""
 
     def __call__(self, lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
-        """`continues`: the ids follow a prompt, so a blank they begin with is meant."""
+        """The texts; `continues`: the ids follow a prompt, so a leading blank is kept."""
         ...
 
 
@@ -120,7 +120,7 @@ _MIXED = "The shards of this cache hold different kinds of rows. Make the cache 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the branches of each row stand in the columns of a shard."""
+    """The layout of the branches of each row in the columns of a shard."""
 
     kind: StoredKind
     levels: int  # mismatched partners of each own branch
@@ -148,7 +148,7 @@ def _kind_and_levels(roles: pl.Series, source: str) -> tuple[StoredKind, int]:
 
 
 def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.LazyFrame:
-    """Rows as another trainer wants them; of labelled rows each completion becomes one."""
+    """The rows in the other trainer's format; each labelled completion becomes a row."""
     check = partial(_require_layout, layout=layout)
     roles = pl.col("role").map_batches(check, return_dtype=pl.List(pl.Int8), is_elementwise=True)
     columns = [
@@ -176,9 +176,9 @@ def _paired(layout: Layout, decode: Decode | None) -> Iterator[pl.Expr]:
     for name, role in (("chosen", Role.CHOSEN), ("rejected", Role.REJECTED)):
         is_first = pl.col("role").list.get(0) == int(role)
         for level in range(layout.levels + 1):
-            place = pl.when(is_first).then(2 * level).otherwise(2 * level + 1)
+            index = pl.when(is_first).then(2 * level).otherwise(2 * level + 1)
             ids, cut, logps = (
-                pl.col(column).list.get(place) for column in ("completion_ids", "cut", "ref_logp")
+                pl.col(column).list.get(index) for column in ("completion_ids", "cut", "ref_logp")
             )
             kl, suffix = _level_names(level)
             text = f"{kl}{name}"
@@ -215,7 +215,7 @@ BRANCH_COLUMNS = ("completion_ids", "cut", "ref_logp", "role", "score")
 
 
 def _of_level(level: int) -> list[str]:
-    """Names for the columns of the k-th mismatches of own branches, of themselves for 0."""
+    """Names of the columns of the k-th mismatches of own branches; 0: the branches themselves."""
     return [f"{name}/{level}" for name in BRANCH_COLUMNS]
 
 
@@ -240,7 +240,7 @@ def _with_text(
     continues: bool = True,
     depth: int = 1,
 ) -> Iterator[pl.Expr]:
-    """Ids, behind the text that they decode to."""
+    """The columns of decoded text and of ids."""
     if decode is not None:
         make = partial(_decoded, decode=decode, continues=continues, depth=depth)
         kind = pl.String if depth == 1 else pl.List(pl.String)

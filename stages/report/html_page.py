@@ -1,4 +1,4 @@
-"""Renders a template beside this file as one self-contained HTML page."""
+"""A self-contained HTML page, rendered from a template in this folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...schemas.safe_text import safe
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of these values; each is escaped, without secrets and control characters."""
+    """The page with these values, each escaped and without secrets and control characters."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -25,5 +25,5 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Cleans text; HTML that a macro made of it is clean already."""
+    """A value without secrets; HTML from a macro has none already."""
     return safe(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,4 +1,4 @@
-"""Writes the README of a trained model: what it is, and what it was made from."""
+"""The README of a trained model: its description and lineage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...schemas.safe_text import safe
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a trained model comes from."""
+    """The lineage of a trained model."""
 
     method: str
     formula: str
     head: Head
     padding_token: int | None
     options: Mapping[str, str]  # of the method
-    stops: Mapping[str, str]  # what ends a completion, by its kind
+    stops: Mapping[str, str]  # stop tokens by kind of completion
     settings: Mapping[str, str]  # of the training
     policy: str
     reference: str
@@ -29,10 +29,10 @@ class Lineage:
     data: Mapping[str, str]  # file: sha256
     steps: int
     rows_seen: int  # over all epochs
-    rows: int  # there are to learn from
+    rows: int  # training rows
     metrics: Mapping[str, float]
     versions: Mapping[str, str]
-    recorded: Mapping[str, str]  # what trackers call the run
+    recorded: Mapping[str, str]  # the run's id or key in each tracker, by the tracker's title
 
 
 def model_card(lineage: Lineage, *, adapter_of: str = "") -> str:
@@ -76,7 +76,7 @@ def _seen(lineage: Lineage) -> str:
 
 
 def _of_head(lineage: Lineage, *, is_adapter: bool) -> list[str]:
-    """What there is beside the model, or how one that scores is asked."""
+    """The lines on a value head, or on the use of a reward model."""
     if lineage.head == "values":
         return [
             "",

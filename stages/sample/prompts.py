@@ -1,4 +1,4 @@
-"""The prompts of a run of sampling: each asked once, in groups that processes can share."""
+"""The prompts of a run of sampling, without repetitions, in groups for several processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...schemas.samples import Prompt
 
 @dataclass(frozen=True)
 class AskedPrompts:
-    """Different prompts in the order of the data, by their keys."""
+    """Distinct prompts by key, in the order of the data."""
 
     by_key: dict[str, Prompt]
     repeated: int  # rows whose prompt an earlier row has
 
 
 def asked_once(prompts: Iterable[Prompt]) -> AskedPrompts:
-    """Keeps the first of equal prompts, with what it carries."""
+    """The distinct prompts; the first of equal ones is kept, with its carried columns."""
     by_key: dict[str, Prompt] = {}
     rows = 0
     for rows, prompt in enumerate(prompts, start=1):  # noqa: B007 - counted for what follows
@@ -27,17 +27,14 @@ def asked_once(prompts: Iterable[Prompt]) -> AskedPrompts:
 
 
 def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Groups of so many prompts of about one length, whatever order they came in."""
+    """Groups of `size` prompts of similar length, the same for any order of the prompts."""
     order = sorted((characters(prompt.text), prompt.key, at) for at, prompt in enumerate(prompts))
-    places = [at for _, _, at in order]
-    return [
-        [prompts[at] for at in places[start : start + size]]
-        for start in range(0, len(places), size)
-    ]
+    by_length = [prompts[at] for _, _, at in order]
+    return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
 
 def characters(text: Text) -> int:
-    """How long a prompt is, about."""
+    """The approximate number of characters of a prompt."""
     if isinstance(text, str):
         return len(text)
     return sum(len(str(message.get("content") or "")) for message in text)

@@ -1,4 +1,4 @@
-"""The table of samples: a row for each, with its prompt and what the prompt carries."""
+"""The table of samples: a row for each, with its prompt and the prompt's carried columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...schemas.samples import Prompt, Sample
 def sample_table(
     prompts: Mapping[str, Prompt], samples: Mapping[tuple[str, int], Sample], n: int
 ) -> pl.DataFrame:
-    """Samples 0 to n of each prompt, in the order of the prompts."""
+    """The table of the first n samples of each prompt, in the order of the prompts."""
     pairs = [
         (prompt, samples[key, number]) for key, prompt in prompts.items() for number in range(n)
     ]
@@ -36,7 +36,7 @@ def sample_table(
 
 
 def prompt_table(prompts: Sequence[Prompt]) -> pl.DataFrame:
-    """A row for each prompt, with what it carries, as prompts are read."""
+    """The table of prompts with their carried columns, in the format that is read."""
     columns = {"prompt": _texts([prompt.text for prompt in prompts])}
     return pl.DataFrame({**columns, **_of_template(prompts), **_carried(prompts)})
 
@@ -48,7 +48,7 @@ def _completion(prompt: Prompt, sample: Sample) -> Text:
 
 
 def _texts(texts: Sequence[Text]) -> pl.Series:
-    """Texts, or lists of messages; as JSON where a column of a Parquet file cannot hold them.
+    """Texts, or lists of messages; as JSON where a Parquet column cannot represent them.
 
     Such a column holds one type, and every key in every message: null where a message lacks it.
     """
@@ -67,7 +67,7 @@ def _is_simple(message: Message) -> bool:
 
 
 def _of_template(prompts: Iterable[Prompt]) -> dict[str, pl.Series]:
-    """What else the chat template was given, where a prompt has something."""
+    """The columns of the chat template's other inputs, if any prompt has them."""
     given = [*prompts]
     columns = {
         "tools": [_json(one.tools) if one.tools else None for one in given],
@@ -88,14 +88,14 @@ def _carried(prompts: Sequence[Prompt]) -> dict[str, pl.Series]:
 
 
 def _series(values: list[Any]) -> pl.Series:
-    """Values of one type as they are; others as text: a text as it is, and the rest as JSON."""
+    """A column of values of one type; of several types, as text and JSON."""
     try:
         series = pl.Series(values, strict=True)
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
         pass
     else:
-        # Inside of lists and objects polars is not strict: it rounds, and drops what it did not
-        # see in the first of them.
+        # Inside of lists and objects polars is not strict: it rounds, and drops keys that the
+        # first of them lack.
         if not series.dtype.is_nested() or series.to_list() == values:
             return series
     return pl.Series([_as_text(value) for value in values], dtype=pl.String)

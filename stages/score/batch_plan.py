@@ -1,4 +1,4 @@
-"""Plans which branches share a sequence and which sequences share a batch, from lengths."""
+"""The plan of trees and batches from lengths: shared prompts, and sequences of similar length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TreePlan:
 
 @dataclass(frozen=True)
 class TreeCost:
-    """What a sequence costs: its tokens once for the layers, squared for attention."""
+    """The cost of a sequence: linear in its tokens for the layers, quadratic for attention."""
 
     hidden_size: int
     tokens_per_batch: int
@@ -41,7 +41,7 @@ def plan_trees(
     branch_lengths: NDArray[np.int64],
     cost: TreeCost,
 ) -> list[TreePlan]:
-    """Fills trees with the branches of one prompt as long as sharing it is cheaper.
+    """Trees of branches of one prompt, joined as long as sharing the prompt is cheaper.
 
     `prompt_groups` lists the rows that have one prompt; `branches_of_row` the branches of each row
     that have to be scored.
@@ -55,17 +55,17 @@ def plan_trees(
 
 
 def plan_batches(lengths: Sequence[int], tokens_per_batch: int, *, pads: bool) -> list[list[int]]:
-    """Groups sequences of similar length under a budget, padding included; longest first."""
+    """Batches of sequences of similar length within a budget, padding included; longest first."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
-    room = 0
+    left = 0  # tokens of the budget of the last batch
     for index in order:
         first = batches[-1][0] if pads and batches else index
-        if not batches or lengths[first] > room:
+        if not batches or lengths[first] > left:
             batches.append([])
-            first, room = index, tokens_per_batch
+            first, left = index, tokens_per_batch
         batches[-1].append(index)
-        room -= lengths[first]
+        left -= lengths[first]
     return batches
 
 

@@ -1,4 +1,4 @@
-"""Reuses scores of earlier caches, found by the content of each branch."""
+"""Scores of earlier caches, looked up by the content of each branch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class EarlierCache:
-    """A cache made with the same reference; `same_ring` says that key ranges can be compared."""
+    """A cache of the same reference; `same_ring`: whether key ranges can be compared."""
 
     folder: CacheFolder
     shards: tuple[Commit, ...]
@@ -36,10 +36,10 @@ class EarlierCache:
 
 
 class ReuseIndex:
-    """Looks branches up in earlier caches; a shard that cannot be read is skipped.
+    """An index of the branches of earlier caches; a shard that cannot be read is skipped.
 
-    Of caches on the same ring only the shards whose key range meets the rows are read. Those of
-    other rings are read once into one index of 32 bytes a branch; token log-probs stay on disk.
+    Of caches on the same ring only the shards whose key range overlaps the rows' are read. Caches
+    on other rings are read once into an index of 32 bytes a branch; token log-probs stay on disk.
     """
 
     def __init__(self, caches: Sequence[EarlierCache], *, need_token_logps: bool) -> None:
@@ -49,7 +49,7 @@ class ReuseIndex:
         self._lost: set[int] = set()
 
     def find(self, rows: RowBlock, *, first_key: str, last_key: str) -> KnownScores:
-        """The known scores of these rows, which are between two keys of the ring."""
+        """The known scores of these rows, whose ring keys are between two."""
         found = _Found.nothing(len(rows.completions))
         keys = packed_keys(rows) if self._shards else np.empty(0, dtype="S16")
         for known in self._known(first_key, last_key):
@@ -72,16 +72,16 @@ class ReuseIndex:
     def _copy(
         self, found: _Found, branches: NDArray[np.int64], known: _Branches, at: NDArray[np.int64]
     ) -> None:
-        """Copies the scores `at` these places of `known`, shard by shard."""
+        """Copies the scores at the indices `at` of `known`, shard by shard."""
         for shard in np.unique(known.shards[at]).tolist():
             here = known.shards[at] == shard
             if self._need_token_logps:
                 stored = known.token_logps or self._token_logps(shard)
                 if stored is None:
                     continue
-                places = known.places[at[here]].tolist()
-                for branch, place in zip(branches[here].tolist(), places, strict=True):
-                    found.tokens[branch] = stored[place].copy()
+                indices = known.indices[at[here]].tolist()
+                for branch, index in zip(branches[here].tolist(), indices, strict=True):
+                    found.tokens[branch] = stored[index].copy()
             found.found[branches[here]] = True
             found.logps[branches[here]] = known.logps[at[here]]
             found.numerics = found.numerics or self._shards[shard][1].numerics
@@ -96,7 +96,7 @@ class ReuseIndex:
 
     @cached_property
     def _elsewhere(self) -> _Branches:
-        """All branches on other rings: there every unit may need every shard."""
+        """The branches on other rings, where every unit may need every shard."""
         shards = [number for number, (cache, _) in enumerate(self._shards) if not cache.same_ring]
         return _Branches.joined([self._branches(number).without_tokens() for number in shards])
 
@@ -127,7 +127,7 @@ class ReuseIndex:
 
 @dataclass
 class _Found:
-    """What has been found so far, per branch."""
+    """The scores found so far, per branch."""
 
     found: NDArray[np.bool_]
     logps: NDArray[np.float64]
@@ -142,12 +142,12 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Branches:
-    """Scored branches in the order of their keys, and where each is stored."""
+    """Scored branches in the order of their keys, and the location of each."""
 
     keys: NDArray[np.bytes_]  # (branches,) S16
     logps: NDArray[np.float64]  # (branches,)
     shards: NDArray[np.int32]  # (branches,)
-    places: NDArray[np.int32]  # (branches,) among the branches of the shard
+    indices: NDArray[np.int32]  # (branches,) among the branches of the shard
     token_logps: Ragged | None = None  # of the one shard, in its own order
 
     @staticmethod
@@ -160,7 +160,7 @@ class _Branches:
 
     @staticmethod
     def joined(parts: Sequence[_Branches]) -> _Branches:
-        """All as one; of equal keys that of the first part comes first."""
+        """The branches of all parts; equal keys are in the order of the parts."""
         nothing = np.empty(0, dtype=np.int32)
         keys = np.concatenate([np.empty(0, dtype="S16"), *(part.keys for part in parts)])
         order = np.argsort(keys, kind="stable")
@@ -168,17 +168,17 @@ class _Branches:
             keys[order],
             np.concatenate([np.empty(0), *(part.logps for part in parts)])[order],
             np.concatenate([nothing, *(part.shards for part in parts)])[order],
-            np.concatenate([nothing, *(part.places for part in parts)])[order],
+            np.concatenate([nothing, *(part.indices for part in parts)])[order],
         )
 
     def without_tokens(self) -> _Branches:
-        return _Branches(self.keys, self.logps, self.shards, self.places)
+        return _Branches(self.keys, self.logps, self.shards, self.indices)
 
 
 def look_up(
     known: NDArray[np.bytes_], keys: NDArray[np.bytes_]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The place of each key among the sorted `known`, and whether it is there."""
+    """The index of each key in the sorted `known`, and whether it is there."""
     at = np.searchsorted(known, keys)
     is_known = at < len(known)
     is_known[is_known] = known[at[is_known]] == keys[is_known]

@@ -25,7 +25,7 @@ class KnownScores:
     found: NDArray[np.bool_]  # (branches,)
     token_logps: Ragged | None  # (branches,) float32; None when the earlier cache has sums only
     logps: NDArray[np.float64]  # (branches,)
-    numerics: dict[str, str]  # how the earlier cache computed them
+    numerics: dict[str, str]  # of the earlier cache
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class UnitScores:
 
 @dataclass(frozen=True)
 class BatchDone:
-    """A batch that went through the model."""
+    """A batch that was run through the model."""
 
-    share: float  # of what has to be scored in the unit
+    share: float  # fraction of the unit's tokens that have to be scored
     tokens: int  # padding included
     padding: int
 
 
 @dataclass(frozen=True)
 class ScoringRules:
-    """How units are scored."""
+    """The settings by which units are scored."""
 
     tokens_per_batch: int
     hidden_size: int
@@ -68,7 +68,7 @@ def score_unit(
     scorer: Callable[[], Scorer],
     on_batch: Callable[[BatchDone], None],
 ) -> UnitScores:
-    """Scores what is not known yet; `on_batch` is called after each batch."""
+    """The scores of a unit, of which known ones are reused; `on_batch` is called per batch."""
     budget = rules.tokens_per_batch
     alike = first_alike(rows, np.flatnonzero(~known.found))
     while True:
@@ -139,8 +139,8 @@ def _rescored_in_float32(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]
     ]
     again = score_again(trees, scorer())
     lists = list(run.token_logps)
-    for place, logps in zip(bad.tolist(), again, strict=True):
-        lists[place] = logps
+    for index, logps in zip(bad.tolist(), again, strict=True):
+        lists[index] = logps
     return replace(
         run,
         token_logps=Ragged.of(lists, np.float32),
@@ -194,15 +194,15 @@ def _collect(
     rules: ScoringRules,
 ) -> UnitScores:
     wanted = np.flatnonzero(~known.found)
-    place = np.searchsorted(run.branches, alike)
+    index = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
-    logps[wanted] = _sums(run.token_logps)[place]
+    logps[wanted] = _sums(run.token_logps)[index]
     token_logps = None
     if rules.keep_token_logps:
         assert known.token_logps is not None
         parts = Ragged.concat([known.token_logps, run.token_logps])
         source = np.arange(len(logps))
-        source[wanted] = len(logps) + place
+        source[wanted] = len(logps) + index
         token_logps = parts.take(source)
     block = ScoredBlock(rows, logps, token_logps)
     bad_rows = np.unique(rows.row_of_branch[~np.isfinite(logps)])
@@ -223,7 +223,7 @@ def _collect(
 def _rejected(
     rows: RowBlock, logps: NDArray[np.float64], too_big: NDArray[np.int64]
 ) -> tuple[Rejected, ...]:
-    """Each row without a finite log-prob once, by its first branch that does not fit, if any."""
+    """The rows without a finite log-prob, each once, with a branch that does not fit first."""
     row_of_branch = rows.row_of_branch
     found: dict[int, Rejected] = {}
     for branch in too_big.tolist():
@@ -243,15 +243,15 @@ def _reject(rows: RowBlock, row: int, reason: str, detail: str) -> Rejected:
 
 
 def _named(rows: RowBlock, branch: int) -> str:
-    place = branch - int(rows.branch_offsets[rows.row_of_branch[branch]])
-    return f"branch {place} ({Role(rows.roles[branch]).name.lower()})"
+    index = branch - int(rows.branch_offsets[rows.row_of_branch[branch]])
+    return f"branch {index} ({Role(rows.roles[branch]).name.lower()})"
 
 
 def _sums(token_logps: Ragged) -> NDArray[np.float64]:
-    """Each list's sum in float64; no list is empty."""
+    """The sum of each list in float64; no list is empty."""
     if not len(token_logps):
         return np.empty(0, dtype=np.float64)
-    # Infinities of both signs make a NaN, which quarantines the row: no cause for a warning.
+    # Infinities of both signs make a NaN, which quarantines the row: no warning is needed.
     with np.errstate(invalid="ignore"):
         sums: NDArray[np.float64] = np.add.reduceat(
             token_logps.values.astype(np.float64), token_logps.offsets[:-1]
@@ -260,23 +260,23 @@ def _sums(token_logps: Ragged) -> NDArray[np.float64]:
 
 
 def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each of `branches`, the first of them with its prompt and completion."""
+    """The first of `branches` with the same prompt and completion, for each of them."""
     lengths = rows.completions.lengths[branches]
     prompts = prompt_numbers(rows)[rows.row_of_branch[branches]]
-    # Few share a prompt and a length: only their ids are worth a look.
+    # Few share a prompt and a length: only their ids are compared.
     pairs = prompts * (lengths.max(initial=0) + 1) + lengths
     _, kind, counts = np.unique(pairs, return_inverse=True, return_counts=True)
     first = branches.copy()
     seen: dict[tuple[int, bytes], int] = {}
-    for place in np.flatnonzero(counts[kind] > 1).tolist():
-        branch = int(branches[place])
+    for index in np.flatnonzero(counts[kind] > 1).tolist():
+        branch = int(branches[index])
         ids = rows.completions[branch].tobytes()
-        first[place] = seen.setdefault((int(prompts[place]), ids), branch)
+        first[index] = seen.setdefault((int(prompts[index]), ids), branch)
     return first
 
 
 def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
-    """Numbers the prompts by their ids: one prompt may have several, and two may have the same."""
+    """A number for each row's prompt, equal for equal token ids."""
     seen: dict[bytes, int] = {}
     ids, ends = rows.prompts.values.tobytes(), rows.prompts.offsets * rows.prompts.values.itemsize
     spans = pairwise(ends.tolist())  # many prompts are short: an array for each costs more
@@ -285,10 +285,10 @@ def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
 
 
 def score_again(trees: Sequence[Tree], scorer: Scorer) -> list[NDArray[np.float32]]:
-    """Scores each tree by itself in float32; NaN where memory does not suffice."""
+    """Scores of each tree by itself in float32; NaN where it does not fit into memory."""
     scores = [np.full(sum(map(len, tree.branches)), np.nan, np.float32) for tree in trees]
     with suppress(OutOfMemory), scorer.in_float32():
-        for place, tree in enumerate(trees):
+        for index, tree in enumerate(trees):
             with suppress(OutOfMemory):
-                scores[place] = scorer.score([tree])
+                scores[index] = scorer.score([tree])
     return scores

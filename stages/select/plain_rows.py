@@ -14,7 +14,7 @@ from ...schemas.samples import Prompt
 
 
 def samples_of(records: Iterable[Record]) -> pl.DataFrame:
-    """A row for each completion; rows of one prompt are put together where it is met first."""
+    """A row for each completion; rows of one prompt follow its first occurrence."""
     keys: list[str] = []
     firsts: list[Record] = []
     numbers: list[int] = []
@@ -45,7 +45,7 @@ def samples_of(records: Iterable[Record]) -> pl.DataFrame:
 
 
 def text_column(texts: Sequence[Text]) -> pl.Series:
-    """Texts, or lists of messages; where there are both, or other keys, messages as JSON text."""
+    """Texts, or lists of messages; as JSON text if there are both, or messages with other keys."""
     plain = [text if isinstance(text, str) else [*map(dict, text)] for text in texts]
     if all(isinstance(text, str) for text in plain):
         return pl.Series(plain, dtype=pl.String)
@@ -61,7 +61,7 @@ def _is_simple(message: dict[str, Any]) -> bool:
 
 
 def _options(records: Sequence[Record]) -> dict[str, pl.Series]:
-    """What else the chat template is given, as JSON text; no column where no row has it."""
+    """The columns of the chat template's other inputs as JSON text, if any row has them."""
     found = {
         "tools": [_as_json(record.tools) if record.tools else None for record in records],
         "chat_template_kwargs": [

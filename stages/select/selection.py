@@ -1,4 +1,4 @@
-"""Chooses rows of preference data among judged samples: pairs, labels, or groups with scores."""
+"""Selection of preference data among judged samples: pairs, labels, or groups with scores."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from ...schemas.score_gaps import (
 )
 
 EXTRA = ("tools", "chat_template_kwargs")  # columns without which a prompt would be another
-MOST_PAIRS = 1 << 22  # looked at together
+MOST_PAIRS = 1 << 22  # in memory at once
 _PROMPT = "prompt_at"  # the row of a prompt's first sample: names it, and orders the prompts
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Rows of preference data, and how many were left out for each reason."""
+    """Rows of preference data, and counts of what was left out, by reason."""
 
     table: pl.DataFrame
     counts: dict[str, int]
 
 
 def select_rows(samples: pl.DataFrame, options: SelectOptions) -> Selected:
-    """Chooses rows among samples, which are in the order of their prompts and numbers.
+    """The rows selected among samples, which are in the order of their prompts and numbers.
 
-    The columns are `prompt`, `prompt_key`, `completion` and those of EXTRA that there are;
+    The columns are `prompt`, `prompt_key`, `completion` and the existing ones of EXTRA;
     `text` (equal for equal completions, null for unusable ones), `is_cut`, `length`, `score`.
     """
     usable, counts = _usable(samples, options)
     table, left_out = _WAYS[options.rows](usable, options)
     few = samples["prompt_key"].n_unique() - usable[_PROMPT].n_unique()
     left_out["too_few"] = left_out.get("too_few", 0) + few
-    # How many chunks polars left depends on the cores, and row groups of a file on the chunks.
+    # The number of polars' chunks depends on the cores, and a file's row groups on the chunks.
     return Selected(table.rechunk(), {**counts, **left_out, "rows": table.height})
 
 
 def _usable(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
-    """The samples that rows may be made of; the others are counted by the first reason met."""
+    """The usable samples; the others are counted by the first reason that applies."""
     counts = {"prompts": samples["prompt_key"].n_unique(), "samples": samples.height}
     left = samples.with_row_index(_PROMPT).with_columns(pl.col(_PROMPT).min().over("prompt_key"))
     unusable = {
@@ -60,13 +60,13 @@ def _usable(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame
         before, left = left.height, left.filter(~is_unusable)
         counts[reason] = before - left.height
     before = left.height
-    if options.rows != "groups":  # how often a policy says a thing is a part of their mean
+    if options.rows != "groups":  # there repetitions count in the group's mean
         left = _without_duplicates(left)
     return left, {**counts, "duplicates": before - left.height}
 
 
 def _without_duplicates(samples: pl.DataFrame) -> pl.DataFrame:
-    """The first of equal texts of a prompt, with the mean of their scores."""
+    """The samples with only the first of equal texts of a prompt, and their mean score."""
     alike = [_PROMPT, "text"]
     scores = samples.group_by(alike, maintain_order=True).agg("score")["score"].to_list()
     means = pl.Series("score", map(mean_as_written, scores), dtype=pl.Float64)
@@ -74,12 +74,12 @@ def _without_duplicates(samples: pl.DataFrame) -> pl.DataFrame:
 
 
 def _pairs(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
-    """The better against the worse, best first; of equal scores the earlier is the better."""
+    """Pairs of a better and a worse sample; of equal scores the earlier sample is better."""
     levels = without_rounding(samples["score"].to_numpy(), samples[_PROMPT].to_numpy())
     order = np.lexsort((-levels, samples[_PROMPT].to_numpy()))
     ranked = samples.with_columns(level=as_written(levels))[order]
-    places = ranked.select(_PROMPT, "score", "level", "length").with_row_index("at")
-    chosen = [_chosen_pairs(part, options) for part in _all_pairs(places)]
+    indexed = ranked.select(_PROMPT, "score", "level", "length").with_row_index("at")
+    chosen = [_chosen_pairs(part, options) for part in _all_pairs(indexed)]
     pairs = pl.concat([part for part, _ in chosen])
     better, worse = ranked[pairs["at"]], ranked[pairs["at_worse"]]
     table = better.select(
@@ -98,14 +98,14 @@ def _pairs(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame,
     }
 
 
-def _all_pairs(places: pl.DataFrame) -> Iterator[pl.DataFrame]:
+def _all_pairs(ranked: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Every sample with every worse one of its prompt, some prompts at a time."""
-    sizes = places.group_by(_PROMPT, maintain_order=True).len()["len"].cast(pl.Int64).to_numpy()
+    sizes = ranked.group_by(_PROMPT, maintain_order=True).len()["len"].cast(pl.Int64).to_numpy()
     stops, seen = np.cumsum(sizes), np.cumsum(sizes * sizes)
     lasts = np.flatnonzero(np.diff(seen // MOST_PAIRS, append=-1))
     start = 0
     for stop in stops[lasts].tolist() or [0]:
-        part = places[start:stop]
+        part = ranked[start:stop]
         pairs = part.join(part, on=_PROMPT, suffix="_worse")
         yield pairs.filter(pl.col("at") < pl.col("at_worse")).sort("at", "at_worse")
         start = stop
@@ -114,7 +114,7 @@ def _all_pairs(places: pl.DataFrame) -> Iterator[pl.DataFrame]:
 def _chosen_pairs(
     pairs: pl.DataFrame, options: SelectOptions
 ) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Those that are kept; what is left out is counted in pairs, or in prompts that have none."""
+    """The pairs to keep; those left out are counted in pairs, or in prompts without a pair."""
     better, worse = (pairs[name].to_numpy() for name in ("score", "score_worse"))
     far = pairs.filter(pl.Series(further_apart(better, worse, options.min_gap), dtype=pl.Boolean))
     lengths = pl.col("length"), pl.col("length_worse")
@@ -131,7 +131,7 @@ def _chosen_pairs(
 
 
 def _widest(pairs: pl.DataFrame) -> pl.DataFrame:
-    """Of each prompt the pair of the largest gap, then best chosen, then worst rejected."""
+    """The pair of each prompt with the largest gap, then best chosen, then worst rejected."""
     better, worse = pl.col("level"), pl.col("level_worse")
     sizes = pl.max_horizontal(better.abs(), worse.abs()).max().over(_PROMPT)
     found = pairs.select(gap=better - worse, size=sizes)
@@ -141,7 +141,7 @@ def _widest(pairs: pl.DataFrame) -> pl.DataFrame:
 
 
 def _labels(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Desirable above the threshold, undesirable below it; what is at it is left out."""
+    """Labels: desirable above the threshold, undesirable below; scores at it are left out."""
     score = pl.col("score")
     thresholds = {"mean": score.mean().over(_PROMPT), "median": score.median().over(_PROMPT)}
     threshold = thresholds.get(str(options.threshold), pl.lit(options.threshold))
@@ -156,7 +156,7 @@ def _labels(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame
 
 
 def _groups(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
-    """All samples of a prompt with their scores, in one row."""
+    """Groups: all samples of a prompt with their scores, in one row."""
     first = {name: pl.col(column).first() for name, column in _extra(samples).items()}
     table = samples.group_by(_PROMPT, maintain_order=True).agg(
         pl.col("prompt").first(), completions=pl.col("completion"), scores=pl.col("score"), **first

@@ -1,4 +1,4 @@
-"""What is asked of a server for one sample, and what its answer has to hold."""
+"""The request to a server for one sample, and the validation of its answer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .server_client import BrokenAnswerError, ServerCosts, shortened
 
 CHAT, TEXT = "/chat/completions", "/completions"
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
-_UNFINISHED = frozenset(("abort", "error"))  # vLLM and SGLang say so of what they gave up
+_UNFINISHED = frozenset(("abort", "error"))  # of vLLM and SGLang, for requests they gave up
 _DATED = re.compile(r"-\d{4}-?\d{2}-?\d{2}")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server answered."""
+    """The completion in a server's answer."""
 
     text: str
     finish: Finish
@@ -31,12 +31,12 @@ class Completion:
 
 
 def path_of(prompt: Prompt) -> str:
-    """Where a prompt is sent: conversations are rendered by the server, texts taken as they are."""
+    """The API path of a prompt: conversations are rendered by the server, texts are not."""
     return TEXT if isinstance(prompt.text, str) else CHAT
 
 
 def body_of(prompt: Prompt, sampling: Sampling, *, model: str, seed: int) -> dict[str, Any]:
-    """The request for one completion; what only some servers know is in it only if it is set."""
+    """The request for one completion; parameters of only some servers are in it only if set."""
     body = {
         "model": model,
         "temperature": sampling.temperature,
@@ -76,7 +76,7 @@ def seed_of(sampling_seed: int, prompt: str, number: int) -> int:
 
 
 def read_completion(answer: Any, *, asked_model: str, costs: ServerCosts) -> Completion:
-    """The one completion in an answer; all that it cost is counted first."""
+    """The only completion in an answer, whose cost is counted first."""
     usage = field(answer, "usage", dict)
     prompt_tokens = _count(usage, "prompt_tokens")
     completion_tokens = _count(usage, "completion_tokens")
@@ -94,7 +94,7 @@ def read_completion(answer: Any, *, asked_model: str, costs: ServerCosts) -> Com
 
 
 def is_same_model(asked: str, answered: str) -> bool:
-    """Whether two names may be one model's: but for its folder, revision, date or file ending."""
+    """Whether two names may be one model's, without its folder, revision, date or suffix."""
     short, other = _bare_name(asked), _bare_name(answered)
     return short == other or bool(other.startswith(short) and _DATED.fullmatch(other[len(short) :]))
 
@@ -124,7 +124,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def text_in(record: Any, name: str) -> str:
-    """A text of a record in an answer; BrokenAnswerError if it is none that can be written."""
+    """A text of a record in an answer; BrokenAnswerError if it is not encodable."""
     text: str = field(record, name, str)
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""Runs work in threads, a bounded number at a time, and yields what is done as soon as it is."""
+"""A bounded number of threads that run tasks, and the results in the order of completion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class _Outcome(Generic[Done]):
-    """What came of a task: one of the two."""
+    """The result of a task, or its error."""
 
     done: Done | None = None
     error: BaseException | None = None
@@ -27,7 +27,7 @@ def in_groups(
     most: int,
     stop: Callable[[], None],
 ) -> Iterator[list[Done]]:
-    """Yields what `work` returns of all tasks, unless that is None: each time all that is there.
+    """Yields the results of `work` that are not None, each time all that are ready.
 
     What was yielded counts as in flight until the next group is asked for: wherever the caller
     ends, it lacks the outcomes of no more than `most` tasks. After an error no task is begun,
@@ -37,7 +37,7 @@ def in_groups(
     in_flight, error = 0, None
     while True:
         while error is None and in_flight < most and (task := next(tasks, None)) is not None:
-            # A thread each, which costs nothing beside a request, and which no exit waits for.
+            # A thread each, which is cheap beside a request, and does not delay the exit.
             threading.Thread(target=_run, args=(work, task, outcomes), daemon=True).start()
             in_flight += 1
         if not in_flight:
@@ -65,7 +65,7 @@ def _run(
 
 
 def _arrived(outcomes: SimpleQueue[_Outcome[Done]]) -> list[_Outcome[Done]]:
-    """Waits for one, and takes all that are there."""
+    """All outcomes that are ready; waits for the first."""
     arrived = [outcomes.get()]
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A few fixed prompts, by whose answers another model under the same name is noticed."""
+"""Probe prompts, whose answers show that another model is served under the same name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.samples import Sampling
 
 logger = logging.getLogger("align")
 
-# Open questions: what every model knows, such as a capital, tells no two apart.
+# Open questions: facts that every model knows, such as a capital, distinguish no two.
 PROBES = (
     "Once upon a time",
     "Write a sentence about the sea.",
@@ -26,7 +26,7 @@ PROBING = Sampling(temperature=0.0, max_new_tokens=16)
 def require_same_probes(
     kept: Mapping[str, str], now: Mapping[str, str], options: ServerOptions
 ) -> None:
-    """Refuses a model that answers most probes unlike the one whose answers are kept.
+    """Refuses a model that answers most probes unlike the one whose answers are stored.
 
     Most, because few servers compute the same numbers in every batch: where two tokens are about
     equally likely, a greedy answer may change although the weights did not.

@@ -1,4 +1,4 @@
-"""Sends requests to a server, and sends them again where it failed to answer."""
+"""The client of a server, which retries requests that failed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOT_THERE = {
 
 
 class BrokenAnswerError(Exception):
-    """An answer that is not whole, or not what was asked for: the request is sent again."""
+    """An answer that is incomplete or of another form: the request is sent again."""
 
 
 class GivenUpError(Exception):
@@ -49,11 +49,11 @@ class GivenUpError(Exception):
 
 
 class RequestRefusedError(Exception):
-    """The server refuses what is in this request."""
+    """The server refuses the content of this request."""
 
 
 class _FailedError(Exception):
-    """No answer this time."""
+    """A failed attempt."""
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
         super().__init__(reason)
@@ -62,7 +62,7 @@ class _FailedError(Exception):
 
 @dataclass
 class ServerCosts:
-    """What a server was asked, and what it read and wrote for it; any thread may add."""
+    """Counts of requests and of tokens read and written; any thread may add."""
 
     requests: int = 0
     retries: int = 0
@@ -72,11 +72,11 @@ class ServerCosts:
 
     @property
     def tokens(self) -> int:
-        """All that were read and written."""
+        """The tokens read and written."""
         return self.prompt_tokens + self.completion_tokens
 
     def add(self, **counts: int) -> None:
-        """Adds to some of the numbers."""
+        """Adds to some of the counts."""
         with self.lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
@@ -106,7 +106,7 @@ class ServerClient:
         self._http.__exit__(kind, error, at)
 
     def get(self, path: str, read: Callable[[Any], Answer]) -> Answer:
-        """What `read` makes of an answer's JSON."""
+        """The result of `read` on the JSON answer of a GET request."""
         try:
             return self._ask("GET", path, None, read)
         except RequestRefusedError as error:
@@ -115,7 +115,10 @@ class ServerClient:
             ) from error
 
     def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
-        """The same of a request with JSON in it; RequestRefusedError if the server will not."""
+        """The result of `read` on the JSON answer of a POST request.
+
+        RequestRefusedError if the server refuses its content.
+        """
         return self._ask("POST", path, json.dumps(body).encode(), read)
 
     def _ask(
@@ -135,7 +138,7 @@ class ServerClient:
         )
 
     def _wait(self, path: str, retry: int, failure: Exception) -> None:
-        """Waits twice as long each time, and not as long as others who wait too."""
+        """Waits with exponential backoff and jitter."""
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(retry, 16)) * random.uniform(0.5, 1)
         pause = max(pause, getattr(failure, "pause", 0.0))
         if pause >= LOGGED_PAUSE:
@@ -159,7 +162,7 @@ class ServerClient:
             raise BrokenAnswerError(f"not JSON: {shortened(_text(answer.content))!r}") from error
 
     def _refusal(self, path: str, answer: HttpAnswer) -> Exception:
-        """What an answer other than 200 comes to."""
+        """The error for an answer other than 200."""
         status = answer.status
         text = f"{status} {said_in(answer.content)}".rstrip()
         if status in _ONCE_MORE or status >= 500:
@@ -195,7 +198,7 @@ def said_in(content: bytes) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first words of what a server said, safe to show."""
+    """The beginning of a server's message, safe to show."""
     text = safe(" ".join(text[: 16 * MOST_SAID].split()))
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"
 
@@ -205,7 +208,7 @@ def _text(content: bytes) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of an answer; of two values for one name neither is meant more than the other."""
+    """The object of these pairs; duplicate names are refused as ambiguous."""
     record = dict(pairs)
     if len(record) < len(pairs):
         raise ValueError("a name that is there twice")
@@ -259,7 +262,7 @@ def _key_header(variable: str) -> dict[str, str]:
 
 
 def pause_of(stated: str) -> float:
-    """The seconds that Retry-After asks for, which may be a date; 0 where it cannot be read."""
+    """The seconds that Retry-After asks for, which may be a date; 0 if it cannot be parsed."""
     try:
         seconds = float(stated)
     except ValueError:

@@ -27,7 +27,7 @@ CountTokens = Callable[[Prompt], int]
 
 
 class ServerSampler:
-    """A model behind a server, known by its name and what the user calls its weights."""
+    """A model behind a server, identified by its name and the revision that the user gives."""
 
     def __init__(self, options: ServerOptions, count_tokens: CountTokens | None = None) -> None:
         if not options.revision:
@@ -42,11 +42,11 @@ class ServerSampler:
         self._model = options.model
 
     def identity(self) -> Mapping[str, str]:
-        """The model's name and revision: at whatever address, it is the same model."""
+        """The model's name and revision, without the server's address."""
         return {"server_model": self.model(), "server_revision": self._options.revision}
 
     def model(self) -> str:
-        """The name that was given, or of the only model that the server lists."""
+        """The given name, or that of the only model that the server lists."""
         if not self._model:
             with ServerClient(self._options, self.costs) as client:
                 try:
@@ -57,11 +57,11 @@ class ServerSampler:
         return self._model
 
     def open(self, sampling: Sampling) -> OpenServer:
-        """Asks nothing yet."""
+        """The sampler; no request is sent yet."""
         return OpenServer(self._options, sampling, self.model(), self.costs, self._count_tokens)
 
     def probes(self, *, chat: bool) -> dict[str, str]:
-        """What it answers greedily to a few fixed prompts, as conversations or as plain text."""
+        """Greedy answers to the probe prompts, as conversations or as plain text."""
         prompts = {
             text: Prompt(({"role": "user", "content": text},) if chat else text) for text in PROBES
         }
@@ -82,17 +82,17 @@ class ServerSampler:
 
 @dataclass(frozen=True)
 class _Task:
-    """One sample to ask for."""
+    """One sample to request."""
 
     prompt: Prompt
     key: str
     number: int
-    tokens: int | None  # of the prompt, where we can count them
-    refusal: str  # why it cannot be asked for; empty: it can
+    tokens: int | None  # of the prompt, if we can count them
+    refusal: str  # why it cannot be requested; empty: it can
 
 
 class OpenServer:
-    """A server that is asked for samples of one kind."""
+    """A server that gives samples under one set of sampling options."""
 
     def __init__(
         self,
@@ -108,10 +108,10 @@ class OpenServer:
         self._costs = costs
         self._count_tokens = count_tokens
         self._lock = threading.Lock()
-        self._takes_settings: dict[str, str] = {}  # what it said to them, by path
+        self._takes_settings: dict[str, str] = {}  # the server's reply to them, by path
 
     def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
-        """Yields what has arrived; no more than `concurrency` answers are ever not yet yielded."""
+        """Yields samples as they arrive; at most `concurrency` answers are not yet yielded."""
         asked = sum(len(one.numbers) for one in wanted)
         kept = refused = 0
         with ServerClient(self._options, self._costs) as client:
@@ -140,7 +140,7 @@ class OpenServer:
         )
 
     def _tasks(self, wanted: Sequence[Wanted]) -> Iterator[_Task]:
-        """All of them, or as many as the budget allows."""
+        """All tasks, or as many as the budget allows."""
         most = self._options.max_tokens
         for one in wanted:
             key = one.prompt.key
@@ -151,7 +151,7 @@ class OpenServer:
                 yield _Task(one.prompt, key, number, tokens, refusal)
 
     def _looked_at(self, prompt: Prompt) -> tuple[str, int | None]:
-        """Why a prompt cannot be asked, if so, and its tokens."""
+        """The reason that a prompt cannot be sent, if any, and its number of tokens."""
         messages = () if isinstance(prompt.text, str) else prompt.text
         if messages and messages[-1].get("role") == "assistant":
             return "the assistant's own words are last: servers answer only to others", None
@@ -161,7 +161,7 @@ class OpenServer:
             return bad.detail, None
 
     def _asked(self, client: ServerClient, task: _Task) -> Sample | Refused | None:
-        """A sample, or why there is none; nothing, if the run stopped meanwhile."""
+        """A sample, or the reason that there is none; None if the run was stopped."""
         if task.refusal:
             return Refused(task.key, task.number, task.refusal)
         seed = seed_of(self._sampling.seed, task.key, task.number)
@@ -190,7 +190,7 @@ class OpenServer:
         return client.post(path_of(prompt), body, read)
 
     def _require_settings_taken(self, client: ServerClient, path: str) -> None:
-        """Tells a prompt that is refused from settings that are: asks a plain prompt, once."""
+        """Sends a plain prompt once, to tell refused settings from a refused prompt."""
         with self._lock:
             if path not in self._takes_settings:
                 text = PROBES[0]

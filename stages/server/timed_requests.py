@@ -1,4 +1,4 @@
-"""HTTP requests with one deadline each, which holds however slowly an answer trickles in."""
+"""HTTP requests with a total deadline each, which also holds for slow answers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import httpx2
 
 
 class NoAnswerError(Exception):
-    """There is no whole answer; the message says why."""
+    """No complete answer; the message says why."""
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A whole answer."""
+    """A complete answer."""
 
     status: int
-    headers: Mapping[str, str]  # names in any case
+    headers: Mapping[str, str]  # case-insensitive names
     content: bytes
 
 
 class TimedRequests:
-    """Sends requests for any number of threads.
+    """A client that sends requests for any number of threads.
 
     They are made in an event loop of its own, because only there a deadline ends whatever a request
     waits for: a client that blocks has one for each read, and a byte now and then is a read.
@@ -39,11 +39,11 @@ class TimedRequests:
     ) -> None:
         self._seconds, self._most_bytes = seconds, most_bytes
         self._client = httpx2.AsyncClient(
-            # A few bytes of a compressed answer may be gigabytes.
+            # A few compressed bytes may decompress to gigabytes.
             headers={**headers, "Accept-Encoding": "identity"},
             timeout=None,
             limits=httpx2.Limits(max_connections=connections),
-            follow_redirects=False,  # the key is for one address alone
+            follow_redirects=False,  # the API key is for one address only
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
         self._loop = asyncio.new_event_loop()
@@ -60,7 +60,7 @@ class TimedRequests:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Gives up what is in flight."""
+        """Cancels the requests in flight."""
         with self._lock:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -68,7 +68,7 @@ class TimedRequests:
             self._loop.close()
 
     def send(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
-        """The answer of any status; NoAnswerError if none is there in time."""
+        """The answer, of any status; NoAnswerError if there is none in time."""
         with self._lock:
             if self._loop.is_closed():
                 raise NoAnswerError("given up")
@@ -97,7 +97,7 @@ class TimedRequests:
         return HttpAnswer(response.status_code, response.headers, content)
 
     async def _read(self, response: httpx2.Response) -> bytes:
-        """All of the body, unless it is compressed or too much."""
+        """The whole body, unless it is compressed or too large."""
         encoding = response.headers.get("Content-Encoding", "")
         if encoding.lower() not in {"", "identity"}:
             raise NoAnswerError(f"an answer in the encoding {encoding[:20]!r}, not asked for")
