@@ -138,12 +138,12 @@ _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 def _plain(record: Any) -> dict[str, Any]:
     """A dataclass as a dict, without optional fields that have their default."""
     plain = dataclasses.asdict(record)
-    unknown = [one.name for one in dataclasses.fields(record) if _is_unknown(record, one)]
+    unknown = [
+        one.name
+        for one in dataclasses.fields(record)
+        if IF_KNOWN in one.metadata and getattr(record, one.name) == one.default
+    ]
     return {name: value for name, value in plain.items() if name not in unknown}
-
-
-def _is_unknown(record: Any, one: dataclasses.Field[Any]) -> bool:
-    return IF_KNOWN in one.metadata and getattr(record, one.name) == one.default
 
 
 def _parsed(text: str | bytes) -> Any:

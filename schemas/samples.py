@@ -36,7 +36,8 @@ class Prompt:
     @property
     def key(self) -> str:
         """A hash of everything a model sees of the prompt; carried columns are not in it."""
-        return _key(_plain(self.text), list(self.tools or ()), dict(self.template_options))
+        text = self.text if isinstance(self.text, str) else [dict(one) for one in self.text]
+        return _key(text, list(self.tools or ()), dict(self.template_options))
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,3 @@ def sample_key(prompt: str, number: int, sampling: Sampling, identity: Mapping[s
 
 def _key(*parts: Any) -> str:
     return digest(list(parts))[:KEY_LENGTH]
-
-
-def _plain(text: Text) -> Any:
-    return text if isinstance(text, str) else [dict(message) for message in text]

@@ -92,7 +92,8 @@ class Encoder:
             for encoding, boundary, text in zip(branches, item.boundaries, item.texts, strict=True)
         ]
         ids = [encoding.ids for encoding in branches]
-        shared = _shared_prefix(ids, min(starts))
+        first, *others = [branch[: min(starts)] for branch in ids]
+        shared = min((_common_length(first, other) for other in others), default=len(first))
         spans = any(
             start < len(encoding) and span_of(encoding, start)[0] < boundary
             for encoding, start, boundary in zip(branches, starts, item.boundaries, strict=True)
@@ -145,7 +146,8 @@ class Encoder:
         if not all(completions):
             raise BadRow("zero_completion_tokens", "a completion has no token left")
         cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
-        notes["pairs_with_equal_completions"] += _is_equal_pair(record, completions)
+        is_pair = record.roles == (Role.CHOSEN, Role.REJECTED)
+        notes["pairs_with_equal_completions"] += is_pair and completions[0] == completions[1]
         notes["pairs_whose_rejected_score_is_higher"] += _is_against_its_scores(record)
         notes["rows_with_prompt_truncated"] += len(kept) < len(prompt)
         notes["rows_with_completion_truncated"] += any(cut)
@@ -198,19 +200,11 @@ def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> i
     return len(encoding)
 
 
-def _is_equal_pair(record: Record, completions: tuple[list[int], ...]) -> bool:
-    return record.roles == (Role.CHOSEN, Role.REJECTED) and completions[0] == completions[1]
-
-
 def _is_against_its_scores(record: Record) -> bool:
     if record.roles != (Role.CHOSEN, Role.REJECTED):
         return False
     chosen, rejected = record.scores
     return chosen is not None and rejected is not None and chosen < rejected
-
-
-def _shared_prefix(ids: list[list[int]], limit: int) -> int:
-    return min((_common_length(ids[0][:limit], other[:limit]) for other in ids[1:]), default=limit)
 
 
 def _common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:

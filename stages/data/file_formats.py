@@ -164,11 +164,11 @@ def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: 
 def _bytes_of(group: pq.RowGroupMetaData, wanted: Collection[str]) -> int:
     """The uncompressed size of these columns."""
     leaves = map(group.column, range(group.num_columns))
-    return sum(leaf.total_uncompressed_size for leaf in leaves if _root(leaf) in wanted)
-
-
-def _root(leaf: pq.ColumnChunkMetaData) -> str:
-    return str(leaf.path_in_schema).split(".", 1)[0]
+    return sum(
+        leaf.total_uncompressed_size
+        for leaf in leaves
+        if str(leaf.path_in_schema).split(".", 1)[0] in wanted
+    )
 
 
 def arrow_columns(path: Path) -> tuple[str, ...]:

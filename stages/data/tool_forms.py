@@ -49,7 +49,9 @@ class ToolForms:
         if self.arguments.in_any_form:
             return
         for completion in record.completions:
-            if not isinstance(completion, str) and not any(map(_says_something, completion)):
+            if isinstance(completion, str):
+                continue
+            if all(is_blank(message.get("content") or "") for message in completion):
                 raise BadRow(
                     "template_error",
                     "the completion only calls tools, and the chat template writes no calls",
@@ -68,10 +70,6 @@ class ToolForms:
 
     def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         return _within_function(tool, "parameters", self.parameters)
-
-
-def _says_something(message: Message) -> bool:
-    return not is_blank(message.get("content") or "")
 
 
 def _within_function(entry: Mapping[str, Any], key: str, form: Shown) -> dict[str, Any]:

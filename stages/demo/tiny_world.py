@@ -101,10 +101,10 @@ def make_model(
     """Pretrains a model and saves it with its tokenizer; 0 steps leave it random."""
     with _repeatable(seed):
         model = LlamaForCausalLM(_config(tokenizer, shape))
-        held_out = _held_out_blocks(tokenizer)
+        held_out = _blocks(tokenizer, _HELD_OUT_BLOCKS, _HELD_OUT_SEED)
         before = _mean_logp(model, held_out)
         if pretrain_steps:
-            _pretrain(model, _training_blocks(tokenizer, pretrain_steps * _BATCH))
+            _pretrain(model, _blocks(tokenizer, pretrain_steps * _BATCH, _TRAINING_SEED))
         after = _mean_logp(model, held_out) if pretrain_steps else before
     _save(model, folder)
     tokenizer.save_pretrained(folder)
@@ -154,14 +154,6 @@ def _config(tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> LlamaConfi
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-
-
-def _held_out_blocks(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    return _blocks(tokenizer, _HELD_OUT_BLOCKS, _HELD_OUT_SEED)
-
-
-def _training_blocks(tokenizer: PreTrainedTokenizerFast, count: int) -> Tensor:
-    return _blocks(tokenizer, count, _TRAINING_SEED)
 
 
 def _blocks(tokenizer: PreTrainedTokenizerFast, count: int, seed: int) -> Tensor:

@@ -54,8 +54,10 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
     # Without ZeRO every rank has all of it, for any number of ranks.
     is_same_size = saved.ranks == world.size or saved.stage == 0
     if is_same_size and saved.stage == engine.zero_optimization_stage():
-        with _refusing(folder):
-            _load_own(engine, folder)
+        is_whole = all(parameter.requires_grad for parameter in engine.module.parameters())
+        with _refusing(folder), quietly(), _data_only():
+            # Frozen parameters are not in the state.
+            engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_whole)
         return
 
     def cut() -> ResizedState:
@@ -66,12 +68,6 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
     resized = run_on_all_ranks(world, cut)
     with quietly():
         put_into(engine, resized)
-
-
-def _load_own(engine: Any, folder: Path) -> None:
-    has_frozen = not all(parameter.requires_grad for parameter in engine.module.parameters())
-    with quietly(), _data_only():
-        engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=not has_frozen)
 
 
 @contextmanager

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ...schemas.methods import Branches, LossOutput, Mean, Method, Metric, Step
+from ...schemas.methods import Branches, LossOutput, Mean, Method, Step
 from ...schemas.option import option
 from ...schemas.rows import Role
 from .recipe import is_good
@@ -56,11 +54,8 @@ def csft(branches: Branches, _: Step, __: CsftOptions) -> LossOutput:
     """-lp of each branch given its control token (https://arxiv.org/abs/2302.08582)."""
     means = -(branches.logps / branches.num_tokens).detach()
     good = is_good(branches)
-    return LossOutput(-branches.logps, _metrics(means, good))
-
-
-def _metrics(means: Tensor, good: Tensor) -> dict[str, Metric]:
-    return {"nll/desirable": Mean.of(means, good), "nll/undesirable": Mean.of(means, ~good)}
+    metrics = {"nll/desirable": Mean.of(means, good), "nll/undesirable": Mean.of(means, ~good)}
+    return LossOutput(-branches.logps, metrics)
 
 
 def control_texts(options: CsftOptions) -> dict[Role, str]:

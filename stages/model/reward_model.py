@@ -146,7 +146,7 @@ class HfReward(HfReference):
     _kind = AutoModelForSequenceClassification
 
     def identity(self) -> Mapping[str, str]:
-        """The identity of a reference, with the version of scores in place of the head's."""
+        """The identity of a reference, with the version of scores instead of the head's."""
         architectures = model_config(self.options.path).get("architectures") or [""]
         if not str(architectures[0]).endswith(SCORES):
             raise UsageError(

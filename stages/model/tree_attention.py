@@ -256,7 +256,8 @@ def attend_in_pieces(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     template, outputs = pieces.templates[window], list[Tensor]()
     # Split, never sliced: the gradient of every slice would be as long as the whole batch.
-    parts = zip(*(_split(tensor, pieces) for tensor in (query, key, value)), strict=True)
+    sizes = [stop - start for edges in pieces.edges for start, stop in pairwise(edges)]
+    parts = zip(*(torch.split(each, sizes, dim=2) for each in (query, key, value)), strict=True)
     for (queries, keys, values), is_prompt in zip(parts, _are_prompts(pieces), strict=True):
         if is_prompt:
             prompt_keys, prompt_values = seen = keys, values
@@ -276,12 +277,6 @@ def attend_in_pieces(
             )
             outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
-
-
-def _split(tensor: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
-    sizes = [stop - start for edges in pieces.edges for start, stop in pairwise(edges)]
-    parts: tuple[Tensor, ...] = torch.split(tensor, sizes, dim=2)
-    return parts
 
 
 def _are_prompts(pieces: Pieces) -> Iterator[bool]:

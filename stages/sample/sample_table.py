@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from ...schemas.rows import Message, Text
+from ...schemas.rows import Text
 from ...schemas.samples import Prompt, Sample
 
 
@@ -54,16 +54,13 @@ def _texts(texts: Sequence[Text]) -> pl.Series:
     """
     conversations = [text for text in texts if not isinstance(text, str)]
     messages = [message for text in conversations for message in text]
-    if len(conversations) == len(texts) and all(map(_is_simple, messages)):
+    is_plain = all(isinstance(value, str) for message in messages for value in message.values())
+    if is_plain and len(conversations) == len(texts):
         keys = dict.fromkeys(key for message in messages for key in message)
         lists = [[dict(message) for message in text] for text in conversations]
         # Named, because polars takes the keys of the first message for those of all.
         return pl.Series(lists, dtype=pl.List(pl.Struct(dict.fromkeys(keys, pl.String))))
     return pl.Series([text if isinstance(text, str) else _json(text) for text in texts])
-
-
-def _is_simple(message: Message) -> bool:
-    return all(isinstance(value, str) for value in message.values())
 
 
 def _of_template(prompts: Iterable[Prompt]) -> dict[str, pl.Series]:
@@ -98,11 +95,8 @@ def _series(values: list[Any]) -> pl.Series:
         # first of them lack.
         if not series.dtype.is_nested() or series.to_list() == values:
             return series
-    return pl.Series([_as_text(value) for value in values], dtype=pl.String)
-
-
-def _as_text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else _json(value)
+    texts = [value if isinstance(value, str | None) else _json(value) for value in values]
+    return pl.Series(texts, dtype=pl.String)
 
 
 def _json(value: Any) -> str:
