@@ -1,4 +1,4 @@
-"""What a method is: a pure function over the log-probs of one step's branches, and its options."""
+"""The interface of methods: functions over the log-probs of a step's branches, with options."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class Reference(Protocol):
 
 # Nats per token by which a score may differ when its batch had another shape.
 PER_TOKEN = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
-# The least tolerance per sequence, which is that of short completions in float32.
+# The least tolerance per sequence: that of short completions in float32.
 LEAST = 1e-4
 
 

@@ -32,7 +32,7 @@ class TableManifest:
 
     @property
     def drawing(self) -> Drawing | None:
-        """How its samples were drawn, as far as it is known."""
+        """The distribution that its samples were drawn from, if it is known."""
         if self.kind != "samples":
             return self.sampling
         names = [one.name for one in fields(Drawing)]

@@ -124,7 +124,7 @@ class TextTokenizer:
 
     @cached_property
     def tool_forms(self) -> ToolForms:
-        """How the chat template takes the arguments of calls and the parameters of tools."""
+        """The forms in which the chat template takes the arguments and parameters of tools."""
         return ToolForms.of(TemplateProbe(self.hf, self.template or ""))
 
     @cached_property

@@ -23,7 +23,7 @@ from .conversions import ReadSpec
 from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
-SCORES = "scores"  # among what is missing; no column of the data has this name
+SCORES = "scores"  # the key of missing scores; no column of the data has this name
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class ScoreRules:
 
 @dataclass(frozen=True)
 class ReadSpec:
-    """How a method reads stored rows: their kind, conversion, needed values and split."""
+    """The specification by which stored rows are read: kind, conversion, needed values, split."""
 
     kind: RowKind
     mismatched: bool  # whether mismatched branches are read too

@@ -51,7 +51,7 @@ class CacheFeed:
         return self.held_out_source.eval_rows > 0
 
     def held_out_size(self) -> StepSize:
-        """All rows of an evaluation, over all ranks."""
+        """The size of an evaluation over all ranks."""
         return evaluation_pass(self.held_out_source.index.held_out, self.settings).size()
 
     def steps(self, start: Cursor) -> Steps:

@@ -14,7 +14,7 @@ from .step_plan import assign_batches
 
 
 def cut_smaller(batch: StepBatch, budget: int, *, pads: bool) -> StepBatch:
-    """The same rows in micro-batches of at most so many tokens, for a rank that is alone."""
+    """The step of a single rank in micro-batches of at most `budget` tokens."""
     own, mismatched = (_cut(micros, budget, pads=pads) for micros in (batch.own, batch.mismatched))
     return replace(batch, own=own, mismatched=mismatched)
 

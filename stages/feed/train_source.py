@@ -315,7 +315,7 @@ class _Prompts:
     sketches: NDArray[np.uint64]
 
     def different(self) -> _Prompts:
-        """Each prompt once."""
+        """The distinct prompts."""
         keys, firsts = np.unique(self.keys, return_index=True)
         return _Prompts(keys, self.sketches[firsts])
 

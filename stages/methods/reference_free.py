@@ -76,7 +76,7 @@ def orpo(branches: Branches, step: Step, options: OrpoOptions) -> LossOutput:
 
 
 def _likelier(pairs: Pairs, rounding: float) -> Tensor:
-    """Which pairs have a chosen branch of higher odds: odds rise as the mean log-prob does."""
+    """1 for pairs whose chosen branch has the higher odds, which rise with the mean log-prob."""
     chosen, rejected = pairs.chosen, pairs.rejected
     gaps = (chosen.mean_logps - rejected.mean_logps).detach()
     return higher(gaps, rounding / chosen.num_tokens + rounding / rejected.num_tokens)

@@ -155,7 +155,7 @@ def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity:
             continue
         softmax = tiles.softmax_like(logits)
         # Faster than logsumexp over a tile in cache. Any z_v - log_softmax(z)_v is the log-sum-exp;
-        # that of the largest logit is the most exact.
+        # the largest logit gives the most exact one.
         torch.log_softmax(logits, dim=1, out=softmax)
         logs.append(logits.amax(dim=1) - softmax.amax(dim=1))
         if purity:

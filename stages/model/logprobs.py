@@ -69,7 +69,7 @@ class ScoringPath:
     group: SequenceGroup | None = None  # of the ranks that share every sequence
 
     def __str__(self) -> str:
-        """As it is printed and logged."""
+        """The path in words, as it is printed and logged."""
         return f"{self.layout} rows with the {self.head} head"
 
     @property

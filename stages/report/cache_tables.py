@@ -177,7 +177,7 @@ def _drops(summary: Summary) -> list[str]:
 
 
 def _roles(summary: Summary) -> list[tuple[str, RoleSummary]]:
-    """In the order of `Role`, which JSON does not keep."""
+    """The roles in the order of `Role`, which JSON does not keep."""
     names = [role.name.lower() for role in Role]
     return [(name, summary.roles[name]) for name in names if name in summary.roles]
 

@@ -25,7 +25,7 @@ from .throughput import Meter, peak_mib
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """Where training is: the steps done, and the state that later steps need."""
+    """The position of training: the steps done, and the state that later steps need."""
 
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
@@ -47,7 +47,7 @@ class Feed(Protocol):
         ...
 
     def held_out_size(self) -> StepSize:
-        """All rows of an evaluation, over all ranks."""
+        """The size of an evaluation over all ranks."""
         ...
 
     def steps(self, start: Cursor) -> AbstractContextManager[Iterator[StepBatch]]:
@@ -59,7 +59,7 @@ class Feed(Protocol):
         ...
 
     def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
-        """A batch of a single rank in micro-batches of at most so many tokens."""
+        """The batch of a single rank in micro-batches of at most `tokens` tokens."""
         ...
 
 
