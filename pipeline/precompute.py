@@ -34,7 +34,7 @@ from .cache_compatibility import register_cache, require_same_or_growing
 from .executors.executor import Executor, Share
 from .executors.kinds import executor_of
 from .mlflow_sync import recorded_work, send_earlier
-from .precompute_plan import STAGE_ONE, Job, make_plan, open_job, remake_ring, ring_of
+from .precompute_plan import STAGE_ONE, CacheJob, make_plan, open_job, remake_ring, ring_of
 from .rejected_rows import RejectedRows
 from .scoring_worker import ScoreTasks, Tally, lines_of_first
 
@@ -69,8 +69,7 @@ def precompute(
         plan = _plan_in(job.work)  # first: who publishes now takes it away
         if finished := _finished(job):
             return _result(job, finished)
-        on_gpu = job.fingerprint.get("model.device") == "cuda"
-        executor = executor_of(config.scoring, None, on_gpu=on_gpu)
+        executor = executor_of(config.scoring, None, job.fingerprint.get("model.device", "cpu"))
         call = _Call(job, run_id, executor, progress, shows_row=shows_row)
         with recorded_work(tracking, local, stage) as run:
             manifest = call.finish(run, plan)
@@ -92,7 +91,7 @@ def precompute_part(
     It takes no lock on the cache. What all parts need, it prepares itself if it is not there. Of
     all parts the first shows a row.
     """
-    executor = executor_of(config.scoring, share, on_gpu=False)  # this process
+    executor = executor_of(config.scoring, share, "cpu")  # this process
     job = open_job(config, reference, stage)
     home = job.folder.root
     plan = _plan_in(job.work)  # first, as above
@@ -111,7 +110,7 @@ def precompute_part(
     return PartResult(share, home, call.tally, whole=whole, has_published=call.has_published)
 
 
-def _result(job: Job, manifest: Manifest, tally: Tally | None = None) -> PrecomputeResult:
+def _result(job: CacheJob, manifest: Manifest, tally: Tally | None = None) -> PrecomputeResult:
     """A finished cache; without a tally it was there before."""
     root, unread = job.folder.root, job.shape.noted
     return PrecomputeResult(root, manifest, tally or Tally(), tally is None, unread)
@@ -121,7 +120,7 @@ def _result(job: Job, manifest: Manifest, tally: Tally | None = None) -> Precomp
 class _Call:
     """One process's work on a cache, and what has come of it."""
 
-    job: Job
+    job: CacheJob
     run_id: str
     executor: Executor
     progress: Progress
@@ -192,7 +191,7 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _finished(job: Job) -> Manifest | None:
+def _finished(job: CacheJob) -> Manifest | None:
     """The manifest, if it is of this plan; refuses the folder of another cache."""
     folder = job.folder
     if folder.manifest.exists():
@@ -216,7 +215,7 @@ def _plan_in(work: WorkFolder) -> Plan | None:
         return None
 
 
-def _made_by_another(job: Job) -> Manifest:
+def _made_by_another(job: CacheJob) -> Manifest:
     """The manifest by which another process has ended the work here; ends what is left of it."""
     if job.is_published:
         manifest = load_manifest(job.folder)
@@ -231,7 +230,7 @@ def _made_by_another(job: Job) -> Manifest:
     )
 
 
-def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
+def _tidy(job: CacheJob, manifest: Manifest, run_id: str) -> None:
     """Finishes the work of a run that died after its manifest, unless another process does."""
     if is_tidy(job.folder, manifest) and not unsent_runs(job.folder.local):
         return
@@ -242,7 +241,7 @@ def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
 
 
 def _planned(
-    job: Job, plan: Plan | None, run_id: str, executor: Executor, progress: Progress
+    job: CacheJob, plan: Plan | None, run_id: str, executor: Executor, progress: Progress
 ) -> Plan:
     """The plan, of an earlier run or of another process, or made now."""
     if plan is None:
@@ -254,14 +253,14 @@ def _planned(
     return plan
 
 
-def _describe(run: Run, job: Job, plan: Plan) -> None:
+def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
     run.log_params(job.fingerprint)
     run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
     for entry in plan.inputs:
         run.log_dataset(entry.name, digest=entry.sha256, source=entry.name, context="reference")
 
 
-def _require_usable(job: Job, manifest: Manifest) -> None:
+def _require_usable(job: CacheJob, manifest: Manifest) -> None:
     """Refuses to publish when scoring lost more rows than the user allows, or left none."""
     rejected = RejectedRows(
         counts=manifest.quarantined,
@@ -288,7 +287,7 @@ def _require_usable(job: Job, manifest: Manifest) -> None:
     raise BadDataError("\n".join([what, *hints, *more, again]))
 
 
-def _conclude(run: Run, job: Job, manifest: Manifest | None, tally: Tally) -> None:
+def _conclude(run: Run, job: CacheJob, manifest: Manifest | None, tally: Tally) -> None:
     run.log_metrics(tally.metrics(), step=tally.units)
     if manifest is None:
         return

@@ -19,7 +19,7 @@ from .flags import (
     Sets,
     with_flags,
 )
-from .terminal import begin_work, recorded_by_first, say, say_once
+from .terminal import begin_work, print_result, recorded_by_first, say, say_once
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Files or folders with prompts.")]
 Samples = Annotated[
@@ -93,8 +93,7 @@ def judge(
         return
     assert samples
     share = share_of(part, os.environ)
-    made = run_judge(recorded_by_first(given), samples, progress=begin_work(), share=share)
-    (say if share and made.manifest else say_once)(made.text())
+    print_result(run_judge(recorded_by_first(given), samples, progress=begin_work(), share=share))
 
 
 @with_flags(SELECT_FLAGS)

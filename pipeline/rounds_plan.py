@@ -13,13 +13,12 @@ from ..schemas.json_codec import digest
 from ..schemas.round_options import ServerOptions
 from ..schemas.round_record import RoundRecord
 from ..schemas.samples import Prompt, Sampler
-from ..stages.judge.verifiers import verifier_of
 from ..stages.methods.recipe import Recipe
 from ..stages.model.model_folder import model_identity
 from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.rounds_folder import OneRound, RoundsFolder
-from .judge import LANGUAGE
+from .judges import kind_of
 from .language_judge import judge_sampler
 from .resume import binding
 from .round_prompts import PromptSplit, content_digest
@@ -123,7 +122,7 @@ class RoundsJob:
     @cached_property
     def judge_sampler(self) -> Sampler | None:
         """The language model that judges: one, so that all rounds share its budget."""
-        if self.config.judge.by not in LANGUAGE:
+        if not kind_of(self.config.judge).asks:
             return None
         return judge_sampler(self.judging(self.folder.root))
 
@@ -200,11 +199,8 @@ class RoundsJob:
         for name, path in models.items():
             if path:
                 found[name] = digest_of_model(replace(self.config.model, path=path, adapter=""))
-        if judge.by in {"exact", "regex", "function"}:
-            columns = [*self.split.train[0].carried]
-            named = verifier_of(judge, columns)[1]
-            found |= {f"judge.{name}": value for name, value in named.items()}
-        return found
+        named = kind_of(judge).named(judge, [*self.split.train[0].carried])
+        return found | {f"judge.{name}": value for name, value in named.items()}
 
     def require_same(self, record: RoundRecord, earlier: RoundRecord | None) -> None:
         """Refuses a finished round that was made from something else than the settings say."""

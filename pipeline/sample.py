@@ -134,12 +134,7 @@ def _open_job(config: Config, share: Share | None) -> _Job:
     folder = TableFolder.at(options.output, "samples")
     answers = folder.answers(options.answers)
     identity = dict(sampler.identity())
-    executor = executor_of(
-        config.scoring,
-        share,
-        on_gpu=identity.get("model.device") == "cuda",
-        is_served=bool(config.server.url),
-    )
+    executor = executor_of(config.scoring, share, sampler.device)
     size = _group_size(len(prompts), config, share, executor)
     groups = groups_of([*prompts.values()], size)
     tasks = SampleTasks(answers, sampler, identity, sampling, options.n, tuple(map(tuple, groups)))

@@ -24,15 +24,19 @@ from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, recipe_of
 from align.stages.storage.shards import shard_schema
+from align.stages.storage.tables import TableFolder, read_table
 from support.command import align
 from support.pages import PAGES, anchors, blocks, codes, commands, links, name_of, page
 from support.programs import TESTS
 from support.rooms import ROOMS, ROOT
+from support.sample_tables import sample_table
 from support.stage_one import contents
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
-TO_BE_WRITTEN = {"stages/methods/square.py", "pipeline/executors/threads.py"}  # by who adds them
+TO_BE_WRITTEN = {  # by who adds them
+    *("stages/methods/square.py", "pipeline/executors/threads.py", "pipeline/length_judge.py")
+}
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 
@@ -221,27 +225,38 @@ def copy_of_package(folder):
     return package
 
 
-def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
+COMMAND = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
+
+
+def extended(folder, title, path, places):
+    """The package with what a section of docs/extending.md adds: a file, then a line in others.
+
+    `places` are files, what stands there, and what takes its place, SHOWN for what the page shows.
+    """
     text = page("docs/extending.md").read_text()
-    section = tmp_path / "section.md"
-    section.write_text(text[text.index("## An executor") : text.index("## A column")])
-    program, line, names = (block.text for block in blocks(section) if block.language)
-    package = copy_of_package(tmp_path)
-    (package / "pipeline" / "executors" / "threads.py").write_text(program)
-    for file, before, after in (
-        ("pipeline/executors/kinds.py", '= {"ray"', f'= {{\n{line}    "ray"'),
-        ("schemas/config.py", '"inline", "ray"', names.strip()),
-    ):
+    section = folder / "section.md"
+    section.write_text(text[text.index(f"## {title}") :].partition("\n## ")[0])
+    program, *shown = (block.text for block in blocks(section) if block.language)
+    package = copy_of_package(folder)
+    (package / path).write_text(program)
+    for (file, before, after), line in zip(places, shown, strict=True):
         source = package / file
         assert source.read_text().count(before) == 1
-        source.write_text(source.read_text().replace(before, after))
+        source.write_text(source.read_text().replace(before, after.replace("SHOWN", line.strip())))
+
+
+def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
+    places = (
+        ("pipeline/executors/kinds.py", '= {"ray"', '= {SHOWN "ray"'),
+        ("schemas/config.py", '"inline", "ray"', "SHOWN"),
+    )
+    extended(tmp_path, "An executor", "pipeline/executors/threads.py", places)
     words = ("precompute-ref", world.data.paired, "--model", world.model)
-    program = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
     for name in ("threads", "inline"):
         options = ("--output", name, "--executor", name, "--no-mlflow")
         fresh = ("--set", "cache.reuse_known=false")
         run(
-            *(sys.executable, "-c", program, *words, *options, *fresh),
+            *(sys.executable, "-c", COMMAND, *words, *options, *fresh),
             cwd=tmp_path,
             PYTHONPATH=str(tmp_path),
         )
@@ -253,6 +268,27 @@ def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
     )
     both = os.pathsep.join((str(tmp_path), str(TESTS)))
     run(sys.executable, "-c", contract, cwd=tmp_path, PYTHONPATH=both)
+
+
+def test_a_judge_is_added_as_its_page_shows(tmp_path):
+    places = (
+        ("pipeline/judges.py", '"reward": (', 'SHOWN "reward": ('),
+        ("schemas/round_options.py", '"none", "reward"', 'SHOWN, "reward"'),
+    )
+    extended(tmp_path, "A judge", "pipeline/length_judge.py", places)
+    samples = sample_table(tmp_path / "samples", {"Why?": ["Because.", "So."]})
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "Why?", "chosen": "So.", "rejected": "Because."}\n')
+    by = ("--by", "length", "--output", "judged", "--no-mlflow")
+    for words, told in (
+        ((samples,), "2 judgments made, 0 known before"),
+        ((samples,), "0 judgments made, 2 known before"),
+        (("--calibrate", pairs), "agrees with gold, where it decides"),
+    ):
+        command = (sys.executable, "-c", COMMAND, "judge", *words, *by)
+        assert told in run(*command, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    table = read_table(TableFolder(tmp_path / "judged", "judged"))[1]
+    assert table["score"].to_list() == [-8.0, -3.0]
 
 
 def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
