@@ -19,7 +19,7 @@ from .flags import (
     Sets,
     with_flags,
 )
-from .terminal import begin_work, print_result, recorded_by_first, say, say_once
+from .terminal import begin_work, print_result, recorded_by_first, say
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Files or folders with prompts.")]
 Samples = Annotated[
@@ -55,13 +55,9 @@ def sample(
 
     given = load_settings(flags, sets or [], file=config, data=prompts or [], command="sample")
     share = share_of(part, os.environ)
-    made = run_sample(
-        recorded_by_first(given.config),
-        progress=begin_work(),
-        share=share,
-        alpaca_eval=alpaca_eval,
-    )
-    (say if share and made.manifest else say_once)(made.text())
+    recorded = recorded_by_first(given.config)
+    progress = begin_work()
+    print_result(run_sample(recorded, progress=progress, share=share, alpaca_eval=alpaca_eval))
 
 
 @with_flags(JUDGE_FLAGS)

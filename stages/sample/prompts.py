@@ -1,8 +1,8 @@
-"""The prompts of a run of sampling: each asked once, in groups that processes can share."""
+"""The prompts of a run of sampling: each asked once, those of like length beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...schemas.rows import Text
@@ -26,14 +26,9 @@ def asked_once(prompts: Iterable[Prompt]) -> AskedPrompts:
     return AskedPrompts(by_key, rows - len(by_key))
 
 
-def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Groups of so many prompts of about one length, whatever order they came in."""
-    order = sorted((characters(prompt.text), prompt.key, at) for at, prompt in enumerate(prompts))
-    places = [at for _, _, at in order]
-    return [
-        [prompts[at] for at in places[start : start + size]]
-        for start in range(0, len(places), size)
-    ]
+def by_length(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Prompts of about one length beside each other, whatever order they came in."""
+    return sorted(prompts, key=lambda prompt: (characters(prompt.text), prompt.key))
 
 
 def characters(text: Text) -> int:

@@ -103,7 +103,7 @@ def run_sampling(config, sampler, *, share=None, **more):
     """Samples in this process."""
     with (
         mock.patch.object(module, "sampler_of", return_value=sampler),
-        mock.patch.object(module, "require_sampled_model"),
+        mock.patch.object(module, "require_sampled_model"),  # it is none of the settings
     ):
         return module.sample(config, progress=Silent(), share=share, **more)
 
