@@ -55,6 +55,11 @@ class Tally:
             padding=scores.padding,
         )
 
+    @property
+    def step(self) -> int:
+        """The units made now."""
+        return self.units
+
     def add(self, other: Tally) -> None:
         """Adds the counts of other work."""
         for field in fields(Tally):
