@@ -287,13 +287,11 @@ def _require_usable(job: CacheJob, intake: Intake, quarantine: tuple[FileEntry, 
         allowed=job.config.data.max_bad_frac,
         files=quarantine,
     )
-    if rejected.exceed_limit:
-        places = "\n  ".join(first_rejected(intake.rejected, job.paths.__getitem__))
-        raise BadDataError(
-            f"{rejected}. The first of them:\n  {places}\nAll are listed in "
-            f"{rejected.listed(job.folder.root)}. Fix them, or allow more with --max-bad-frac."
-            f"{_prompt_hint(job, intake)}"
-        )
+    rejected.require_few(
+        first_rejected(intake.rejected, job.paths.__getitem__),
+        listed=rejected.listed(job.folder.root),
+        hint=_prompt_hint(job, intake),
+    )
 
 
 def _prompt_hint(job: CacheJob, intake: Intake) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..stages.model.model_folder import model_identity
 from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.rounds_folder import OneRound, RoundsFolder
+from .differences import differences
 from .judges import kind_of
 from .language_judge import judge_sampler
 from .resume import binding
@@ -206,7 +207,7 @@ class RoundsJob:
         """Refuses a finished round that was made from something else than the settings say."""
         wanted = {**self.bound_settings(), **self.made_from(record.number, earlier)}
         stored = {**record.settings, **record.made_from}
-        lines = list(_differences(stored, wanted))
+        lines = differences(stored, wanted, had="the round has").values()
         if lines:
             raise FingerprintError(
                 f"Round {record.number} in {self.folder.root} was made from something else. What "
@@ -223,14 +224,6 @@ class RoundsJob:
                 f"it from a copy, or remove {self.folder.round(record.number).record} and "
                 f"{self.folder.round(record.number).run.root} to train it again."
             )
-
-
-def _differences(stored: dict[str, str], wanted: dict[str, str]) -> Iterable[str]:
-    for name in sorted({*stored, *wanted}):
-        then, now = stored.get(name, "nothing"), wanted.get(name, "nothing")
-        if then != now:
-            shown = (text[:12] + "…" if len(text) == 64 else text for text in (then, now))
-            yield "{}: the round has {}, now {}".format(name, *shown)
 
 
 def digest_of_model(options: ModelOptions) -> str:

@@ -30,7 +30,7 @@ from .executors.executor import Share
 from .executors.kinds import executor_of, require_executor
 from .job import Call, Made, carry_out
 from .object_inputs import with_local_inputs
-from .rejected_rows import SHOWN, RejectedRows, first_rejected
+from .rejected_rows import RejectedRows, first_rejected
 from .sample_tasks import SampleTally, SampleTasks, is_empty
 from .samplers import (
     require_same_server,
@@ -276,16 +276,9 @@ def _usable(
         rows_in=rows.rows_in,
         rows_left=rows.rows_in - reasons.total(),
         allowed=config.data.max_bad_frac,
-        files=(),
     )
-    if rejected.exceed_limit:
-        first = first_rejected(rows.rejected, lambda file: inputs[file].path)
-        first += [f"{bad.reason}: {bad.detail}" for bad in failed[:SHOWN]]
-        shown = "\n  ".join(first[:SHOWN])
-        raise BadDataError(
-            f"{rejected}. The first of them:\n  {shown}\nFix them, or allow more with "
-            "--max-bad-frac."
-        )
+    first = first_rejected(rows.rejected, lambda file: inputs[file].path)
+    rejected.require_few([*first, *(f"{bad.reason}: {bad.detail}" for bad in failed)])
     if not left:
         worst = next(iter(refused.values()))
         raise BadDataError(
