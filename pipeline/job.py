@@ -59,11 +59,6 @@ class Output(Ownable, Protocol):
         """The folder of what needs a disk."""
         ...
 
-    @property
-    def manifest(self) -> Location:
-        """Written last: readers read only what it names."""
-        ...
-
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
         ...

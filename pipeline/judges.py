@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError, counted
@@ -28,7 +28,7 @@ SampleKey: TypeAlias = tuple[str, int]  # of a prompt, and the number of its sam
 Scores: TypeAlias = "Mapping[SampleKey, float | None]"
 Shares: TypeAlias = "Mapping[str, Proportion]"
 
-# Each by its file here and its class, which is a JudgeKind.
+# Each by its file here and its class, which is a Judge.
 KINDS: Mapping[str, tuple[str, str]] = {
     "reward": ("reward_judge", "RewardJudge"),
     "rubric": ("rubric_judge", "RubricJudge"),
@@ -41,50 +41,17 @@ KINDS: Mapping[str, tuple[str, str]] = {
 NAMES = f"{', '.join(_MOST)} or {_LAST}"
 
 
-def kind_of(options: JudgeOptions) -> JudgeKind:
+def kind_of(options: JudgeOptions) -> type[Judge]:
     """What the settings name."""
     if options.by not in KINDS:
         raise UsageError(f"Name the judge by --by: {NAMES}.")
     file, kind = KINDS[options.by]
-    return cast("JudgeKind", getattr(import_module(f".{file}", __package__), kind))
+    return cast("type[Judge]", getattr(import_module(f".{file}", __package__), kind))
 
 
 def kept_by(config: Config) -> Location:
     """The folder that keeps every judgment."""
     return TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)
-
-
-class JudgeKind(Protocol):
-    """What is known of a judge by the settings alone."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether it asks a language model, which may be behind a server."""
-        ...
-
-    @property
-    def compares(self) -> bool:
-        """Whether it compares samples, and a sample alone has no score."""
-        ...
-
-    def require(self, config: Config, share: Share | None, *, has_sampler: bool) -> None:
-        """Refuses what the settings alone get wrong, before data or a model are looked at."""
-        ...
-
-    def named(self, options: JudgeOptions, columns: Sequence[str]) -> Mapping[str, str]:
-        """What it hangs on beside the files that settings name, for samples with these columns."""
-        ...
-
-    def most(self, options: JudgeOptions, prompts: int, n: int) -> int:
-        """How many judgments it makes at most of so many samples of so many prompts."""
-        ...
-
-    def of(self, config: Config, columns: Sequence[str], sampler: Sampler | None) -> Judge:
-        """The judge, for samples with these columns; loads no weights.
-
-        A sampler stands for the language model that the settings would name.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,69 +62,67 @@ class Verdicts(Generic[Found]):
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
-class Judge(Protocol):
-    """One that is open."""
+class Judge(ABC):
+    """Says which samples are good. What has a body here is of one that computes without a model."""
 
-    @property
-    def made_from(self) -> Mapping[str, str]:
-        """Digests of all that its judgments follow from, beside the samples."""
-        ...
+    asks = False  # a language model, which may be behind a server
+    compares = False  # samples with each other: one alone has no score
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The settings that they follow from."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """What it computes on."""
-        ...
-
-    def judged(
-        self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]
-    ) -> Verdicts[pl.DataFrame] | None:
-        """The table of the samples with their scores; None while other parts are not done."""
-        ...
-
-    def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
-        """How it does on pairs of known preference."""
-        ...
-
-
-class RowJudge(ABC):
-    """A judge that gives each sample a score of its own; what has a body here is the usual."""
-
-    asks = False
-    compares = False
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
-
-    @property
-    def device(self) -> str:
-        """This processor."""
-        return "cpu"
-
-    @property
+    @staticmethod
     @abstractmethod
-    def made_from(self) -> Mapping[str, str]:
-        """As in a Judge."""
-
-    @abstractmethod
-    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
-        """The score of each sample, or None for it; None while other parts are not done."""
+    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+        """Refuses what the settings alone get wrong, before data or a model are looked at."""
 
     @staticmethod
     def named(options: JudgeOptions, columns: Sequence[str]) -> Mapping[str, str]:
-        """Nothing else."""
+        """What it hangs on beside the files that settings name, for samples with these columns."""
         return {}
 
     @staticmethod
     def most(options: JudgeOptions, prompts: int, n: int) -> int:
-        """One of each sample."""
+        """How many judgments it makes at most of so many samples of so many prompts."""
         return prompts * n
+
+    @staticmethod
+    @abstractmethod
+    def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> Judge:
+        """The judge, for samples with these columns; loads no weights.
+
+        A sampler stands for the language model that the settings would name.
+        """
+
+    @property
+    @abstractmethod
+    def made_from(self) -> Mapping[str, str]:
+        """Digests of all that its judgments follow from, beside the samples."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings that they follow from."""
+        return {}
+
+    @property
+    def device(self) -> str:
+        """What it computes on."""
+        return "cpu"
+
+    @abstractmethod
+    def judged(
+        self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]
+    ) -> Verdicts[pl.DataFrame] | None:
+        """The table of the samples with their scores; None while other parts are not done."""
+
+    @abstractmethod
+    def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
+        """How it does on pairs of known preference."""
+
+
+class RowJudge(Judge):
+    """A judge that gives each sample a score of its own."""
+
+    @abstractmethod
+    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
+        """The score of each sample, or None for it; None while other parts are not done."""
 
     def judged(
         self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]

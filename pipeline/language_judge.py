@@ -18,7 +18,7 @@ from .answer_tasks import AnswerTasks, task_groups
 from .executors.executor import Share
 from .executors.kinds import require_executor
 from .job import Call
-from .judges import Judged, kept_by
+from .judges import Judge, Judged, kept_by
 from .samplers import require_same_server, sampler_of
 
 
@@ -64,18 +64,30 @@ class JudgeModel:
         sampling = Sampling(temperature=0.0, max_new_tokens=config.judge.max_new_tokens)
         return JudgeModel(LanguageJudge(template, asked.identity(), sampling), asked, config)
 
-    @property
-    def made_from(self) -> dict[str, str]:
-        """Digests of the model and of the template."""
-        return {
-            "judge": digest(dict(self.judge.identity)),
-            "template": self.judge.template.digest,
-        }
+
+@dataclass(frozen=True)
+class AskingJudge(Judge):
+    """A judge that asks a language model by the template of its question."""
+
+    model: JudgeModel
+
+    asks = True
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def made_from(self) -> Mapping[str, str]:
+        """The model and the template."""
+        judge = self.model.judge
+        return {"judge": digest(dict(judge.identity)), "template": judge.template.digest}
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
         """How long a judgment may be."""
-        return {"max_new_tokens": self.config.judge.max_new_tokens}
+        return {"max_new_tokens": self.model.config.judge.max_new_tokens}
+
+    @property
+    def device(self) -> str:
+        """That of the model."""
+        return self.model.sampler.device
 
 
 def answer(

@@ -20,7 +20,7 @@ from .executors.executor import Share
 from .job import Call
 from .judge_inputs import Gold, sample_rows
 from .judges import Judged, Shares, Verdicts
-from .language_judge import JudgeModel, answer, require_language
+from .language_judge import AskingJudge, JudgeModel, answer, require_language
 
 if TYPE_CHECKING:
     import polars as pl
@@ -30,24 +30,17 @@ ComparedPairs: TypeAlias = "Sequence[tuple[Candidate, Candidate, Compared]]"
 
 
 @dataclass(frozen=True)
-class PairwiseJudge:
-    """A model, the template of its question, and other samples to compare with, if there are."""
+class PairwiseJudge(AskingJudge):
+    """Compares the samples of a prompt, or each with another one of the same prompt and number."""
 
-    model: JudgeModel
     against: tuple[TableManifest, SampleRows] | None
 
-    asks = True
     compares = True
 
     @staticmethod
     def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
         """Refuses a template or a model that is missing."""
         require_language(config, share, "pairwise", has_sampler=has_sampler)
-
-    @staticmethod
-    def named(options: JudgeOptions, columns: Sequence[str]) -> Mapping[str, str]:
-        """Nothing else."""
-        return {}
 
     @staticmethod
     def most(options: JudgeOptions, prompts: int, n: int) -> int:
@@ -67,18 +60,13 @@ class PairwiseJudge:
     def made_from(self) -> Mapping[str, str]:
         """The other samples, the model and the template."""
         others = {"against": self.against[0].root} if self.against else {}
-        return {**others, **self.model.made_from}
+        return {**others, **super().made_from}
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Which pairs, where the samples do not say it, and how long a judgment may be."""
         pairs = {} if self.against else {"pairs": self.model.config.judge.pairs}
-        return {**pairs, **self.model.settings}
-
-    @property
-    def device(self) -> str:
-        """That of the model."""
-        return self.model.sampler.device
+        return {**pairs, **super().settings}
 
     def judged(
         self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from ..schemas.config import Config
 from ..schemas.samples import Sampler
@@ -13,16 +11,11 @@ from ..stages.judge.judgments import rubric_questions
 from .executors.executor import Share
 from .job import Call
 from .judges import Judged, RowJudge, Scores, Verdicts
-from .language_judge import JudgeModel, answer, require_language
+from .language_judge import AskingJudge, JudgeModel, answer, require_language
 
 
-@dataclass(frozen=True)
-class RubricJudge(RowJudge):
-    """A model, and the template of its question."""
-
-    model: JudgeModel
-
-    asks = True
+class RubricJudge(AskingJudge, RowJudge):
+    """Asks for each sample by itself."""
 
     @staticmethod
     def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
@@ -33,21 +26,6 @@ class RubricJudge(RowJudge):
     def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> RubricJudge:
         """Asks a server for its name, if it is not given."""
         return RubricJudge(JudgeModel.of(config, "rubric", sampler))
-
-    @property
-    def made_from(self) -> Mapping[str, str]:
-        """The model and the template."""
-        return self.model.made_from
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """How long a judgment may be."""
-        return self.model.settings
-
-    @property
-    def device(self) -> str:
-        """That of the model."""
-        return self.model.sampler.device
 
     def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
         """Each different sample of a prompt is asked for once."""

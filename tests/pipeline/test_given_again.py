@@ -26,7 +26,7 @@ OF_A_TABLE = ("table.before_rename", "table.after_rename", "table.after_rename")
 JUDGED = ("judge", "whole/sample", "--dtype", "float32")
 STEPS = {
     "precompute-ref": Step(
-        ("precompute-ref", "pairs.jsonl", "--model", "model", "--rows-per-shard", 3, *FEW),
+        ("precompute-ref", "pairs.jsonl", "--model", "model", "--rows-per-shard", 1, *FEW),
         (
             "part.before_link",  # of what is prepared
             "plan.after_link",
@@ -134,7 +134,9 @@ def table(server, world, reward_model, tmp_path_factory):
     asked = [f"What is {number} and {number}?" for number in range(5)]
     write_prompts(folder / "prompts.jsonl", asked)
     write_prompts(folder / "pairs.jsonl", asked, chosen=[*"24680"], rejected=[*"13579"])
-    write_settings(folder, world, rounds={"count": 1})
+    # Nothing is copied from what nobody stopped.
+    (folder / "align.yaml").write_text("cache:\n  reuse_known: false\n")
+    write_settings(folder, world, rounds={"count": 1}, cache={"reuse_known": False})
     return Table(Person(server, folder, {"OMP_NUM_THREADS": "1"}))
 
 
@@ -153,3 +155,24 @@ def test_a_command_that_is_killed_and_given_again_ends_as_one_that_is_not(table,
     assert not WORK.search(again.err), again.err
     assert published(tmp_path / "out") == whole
     assert again.out.splitlines()[0] == said.splitlines()[0]
+
+
+# Where the first of two parts is killed.
+KILLS_A_PART = {
+    "precompute-ref": "commit.done",
+    "sample": "answers.after_link",
+    "rubric": "answers.after_link",
+}
+
+
+@pytest.mark.parametrize("name", KILLS_A_PART)
+def test_the_whole_command_ends_what_a_killed_part_has_begun(table, name, tmp_path):
+    whole, given = table.whole(name), words(name, tmp_path / "out")
+    killed = table.person.tries(*given, "--part", "1/2", failpoints=f"{KILLS_A_PART[name]}=kill")
+    assert killed.code == KILLED, killed
+    said = table.person.gives(*given, "--part", "2/2").out
+    assert said.startswith(f"part 2/2 of {tmp_path / 'out'} is done: ")
+    assert "the same command without --part does what is missing" in said
+    assert not {"manifest.json", "_manifest.json"} & published(tmp_path / "out").keys()
+    table.person.gives(*given)
+    assert published(tmp_path / "out") == whole
