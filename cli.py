@@ -148,8 +148,8 @@ def precompute_ref(
 
         say_once(precompute_in_parallel(local, progress=begin_work(), shows_row=not quiet))
         return
-    recorded, reference = recorded_by_first(local), HfReference(local.model, own_digests())
-    progress = begin_work()
+    recorded = recorded_by_first(local)
+    reference, progress = HfReference(local.model, own_digests()), begin_work()
     print_result(
         precompute(recorded, reference, progress=progress, share=share, shows_row=not quiet)
     )
