@@ -248,3 +248,16 @@ def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path, jud
     # An adapter that the settings name is the policy's.
     config = Config(ModelOptions(adapter="own"), judge=JudgeOptions(model=str(world.model)))
     assert judge_sampler(config).model == ModelOptions(path=str(world.model))
+
+
+def test_of_ranks_the_one_that_publishes_a_table_says_so_and_the_others_find_it(
+    tmp_path, monkeypatch
+):
+    samples = sample_table(tmp_path / "s", TEXTS, answer=["7", "2"])
+    words = ("judge", samples, "--by", "exact", "--output", tmp_path / "out", "--no-mlflow")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert "6 judgments made, 0 known before" in align(*words).out
+    assert align(*words).out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "0 judgments made, 6 known before" in align(*words).out
