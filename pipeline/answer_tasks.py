@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from ..schemas.samples import SERVER
 from ..stages.storage.answers import Answers
@@ -14,7 +14,6 @@ from ..stages.storage.objects import Location
 from .executors.executor import WHOLE, Executor, Share
 
 ANSWERS_PER_TASK = 512  # of a local model: several batches, so that few of them are not full
-Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,13 @@ class AnswerTasks(ABC):
         return not self.missing(task)
 
 
-def task_groups(
-    things: Sequence[Thing], answers: int, executor: Executor, share: Share | None, device: str
-) -> tuple[tuple[Thing, ...], ...]:
-    """Things with so many answers each, cut into tasks for who answers; the same for every part."""
+def task_size(
+    count: int, answers: int, executor: Executor, share: Share | None, device: str
+) -> int:
+    """Into tasks of how many things work is cut, of so many with so many answers each."""
     if device == SERVER:  # requests are sent side by side within a task
-        size = -(-len(things) // (share or WHOLE).count)
-    else:
-        size = ANSWERS_PER_TASK // answers
-        if executor.groups > 1:
-            size = min(size, len(things) // executor.groups)
-    step = max(1, size)
-    return tuple(tuple(things[start : start + step]) for start in range(0, len(things), step))
+        return max(1, -(-count // (share or WHOLE).count))
+    size = ANSWERS_PER_TASK // answers
+    if executor.groups > 1:
+        size = min(size, count // executor.groups)
+    return max(1, size)

@@ -14,7 +14,7 @@ from ..schemas.samples import OpenSampler, Sampler, Sampling
 from ..stages.judge.judge_template import Question, load_template
 from ..stages.judge.judgments import Asked, LanguageJudge, Readings
 from ..stages.tracking.progress import Progress
-from .answer_tasks import AnswerTasks, task_groups
+from .answer_tasks import AnswerTasks, task_size
 from .executors.executor import Share
 from .executors.kinds import require_executor
 from .job import Call
@@ -95,9 +95,8 @@ def answer(
 ) -> Readings | None:
     """Asks what has no answer yet, or a part of that; None while other parts have not asked."""
     judge, share = model.judge, call.share
-    groups = task_groups([*questions], 1, call.executor, share, model.sampler.device)
-    grouped = tuple({key: questions[key] for key in group} for group in groups)
-    tasks = JudgeTasks(kept_by(model.config), model, grouped)
+    size = task_size(len(questions), 1, call.executor, share, model.sampler.device)
+    tasks = JudgeTasks(kept_by(model.config), model, _by_key(questions, size))
     answers = tasks.answers
     if not share:
         answers.merge()
@@ -109,6 +108,14 @@ def answer(
         answers.look()
     readings = judge.read(questions.keys(), answers)
     return readings if len(readings.verdicts) == len(questions) else None
+
+
+def _by_key(questions: Mapping[str, Asked], size: int) -> tuple[dict[str, Asked], ...]:
+    """Groups of about a size by the keys of the questions, whatever order they are in."""
+    groups: list[dict[str, Asked]] = [{} for _ in range(-(-len(questions) // size))]
+    for key, asked in questions.items():
+        groups[int(key, 16) % len(groups)][key] = asked
+    return tuple(filter(None, groups))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
-from .answer_tasks import task_groups
+from .answer_tasks import task_size
 from .executors.executor import Share
 from .executors.kinds import executor_of, require_executor
 from .job import Call, Made, carry_out
@@ -115,14 +115,15 @@ class SampleJob:
     def tasks(self) -> SampleTasks:
         """Groups of prompts of about one length."""
         config, executor = self.config, executor_of(self.config.scoring, self.share, self.device)
-        prompts = by_length(self.prompts.values())
+        prompts, n = by_length(self.prompts.values()), config.sample.n
+        size = task_size(len(prompts), n, executor, self.share, self.device)
         return SampleTasks(
             self.folder.answers(config.sample.answers),
             self.sampler,
             self.identity,
             self.sampling,
-            config.sample.n,
-            task_groups(prompts, config.sample.n, executor, self.share, self.device),
+            n,
+            tuple(tuple(prompts[at : at + size]) for at in range(0, len(prompts), size)),
         )
 
     @cached_property
