@@ -18,6 +18,7 @@ from .pipeline.terminal import (
     SafeGroup,
     begin_work,
     own_process,
+    print_result,
     recorded_by_first,
     say,
     say_once,
@@ -125,7 +126,7 @@ def precompute_ref(
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
     from .pipeline.executors.executor import share_of
     from .pipeline.object_inputs import with_local_inputs
-    from .pipeline.precompute import precompute, precompute_part
+    from .pipeline.precompute import precompute
     from .pipeline.precompute_plan import require_model
     from .pipeline.settings import load_settings
     from .stages.model.reference import HfReference
@@ -143,14 +144,11 @@ def precompute_ref(
 
         say_once(precompute_in_parallel(local, progress=begin_work(), shows_row=not quiet))
         return
-    reference, progress = HfReference(local.model, own_digests()), begin_work()
-    if share is None:
-        say(precompute(local, reference, progress=progress, shows_row=not quiet).text())
-        return
     recorded = recorded_by_first(local)
-    made = precompute_part(recorded, reference, share, progress=progress, shows_row=not quiet)
-    # The cache's root is named once, by the rank that was the last to end.
-    (say if made.has_published else say_once)(made.text())
+    reference, progress = HfReference(local.model, own_digests()), begin_work()
+    print_result(
+        precompute(recorded, reference, progress=progress, share=share, shows_row=not quiet)
+    )
 
 
 @app.command()
@@ -167,7 +165,7 @@ def score(
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
     from .pipeline.executors.executor import share_of
-    from .pipeline.score_rewards import Rewarded, rewards_from_labels, rewards_from_model
+    from .pipeline.score_rewards import rewards_from_labels, rewards_from_model
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
@@ -187,13 +185,14 @@ def score(
     from .stages.storage.digest_memory import own_digests
 
     share = share_of(part, os.environ)
-    made = rewards_from_model(
-        recorded_by_first(settings),
-        lambda options: HfReward(options, own_digests()),
-        progress=begin_work(),
-        share=share,
+    print_result(
+        rewards_from_model(
+            recorded_by_first(settings),
+            lambda options: HfReward(options, own_digests()),
+            progress=begin_work(),
+            share=share,
+        )
     )
-    (say if share and isinstance(made, Rewarded) else say_once)(made.text())
 
 
 add_to(app)

@@ -8,8 +8,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from ..schemas.samples import SERVER
 from ..stages.storage.answers import Answers
 from ..stages.storage.objects import Location
+from .executors.executor import WHOLE, Executor, Share
+
+ANSWERS_PER_TASK = 512  # of a local model: several batches, so that few of them are not full
 
 
 @dataclass(frozen=True)
@@ -39,3 +43,15 @@ class AnswerTasks(ABC):
             return True
         self.answers.look()
         return not self.missing(task)
+
+
+def task_size(
+    count: int, answers: int, executor: Executor, share: Share | None, device: str
+) -> int:
+    """Into tasks of how many things work is cut, of so many with so many answers each."""
+    if device == SERVER:  # requests are sent side by side within a task
+        return max(1, -(-count // (share or WHOLE).count))
+    size = ANSWERS_PER_TASK // answers
+    if executor.groups > 1:
+        size = min(size, count // executor.groups)
+    return max(1, size)

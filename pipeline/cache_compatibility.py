@@ -30,6 +30,7 @@ from ..stages.storage.manifest_file import load_manifest, load_plan
 from ..stages.storage.objects import Location, location
 from ..stages.storage.shards import iter_row_groups, parse_row_ids, read_shard
 from .declared import binds
+from .differences import differences
 from .settings import flatten
 
 logger = logging.getLogger("align")
@@ -68,15 +69,6 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Field by field, what was stored and what is wanted now."""
-    return {
-        name: f"{name}: the cache has {_short(stored, name)}, now {_short(wanted, name)}"
-        for name in sorted({*stored, *wanted})
-        if stored.get(name) != wanted.get(name)
-    }
-
-
 def require_same_or_growing(
     stored: Mapping[str, str], wanted: Mapping[str, str], *, where: str
 ) -> None:
@@ -96,11 +88,6 @@ def _cost(found: Mapping[str, str]) -> str:
     if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
         return "the reference differs, so everything is scored again there"
     return "scores both caches need are copied, not computed again"
-
-
-def _short(fields: Mapping[str, str], name: str) -> str:
-    value = fields.get(name, "nothing")
-    return f"{value[:12]}…" if len(value) == 64 else value
 
 
 ROWS_AT_ONCE = 4096

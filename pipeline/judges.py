@@ -1,130 +1,172 @@
-"""The judges by their names: each scores samples, or compares them in pairs."""
+"""The judges that there are, by the names of `judge.by`, and what each of them can be asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, TypeAlias, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from ..schemas.config import Config
-from ..schemas.errors import UsageError
-from ..schemas.json_codec import digest
-from ..stages.judge.judge_template import load_template
-from ..stages.judge.judged_rows import SampleRows
-from ..stages.judge.judgments import Candidate, pairwise_questions, rubric_questions
-from ..stages.judge.verdicts import Compared
-from ..stages.judge.verifiers import Verifier, verifier_of
-from ..stages.storage.store import store_of
+from ..schemas.errors import UsageError, counted
+from ..schemas.round_options import JudgeOptions
+from ..schemas.samples import Sampler
+from ..stages.judge.calibration import Proportion, of_scores
+from ..stages.judge.judged_rows import SampleRows, with_scores
+from ..stages.storage.objects import Location
+from ..stages.storage.tables import TableFolder
 from .executors.executor import Share
-from .executors.kinds import require_executor
-from .language_judge import Answered, JudgeModel, Work, answer, require_named
+from .job import Call
+from .judge_inputs import Gold
+
+if TYPE_CHECKING:
+    import polars as pl
 
 Found = TypeVar("Found")
 SampleKey: TypeAlias = tuple[str, int]  # of a prompt, and the number of its sample
 Scores: TypeAlias = "Mapping[SampleKey, float | None]"
-Pairs: TypeAlias = "Sequence[tuple[Candidate, Candidate]]"
+Shares: TypeAlias = "Mapping[str, Proportion]"
+
+# Each by its file here and its class, which is a Judge.
+KINDS: Mapping[str, tuple[str, str]] = {
+    "reward": ("reward_judge", "RewardJudge"),
+    "rubric": ("rubric_judge", "RubricJudge"),
+    "pairwise": ("pairwise_judge", "PairwiseJudge"),
+    "exact": ("check_judge", "CheckJudge"),
+    "regex": ("check_judge", "CheckJudge"),
+    "function": ("check_judge", "CheckJudge"),
+}
+*_MOST, _LAST = KINDS
+NAMES = f"{', '.join(_MOST)} or {_LAST}"
+
+
+def kind_of(options: JudgeOptions) -> type[Judge]:
+    """What the settings name."""
+    if options.by not in KINDS:
+        raise UsageError(f"Name the judge by --by: {NAMES}.")
+    file, kind = KINDS[options.by]
+    return cast("type[Judge]", getattr(import_module(f".{file}", __package__), kind))
+
+
+def kept_by(config: Config) -> Location:
+    """The folder that keeps every judgment."""
+    return TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)
 
 
 @dataclass(frozen=True)
-class JudgeOutcome(Generic[Found]):
-    """What a judge found; None while other parts are not done."""
+class Verdicts(Generic[Found]):
+    """What a judge found, and what it counted on the way."""
 
-    found: Found | None
-    new: int  # judgments made now
-    known: int
+    found: Found
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RowJudge:
+class Judge(ABC):
+    """Says which samples are good. What has a body here is of one that computes without a model."""
+
+    asks = False  # a language model, which may be behind a server
+    compares = False  # samples with each other: one alone has no score
+
+    @staticmethod
+    @abstractmethod
+    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+        """Refuses what the settings alone get wrong, before data or a model are looked at."""
+
+    @staticmethod
+    def named(options: JudgeOptions, columns: Sequence[str]) -> Mapping[str, str]:
+        """What it hangs on beside the files that settings name, for samples with these columns."""
+        return {}
+
+    @staticmethod
+    def most(options: JudgeOptions, prompts: int, n: int) -> int:
+        """How many judgments it makes at most of so many samples of so many prompts."""
+        return prompts * n
+
+    @staticmethod
+    @abstractmethod
+    def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> Judge:
+        """The judge, for samples with these columns; loads no weights.
+
+        A sampler stands for the language model that the settings would name.
+        """
+
+    @property
+    @abstractmethod
+    def made_from(self) -> Mapping[str, str]:
+        """Digests of all that its judgments follow from, beside the samples."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings that they follow from."""
+        return {}
+
+    @property
+    def device(self) -> str:
+        """What it computes on."""
+        return "cpu"
+
+    @abstractmethod
+    def judged(
+        self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]
+    ) -> Verdicts[pl.DataFrame] | None:
+        """The table of the samples with their scores; None while other parts are not done."""
+
+    @abstractmethod
+    def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
+        """How it does on pairs of known preference."""
+
+
+class RowJudge(Judge):
     """A judge that gives each sample a score of its own."""
 
-    made_from: Mapping[str, str]
-    score: Callable[[SampleRows, Work], JudgeOutcome[Scores]]
+    @abstractmethod
+    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
+        """The score of each sample, or None for it; None while other parts are not done."""
+
+    def judged(
+        self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]
+    ) -> Verdicts[pl.DataFrame] | None:
+        """The table with a column of scores."""
+        made = self.scores(samples, call)
+        if made is None:
+            return None
+        return Verdicts(with_scores(table, samples, made.found), made.counts)
+
+    def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
+        """Whether the better one of each pair has the higher score."""
+        made = self.scores(gold.samples, call)
+        assert made, "a judge is measured in one process"
+        keyed = [[(one.prompt_key, one.number) for one in pair] for pair in gold.pairs]
+        scores = ((made.found.get(first), made.found.get(second)) for first, second in keyed)
+        return Verdicts(of_scores(scores), made.counts)
 
 
-def require_judge(config: Config, share: Share | None, *, has_sampler: bool) -> None:
-    """Refuses what the settings alone get wrong, before data or a model are looked at."""
-    options, is_served = config.judge, bool(config.server.url)
-    if options.by == "none":
-        raise UsageError(
-            "Name the judge by --by: reward, rubric, pairwise, exact, regex or function."
-        )
-    if options.by == "reward":
-        if not config.rewards.model:
-            raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
-        require_executor(config.scoring, share)
-    elif options.by in ("rubric", "pairwise"):
-        require_executor(config.scoring, share, is_served=is_served)
-        load_template(options.by, options.template)
-        if not has_sampler:
-            require_named(config)
-    else:
-        verifier_of(options, [options.answer])  # as if there were such a column
+@dataclass
+class Judged:
+    """Counts of judgments, and of the tokens that a language model was asked for them."""
 
+    new: int = 0
+    known: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
 
-def row_judge(config: Config, columns: Sequence[str], model: JudgeModel | None) -> RowJudge:
-    """The judge that the settings name, over a table with these columns."""
-    if model:
-        return RowJudge(model.made_from, partial(_by_rubric, model))
-    if config.judge.by == "reward":
-        from .reward_judge import reward_identity
+    @property
+    def step(self) -> int:
+        """The judgments made now."""
+        return self.new
 
-        identity = digest(reward_identity(config))
-        return RowJudge({"judge": identity}, partial(_by_reward, config, identity))
-    verify, named = verifier_of(config.judge, columns)
-    return RowJudge({"judge": digest(named)}, partial(_by_check, verify))
+    def add(self, other: Judged) -> None:
+        """Adds the counts of other work."""
+        for one in fields(Judged):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
+    def metrics(self) -> dict[str, float]:
+        """What a language model was asked so far."""
+        named = ("new", "prompt_tokens", "completion_tokens")
+        return {f"judge/{name}": float(getattr(self, name)) for name in named}
 
-def _by_rubric(model: JudgeModel, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
-    questions = model.judge.keyed(rubric_questions(samples.candidates))
-    done = answer(model, questions, work)
-    if done.missing:
-        return JudgeOutcome(None, done.new, done.known)
-    scores = {key: model.judge.score(one, done.readings) for key, one in samples.keyed.items()}
-    return JudgeOutcome(scores, done.new, done.known, done.readings.counts())
-
-
-def _by_reward(config: Config, name: str, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
-    from .reward_judge import reward_scores
-
-    home = store_of(work.answers).work_folder(work.answers) / "reward" / name[:16]
-    made = reward_scores(config, samples, home, progress=work.progress, share=work.share)
-    if made is None:
-        return JudgeOutcome(None, 0, 0)
-    return JudgeOutcome(made.scores, made.new, made.known)
-
-
-def _by_check(verify: Verifier, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
-    work.progress.begin("checking", total=len(samples.rows), unit="samples")
-    scores: dict[SampleKey, float | None] = {}
-    for row, one in zip(samples.rows, samples.candidates, strict=True):
-        scores[one.prompt_key, one.number] = verify(row, one.text)
-        work.progress.advance(1)
-    work.progress.end()
-    return JudgeOutcome(scores, len(scores), 0)
-
-
-def compare(
-    model: JudgeModel, pairs: Pairs, work: Work
-) -> JudgeOutcome[Sequence[tuple[Candidate, Candidate, Compared]]]:
-    """Compares pairs of samples in both orders."""
-    questions = model.judge.keyed(pairwise_questions(pairs))
-    done = answer(model, questions, work)
-    if done.missing:
-        return JudgeOutcome(None, done.new, done.known)
-    compared = [(*pair, model.judge.compared(*pair, done.readings)) for pair in pairs]
-    return JudgeOutcome(
-        compared, done.new, done.known, _counts(done, [one for *_, one in compared])
-    )
-
-
-def _counts(done: Answered, compared: Sequence[Compared]) -> dict[str, int]:
-    return {
-        **done.readings.counts(),
-        "comparisons": len(compared),
-        "comparisons_tied": sum(one.winner == "tie" for one in compared),
-        "comparisons_of_equal_texts": sum(not one.was_asked for one in compared),
-        "comparisons_refused": sum(one.winner is None for one in compared),
-    }
+    def text(self) -> str:
+        """How many are new."""
+        return f"{counted(self.new, 'judgments')} made, {self.known:,} known before"

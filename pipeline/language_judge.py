@@ -1,37 +1,51 @@
-"""A language model as a judge: it is asked what is not known yet, its part of it or all."""
+"""A language model that is asked for judgments: of what is not known yet its part, or all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
 from ..schemas.samples import OpenSampler, Sampler, Sampling
-from ..stages.judge.judge_template import load_template
-from ..stages.judge.judgments import Asked, LanguageJudge, Readings, Received
-from ..stages.server.server_sampler import ServerSampler
-from ..stages.storage.objects import Location
-from ..stages.tracking.journaled_run import Run
+from ..stages.judge.judge_template import Question, load_template
+from ..stages.judge.judgments import Asked, LanguageJudge, Readings
 from ..stages.tracking.progress import Progress
-from .answer_tasks import AnswerTasks
-from .executors.executor import WHOLE, Executor, Share
-from .executors.kinds import executor_of
+from .answer_tasks import AnswerTasks, task_size
+from .executors.executor import Share
+from .executors.kinds import require_executor
+from .job import Call
+from .judges import Judge, Judged, kept_by
 from .samplers import require_same_server, sampler_of
 
-QUESTIONS_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
+
+def require_language(
+    config: Config, share: Share | None, kind: Question, *, has_sampler: bool
+) -> None:
+    """Refuses settings that name no language model, or a template that is none."""
+    require_executor(config.scoring, share, is_served=bool(config.server.url))
+    load_template(kind, config.judge.template)
+    if not has_sampler:
+        _require_named(config)
 
 
-@dataclass(frozen=True)
-class Work:
-    """Where a judge works, who records it, and which part of it is asked for."""
+def judge_sampler(config: Config) -> Sampler:
+    """The model that the settings name; asks a server nothing."""
+    _require_named(config)
+    model = replace(config.model, path=config.judge.model, adapter="")
+    return sampler_of(model, config.tokens, config.server, config.scoring)
 
-    answers: Location  # the folder that keeps them
-    run: Run
-    progress: Progress
-    share: Share | None = None
+
+def _require_named(config: Config) -> None:
+    options = config.judge
+    if not (options.model or config.server.url):
+        raise UsageError(
+            f"judge.by {options.by}: name the language model: its folder by --model DIR "
+            "(judge.model), or its server by --server URL (server.url)."
+        )
 
 
 @dataclass(frozen=True)
@@ -42,44 +56,66 @@ class JudgeModel:
     sampler: Sampler
     config: Config
 
+    @staticmethod
+    def of(config: Config, kind: Question, sampler: Sampler | None) -> JudgeModel:
+        """The one that is given or that the settings name, which takes the likeliest tokens."""
+        asked = sampler or judge_sampler(config)
+        template = load_template(kind, config.judge.template)
+        sampling = Sampling(temperature=0.0, max_new_tokens=config.judge.max_new_tokens)
+        return JudgeModel(LanguageJudge(template, asked.identity(), sampling), asked, config)
+
+
+@dataclass(frozen=True)
+class AskingJudge(Judge):
+    """A judge that asks a language model by the template of its question."""
+
+    model: JudgeModel
+
+    asks = True
+
     @property
-    def made_from(self) -> dict[str, str]:
-        """Digests of the model and of the template."""
-        return {
-            "judge": digest(dict(self.judge.identity)),
-            "template": self.judge.template.digest,
-        }
+    def made_from(self) -> Mapping[str, str]:
+        """The model and the template."""
+        judge = self.model.judge
+        return {"judge": digest(dict(judge.identity)), "template": judge.template.digest}
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """How long a judgment may be."""
+        return {"max_new_tokens": self.model.config.judge.max_new_tokens}
+
+    @property
+    def device(self) -> str:
+        """That of the model."""
+        return self.model.sampler.device
 
 
-def judge_model(config: Config) -> JudgeModel:
-    """The model and the template that the settings name; loads no weights."""
-    return with_template(config, judge_sampler(config))
+def answer(
+    model: JudgeModel, questions: Mapping[str, Asked], call: Call[Judged]
+) -> Readings | None:
+    """Asks what has no answer yet, or a part of that; None while other parts have not asked."""
+    judge, share = model.judge, call.share
+    size = task_size(len(questions), 1, call.executor, share, model.sampler.device)
+    tasks = JudgeTasks(kept_by(model.config), model, _by_key(questions, size))
+    answers = tasks.answers
+    if not share:
+        answers.merge()
+    missing = answers.missing(questions)
+    call.tally.known += len(questions) - len(missing)
+    if missing:
+        require_same_server(model.sampler, model.config.server, answers, chat=True)
+        call.work(tasks)
+        answers.look()
+    readings = judge.read(questions.keys(), answers)
+    return readings if len(readings.verdicts) == len(questions) else None
 
 
-def judge_sampler(config: Config) -> Sampler:
-    """The model that the settings name; asks a server nothing."""
-    require_named(config)
-    model = replace(config.model, path=config.judge.model, adapter="")
-    return sampler_of(model, config.tokens, config.server, config.scoring)
-
-
-def require_named(config: Config) -> None:
-    """Refuses settings that name no language model."""
-    options = config.judge
-    if not (options.model or config.server.url):
-        raise UsageError(
-            f"judge.by {options.by}: name the language model: its folder by --model DIR "
-            "(judge.model), or its server by --server URL (server.url)."
-        )
-
-
-def with_template(config: Config, sampler: Sampler) -> JudgeModel:
-    """A sampler, asked by the template that the settings name; it takes the likeliest tokens."""
-    assert config.judge.by in ("rubric", "pairwise")
-    template = load_template(config.judge.by, config.judge.template)
-    sampling = Sampling(temperature=0.0, max_new_tokens=config.judge.max_new_tokens)
-    judge = LanguageJudge(template, sampler.identity(), sampling)
-    return JudgeModel(judge, sampler, config)
+def _by_key(questions: Mapping[str, Asked], size: int) -> tuple[dict[str, Asked], ...]:
+    """Groups of about a size by the keys of the questions, whatever order they are in."""
+    groups: list[dict[str, Asked]] = [{} for _ in range(-(-len(questions) // size))]
+    for key, asked in questions.items():
+        groups[int(key, 16) % len(groups)][key] = asked
+    return tuple(filter(None, groups))
 
 
 @dataclass(frozen=True)
@@ -111,7 +147,7 @@ class JudgeTasks(AnswerTasks):
         group = self.groups[task]
         return {key: group[key] for key in self.answers.missing(group)}
 
-    def open(self, progress: Progress) -> Callable[[int], Received]:
+    def open(self, progress: Progress) -> Callable[[int], Judged]:
         """Loads the model once a group needs it."""
         return _GroupJudge(self, progress).ask
 
@@ -121,80 +157,16 @@ class _GroupJudge:
     tasks: JudgeTasks
     progress: Progress
 
-    def ask(self, task: int) -> Received:
+    def ask(self, task: int) -> Judged:
         """Asks what is missing of a group."""
-        tasks, received = self.tasks, Received()
+        tasks, judged = self.tasks, Judged()
         missing = tasks.missing(task)
         self.progress.advance(tasks.sizes[task] - len(missing))
         for some in tasks.model.judge.ask(self._model, missing, tasks.answers):
-            received.add(some)
+            judged.add(Judged(some.new, 0, some.prompt_tokens, some.completion_tokens))
             self.progress.advance(some.new + some.not_taken, tokens=some.completion_tokens)
-        return received
+        return judged
 
     @cached_property
     def _model(self) -> OpenSampler:
         return self.tasks.model.sampler.open(self.tasks.model.judge.sampling)
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What was asked now, what was known, and what other parts have not asked yet."""
-
-    new: int
-    known: int
-    missing: int
-    readings: Readings
-
-
-def answer(model: JudgeModel, questions: Mapping[str, Asked], work: Work) -> Answered:
-    """Asks what has no answer in the folder yet, or a part of that."""
-    executor = executor_of(
-        model.config.scoring,
-        work.share,
-        on_gpu=model.judge.identity.get("model.device") == "cuda",
-        is_served=isinstance(model.sampler, ServerSampler),
-    )
-    groups = _groups(questions, _group_count(len(questions), model, work, executor))
-    tasks = JudgeTasks(work.answers, model, groups)
-    answers, judge = tasks.answers, model.judge
-    if not work.share:
-        answers.merge()
-    missing = answers.missing(questions)
-    received = Received()
-    if missing:
-        if isinstance(model.sampler, ServerSampler):
-            require_same_server(model.sampler, model.config.server, answers, chat=True)
-
-        def count(done: Received) -> None:
-            received.add(done)
-            work.run.log_metrics(_metrics(received), step=received.new)
-
-        executor.run(tasks, progress=work.progress, on_done=count)
-        answers.look()
-    readings = judge.read(questions.keys(), answers)
-    left = len(questions) - len(readings.verdicts)
-    return Answered(received.new, len(questions) - len(missing), left, readings)
-
-
-def _groups(questions: Mapping[str, Asked], count: int) -> tuple[dict[str, Asked], ...]:
-    """Groups by the keys of the questions, so that parts which know different answers agree."""
-    groups: list[dict[str, Asked]] = [{} for _ in range(count)]
-    for key, asked in questions.items():
-        groups[int(key, 16) % count][key] = asked
-    return tuple(filter(None, groups))
-
-
-def _group_count(questions: int, model: JudgeModel, work: Work, executor: Executor) -> int:
-    """A server is sent requests side by side within a group; a local model fills batches of one."""
-    if isinstance(model.sampler, ServerSampler):
-        return (work.share or WHOLE).count
-    parts = work.share.count if work.share else executor.groups
-    return max(parts, -(-questions // QUESTIONS_PER_GROUP))
-
-
-def _metrics(received: Received) -> dict[str, float]:
-    return {
-        "judge/new": float(received.new),
-        "judge/prompt_tokens": float(received.prompt_tokens),
-        "judge/completion_tokens": float(received.completion_tokens),
-    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..schemas.cache import Manifest, Plan
 from ..schemas.config import Config
@@ -23,19 +23,20 @@ from ..stages.report.cache_tables import worded
 from ..stages.storage.cache_folder import PLAN_NAME, CacheFolder, WorkFolder
 from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
-from ..stages.storage.locks import owner_lock, try_owner_lock
+from ..stages.storage.locks import try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
-from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
 from .cache_compatibility import register_cache, require_same_or_growing
-from .executors.executor import Executor, Share
-from .executors.kinds import executor_of
-from .precompute_plan import STAGE_ONE, Job, make_plan, open_job, remake_ring, ring_of
-from .recorded_work import recorded_work, send_earlier
+from .executors.executor import Share
+from .job import Call, Made, carry_out
+from .precompute_plan import STAGE_ONE, CacheJob, make_plan, open_job, remake_ring, ring_of
+from .recorded_work import send_earlier
 from .rejected_rows import RejectedRows
 from .scoring_worker import ScoreTasks, Tally, lines_of_first
+
+PrecomputeResult: TypeAlias = Made[Manifest, Tally]
 
 _HINTS = {
     "oom": "oom: score where there is more memory, or lower --max-length.",
@@ -49,149 +50,165 @@ def precompute(
     reference: Reference,
     *,
     progress: Progress,
+    share: Share | None = None,
     stage: str = STAGE_ONE,
     shows_row: bool = False,
 ) -> PrecomputeResult:
     """Makes the cache that the config describes, or finishes what earlier runs and parts left.
 
-    `stage` is the command, which names the run in the tracking store; `shows_row` shows a row
-    before any is scored.
+    With a share it makes that part of it; beside it, other processes may make the others, and each
+    prepares what all of them need if it is not there. `stage` is the command, which names the run
+    in the tracking store; with `shows_row` a row is shown before any is scored, of all parts by the
+    first.
     """
-    job = open_job(config, reference, stage)
-    run_id = _new_id()
-    if finished := _finished(job):
-        _tidy(job, finished, run_id)
-        return _result(job, finished)
-    job.folder.prepare()
-    local, tracking = job.folder.local, config.tracking
-    with owner_lock(job.folder, run_id):
-        plan = _plan_in(job.work)  # first: who publishes now takes it away
-        if finished := _finished(job):
-            return _result(job, finished)
-        on_gpu = job.fingerprint.get("model.device") == "cuda"
-        executor = executor_of(config.scoring, None, on_gpu=on_gpu)
-        call = _Call(job, run_id, executor, progress, shows_row=shows_row)
-        with recorded_work(tracking, local, stage) as run:
-            manifest = call.finish(run, plan)
-    assert manifest, "an executor without a part leaves no unit"
-    return _result(job, manifest, call.tally)
-
-
-def precompute_part(
-    config: Config,
-    reference: Reference,
-    share: Share,
-    *,
-    progress: Progress,
-    stage: str = STAGE_ONE,
-    shows_row: bool = False,
-) -> PartResult:
-    """Makes one part of the cache; beside it, other processes may make the others.
-
-    It takes no lock on the cache. What all parts need, it prepares itself if it is not there. Of
-    all parts the first shows a row.
-    """
-    executor = executor_of(config.scoring, share, on_gpu=False)  # this process
-    job = open_job(config, reference, stage)
-    home = job.folder.root
-    plan = _plan_in(job.work)  # first, as above
-    if finished := _finished(job):
-        if not is_tidy(job.folder, finished):
-            collect(job.folder, [job.work])
-        return PartResult(share, home, Tally(), whole=_result(job, finished))
-    job.folder.prepare()
-    is_first = share.number == 1
-    call = _Call(job, _new_id(), executor, progress, shows_row=shows_row and is_first)
-    local = job.folder.local
-    with recorded_work(config.tracking, local, stage, is_alone=False) as run:
-        run.set_tags({"align.part": str(share)})
-        manifest = call.finish(run, plan)
-    whole = _result(job, manifest, call.tally) if manifest else None
-    return PartResult(share, home, call.tally, whole=whole, has_published=call.has_published)
-
-
-def _result(job: Job, manifest: Manifest, tally: Tally | None = None) -> PrecomputeResult:
-    """A finished cache; without a tally it was there before."""
-    root, unread = job.folder.root, job.shape.noted
-    return PrecomputeResult(root, manifest, tally or Tally(), tally is None, unread)
+    is_first = not share or share.number == 1
+    cache = open_job(config, reference, stage)
+    job = PrecomputeJob(cache, share, stage, shows_row=shows_row and is_first)
+    return carry_out(job, progress=progress)
 
 
 @dataclass
-class _Call:
+class PrecomputeJob:
     """One process's work on a cache, and what has come of it."""
 
-    job: Job
-    run_id: str
-    executor: Executor
-    progress: Progress
+    cache: CacheJob
+    share: Share | None
+    stage: str
     shows_row: bool = False
     tally: Tally = field(default_factory=Tally)
-    has_published: bool = False
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    plan: Plan | None = None
     _has_written: bool = False  # the manifest
 
-    def finish(self, run: Run, plan: Plan | None) -> Manifest | None:
-        """Makes the executor's share; the manifest, if that or others' work completes the cache."""
-        job = self.job
-        if plan is None:
+    noun = "cache"
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return self.cache.config
+
+    @property
+    def folder(self) -> CacheFolder:
+        """Where the cache goes."""
+        return self.cache.folder
+
+    @property
+    def device(self) -> str:
+        """That of the reference."""
+        return self.cache.fingerprint.get("model.device", "cpu")
+
+    def finished(self, *, is_prepared: bool) -> Manifest | None:
+        """The manifest, if it is of this plan; refuses the folder of another cache."""
+        if is_prepared:
+            self.plan = _plan_in(self.cache.work)  # first: who publishes now takes it away
+        found = _finished(self.cache)
+        if found and not is_prepared:
+            self._tidy(found)
+        return found
+
+    def _tidy(self, manifest: Manifest) -> None:
+        """Finishes the work of a run that died after its manifest, unless another process does."""
+        folder, tracking = self.folder, self.config.tracking
+        if self.share:  # it takes no lock, and leaves what others have not sent yet
+            if not is_tidy(folder, manifest):
+                collect(folder, [self.cache.work])
+            return
+        if is_tidy(folder, manifest) and not unsent_runs(folder.local):
+            return
+        if lock := try_owner_lock(folder, self.stage):
+            with lock:
+                collect(folder, [self.cache.work])
+                send_earlier(folder.local, tracking)
+
+    def make(self, call: Call[Tally]) -> Manifest | None:
+        """Makes its share; the manifest, if that or others' work completes the cache."""
+        job = self.cache
+        if self.plan is None:
             job.work.prepare()
         try:
-            plan = _planned(job, plan, self.run_id, self.executor, self.progress)
-            _describe(run, job, plan)
-            self._score(plan, run)
-            manifest = self._publish(plan)
+            self.plan = self._planned(call)
+            _describe(call.run, job, self.plan)
+            self._score(self.plan, call)
+            manifest = self._published(self.plan, call)
         except (StorageError, CorruptionError, OSError):
             if self._has_written:  # and cannot tidy up
                 raise
             # Who completes the cache removes the work, also under a process that is still at it.
-            is_gone = not (job.work.is_planned if plan else job.work.local.is_dir())
+            is_gone = not (job.work.is_planned if self.plan else job.work.local.is_dir())
             is_going = not job.folder.store.removes_at_once and job.is_published
             if is_gone or is_going:
                 manifest = _made_by_another(job)
             else:
                 raise
-        _conclude(run, job, manifest, self.tally)
+        self._conclude(call.run, manifest)
         return manifest
 
-    def _score(self, plan: Plan, run: Run) -> None:
-        started = time.perf_counter()
+    def _planned(self, call: Call[Tally]) -> Plan:
+        """The plan, of an earlier run or of another process, or made now."""
+        job, plan = self.cache, self.plan
+        if plan is None:
+            return make_plan(job, self.run_id, call.executor, call.progress)
+        # Damage is reported before hours of work.
+        read_commits(job.work, len(plan.unit_offsets) - 1)
+        if not ring_of(job).is_whole:
+            remake_ring(job, plan, call.executor, call.progress)
+        return plan
 
-        def count(unit: Tally) -> None:
-            self.tally.add(unit)
-            self.tally.seconds = time.perf_counter() - started
-            run.log_metrics(self.tally.metrics(), step=self.tally.units)
-
-        tasks = ScoreTasks.of(self.job, plan, self.run_id)
+    def _score(self, plan: Plan, call: Call[Tally]) -> None:
+        tasks = ScoreTasks.of(self.cache, plan, self.run_id)
         if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
-            for line in lines_of_first(tasks, self.job):
-                self.progress.say(line)
-        self.executor.run(tasks, progress=self.progress, on_done=count)
-        self.tally.seconds = time.perf_counter() - started
+            for line in lines_of_first(tasks, self.cache):
+                call.progress.say(line)
+        call.work(tasks)
 
-    def _publish(self, plan: Plan) -> Manifest | None:
+    def _published(self, plan: Plan, call: Call[Tally]) -> Manifest | None:
         """Writes the manifest and removes the work, if every unit has its commit."""
-        folder, num_units = self.job.folder, len(plan.unit_offsets) - 1
-        commits = read_commits(self.job.work, num_units)
+        job, num_units = self.cache, len(plan.unit_offsets) - 1
+        commits = read_commits(job.work, num_units)
         if len(commits) < num_units:
-            is_over = self.job.is_published or not self.job.work.is_planned
-            return _made_by_another(self.job) if is_over else None
+            is_over = job.is_published or not job.work.is_planned
+            return _made_by_another(job) if is_over else None
         manifest = build_manifest(plan, commits)
-        _require_usable(self.job, manifest)
+        _require_usable(job, manifest)
         # Unfinished work on other data, which this cache takes the place of. What begins later is
         # on top of this cache.
-        others = [work for work in folder.works() if work != self.job.work]
-        if not write_manifest(folder, manifest, work=self.job.work):
-            return _made_by_another(self.job)
+        others = [work for work in job.folder.works() if work != job.work]
+        if not write_manifest(job.folder, manifest, work=job.work):
+            return _made_by_another(job)
         self._has_written = True
-        self.has_published = collect(folder, [self.job.work, *others])
-        register_cache(folder)
+        call.has_published = collect(job.folder, [job.work, *others])
+        register_cache(job.folder)
         return manifest
 
+    def _conclude(self, run: Run, manifest: Manifest | None) -> None:
+        run.log_metrics(self.tally.metrics(), step=self.tally.step)
+        if manifest is None:
+            return
+        run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
+        run.set_tags({"align.cache_root": manifest.root, "align.cache": str(self.folder.root)})
+        run.log_artifact(self.folder.manifest)
 
-def _new_id() -> str:
-    return uuid.uuid4().hex[:12]
+    def lines(self, made: Manifest, *, was_complete: bool) -> list[str]:
+        """How much the cache holds, what was scored for it, and what was dropped."""
+        lines = [
+            f"{self.folder.root}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
+            f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
+            f"cache root {made.root}",
+            "already complete: nothing was scored" if was_complete else self.tally.text(),
+        ]
+        dropped = [f"{count} {reason}" for reason, count in made.quarantined.items()]
+        if dropped:
+            total = sum(made.quarantined.values())
+            lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(dropped)}")
+        if kept := superseded(self.folder, made):
+            lines.append(f"note: {kept}")
+        if self.cache.shape.noted:
+            lines.append(f"note: {not_read(self.cache.shape.noted)}")
+        notes = sorted(made.notes.items())
+        return lines + [f"note: {counted(count, worded(name))}" for name, count in notes]
 
 
-def _finished(job: Job) -> Manifest | None:
+def _finished(job: CacheJob) -> Manifest | None:
     """The manifest, if it is of this plan; refuses the folder of another cache."""
     folder = job.folder
     if folder.manifest.exists():
@@ -215,7 +232,7 @@ def _plan_in(work: WorkFolder) -> Plan | None:
         return None
 
 
-def _made_by_another(job: Job) -> Manifest:
+def _made_by_another(job: CacheJob) -> Manifest:
     """The manifest by which another process has ended the work here; ends what is left of it."""
     if job.is_published:
         manifest = load_manifest(job.folder)
@@ -230,37 +247,14 @@ def _made_by_another(job: Job) -> Manifest:
     )
 
 
-def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
-    """Finishes the work of a run that died after its manifest, unless another process does."""
-    if is_tidy(job.folder, manifest) and not unsent_runs(job.folder.local):
-        return
-    if lock := try_owner_lock(job.folder, run_id):
-        with lock:
-            collect(job.folder, [job.work])
-            send_earlier(job.folder.local, job.config.tracking)
-
-
-def _planned(
-    job: Job, plan: Plan | None, run_id: str, executor: Executor, progress: Progress
-) -> Plan:
-    """The plan, of an earlier run or of another process, or made now."""
-    if plan is None:
-        return make_plan(job, run_id, executor, progress)
-    # Damage is reported before hours of work.
-    read_commits(job.work, len(plan.unit_offsets) - 1)
-    if not ring_of(job).is_whole:
-        remake_ring(job, plan, executor, progress)
-    return plan
-
-
-def _describe(run: Run, job: Job, plan: Plan) -> None:
+def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
     run.log_params(job.fingerprint)
     run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
     for entry in plan.inputs:
         run.log_dataset(entry.name, digest=entry.sha256, source=entry.name, context="reference")
 
 
-def _require_usable(job: Job, manifest: Manifest) -> None:
+def _require_usable(job: CacheJob, manifest: Manifest) -> None:
     """Refuses to publish when scoring lost more rows than the user allows, or left none."""
     rejected = RejectedRows(
         counts=manifest.quarantined,
@@ -285,70 +279,3 @@ def _require_usable(job: Job, manifest: Manifest) -> None:
     hints = [_HINTS[reason] for reason in reasons if reason in _HINTS]
     more = ["Or allow more with --max-bad-frac."] if manifest.rows else []
     raise BadDataError("\n".join([what, *hints, *more, again]))
-
-
-def _conclude(run: Run, job: Job, manifest: Manifest | None, tally: Tally) -> None:
-    run.log_metrics(tally.metrics(), step=tally.units)
-    if manifest is None:
-        return
-    run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
-    run.set_tags({"align.cache_root": manifest.root, "align.cache": str(job.folder.root)})
-    run.log_artifact(job.folder.manifest)
-
-
-@dataclass(frozen=True)
-class PrecomputeResult:
-    """A finished cache, and what this process did for it."""
-
-    folder: Location
-    manifest: Manifest
-    tally: Tally
-    was_complete: bool
-    unread: tuple[str, ...] = ()  # columns of the data
-
-    def text(self) -> str:
-        """A summary of a few lines."""
-        manifest, tally = self.manifest, self.tally
-        lines = [
-            f"{self.folder}: {counted(manifest.rows, 'rows')}, {manifest.branches:,} branches, "
-            f"{manifest.tokens:,} completion tokens in {counted(len(manifest.shards), 'shards')}",
-            f"cache root {manifest.root}",
-        ]
-        if self.was_complete:
-            lines.append("already complete: nothing was scored")
-        else:
-            lines.append(tally.text())
-        dropped = [f"{count} {reason}" for reason, count in manifest.quarantined.items()]
-        if dropped:
-            total = sum(manifest.quarantined.values())
-            lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
-        if kept := superseded(CacheFolder(self.folder), manifest):
-            lines.append(f"note: {kept}")
-        if self.unread:
-            lines.append(f"note: {not_read(self.unread)}")
-        notes = sorted(manifest.notes.items())
-        lines += [f"note: {counted(count, worded(name))}" for name, count in notes]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """A part of a cache that is done, and the whole cache if no part is missing."""
-
-    share: Share
-    folder: Location
-    tally: Tally
-    whole: PrecomputeResult | None
-    has_published: bool = False  # of the parts of a cache, one has
-
-    def text(self) -> str:
-        """A summary of a few lines; of all parts, the one that has published names the root."""
-        if self.whole and (self.has_published or self.whole.was_complete):
-            return self.whole.text()
-        state = (
-            "the cache is complete"
-            if self.whole
-            else "whichever part is the last completes the cache; if one does not end, the same "
-            "command without --part does what is missing"
-        )
-        return f"part {self.share} of {self.folder} is done\n{self.tally.text()}\n{state}"

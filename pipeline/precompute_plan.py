@@ -57,7 +57,7 @@ STAGE_ONE = "precompute-ref"
 
 
 @dataclass(frozen=True)
-class Job:
+class CacheJob:
     """Everything that is known before the first row is encoded."""
 
     config: Config
@@ -106,7 +106,7 @@ def require_model(config: Config, share: Share | None = None) -> None:
         require_executor(config.scoring, share)
 
 
-def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Job:
+def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> CacheJob:
     """Opens the data, the tokenizer and the reference; writes nothing.
 
     `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
@@ -133,7 +133,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Jo
         model=identity,
         converts_tools=any(map(tokenizer.converts, first)),
     )
-    return Job(
+    return CacheJob(
         config=config,
         reference=reference,
         folder=CacheFolder(location(config.cache.output)),
@@ -165,7 +165,7 @@ def _in_order(
 KINDS = ("rows_of_conversations", "rows_of_plain_text")
 
 
-def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> Plan:
+def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     preparation = preparation_of(job)
     runner = _of_preparing(job, executor)
@@ -193,13 +193,13 @@ def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> 
     return plan
 
 
-def _say_unused_template(job: Job, intake: InputCounts, progress: Progress) -> None:
+def _say_unused_template(job: CacheJob, intake: InputCounts, progress: Progress) -> None:
     texts = intake.notes["rows_of_plain_text"]
     if texts and job.config.data.wrap == "auto" and job.tokenizer.template:
         progress.say(f"note: {template_unused(texts, 'rows')}")
 
 
-def remake_ring(job: Job, plan: Plan, executor: Executor, progress: Progress) -> None:
+def remake_ring(job: CacheJob, plan: Plan, executor: Executor, progress: Progress) -> None:
     """Makes what is missing of the ring of a plan here again."""
     job.work.prepare()
     preparation = preparation_of(job)
@@ -214,7 +214,7 @@ def remake_ring(job: Job, plan: Plan, executor: Executor, progress: Progress) ->
     ring.spool.forget_encoded()
 
 
-def preparation_of(job: Job) -> Preparation:
+def preparation_of(job: CacheJob) -> Preparation:
     """What the tasks of preparing need to know."""
     columns = job.shape.columns
     total = data_bytes(job.inputs, columns)
@@ -237,7 +237,7 @@ def preparation_of(job: Job) -> Preparation:
     )
 
 
-def _encode(job: Job, preparation: Preparation, runner: Runner, progress: Progress) -> None:
+def _encode(job: CacheJob, preparation: Preparation, runner: Runner, progress: Progress) -> None:
     """Encodes the slices that are not encoded yet."""
     preparation.ring.spool.prepare()
     try:
@@ -258,7 +258,7 @@ def _arrange(preparation: Preparation, runner: Runner, progress: Progress) -> Ri
     return ring
 
 
-def _of_preparing(job: Job, executor: Executor) -> Runner:
+def _of_preparing(job: CacheJob, executor: Executor) -> Runner:
     is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
     return executor.for_preparing(is_small=is_small, workers=job.config.data.workers)
 
@@ -267,19 +267,19 @@ def _of_preparing(job: Job, executor: Executor) -> Runner:
 SMALL_INPUT_BYTES = 8 * 1024 * 1024
 
 
-def ring_of(job: Job) -> Ring:
+def ring_of(job: CacheJob) -> Ring:
     """The ring of the plan in the work folder, which may be incomplete."""
     return Ring(Spool(job.work.spool), job.config.cache.kl_pairs)
 
 
-def _quarantine(job: Job, run_id: str, intake: InputCounts) -> tuple[FileEntry, ...]:
+def _quarantine(job: CacheJob, run_id: str, intake: InputCounts) -> tuple[FileEntry, ...]:
     if not intake.rejected:
         return ()
     names = {file: path.name for file, path in job.paths.items()}
     return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
 
 
-def _require_usable(job: Job, intake: InputCounts, quarantine: tuple[FileEntry, ...]) -> None:
+def _require_usable(job: CacheJob, intake: InputCounts, quarantine: tuple[FileEntry, ...]) -> None:
     rejected = RejectedRows(
         counts=intake.reasons,
         rows_in=intake.rows_in,
@@ -287,22 +287,20 @@ def _require_usable(job: Job, intake: InputCounts, quarantine: tuple[FileEntry, 
         allowed=job.config.data.max_bad_frac,
         files=quarantine,
     )
-    if rejected.exceed_limit:
-        places = "\n  ".join(first_rejected(intake.rejected, job.paths.__getitem__))
-        raise BadDataError(
-            f"{rejected}. The first of them:\n  {places}\nAll are listed in "
-            f"{rejected.listed(job.folder.root)}. Fix them, or allow more with --max-bad-frac."
-            f"{_prompt_hint(job, intake)}"
-        )
+    rejected.require_few(
+        first_rejected(intake.rejected, job.paths.__getitem__),
+        listed=rejected.listed(job.folder.root),
+        hint=_prompt_hint(job, intake),
+    )
 
 
-def _prompt_hint(job: Job, intake: InputCounts) -> str:
+def _prompt_hint(job: CacheJob, intake: InputCounts) -> str:
     if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
         return ""
     return " If the prompts are in a column of another name, pass --map prompt=NAME."
 
 
-def _require_space(job: Job, ring: Ring) -> None:
+def _require_space(job: CacheJob, ring: Ring) -> None:
     """Refuses early when the shards cannot fit, by the raw size of their ids and sums."""
     completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
     ids = 4 * (completions + ring.rows.prompt_tokens)
@@ -315,7 +313,9 @@ def _require_space(job: Job, ring: Ring) -> None:
         )
 
 
-def _plan(job: Job, ring: Ring, intake: InputCounts, quarantine: tuple[FileEntry, ...]) -> Plan:
+def _plan(
+    job: CacheJob, ring: Ring, intake: InputCounts, quarantine: tuple[FileEntry, ...]
+) -> Plan:
     cache = job.config.cache
     inputs = [
         InputEntry(file.path.name, read.bytes, read.sha256, intake.rows_per_file[index])
@@ -341,14 +341,14 @@ def _plan(job: Job, ring: Ring, intake: InputCounts, quarantine: tuple[FileEntry
     )
 
 
-def _sampling(job: Job) -> tuple[Drawing | None, ...]:
+def _sampling(job: CacheJob) -> tuple[Drawing | None, ...]:
     """How the samples of each input were drawn; nothing where none of them is known."""
     files = zip(job.inputs, job.digested, strict=True)
     found = tuple(drawing_of(file.path, read.sha256) for file, read in files)
     return found if any(found) else ()
 
 
-def _notes(job: Job, intake: InputCounts) -> dict[str, int]:
+def _notes(job: CacheJob, intake: InputCounts) -> dict[str, int]:
     """The counts of the intake; the kinds of rows only if there are two."""
     unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
     notes = {**intake.notes, **unread}
@@ -357,7 +357,7 @@ def _notes(job: Job, intake: InputCounts) -> dict[str, int]:
     return {name: count for name, count in sorted(notes.items()) if count}
 
 
-def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
+def _offsets(job: CacheJob, ring: Ring) -> tuple[int, ...]:
     cache = job.config.cache
     return unit_offsets(
         ring.sizes(),

@@ -32,6 +32,7 @@ from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
 from ..stages.storage.run_store import RunStore, run_folder_of, run_store_of
 from .declared import binds
+from .differences import differences
 from .run_upload import require_one_machine, uploaded
 from .settings import as_absolute, run_settings, signed_settings
 
@@ -261,24 +262,14 @@ def engine_text(config: dict[str, Any]) -> bytes:
 
 def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Refuses values that differ; returns those that only set the length."""
-    changed = sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name))
-    lines = {
-        name: f"{name}: begun with {_shown(begun, name)}, now {_shown(now, name)}"
-        for name in changed
-    }
-    if wrong := [lines[name] for name in changed if not binds(name, "length")]:
+    lines = differences(begun, now, had="begun with")
+    if wrong := [line for name, line in lines.items() if not binds(name, "length")]:
         listed = "\n  ".join(wrong)
         raise FingerprintError(
             f"This run was begun with other settings. What differs:\n  {listed}\n"
             "Undo the change, or begin a new run in another --output."
         )
     return list(lines.values())
-
-
-def _shown(settings: Mapping[str, str], name: str) -> str:
-    """The value as text, digests shortened; options of another method are absent."""
-    value = settings.get(name, "nothing")
-    return f"{value[:12]}…" if len(value) == 64 else value
 
 
 PACKAGES = ("torch", "transformers", "deepspeed")

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..schemas.config import CacheOptions, Config, DataOptions
 from ..schemas.errors import UsageError
+from ..schemas.json_codec import digest
+from ..schemas.samples import Sampler
 from ..stages.judge.judged_rows import SampleRows
+from ..stages.model.reward_model import HfReward
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import SCORES
-from ..stages.tracking.progress import Progress
+from ..stages.storage.digest_memory import own_digests
+from ..stages.storage.store import store_of
 from .executors.executor import Share
+from .executors.kinds import require_executor
+from .job import Call
+from .judges import Judged, RowJudge, Scores, Verdicts, kept_by
 from .object_inputs import local_model
 from .score_rewards import ROWS as REWARDED
 from .score_rewards import Rewarded, rewards_from_model
@@ -26,69 +33,81 @@ SAMPLES, SCORED = "samples.jsonl", "scored"
 ROWS = f"{SCORED}/{REWARDED}"
 
 
-def reward_identity(config: Config) -> dict[str, str]:
-    """Digests of the reward model; loads no weights."""
-    # They import torch, which a judge behind a server does without.
-    from ..stages.model.reward_model import HfReward  # noqa: PLC0415
-    from ..stages.storage.digest_memory import own_digests  # noqa: PLC0415
-
-    if not config.rewards.model:
-        raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
-    path = local_model(config.rewards.model)
-    model = replace(config.model, path=path, adapter="")
-    return dict(HfReward(model, own_digests()).identity())
-
-
 @dataclass(frozen=True)
-class RewardScores:
-    """The score of each sample that is not blank; equal ones of a prompt are scored once."""
+class RewardJudge(RowJudge):
+    """A reward model, known by the digests of its folder."""
 
-    scores: Mapping[tuple[str, int], float]
-    new: int
-    known: int
+    config: Config
+    name: str
+
+    @staticmethod
+    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+        """Refuses settings that name no model, or an executor that there cannot be."""
+        if not config.rewards.model:
+            raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
+        require_executor(config.scoring, share)
+
+    @staticmethod
+    def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> RewardJudge:
+        """Digests its files; loads no weights."""
+        model = replace(config.model, path=local_model(config.rewards.model), adapter="")
+        return RewardJudge(config, digest(dict(HfReward(model, own_digests()).identity())))
+
+    @property
+    def made_from(self) -> Mapping[str, str]:
+        """The model."""
+        return {"judge": self.name}
+
+    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
+        """Of each sample that is not blank; equal ones of a prompt are scored once.
+
+        They are kept in a folder of this model, and used again for samples that have become more.
+        """
+        kept = kept_by(self.config)
+        home = store_of(kept).work_folder(kept) / "reward" / self.name[:16]
+        groups = [*_groups(samples)]
+        lines = "".join(f"{json.dumps(group, ensure_ascii=False)}\n" for group in groups).encode()
+        folder = home / hashlib.sha256(lines).hexdigest()[:16]
+        for path in (*reversed([one for one in home.parents if not one.exists()]), home, folder):
+            fs.make_folder(path)
+        earlier = [path.parents[1] for path in sorted(home.glob(f"*/{ROWS}"))]
+        known = {name for one in earlier for name, _ in _scored(one)}
+        if not (folder / SAMPLES).exists():
+            fs.publish(folder / SAMPLES, lines, label="config")
+        made = rewards_from_model(
+            _scoring(self.config, folder, [one for one in earlier if one != folder]),
+            lambda options: HfReward(options, own_digests()),
+            progress=call.progress,
+            share=call.share,
+        )
+        if not isinstance(made, Rewarded):
+            return None
+        found = dict(_scored(folder))
+        new = len(found.keys() - known)
+        call.tally.new += new
+        call.tally.known += len(found) - new
+        named = ((_name(row, row["completion"]), row) for row in samples.rows)
+        return Verdicts(
+            {
+                (row["prompt_key"], row["number"]): found[name]
+                for name, row in named
+                if name in found
+            }
+        )
 
 
-def reward_scores(
-    config: Config, samples: SampleRows, home: Path, *, progress: Progress, share: Share | None
-) -> RewardScores | None:
-    """Scores samples by the reward model, in a folder of this model; None while parts are missing.
-
-    What earlier runs scored there is used again, also for samples that have become more.
-    """
-    from ..stages.model.reward_model import HfReward  # noqa: PLC0415 - as above
-    from ..stages.storage.digest_memory import own_digests  # noqa: PLC0415
-
-    groups = [*_groups(samples)]
-    lines = "".join(f"{json.dumps(group, ensure_ascii=False)}\n" for group in groups).encode()
-    folder = home / hashlib.sha256(lines).hexdigest()[:16]
-    for path in (*reversed([one for one in home.parents if not one.exists()]), home, folder):
-        fs.make_folder(path)
-    earlier = [path.parents[1] for path in sorted(home.glob(f"*/{ROWS}"))]
-    known = {name for one in earlier for name, _ in _scored(one)}
-    if not (folder / SAMPLES).exists():
-        fs.publish(folder / SAMPLES, lines, label="config")
-    scoring = replace(
+def _scoring(config: Config, folder: Path, earlier: Sequence[Path]) -> Config:
+    """The settings of `align score` over the samples in a folder."""
+    return replace(
         config,
         data=DataOptions(files=[str(folder / SAMPLES)], carry=[GROUP], max_bad_frac=1.0),
         cache=CacheOptions(
-            reuse=[str(one / SCORED / SCORES) for one in earlier if one != folder],
+            reuse=[str(one / SCORED / SCORES) for one in earlier],
             reuse_known=config.cache.reuse_known,
         ),
         rewards=replace(config.rewards, output=str(folder / SCORED)),
         tracking=replace(config.tracking, mlflow=False),  # the judge has a run of its own
     )
-    made = rewards_from_model(
-        scoring, lambda options: HfReward(options, own_digests()), progress=progress, share=share
-    )
-    if not isinstance(made, Rewarded):
-        return None
-    found = dict(_scored(folder))
-    named = ((_name(row, row["completion"]), row) for row in samples.rows)
-    scores = {
-        (row["prompt_key"], row["number"]): found[name] for name, row in named if name in found
-    }
-    new = len(found.keys() - known)
-    return RewardScores(scores, new, len(found) - new)
 
 
 def _groups(samples: SampleRows) -> Iterator[dict[str, Any]]:

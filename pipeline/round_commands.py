@@ -10,7 +10,7 @@ import typer
 
 from ..schemas.errors import UsageError
 from .flags import ConfigFile, Part, Sets, with_flags
-from .terminal import begin_work, recorded_by_first, say, say_once
+from .terminal import begin_work, print_result, recorded_by_first, say
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Files or folders with prompts.")]
 Samples = Annotated[
@@ -46,13 +46,9 @@ def sample(
 
     given = load_settings(flags, sets or [], file=config, data=prompts or [], command="sample")
     share = share_of(part, os.environ)
-    made = run_sample(
-        recorded_by_first(given.config),
-        progress=begin_work(),
-        share=share,
-        alpaca_eval=alpaca_eval,
-    )
-    (say if share and made.manifest else say_once)(made.text())
+    recorded = recorded_by_first(given.config)
+    progress = begin_work()
+    print_result(run_sample(recorded, progress=progress, share=share, alpaca_eval=alpaca_eval))
 
 
 @with_flags("judge")
@@ -84,8 +80,7 @@ def judge(
         return
     assert samples
     share = share_of(part, os.environ)
-    made = run_judge(recorded_by_first(given), samples, progress=begin_work(), share=share)
-    (say if share and made.manifest else say_once)(made.text())
+    print_result(run_judge(recorded_by_first(given), samples, progress=begin_work(), share=share))
 
 
 @with_flags("select")

@@ -11,7 +11,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError
 from ..schemas.json_codec import digest
 from ..schemas.row_keys import prompt_keys_of
 from ..schemas.rows import Record
@@ -73,11 +72,8 @@ def _read(config: Config) -> list[Prompt]:
         rows_in=found.rows_in,
         rows_left=len(found.prompts),
         allowed=config.data.max_bad_frac,
-        files=(),
     )
-    if rejected.exceed_limit:
-        shown = "\n  ".join(first_rejected(found.rejected, lambda file: inputs[file].path))
-        raise BadDataError(f"{rejected}. The first of them:\n  {shown}\nFix them, or allow more.")
+    rejected.require_few(first_rejected(found.rejected, lambda file: inputs[file].path))
     return found.prompts
 
 

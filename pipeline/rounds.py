@@ -138,8 +138,8 @@ def _round(
         number=number,
         made_from=job.made_from(number, earlier),
         settings=job.bound_settings(),
-        made={**roots, "cache": scored.manifest.root, "model": model},
-        counts={**_counts(tables, scored.manifest), "train.steps": trained.steps},
+        made={**roots, "cache": scored.whole.root, "model": model},
+        counts={**_counts(tables, scored.whole), "train.steps": trained.steps},
         trained=trained_metrics(job.recipe, one.run),
         held_out=held_out,
     )

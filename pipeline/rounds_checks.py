@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
-from ..stages.judge.judge_template import load_template
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
 from ..stages.model.folder_check import require_peft
 from ..stages.storage.objects import require_on_disk
 from ..stages.storage.rounds_folder import RoundsFolder
 from .declared import set_by
+from .judges import KINDS, NAMES, kind_of
 from .object_inputs import local_model, with_local_inputs
 from .precompute_plan import require_model
 from .round_prompts import split_prompts
@@ -104,18 +104,15 @@ def _recipe(config: Config) -> Recipe:
 
 
 def _require_judge(config: Config) -> None:
-    judge = config.judge
-    if judge.by == "none":
+    if config.judge.by not in KINDS:
+        raise UsageError(f"No judge. Set judge.by: {NAMES}.")
+    kind = kind_of(config.judge)
+    if config.server.url and not kind.asks:
         raise UsageError(
-            "No judge. Set judge.by: reward, rubric, pairwise, exact, regex or function."
+            f"server.url is set, and judge.by is {config.judge.by}: in rounds a server can only be "
+            "the judge, because it does not have the policy. Leave it out."
         )
-    if judge.by in ("rubric", "pairwise"):
-        load_template(judge.by, judge.template)
-    if config.server.url and judge.by not in {"rubric", "pairwise"}:
-        raise UsageError(
-            f"server.url is set, and judge.by is {judge.by}: in rounds a server can only be the "
-            "judge, because it does not have the policy. Leave it out."
-        )
+    kind.require(config, None, has_sampler=False)
 
 
 def _require_lora(config: Config) -> None:

@@ -17,6 +17,7 @@ from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.rounds_folder import OneRound
 from ..stages.storage.tables import TableFolder
+from .judges import kind_of
 from .rounds_evaluation import stop_reason
 from .rounds_plan import RoundsJob
 from .samplers import sampler_of, sampling_of
@@ -103,8 +104,9 @@ def _lines(planned: _Planned) -> Iterator[PlanLine]:
     known = f"{samples - missing:,} of {samples:,} samples"
     yield PlanLine(number, "sample", known, _paid(missing, "samples"))
     judged, selected = (_table(one, kind) for kind in ("judged", "selected"))
-    judgments = 0 if judged else _judgments(job, len(prompts), job.config.sample.n)
-    yield PlanLine(number, "judge", _rows(judged), _most(judgments, "judgments"))
+    judge = config.judge
+    most = 0 if judged else kind_of(judge).most(judge, len(prompts), config.sample.n)
+    yield PlanLine(number, "judge", _rows(judged), _most(most, "judgments"))
     yield PlanLine(number, "select", _rows(selected), DONE)
     cache = CacheFolder(one.cache)
     is_scored = cache.manifest.is_file()
@@ -125,8 +127,8 @@ def _evaluation(planned: _Planned) -> PlanLine:
     config = job.held_out_sampling(job.policy(one.number), one.eval_samples)
     total = len(held_out) * options.eval_n
     samples = sum(first) + (_missing(job, config, held_out) if is_trained else total)
-    pairs = 2 if job.config.judge.by == "pairwise" and one.number > 1 else 1
-    each = 2 * pairs if job.config.judge.by == "pairwise" else 1 + len(policies)
+    compares = kind_of(job.config.judge).compares  # with the first policy, and with the one before
+    each = 2 * min(one.number, 2) if compares else 1 + len(policies)
     to_pay = f"{_paid(samples, 'samples')}, {_most(total * each, 'judgments')}"
     exists = _rows(TableFolder(one.eval_samples, "samples").find(), "samples")
     return PlanLine(one.number, "evaluate", exists, to_pay)
@@ -143,14 +145,6 @@ def _missing(job: RoundsJob, config: Config, prompts: Sequence[Prompt]) -> int:
         for number in range(options.n)
     )
     return len(Answers(job.folder.sample_answers).missing(keys))
-
-
-def _judgments(job: RoundsJob, prompts: int, n: int) -> int:
-    """What a judge is asked at most."""
-    if job.config.judge.by != "pairwise":
-        return prompts * n
-    pairs = n * (n - 1) // 2 if job.config.judge.pairs == "all" else n - 1
-    return 2 * prompts * pairs
 
 
 def _most_scores(job: RoundsJob, selected: TableManifest | None, samples: int) -> int:

@@ -16,6 +16,7 @@ from ..stages.storage.rounds_folder import OneRound
 from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.progress import Progress
 from .judge import judge
+from .judges import kind_of
 from .rounds_plan import RoundsJob
 from .sample import sample
 
@@ -36,7 +37,7 @@ def evaluate(job: RoundsJob, one: OneRound, *, progress: Progress) -> HeldOut | 
     _answer(job, job.first, folder.first_samples, progress)
     _answer(job, job.policy(one.number), one.eval_samples, progress)
     samples = (before.eval_samples if one.number > 1 else folder.first_samples, one.eval_samples)
-    if job.config.judge.by == "pairwise":
+    if kind_of(job.config.judge).compares:
         return _compared_by_judge(job, one, samples[0], progress)
     judged = (before.eval_judged if one.number > 1 else folder.first_judged, one.eval_judged)
     for answers, output in ((folder.first_samples, folder.first_judged), (samples[1], judged[1])):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +13,14 @@ from ..schemas.json_codec import digest
 from ..schemas.round_options import ServerOptions
 from ..schemas.round_record import RoundRecord
 from ..schemas.samples import Prompt, Sampler
-from ..stages.judge.verifiers import verifier_of
 from ..stages.methods.recipe import Recipe
 from ..stages.model.model_folder import model_identity
 from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.rounds_folder import OneRound, RoundsFolder
 from .declared import binds, set_by
-from .judge import LANGUAGE
+from .differences import differences
+from .judges import kind_of
 from .language_judge import judge_sampler
 from .round_prompts import PromptSplit, content_digest
 from .settings import Settings, as_absolute
@@ -90,7 +90,7 @@ class RoundsJob:
     @cached_property
     def judge_sampler(self) -> Sampler | None:
         """The language model that judges: one, so that all rounds share its budget."""
-        if self.config.judge.by not in LANGUAGE:
+        if not kind_of(self.config.judge).asks:
             return None
         return judge_sampler(self.judging(self.folder.root))
 
@@ -160,17 +160,14 @@ class RoundsJob:
         for name, path in models.items():
             if path:
                 found[name] = digest_of_model(replace(self.config.model, path=path, adapter=""))
-        if judge.by in {"exact", "regex", "function"}:
-            columns = [*self.split.train[0].carried]
-            named = verifier_of(judge, columns)[1]
-            found |= {f"judge.{name}": value for name, value in named.items()}
-        return found
+        named = kind_of(judge).named(judge, [*self.split.train[0].carried])
+        return found | {f"judge.{name}": value for name, value in named.items()}
 
     def require_same(self, record: RoundRecord, earlier: RoundRecord | None) -> None:
         """Refuses a finished round that was made from something else than the settings say."""
         wanted = {**self.bound_settings(), **self.made_from(record.number, earlier)}
         stored = {**record.settings, **record.made_from}
-        lines = list(_differences(stored, wanted))
+        lines = differences(stored, wanted, had="the round has").values()
         if lines:
             raise FingerprintError(
                 f"Round {record.number} in {self.folder.root} was made from something else. What "
@@ -187,14 +184,6 @@ class RoundsJob:
                 f"it from a copy, or remove {self.folder.round(record.number).record} and "
                 f"{self.folder.round(record.number).run.root} to train it again."
             )
-
-
-def _differences(stored: dict[str, str], wanted: dict[str, str]) -> Iterable[str]:
-    for name in sorted({*stored, *wanted}):
-        then, now = stored.get(name, "nothing"), wanted.get(name, "nothing")
-        if then != now:
-            shown = (text[:12] + "…" if len(text) == 64 else text for text in (then, now))
-            yield "{}: the round has {}, now {}".format(name, *shown)
 
 
 def digest_of_model(options: ModelOptions) -> str:

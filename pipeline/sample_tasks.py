@@ -31,7 +31,14 @@ class SampleTally:
     empty: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    known: int = 0  # samples that were there before
+    seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)  # reasons by the keys of prompts
+
+    @property
+    def step(self) -> int:
+        """The samples made now."""
+        return self.new
 
     def count(self, group: Sequence[Sample | Refused]) -> None:
         """Adds a group."""
@@ -50,6 +57,22 @@ class SampleTally:
         for name in (one.name for one in fields(self) if one.name != "refused"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.refused |= other.refused
+
+    def metrics(self) -> dict[str, float]:
+        """The counts as metrics of a tracking store."""
+        return {
+            "samples/new": float(self.new),
+            "samples/cut": float(self.cut),
+            "samples/empty": float(self.empty),
+            "samples/refused_prompts": float(len(self.refused)),
+            "tokens": float(self.completion_tokens),
+            "tokens_per_second": self.completion_tokens / max(self.seconds, 1e-9),
+        }
+
+    def text(self) -> str:
+        """How many are new."""
+        made = f"{counted(self.new, 'samples')} made now, {self.known:,} known before"
+        return f"{made}, in {self.seconds:.1f} s"
 
 
 def is_empty(text: str) -> bool:

@@ -14,6 +14,7 @@ from ..schemas.round_options import SampleOptions, ServerOptions
 from ..schemas.rows import BadRow, Record, Role
 from ..schemas.samples import KEY_LENGTH, Finish, Prompt, Refused, Sample, Sampler, Sampling, Wanted
 from ..stages.data.chat_wrap import Wrapping
+from ..stages.server.probes import require_same_probes
 from ..stages.storage.answers import Answers
 from ..stages.storage.digest_memory import own_digests
 from .object_inputs import local_options
@@ -75,7 +76,7 @@ def sampling_of(options: SampleOptions) -> Sampling:
 
 
 @dataclass(frozen=True)
-class LocalSampler:
+class LocalSampler(Sampler):
     """A model folder; it can be sent to another process, which loads it itself."""
 
     model: ModelOptions
@@ -85,6 +86,11 @@ class LocalSampler:
     def __getstate__(self) -> dict[str, Any]:
         """Without what it has opened."""
         return {name: vars(self)[name] for name in ("model", "tokens", "tokens_per_batch")}
+
+    @property
+    def device(self) -> str:
+        """What it computes on."""
+        return self._reference.device
 
     def identity(self) -> Mapping[str, str]:
         """Digests of the model, its tokenizer and template, and how tokens are drawn."""
@@ -243,13 +249,9 @@ def require_same_server(
     sampler: Sampler, options: ServerOptions, answers: Answers, *, chat: bool
 ) -> None:
     """Refuses a server that is no longer the model whose answers are kept under its name."""
-    if isinstance(sampler, LocalSampler):
-        return
-    from ..stages.server.probes import require_same_probes
-    from ..stages.server.server_sampler import ServerSampler
-
-    assert isinstance(sampler, ServerSampler), "there are two kinds"
     now = sampler.probes(chat=chat)
+    if now is None:
+        return
     key = digest(["probes", dict(sampler.identity()), chat])[:KEY_LENGTH]
     if key in answers:
         require_same_probes(answers.get(key), now, options)

@@ -46,7 +46,7 @@ from ..stages.tracking.progress import Progress
 from .executors.executor import Share
 from .executors.kinds import require_executor
 from .object_inputs import with_local_inputs
-from .precompute import PartResult, precompute, precompute_part
+from .precompute import PrecomputeResult, precompute
 
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
 
@@ -60,6 +60,8 @@ class Rewarded:
     completions: int
     left_out: int
     unread: tuple[str, ...] = ()  # columns of the data
+
+    has_published = True
 
     def text(self) -> str:
         """A summary of a few lines."""
@@ -90,10 +92,11 @@ def rewards_from_model(
     *,
     progress: Progress,
     share: Share | None = None,
-) -> Rewarded | PartResult:
+) -> Rewarded | PrecomputeResult:
     """Scores every completion with a reward model; scores of an earlier run are kept.
 
-    Of several parts, each that finds all completions scored writes the data.
+    Of several parts, each that finds all completions scored writes the data; of another one, the
+    result is its part of the scores.
     """
     require_executor(config.scoring, share)
     _require_writable(config)
@@ -108,15 +111,10 @@ def rewards_from_model(
     model = replace(config.model, path=config.rewards.model, adapter="")
     cache = replace(config.cache, output=str(output.root / SCORES), kl_pairs=0, token_logps=False)
     scoring = replace(config, model=model, cache=cache)
-    reward = open_reward(model)
-    if share:
-        part = precompute_part(scoring, reward, share, progress=progress, stage="score")
-        if not part.whole:
-            return part
-        outcome = part.whole
-    else:
-        outcome = precompute(scoring, reward, progress=progress, stage="score")
-    scores = _scores(CacheFolder(output.root / SCORES), outcome.manifest)
+    made = precompute(scoring, open_reward(model), progress=progress, share=share, stage="score")
+    if not made.manifest:
+        return made
+    scores = _scores(CacheFolder(output.root / SCORES), made.manifest)
     # The shards name files by their bytes, and here they are read in the order they were given.
     files = [file_identity(file.sha256) for file in data.digested]
     return _written(output, data, lambda record: scores.of(files[record.file], record.row))

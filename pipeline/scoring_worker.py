@@ -26,7 +26,7 @@ from ..stages.storage.cache_folder import WorkFolder
 from ..stages.storage.commits import UnitFacts, commit_unit
 from ..stages.tracking.progress import Progress
 from .cache_compatibility import open_earlier
-from .precompute_plan import Job, ring_of
+from .precompute_plan import CacheJob, ring_of
 
 ROWS_TRIED = 64  # of rows without a partner, before none is shown
 
@@ -54,6 +54,11 @@ class Tally:
             tokens=scores.run_tokens,
             padding=scores.padding,
         )
+
+    @property
+    def step(self) -> int:
+        """The units made now."""
+        return self.units
 
     def add(self, other: Tally) -> None:
         """Adds the counts of other work."""
@@ -101,7 +106,7 @@ class ScoreTasks:
     is_input = False
 
     @staticmethod
-    def of(job: Job, plan: Plan, run_id: str) -> ScoreTasks:
+    def of(job: CacheJob, plan: Plan, run_id: str) -> ScoreTasks:
         """The units of a plan whose ring is whole."""
         config = job.config
         return ScoreTasks(
@@ -160,7 +165,7 @@ class ScoreTasks:
         )
 
 
-def lines_of_first(tasks: ScoreTasks, job: Job) -> Iterator[str]:
+def lines_of_first(tasks: ScoreTasks, job: CacheJob) -> Iterator[str]:
     """What the model reads of the first row on the ring that has all of its branches.
 
     The lines hold text of the data: they are for who runs the command, and for no record of it.

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import polars as pl
 
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, UsageError, counted, logger
+from ..schemas.errors import UsageError, counted, logger
 from ..schemas.rows import Record, Rejected
 from ..schemas.samples import Drawing
 from ..schemas.table_manifest import TableKind
@@ -32,6 +32,7 @@ from ..stages.select.plain_rows import samples_of
 from ..stages.storage.objects import location
 from ..stages.storage.tables import TableFolder, read_table
 from .object_inputs import with_local_inputs
+from .rejected_rows import RejectedRows, first_rejected
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,14 @@ def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) ->
     rows = _Rows(file, shape)
     table = samples_of(rows.records())
     require_unchanged([file], [before])
-    if len(rows.rejected) > config.data.max_bad_frac * rows.read:
-        raise BadDataError(_too_many(rows, named, config.data.max_bad_frac))
+    if rows.rejected:
+        rejected = RejectedRows(
+            counts=Counter(row.reason for row in rows.rejected),
+            rows_in=rows.read,
+            rows_left=rows.read - len(rows.rejected),
+            allowed=config.data.max_bad_frac,
+        )
+        rejected.require_few(first_rejected(rows.rejected, lambda _: named))
     if kind == "samples":
         table = table.drop("score")  # they are judged anew
     if rows.rejected:
@@ -114,13 +121,3 @@ class _Rows:
             self.read += len(chunk)
             self.rejected += bad
             yield from records
-
-
-def _too_many(rows: _Rows, named: str, allowed: float) -> str:
-    reasons = Counter(row.reason for row in rows.rejected).most_common()
-    said = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
-    first = rows.rejected[0]
-    return (
-        f"{named}: {len(rows.rejected):,} of {counted(rows.read, 'rows')} cannot be used ({said}); "
-        f"--max-bad-frac allows {allowed:g}. The first is row {first.row}: {first.detail}."
-    )

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import typer
 from typer.core import TyperGroup
@@ -101,6 +101,24 @@ def say_once(text: str) -> None:
     """Prints a result on the first rank."""
     if is_first_rank():
         say(text)
+
+
+class Result(Protocol):
+    """The result of a command that many processes may have been given at once."""
+
+    @property
+    def has_published(self) -> bool:
+        """Whether this process has written what all of them make."""
+        ...
+
+    def text(self) -> str:
+        """A summary of a few lines."""
+        ...
+
+
+def print_result(made: Result) -> None:
+    """Prints a result where it was published, and by the first rank of those that did not."""
+    (say if made.has_published else say_once)(made.text())
 
 
 def recorded_by_first(config: Config) -> Config:

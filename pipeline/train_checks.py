@@ -23,7 +23,7 @@ from ..stages.model.quantized_base import require_bitsandbytes
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.journal import EVAL
-from .cache_compatibility import differences
+from .differences import differences
 from .settings import Settings, flatten
 
 if TYPE_CHECKING:

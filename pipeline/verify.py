@@ -19,7 +19,7 @@ from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded
 from ..stages.storage.objects import location
 from ..stages.storage.verify_cache import sample_rows, verify_cache
-from .cache_compatibility import differences
+from .differences import differences
 from .object_inputs import local_model
 
 

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from .json_codec import digest
-from .rows import Text
+from .rows import BadRow, Text
 
 # stop: the model ended it; length: it was cut; other: a server names another reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
+SERVER = "server"  # the device of a model that computes elsewhere
 KEY_LENGTH = 32  # hexadecimal digits
 MOST_TOKENS = 2**31 - 1  # of a prompt or a completion: the limit of a table's column
 # The columns that a table of samples adds to its prompts.
@@ -106,7 +107,15 @@ class Refused:
 
 
 class Sampler(Protocol):
-    """A model that completes prompts: in this process, or behind a server."""
+    """A model that completes prompts: in this process, or behind a server.
+
+    What has a body here is of a model that takes every prompt as it is, and knows its own digest.
+    """
+
+    @property
+    def device(self) -> str:
+        """What it computes on: cpu, cuda, …, or SERVER."""
+        ...
 
     def identity(self) -> Mapping[str, str]:
         """Digests and names of everything that determines the completions; loads no weights."""
@@ -115,6 +124,26 @@ class Sampler(Protocol):
     def open(self, sampling: Sampling) -> OpenSampler:
         """The model, loaded and ready to sample."""
         ...
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it has a chat template that is not used for prompts of plain text."""
+        return False
+
+    def fitted(self, prompt: Prompt) -> Prompt:
+        """The prompt with its calls of tools in the form that the model's template writes."""
+        return prompt
+
+    def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
+        """Those that it cannot complete, by their keys, as far as that is known without asking."""
+        return {}
+
+    def probes(self, *, chat: bool) -> Mapping[str, str] | None:
+        """What it answers to a few fixed prompts; None if its identity has digests of its weights.
+
+        They are conversations, or plain text.
+        """
+        return None
 
 
 class OpenSampler(Protocol):

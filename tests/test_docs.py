@@ -46,6 +46,7 @@ TO_BE_WRITTEN = {  # by who adds them
     "stages/tracking/file_tracker.py",
     "stages/data/ranked_rows.py",
     "pipeline/executors/threads.py",
+    "pipeline/length_judge.py",
 }
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")

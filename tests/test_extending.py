@@ -7,11 +7,13 @@ import sys
 from urllib.parse import unquote
 
 from align import load_cache
+from align.stages.storage.tables import TableFolder, read_table
 from support.file_store import FileStore
 from support.mlflow_runs import open_store, stored, the_run
 from support.pages import blocks, page, programs_under
 from support.programs import TESTS, said_by
 from support.rooms import ROOMS, ROOT
+from support.sample_tables import sample_table
 from support.stage_one import contents
 
 EXTENDING = page("docs/extending.md")
@@ -123,6 +125,26 @@ def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
         "require_store_contract(location('folder://bucket/tried'), pathlib.Path.cwd())",
         **here,
     )
+
+
+def test_a_judge_is_added_as_its_page_shows(tmp_path):
+    program, line, names = programs_under(EXTENDING, "A judge")
+    copy = Copy(tmp_path)
+    copy.add("pipeline/length_judge.py", program)
+    copy.put("pipeline/judges.py", '"reward": (', f'{line.strip()} "reward": (')
+    copy.put("schemas/round_options.py", '"none", "reward"', f'{names.strip()}, "reward"')
+    samples = sample_table(tmp_path / "samples", {"Why?": ["Because.", "So."]})
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "Why?", "chosen": "So.", "rejected": "Because."}\n')
+    by = ("--by", "length", "--output", "judged", "--no-mlflow")
+    for words, told in (
+        ((samples,), "2 judgments made, 0 known before"),
+        ((samples,), "0 judgments made, 2 known before"),
+        (("--calibrate", pairs), "agrees with gold, where it decides"),
+    ):
+        assert told in copy.align("judge", *words, *by)
+    table = read_table(TableFolder(tmp_path / "judged", "judged"))[1]
+    assert table["score"].to_list() == [-8.0, -3.0]
 
 
 def test_a_data_shape_is_added_as_its_page_shows(tmp_path, world):

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from ...schemas.config import ScoringOptions
 from ...schemas.errors import UsageError
+from ...schemas.samples import SERVER
 from .executor import WHOLE, Executor, Share
 from .processes import Inline
 
@@ -28,14 +29,12 @@ class Kind(Protocol):
 ELSEWHERE: Mapping[str, tuple[str, str]] = {"ray": ("ray_actors", "RayActors")}
 
 
-def executor_of(
-    options: ScoringOptions, share: Share | None, *, on_gpu: bool, is_served: bool = False
-) -> Executor:
-    """The executor that the options ask for."""
-    require_executor(options, share, is_served=is_served)
+def executor_of(options: ScoringOptions, share: Share | None, device: str) -> Executor:
+    """The executor that the options ask for, of what computes on a device."""
+    require_executor(options, share, is_served=device == SERVER)
     if options.executor == "inline":
         return Inline(share or WHOLE)
-    return _kind(options.executor).of(options, on_gpu=on_gpu)
+    return _kind(options.executor).of(options, on_gpu=device == "cuda")
 
 
 def require_executor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -109,7 +109,7 @@ class LanguageJudge:
         return Compared(forward, backward)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Received:
     """Counts of what came back for some questions."""
 
@@ -117,11 +117,6 @@ class Received:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     not_taken: int = 0  # questions, such as one that is too long
-
-    def add(self, other: Received) -> None:
-        """Adds other counts."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass

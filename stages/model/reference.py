@@ -65,6 +65,11 @@ class HfReference:
         """Width of the residual stream."""
         return self._resolved.hidden_size
 
+    @property
+    def device(self) -> str:
+        """What it computes on."""
+        return self._resolved.device
+
     def context(self) -> int | None:
         """Most tokens of a text, where the model has a bound."""
         return self._resolved.context

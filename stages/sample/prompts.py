@@ -1,8 +1,8 @@
-"""The prompts of a run of sampling, without repetitions, in groups for several processes."""
+"""The prompts of a run of sampling: each asked once, those of like length beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...schemas.rows import Text
@@ -26,11 +26,9 @@ def asked_once(prompts: Iterable[Prompt]) -> AskedPrompts:
     return AskedPrompts(by_key, rows - len(by_key))
 
 
-def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Groups of `size` prompts of similar length, the same for any order of the prompts."""
-    order = sorted((characters(prompt.text), prompt.key, at) for at, prompt in enumerate(prompts))
-    by_length = [prompts[at] for _, _, at in order]
-    return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+def by_length(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Prompts of about one length beside each other, whatever order they came in."""
+    return sorted(prompts, key=lambda prompt: (characters(prompt.text), prompt.key))
 
 
 def characters(text: Text) -> int:

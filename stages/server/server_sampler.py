@@ -11,7 +11,7 @@ from typing import Any
 from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, counted
 from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow
-from ...schemas.samples import Prompt, Refused, Sample, Sampling, Wanted
+from ...schemas.samples import SERVER, Prompt, Refused, Sample, Sampler, Sampling, Wanted
 from .completions import Completion, body_of, field, path_of, read_completion, seed_of, text_in
 from .in_flight import in_groups
 from .probes import PROBES, PROBING
@@ -26,8 +26,10 @@ from .server_client import (
 CountTokens = Callable[[Prompt], int]
 
 
-class ServerSampler:
+class ServerSampler(Sampler):
     """A model behind a server, identified by its name and the revision that the user gives."""
+
+    device = SERVER
 
     def __init__(self, options: ServerOptions, count_tokens: CountTokens | None = None) -> None:
         if not options.revision:

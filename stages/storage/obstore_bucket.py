@@ -22,7 +22,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ...schemas.errors import UsageError
-from ...schemas.safe_text import mask_secrets_of, mask_secret
+from ...schemas.safe_text import mask_secret, mask_secrets_of
 from .buckets import NoBucketError, Seen, Version
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ def test_a_rubric_asks_for_each_different_sample_once_also_in_a_store(samples, j
     for new in (5, 0):
         result, rows = judged(samples, stub, output=bucket / "judged", by="rubric")
         assert column(rows, "score") == [7.0, 3.0, 9.0, 2.0, 2.0, 5.0]
-        assert (result.new, len(stub.asked)) == (new, 5)  # "2" stands twice
+        assert (result.tally.new, len(stub.asked)) == (new, 5)  # "2" stands twice
     assert result.manifest.counts["judgments"] == 5
     assert result.manifest.counts["judge_completion_tokens"] == 10
 
@@ -73,7 +73,7 @@ def test_pairs_are_compared_in_both_orders_and_equal_texts_are_not(samples, judg
     counts = result.manifest.counts
     assert (counts["comparisons"], counts["comparisons_of_equal_texts"]) == (6, 1)
     with_the_first, rows = judged(samples, stub, by="pairwise", pairs="first")
-    assert with_the_first.new == 0
+    assert with_the_first.tally.new == 0
     assert column(rows, "score") == [0.5, 0.0, 1.0, 0.25, 0.5, 1.0]
 
 
@@ -92,13 +92,13 @@ def test_no_judgment_is_bought_twice_also_after_damage_or_for_more_samples(
     first, rows = judged(samples, stub, by="pairwise")
     asked = len(stub.asked)
     again, _ = judged(samples, stub, by="pairwise")
-    assert (again.manifest, again.new, again.known) == (first.manifest, 0, asked)
+    assert (again.manifest, again.tally.new, again.tally.known) == (first.manifest, 0, asked)
     (tmp_path / "judged" / "judged.parquet").write_bytes(b"nothing")
     again, same = judged(samples, stub, by="pairwise")
     assert (again.manifest, same, len(stub.asked)) == (first.manifest, rows, asked)
     grown = {"Another?": ["2", "2", "5", "6"], "Name a number.": ["7", "3", "9"]}
     result, more = judged(sample_table(tmp_path / "grown", grown), stub, by="pairwise")
-    assert result.new == len(stub.asked) - asked == 2 * 2  # 6 with 2 and with 5
+    assert result.tally.new == len(stub.asked) - asked == 2 * 2  # 6 with 2 and with 5
     assert column(more, "score")[-3:] == column(rows, "score")[:3]
 
 
@@ -111,8 +111,8 @@ def test_another_judge_is_asked_anew(here, samples, judged):
     ):
         stub = StubJudge(name=name)
         result, _ = judged(samples, stub, **{"by": "rubric", **change})
-        assert (result.known, result.new) == (0, len(stub.asked))
-        assert result.new >= 5
+        assert (result.tally.known, result.tally.new) == (0, len(stub.asked))
+        assert result.tally.new >= 5
 
 
 def test_what_was_received_before_a_crash_is_not_asked_again(tmp_path, samples, judged):
@@ -120,7 +120,7 @@ def test_what_was_received_before_a_crash_is_not_asked_again(tmp_path, samples, 
     with pytest.raises(KeyboardInterrupt):
         judged(samples, dies, by="pairwise")
     result, rows = judged(samples, goes_on, by="pairwise")
-    assert (result.known, result.new) == (3, 5)
+    assert (result.tally.known, result.tally.new) == (3, 5)
     assert not {one.key for one in dies.asked} & {one.key for one in goes_on.asked}
     assert judged(samples, StubJudge(), by="pairwise", output=tmp_path / "other")[1] == rows
 
@@ -131,7 +131,7 @@ def test_an_answer_without_a_verdict_is_counted_and_never_guessed(samples, judge
     assert column(rows, "score") == [None, 3.0, 9.0, 2.0, 2.0, None]
     counts = result.manifest.counts
     assert (counts["refusals"], counts["judged"], counts["unjudged"]) == (2, 4, 2)
-    assert judged(samples, stub, by="rubric")[0].new == 0  # a refusal was paid for too
+    assert judged(samples, stub, by="rubric")[0].tally.new == 0  # a refusal was paid for too
     # A refused comparison counts for nobody.
     result, rows = judged(samples, StubJudge(says={"]\n9\n[": "Both are good."}), by="pairwise")
     assert column(rows, "score")[:3] == [1.0, 0.0, None]
@@ -158,7 +158,7 @@ def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
     assert all(keys)
     assert not keys[0] & keys[1]
     willing, _ = judged(samples, StubJudge(), by=by)  # its context has grown
-    assert willing.new == untaken
+    assert willing.tally.new == untaken
     assert willing.manifest.counts["questions_not_taken"] == 0
 
 
@@ -248,3 +248,16 @@ def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path, jud
     # An adapter that the settings name is the policy's.
     config = Config(ModelOptions(adapter="own"), judge=JudgeOptions(model=str(world.model)))
     assert judge_sampler(config).model == ModelOptions(path=str(world.model))
+
+
+def test_of_ranks_the_one_that_publishes_a_table_says_so_and_the_others_find_it(
+    tmp_path, monkeypatch
+):
+    samples = sample_table(tmp_path / "s", TEXTS, answer=["7", "2"])
+    words = ("judge", samples, "--by", "exact", "--output", tmp_path / "out", "--no-mlflow")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert "6 judgments made, 0 known before" in align(*words).out
+    assert align(*words).out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "0 judgments made, 6 known before" in align(*words).out

@@ -90,7 +90,7 @@ def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server, undist
     assert {*bad.injected} == {*faults}
     assert (rows, result.manifest.counts) == undisturbed
     assert [*judgments(bad.answered).values()] == [1] * QUESTIONS
-    assert (again.new, again.known) == (0, QUESTIONS)
+    assert (again.tally.new, again.tally.known) == (0, QUESTIONS)
 
 
 LEFT = iter(range(50))
@@ -120,7 +120,7 @@ def test_a_server_that_dies_changes_or_costs_too_much_is_one_error_and_the_same_
     with chat_server(said) as stub:
         result, rows = by_server(stub)
     assert 0 < bought.total() < QUESTIONS
-    assert (result.known, result.new) == (bought.total(), QUESTIONS - bought.total())
+    assert (result.tally.known, result.tally.new) == (bought.total(), QUESTIONS - bought.total())
     assert not bought & judgments(stub.asked)
     assert rows == undisturbed[0]
 

@@ -137,6 +137,7 @@ SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
     ("changes", "said"),
     [
         ({"judge": {"by": "rubric", "template": "rounds.yaml"}}, "does not show answer"),
+        ({"judge": {"by": "reward"}}, "name the reward model by --reward-model"),
         ({"judge": {"against": "elsewhere"}}, "judge.against: the rounds set it themselves"),
         ({"train": {"method": "reward"}}, "makes a reward model"),
         ({"train": {"method": "kto"}}, "Set cache.kl_pairs to 1"),

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.executors.executor import Share
-from align.pipeline.precompute import precompute, precompute_part
+from align.pipeline.precompute import precompute
 from align.pipeline.score_rewards import ROWS, rewards_from_labels
 from align.schemas.config import DataOptions, RewardOptions
 from align.schemas.errors import UsageError
@@ -66,7 +66,7 @@ def row_shown(config, *, share=None):
     progress = Heard()
     how = {"progress": progress, "shows_row": True}
     if share:
-        precompute_part(config, StubReference(), share, **how)
+        precompute(config, StubReference(), share=share, **how)
     else:
         precompute(config, StubReference(), **how)
     return progress.row

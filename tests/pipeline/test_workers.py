@@ -58,7 +58,7 @@ def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, cl
     done = [run(config, share=share) for share in shares]
     assert done[0].tally.units == 2
     assert sum(one.tally.units for one in done) == 8
-    assert [one.whole is not None for one in done[:2]] == [False, False]
+    assert [one.manifest is not None for one in done[:2]] == [False, False]
     assert contents(config.cache.output) == clean
 
 
@@ -134,7 +134,7 @@ def test_a_stopped_part_leaves_its_work_for_the_others(config, clean, tmp_path):
     os.kill(stopped.pid, signal.SIGTERM)
     assert joined(stopped) == [143]
     assert said.read_text() == "Interrupted by signal 15. Continue with the same command.\n"
-    assert run(config, share=Share(1, 2)).whole is None
+    assert run(config, share=Share(1, 2)).manifest is None
     assert run(config, share=Share(2, 2)).has_published
     assert contents(config.cache.output) == clean
 

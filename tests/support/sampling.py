@@ -10,7 +10,7 @@ from unittest import mock
 from align.pipeline import sample as module
 from align.schemas.config import Config, DataOptions, TrackingOptions
 from align.schemas.round_options import SampleOptions
-from align.schemas.samples import Refused, Sample
+from align.schemas.samples import Refused, Sample, Sampler
 from support.patience import PATIENCE
 from support.stage_one import CHILDREN, Silent
 
@@ -18,12 +18,14 @@ BATCH = 5
 
 
 @dataclass(frozen=True)
-class CountingSampler:
+class CountingSampler(Sampler):
     """Writes down each sample that it draws, as one who is paid for it would."""
 
     log: Path
     name: str = "stub"
     refuses: str = ""  # prompts with this text
+
+    device = "cpu"
 
     def identity(self):
         """Its name."""
@@ -101,8 +103,7 @@ def run_sampling(config, sampler, *, share=None, **more):
     """Samples in this process."""
     with (
         mock.patch.object(module, "sampler_of", return_value=sampler),
-        mock.patch.object(module, "require_same_server"),
-        mock.patch.object(module, "require_sampled_model"),
+        mock.patch.object(module, "require_sampled_model"),  # it is none of the settings
     ):
         return module.sample(config, progress=Silent(), share=share, **more)
 

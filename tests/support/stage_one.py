@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from align.pipeline.precompute import precompute, precompute_part
+from align.pipeline.precompute import precompute
 from align.schemas.errors import AlignError, Interrupted
 from support.patience import PATIENCE
 from support.stub_reference import StubReference
@@ -43,10 +43,7 @@ class Heard(Silent):
 
 def run(config, reference=None, *, share=None):
     """Stage 1, or a part of it, in this process, with a reference that needs no model."""
-    scorer = reference or StubReference()
-    if share:
-        return precompute_part(config, scorer, share, progress=Silent())
-    return precompute(config, scorer, progress=Silent())
+    return precompute(config, reference or StubReference(), progress=Silent(), share=share)
 
 
 def contents(folder):

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from align.schemas.samples import Refused, Sample
+from align.schemas.samples import Refused, Sample, Sampler
 
 PARTS = re.compile(r"\[\w+ answer(?: [AB])?\]\n(.*?)\n\[\w+ end\]", re.DOTALL)
 
 
 @dataclass
-class StubJudge:
+class StubJudge(Sampler):
     """Both a sampler and an open one; `said` counts the questions by their text."""
 
     bias: float = 0.0  # the share of questions in which it prefers what stands first
@@ -21,6 +21,8 @@ class StubJudge:
     longest: int = 10**9  # characters of a question that it takes
     stops_after: int | None = None  # groups
     asked: list = field(default_factory=list)
+
+    device = "cpu"
 
     def identity(self):
         return {"judge": self.name, "bias": str(self.bias)}

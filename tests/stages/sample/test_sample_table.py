@@ -8,7 +8,7 @@ import pytest
 from align.schemas.samples import Prompt, Sample
 from align.stages.data.input_files import open_inputs
 from align.stages.data.prompt_rows import read_prompts
-from align.stages.sample.prompts import asked_once, groups_of
+from align.stages.sample.prompts import asked_once, by_length
 from align.stages.sample.sample_table import sample_table
 
 TURN = {"role": "user", "content": "hi"}
@@ -105,8 +105,8 @@ def test_prompts_differ_by_tools_and_options_and_not_by_what_they_carry():
     assert Prompt("a", carried={"x": 1}).key == Prompt("a").key
 
 
-def test_groups_are_the_same_for_any_order_and_hold_prompts_of_like_length():
+def test_prompts_of_like_length_stand_beside_each_other_for_any_order():
     prompts = [Prompt("x" * length) for length in (5, 1, 4, 2, 3)]
-    groups = groups_of(prompts, 2)
-    assert [[len(one.text) for one in group] for group in groups] == [[1, 2], [3, 4], [5]]
-    assert groups_of(prompts[::-1], 2) == groups
+    ordered = by_length(prompts)
+    assert [len(one.text) for one in ordered] == [1, 2, 3, 4, 5]
+    assert by_length(prompts[::-1]) == ordered

@@ -1,0 +1,178 @@
+"""A command that was killed and is given again ends as one that was not."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from support.rounds_play import write_settings
+from support.sampling import write_prompts
+from support.trainings import KILLED, Person
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and where it is killed: at one place after the other, in one folder."""
+
+    words: tuple
+    kills: tuple  # failpoints, and at which visit
+    needs: str = ""  # the step before it
+
+
+FEW = ("--tokens-per-batch", 1)  # batches of one
+SHORT = ("--set", "judge.max_new_tokens=4", "--set", "scoring.tokens_per_batch=1")
+# Before the table has its name, between it and its manifest, and before anybody is told of both.
+OF_A_TABLE = ("table.before_rename", "table.after_rename", "table.after_rename")
+JUDGED = ("judge", "whole/sample", "--dtype", "float32")
+STEPS = {
+    "precompute-ref": Step(
+        ("precompute-ref", "pairs.jsonl", "--model", "model", "--rows-per-shard", 1, *FEW),
+        (
+            "part.before_link",  # of what is prepared
+            "plan.after_link",
+            "commit.before_link@2",  # between two shards
+            "commit.done",
+            "manifest.before_rename",
+            "manifest.after_rename",  # and its work is still there
+            "gc.forgotten",
+        ),
+    ),
+    "score": Step(
+        ("score", "pairs.jsonl", "--reward-model", "reward", *FEW),
+        (
+            "config.after_rename",  # its mark, before any lock
+            "plan.after_link",
+            "commit.done",
+            "manifest.after_rename",  # of the cache in it
+            "config.before_rename",  # it vouches for the rows that it is about to write
+        ),
+    ),
+    "sample": Step(
+        ("sample", "prompts.jsonl", "--model", "model", "-n", 2, "--max-new-tokens", 4, *FEW),
+        (
+            "config.before_rename",
+            "answers.before_link",
+            "answers.after_link@2",  # between two batches
+            *OF_A_TABLE,
+        ),
+    ),
+    "rubric": Step(
+        (*JUDGED, "--by", "rubric", "--model", "model", *SHORT),
+        (
+            "config.after_rename",
+            "answers.after_link",
+            "answers.before_link@2",
+            *OF_A_TABLE,
+        ),
+        needs="sample",
+    ),
+    "reward": Step(
+        (*JUDGED, "--by", "reward", "--reward-model", "reward"),
+        ("plan.after_link", "commit.done", "manifest.after_rename", *OF_A_TABLE),
+        needs="sample",
+    ),
+    "select": Step(
+        ("select", "whole/reward", "--keep-cut"),
+        ("config.before_rename", "config.after_rename", *OF_A_TABLE),
+        needs="reward",
+    ),
+    "rounds": Step(
+        ("rounds", "rounds.yaml"),
+        (
+            "config.after_rename",
+            "answers.after_link",
+            "table.after_rename@5",  # prompts, samples and the manifest of them, …
+            "manifest.after_rename",
+            "step.updated@2",
+            "model.after_rename",
+            "round.before_link",
+            "round.after_link",
+        ),
+    ),
+}
+WORK = re.compile("scoring|sampling|judging|tokenizing|training|round 1")  # as progress names it
+PUBLISHED = (
+    *("manifest.json", "data/*", "rows.jsonl"),
+    *("*.parquet", "_manifest.json"),
+    *("round-*/round.json", "round-*/*/*.parquet", "round-*/*/*manifest.json", "*/model/model.*"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The folder of a person, and what commands leave in it that nobody stopped."""
+
+    person: Person
+
+    def whole(self, name):
+        """What a command publishes that is given once, after those whose output it reads."""
+        folder = self.person.folder / "whole" / name
+        if not folder.exists():
+            if needs := STEPS[name].needs:
+                self.whole(needs)
+            self.person.gives(*words(name, folder))
+        return published(folder)
+
+
+def words(name, output):
+    unrecorded = () if name == "select" else ("--no-mlflow",)
+    return (*STEPS[name].words, "--output", output, *unrecorded)
+
+
+def published(folder):
+    """Every file that others read, by its name."""
+    found = {path for glob in PUBLISHED for path in folder.glob(glob)}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
+
+
+@pytest.fixture(scope="module")
+def table(server, world, reward_model, tmp_path_factory):
+    """Five prompts, as many pairs, a model and a reward model."""
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "model").symlink_to(world.model)
+    (folder / "reward").symlink_to(reward_model)
+    asked = [f"What is {number} and {number}?" for number in range(5)]
+    write_prompts(folder / "prompts.jsonl", asked)
+    write_prompts(folder / "pairs.jsonl", asked, chosen=[*"24680"], rejected=[*"13579"])
+    # Nothing is copied from what nobody stopped.
+    (folder / "align.yaml").write_text("cache:\n  reuse_known: false\n")
+    write_settings(folder, world, rounds={"count": 1}, cache={"reuse_known": False})
+    return Table(Person(server, folder, {"OMP_NUM_THREADS": "1"}))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_command_that_is_killed_and_given_again_ends_as_one_that_is_not(table, name, tmp_path):
+    whole, given = table.whole(name), words(name, tmp_path / "out")
+    assert whole
+    for place in STEPS[name].kills:
+        failpoint, _, visit = place.partition("@")
+        answer = table.person.tries(*given, failpoints=f"{failpoint}=kill@{visit or 1}")
+        assert answer.code == KILLED, (place, answer)
+    said = table.person.gives(*given).out
+    assert published(tmp_path / "out") == whole
+    # Given once more, it has nothing to make and says the same of what is there.
+    again = table.person.gives(*given)
+    assert not WORK.search(again.err), again.err
+    assert published(tmp_path / "out") == whole
+    assert again.out.splitlines()[0] == said.splitlines()[0]
+
+
+# Where the first of two parts is killed.
+KILLS_A_PART = {
+    "precompute-ref": "commit.done",
+    "sample": "answers.after_link",
+    "rubric": "answers.after_link",
+}
+
+
+@pytest.mark.parametrize("name", KILLS_A_PART)
+def test_the_whole_command_ends_what_a_killed_part_has_begun(table, name, tmp_path):
+    whole, given = table.whole(name), words(name, tmp_path / "out")
+    killed = table.person.tries(*given, "--part", "1/2", failpoints=f"{KILLS_A_PART[name]}=kill")
+    assert killed.code == KILLED, killed
+    said = table.person.gives(*given, "--part", "2/2").out
+    assert said.startswith(f"part 2/2 of {tmp_path / 'out'} is done: ")
+    assert "the same command without --part does what is missing" in said
+    assert not {"manifest.json", "_manifest.json"} & published(tmp_path / "out").keys()
+    table.person.gives(*given)
+    assert published(tmp_path / "out") == whole
