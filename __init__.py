@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .pipeline.python_api import TrainingRun, load_cache, load_run, precompute, train
+    from .pipeline.commands.python_api import TrainingRun, load_cache, load_run, precompute, train
     from .schemas.errors import AlignError
     from .stages.methods import losses
 
@@ -22,13 +22,13 @@ __all__ = [
     "train",
 ]
 
-_PLACES = {"AlignError": "schemas.errors", "losses": "stages.methods.losses"}
+_MODULES = {"AlignError": "schemas.errors", "losses": "stages.methods.losses"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_PLACES.get(name, 'pipeline.python_api')}")
+    module = import_module(f"{__name__}.{_MODULES.get(name, 'pipeline.commands.python_api')}")
     value = globals()[name] = module if name == "losses" else getattr(module, name)
     return value
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .pipeline.flags import ConfigFile, Part, Sets, with_flags
-from .pipeline.round_commands import add_to
-from .pipeline.signals import stop_signals, stop_with_launcher
-from .pipeline.terminal import (
+from .pipeline.commands.round_commands import add_to
+from .pipeline.commands.terminal import (
     SafeGroup,
     begin_work,
     own_process,
@@ -23,12 +21,14 @@ from .pipeline.terminal import (
     say,
     say_once,
 )
-from .pipeline.train_commands import add_training_to
+from .pipeline.commands.train_commands import add_training_to
+from .pipeline.jobs.signals import stop_signals, stop_with_launcher
+from .pipeline.options.flags import ConfigFile, Part, Sets, with_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .pipeline.settings import Settings
+    from .pipeline.options.settings import Settings
     from .schemas.option import Command
 
 app = typer.Typer(
@@ -89,7 +89,7 @@ def init(
     ] = False,
 ) -> None:
     """Write an align.yaml with every setting, its default and what it means."""
-    from .pipeline.settings import write_template
+    from .pipeline.options.settings import write_template
     from .schemas.errors import UsageError
 
     if path.exists():
@@ -103,7 +103,7 @@ def init(
 @app.command()
 def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Print every setting and where its value comes from."""
-    from .pipeline.settings import flatten, load_settings, without_secrets
+    from .pipeline.options.settings import flatten, load_settings, without_secrets
 
     settings = load_settings({}, sets or [], file=config, data=data or [])
     say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
@@ -125,12 +125,12 @@ def precompute_ref(
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
     from .pipeline.executors.executor import share_of
-    from .pipeline.object_inputs import with_local_inputs
-    from .pipeline.precompute import precompute
-    from .pipeline.precompute_plan import require_model
-    from .pipeline.settings import load_settings
+    from .pipeline.jobs.object_inputs import with_local_inputs
+    from .pipeline.options.settings import load_settings
+    from .pipeline.precompute.precompute import precompute
+    from .pipeline.precompute.precompute_plan import require_model
     from .stages.model.reference import HfReference
-    from .stages.storage.digest_memory import own_digests
+    from .stages.storage.disk.digest_memory import own_digests
 
     loaded = load_settings(
         flags, sets or [], file=config, data=data or [], command="precompute-ref"
@@ -140,7 +140,7 @@ def precompute_ref(
     require_model(given, share)
     local = with_local_inputs(given)
     if local.model.tensor_parallel > 1:
-        from .pipeline.parallel_reference import precompute_in_parallel
+        from .pipeline.precompute.parallel_reference import precompute_in_parallel
 
         say_once(precompute_in_parallel(local, progress=begin_work(), shows_row=not quiet))
         return
@@ -165,8 +165,8 @@ def score(
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
     from .pipeline.executors.executor import share_of
-    from .pipeline.score_rewards import rewards_from_labels, rewards_from_model
-    from .pipeline.settings import load_settings
+    from .pipeline.options.settings import load_settings
+    from .pipeline.tables.score_rewards import rewards_from_labels, rewards_from_model
     from .schemas.errors import UsageError
 
     command: Command = "score --from-labels" if from_labels else "score"
@@ -182,7 +182,7 @@ def score(
         say(rewards_from_labels(settings).text())
         return
     from .stages.model.reward_model import HfReward
-    from .stages.storage.digest_memory import own_digests
+    from .stages.storage.disk.digest_memory import own_digests
 
     share = share_of(part, os.environ)
     print_result(
@@ -216,9 +216,9 @@ def sweep(
     sets: Sets = None,
 ) -> None:
     """Train many methods and settings on one cache, and compare them in one table."""
-    from .pipeline.settings import load_settings
-    from .pipeline.sweep import sweep as run_sweep
-    from .pipeline.trials import trials_of, varied_by
+    from .pipeline.options.settings import load_settings
+    from .pipeline.train.sweep import sweep as run_sweep
+    from .pipeline.train.trials import trials_of, varied_by
 
     def load(more: Sequence[str]) -> Settings:
         return load_settings(flags, [*(sets or []), *more], file=config, command="sweep")
@@ -255,7 +255,7 @@ def methods(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")]) -> None:
     """Put a training run on one page, report.html: curves, held-out completions, lineage."""
-    from .pipeline.run_report import write_report
+    from .pipeline.train.run_report import write_report
 
     say(f"{write_report(run)} written. It needs no network: open it in any browser.")
 
@@ -269,7 +269,7 @@ def mlflow_sync(
     config: ConfigFile = None,
 ) -> None:
     """Tell MLflow what it missed of a run; telling it twice changes nothing."""
-    from .pipeline.tracker_sync import own_options, sync_runs
+    from .pipeline.jobs.tracker_sync import own_options, sync_runs
     from .schemas.errors import counted
 
     for synced in sync_runs(run, own_options(run, config), uri=uri):
@@ -286,8 +286,8 @@ def verify(
     sets: Sets = None,
 ) -> None:
     """Check every digest of a cache, and score a sample of rows again with the reference."""
-    from .pipeline.settings import load_settings
-    from .pipeline.verify import verify as run_verify
+    from .pipeline.options.settings import load_settings
+    from .pipeline.precompute.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
     given = load_settings({}, sets or [], file=config, near=[cache], command="verify").config
@@ -300,7 +300,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
-    from .pipeline.object_inputs import cache_at
+    from .pipeline.jobs.object_inputs import cache_at
     from .schemas.json_codec import to_json
     from .stages.report.cache_summary import summarize
     from .stages.report.cache_tables import render
@@ -324,9 +324,9 @@ def export(
     TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
     columns before you pass precompute_ref_log_probs.
     """
-    from .pipeline.export import beside
-    from .pipeline.export import export as run_export
-    from .pipeline.object_inputs import cache_at
+    from .pipeline.jobs.object_inputs import cache_at
+    from .pipeline.precompute.export import beside
+    from .pipeline.precompute.export import export as run_export
     from .schemas.errors import counted
 
     folder = cache_at(cache)
@@ -342,8 +342,8 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove what a cache held before it grew; trainings that began on it can then not continue."""
-    from .pipeline.cache_compatibility import gone_without, remove_earlier
-    from .pipeline.object_inputs import cache_at
+    from .pipeline.jobs.object_inputs import cache_at
+    from .pipeline.precompute.cache_compatibility import gone_without, remove_earlier
     from .schemas.errors import UsageError, counted
 
     found = gone_without(folder := cache_at(cache))

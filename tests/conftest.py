@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-from align.pipeline.terminal import SOON_ASLEEP
+from align.pipeline.commands.terminal import SOON_ASLEEP
 from align.schemas import safe_text
 from align.stages.demo.tiny_tokenizer import make_tokenizer
-from align.stages.storage.objects import ObjectPath
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.bucket.objects import ObjectPath
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import DEFAULTS
 from support.command import Answer
 from support.pace import is_slow

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 import align
-from align.pipeline.export import export
+from align.pipeline.precompute.export import export
 from align.schemas.errors import CorruptionError, UsageError
 
 pytestmark = pytest.mark.slow  # it trains

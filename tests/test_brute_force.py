@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from align.pipeline.precompute import precompute
+from align.pipeline.precompute.precompute import precompute
 from align.schemas.config import (
     CacheOptions,
     Config,

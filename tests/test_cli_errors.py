@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.settings import load_settings
+from align.pipeline.options.settings import load_settings
 from align.schemas.config import ModelOptions, TrackingOptions
 from align.schemas.errors import UsageError
-from align.stages.storage.cache_folder import CacheFolder, OutputFolder
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.cache.cache_folder import CacheFolder, OutputFolder
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
 from support import stage_one
 from support.command import align, refusal

@@ -14,8 +14,8 @@ import typer
 import yaml
 
 from align import __version__, cli
-from align.pipeline.settings import load_settings
-from align.pipeline.signals import STOPS
+from align.pipeline.jobs.signals import STOPS
+from align.pipeline.options.settings import load_settings
 from align.schemas.cache import Manifest
 from align.schemas.errors import AlignError, Interrupted
 from align.schemas.rows import REASONS
@@ -23,7 +23,7 @@ from align.stages.data.known_shapes import DATA_SHAPES
 from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, recipe_of
-from align.stages.storage.shards import shard_schema
+from align.stages.storage.cache.shards import shard_schema
 from support.command import align
 from support.pages import (
     PAGES,
@@ -42,11 +42,11 @@ COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
 TO_BE_WRITTEN = {  # by who adds them
     "stages/methods/square.py",
-    "stages/storage/folder_bucket.py",
+    "stages/storage/bucket/folder_bucket.py",
     "stages/tracking/file_tracker.py",
     "stages/data/ranked_rows.py",
     "pipeline/executors/threads.py",
-    "pipeline/length_judge.py",
+    "pipeline/tables/length_judge.py",
 }
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")

@@ -107,8 +107,8 @@ def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
 def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
     program, line = programs_under(EXTENDING, "A store of objects")
     copy = Copy(tmp_path)
-    copy.add("stages/storage/folder_bucket.py", program)
-    copy.put("stages/storage/buckets.py", '    "s3": ', f'{line}    "s3": ')
+    copy.add("stages/storage/bucket/folder_bucket.py", program)
+    copy.put("stages/storage/bucket/buckets.py", '    "s3": ', f'{line}    "s3": ')
     here = {"FOLDER_BUCKETS": str(tmp_path)}
     copy.precompute(world.data.paired, world.model, "folder://bucket/cache", **here)
     copy.precompute(world.data.paired, world.model, "disk")
@@ -120,7 +120,7 @@ def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
     bucket = {unquote(path.name): path.read_bytes() for path in (tmp_path / "bucket").iterdir()}
     assert bucket == disk
     copy.require(
-        "import pathlib; from align.stages.storage.objects import location; "
+        "import pathlib; from align.stages.storage.bucket.objects import location; "
         "from support.store_contract import require_store_contract; "
         "require_store_contract(location('folder://bucket/tried'), pathlib.Path.cwd())",
         **here,
@@ -130,8 +130,8 @@ def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
 def test_a_judge_is_added_as_its_page_shows(tmp_path):
     program, line, names = programs_under(EXTENDING, "A judge")
     copy = Copy(tmp_path)
-    copy.add("pipeline/length_judge.py", program)
-    copy.put("pipeline/judges.py", '"reward": (', f'{line.strip()} "reward": (')
+    copy.add("pipeline/tables/length_judge.py", program)
+    copy.put("pipeline/tables/judges.py", '"reward": (', f'{line.strip()} "reward": (')
     copy.put("schemas/round_options.py", '"none", "reward"', f'{names.strip()}, "reward"')
     samples = sample_table(tmp_path / "samples", {"Why?": ["Because.", "So."]})
     pairs = tmp_path / "pairs.jsonl"

@@ -16,7 +16,7 @@ from numpy.linalg import norm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from align.pipeline.memory_plan import MemoryPlanner, Planned
+from align.pipeline.plan.memory_plan import MemoryPlanner, Planned
 from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree, allowed_gaps
 from align.schemas.train_options import LoraOptions, TrainOptions

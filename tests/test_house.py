@@ -14,12 +14,21 @@ VERBS = {"data", "feed", "judge", "pairing", "sample", "score", "select", "train
 # Rooms that any verb uses, and which further rooms of this kind each of them may use.
 NOUNS = {name: set() for name in ("engine", "methods", "model", "server", "storage")}
 NOUNS |= {name: {"storage"} for name in ("demo", "report", "tracking")}
+# The rooms of pipeline/: each may import those before it.
+ORDER = (
+    *("options", "executors", "jobs", "precompute", "tables", "plan", "train", "rounds"),
+    "commands",
+)
+FLOORS = 7  # files of a room that import one another in a chain
 
 
 def dotted(path):
     """`stages.storage.fs` of its file; a package has the name of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {*map(dotted, TREES)}
 
 
 def outside_functions(node):
@@ -44,9 +53,15 @@ def imports_in(nodes, path):
 
 
 def room_of(module):
-    """`stages.storage`, `pipeline`, `cli`."""
+    """`stages.storage`, `pipeline.train`, `cli`."""
     parts = module.split(".")
-    return ".".join(parts[: 2 if parts[0] == "stages" else 1])
+    return ".".join(parts[: 2 if parts[0] in {"stages", "pipeline"} else 1])
+
+
+def is_before(there, here):
+    """Whether one room of pipeline/ comes before another."""
+    names = [room.partition("pipeline.")[2] for room in (there, here)]
+    return all(name in ORDER for name in names) and ORDER.index(names[0]) < ORDER.index(names[1])
 
 
 def may_import(importer, imported):
@@ -54,8 +69,8 @@ def may_import(importer, imported):
     here, there = room_of(importer), room_of(imported)
     if here == there or there in {"schemas", "__version__"} or here in {"", "__main__", "cli"}:
         return True
-    if here == "pipeline":
-        return there.startswith("stages.")
+    if here.startswith("pipeline."):
+        return there.startswith("stages.") or is_before(there, here)
     kind, tool = here.removeprefix("stages."), there.removeprefix("stages.")
     return here.startswith("stages.") and tool in NOUNS and tool in NOUNS.get(kind, NOUNS)
 
@@ -69,13 +84,14 @@ def test_imports_point_down_the_house():
         if not may_import(dotted(path), name)
     ]
     assert not wrong
-    assert may_import("stages.score.score", "stages.model.load")
+    assert may_import("stages.score.score", "stages.model.loading.load")
     for importer, imported in (
-        ("pipeline.train", "cli.main"),
+        ("pipeline.train.train", "cli.main"),
         ("stages.score.score", "stages.data.encode"),
-        ("stages.storage.fs", "stages.report.charts"),
-        ("stages.model.load", "pipeline.train"),
-        ("schemas.rows", "stages.storage.fs"),
+        ("stages.storage.disk.fs", "stages.report.charts"),
+        ("stages.model.loading.load", "pipeline.train.train"),
+        ("pipeline.plan.run_plan", "pipeline.train.train"),
+        ("schemas.rows", "stages.storage.disk.fs"),
     ):
         assert not may_import(importer, imported)
 
@@ -104,6 +120,24 @@ def test_modules_make_no_circle_not_even_for_types():
     ):
         trees = first | {ROOT / "room" / "inner" / "c.py": ast.parse(second)}
         assert bool(circle_in(trees)) == is_circle
+
+
+def test_a_room_of_the_pipeline_has_few_floors():
+    rooms = {path.parent.name for path in ROOT.glob("pipeline/*/__init__.py")}
+    assert rooms == {*ORDER}
+    graph = {
+        dotted(path): {
+            name if name in NAMES else name.rpartition(".")[0]
+            for name in imports_in(ast.walk(tree), path)
+        }
+        for path, tree in TREES.items()
+    }
+
+    def floors(module):
+        below = [one for one in graph[module] & NAMES if room_of(one) == room_of(module)]
+        return 1 + max(map(floors, below), default=0)
+
+    assert max(floors(name) for name in NAMES if name.startswith("pipeline.")) <= FLOORS
 
 
 def test_a_module_that_is_named_in_a_string_is_a_file_with_code():

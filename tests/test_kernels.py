@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from align.stages.model.fused_head import HeadSpec, OutputHead
-from align.stages.model.fused_head_backward import fused_rows
+from align.stages.model.head.fused_head import HeadSpec, OutputHead
+from align.stages.model.head.fused_head_backward import fused_rows
 
 pytestmark = pytest.mark.numeric
 

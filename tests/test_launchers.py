@@ -134,10 +134,10 @@ def compare(after_what):
     assert not changed, (after_what, changed)
 
 import align, align.cli, align.stages.engine.distributed, align.stages.engine.deepspeed_state
-import align.pipeline.train, align.pipeline.sweep, align.pipeline.verify
+import align.pipeline.train.train, align.pipeline.train.sweep, align.pipeline.precompute.verify
 compare("import")
 
-from align.pipeline.tracker_sync import sync_runs
+from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from pathlib import Path
 

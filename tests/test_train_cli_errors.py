@@ -18,7 +18,7 @@ def refused(course, monkeypatch):
     def said(*arguments):
         words = ("train", "--cache", course.cache, "--method", "dpo", *arguments)
         with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "align.pipeline.train", None)  # its import would fail
+            patch.setitem(sys.modules, "align.pipeline.train.train", None)  # its import would fail
             return refusal(2, *words)
 
     return said

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...schemas.errors import UsageError, closest, did_you_mean
-from ..storage.shards import shard_schema
+from ..storage.cache.shards import shard_schema
 from .data_shape import DataShape, Shape
 from .input_files import InputFile, column_names, keys_further_on
 from .known_shapes import DATA_SHAPES

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ...schemas.errors import UsageError
-from ..storage.local_copies import origin_of
+from ..storage.bucket.local_copies import origin_of
 from .input_files import InputFile
 
 Split: TypeAlias = Literal["train", "validation", "test"]

@@ -18,7 +18,7 @@ from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record, Text
-from ..model.folder_check import require_plain_tokenizer
+from ..model.loading.folder_check import require_plain_tokenizer
 from .chat_wrap import Wrapping
 from .stop_tokens import NO_STOPS, Added, find_stops
 from .template_probe import TemplateProbe, written_around

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ...schemas.errors import UsageError
-from ..storage import fs
+from ..storage.disk import fs
 from .preferences import DataFiles, Preference, draw_preferences, make_data, transcript
 from .tiny_tokenizer import make_tokenizer
 

@@ -341,3 +341,23 @@ def total(values: Tensor) -> Tensor:
     summed = values.detach().to(torch.float64, copy=True)
     distributed.all_reduce(summed)
     return summed
+
+
+@contextmanager
+def naming_lost_peers(world: World) -> Iterator[None]:
+    """Raises the failure of a collective as a PeerError: another rank has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not _is_of_a_collective(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise PeerError(
+            f"Rank {world.rank} lost another rank ({first_line}). Its own message says why. "
+            "Start all ranks again with --resume auto."
+        ) from error
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Gloo's errors have no type of their own."""
+    return isinstance(error, distributed.DistError) or "gloo" in str(error)

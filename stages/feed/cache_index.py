@@ -16,9 +16,9 @@ from ...schemas.cache import Commit, Manifest, StoredKind
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
-from ..storage.cache_folder import CacheFolder
-from ..storage.objects import Location
-from ..storage.shards import list_column, number_column, read_columns
+from ..storage.bucket.objects import Location
+from ..storage.cache.cache_folder import CacheFolder
+from ..storage.cache.shards import list_column, number_column, read_columns
 from .conversions import ReadSpec
 from .row_selection import KindCounts, Selection, context_lengths, select
 

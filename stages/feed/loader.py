@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.rows import ScoredBlock
-from ..storage.shards import open_shard, read_block, row_ids
+from ..storage.cache.shards import open_shard, read_block, row_ids
 from .cache_index import GroupLocation, RowTable, naming_unit
 from .row_selection import as_read
 from .smaller_batches import cut_smaller

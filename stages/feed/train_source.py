@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ...schemas.cache import Manifest, StoredKind
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
-from ..storage.cache_folder import CacheFolder
-from ..storage.shards import number_column, open_shard
+from ..storage.cache.cache_folder import CacheFolder
+from ..storage.cache.shards import number_column, open_shard
 from .cache_index import SCORES, Index, ShardColumns, build_index, held_out, naming_unit
 from .conversions import CONVERSIONS, ReadSpec
 from .row_selection import KindCounts

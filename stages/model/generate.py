@@ -24,10 +24,10 @@ from ...schemas.errors import UsageError, counted
 from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
-from .live_memory import is_out_of_memory
-from .load import quiet
+from .loading.load import quiet
+from .loading.model_folder import read_json
 from .logprobs import TOLERANCE, causal_model, input_device, reason
-from .model_folder import read_json
+from .memory.live_memory import is_out_of_memory
 from .probe_rows import ordinary_tokens
 
 logger = logging.getLogger("align")

@@ -20,17 +20,16 @@ from torch import Tensor, nn
 from ...schemas.batches import SequenceGroup
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .flex_attention import (
+from .head.fused_head import output_head, scored_rows
+from .head.fused_head_backward import LogpHead
+from .layouts.flex_attention import (
     FLEX,
     FLEX_FOR_EAGER,
     attend_by_flex,
     flex_masks,
     padded_to_blocks,
 )
-from .fused_head import output_head, scored_rows
-from .fused_head_backward import LogpHead
-from .probe_rows import probe_trees
-from .shared_sequence import (
+from .layouts.shared_sequence import (
     SHARED,
     SHARED_FOR_EAGER,
     SequencePart,
@@ -38,8 +37,7 @@ from .shared_sequence import (
     part_of,
     sequence_part,
 )
-from .transformers_compat import attention_of
-from .tree_attention import (
+from .layouts.tree_attention import (
     PAD,
     PIECES,
     TreeBatch,
@@ -52,6 +50,8 @@ from .tree_attention import (
     tree_batch,
     tree_mask,
 )
+from .probe_rows import probe_trees
+from .transformers_compat import attention_of
 
 logger = logging.getLogger("align")
 

@@ -18,11 +18,14 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
-from .flex_attention import why_no_flex
-from .fused_head import output_head
-from .fused_head_backward import call_head_for_logps
-from .host_activations import keeps_on_host
-from .load import add_lora, first_line, load_model, merged, text_config, value_head
+from .head.fused_head import output_head
+from .head.fused_head_backward import call_head_for_logps
+from .layouts.flex_attention import why_no_flex
+from .layouts.shared_sequence import part_of, summed
+from .layouts.tree_attention import TreeBatch
+from .loading.load import add_lora, first_line, load_model, merged, text_config, value_head
+from .loading.quantized_base import load_in_4_bits
+from .loading.sharded_load import load_sharded
 from .logprobs import (
     ScoringPath,
     batch_part,
@@ -32,13 +35,10 @@ from .logprobs import (
     input_device,
     last_states,
 )
-from .quantized_base import load_in_4_bits
+from .memory.host_activations import keeps_on_host
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
-from .sharded_load import load_sharded
-from .shared_sequence import part_of, summed
 from .transformers_compat import recompute_activations, routers_of
-from .tree_attention import TreeBatch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # The input of a rank without rows, because under ZeRO-3 its peers wait for its collectives.

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 from ...schemas.config import ModelOptions
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
-from .flex_attention import why_no_flex
-from .folder_check import require_adapter
-from .fused_head import HEAD_VERSION
-from .live_memory import is_out_of_memory
-from .load import Resolved, load_causal_lm, resolve, unused_weights
+from .head.fused_head import HEAD_VERSION
+from .layouts.flex_attention import why_no_flex
+from .loading.folder_check import require_adapter
+from .loading.load import Resolved, load_causal_lm, resolve, unused_weights
+from .loading.model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS, ModelFiles, model_identity
 from .logprobs import ScoringPath, choose_path, input_device, tree_logps
-from .model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS, ModelFiles, model_identity
+from .memory.live_memory import is_out_of_memory
 
 
 class HfReference:

@@ -19,9 +19,12 @@ from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
-from .flex_attention import why_no_flex
-from .folder_check import require_plain_tokenizer
-from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
+from .layouts.flex_attention import why_no_flex
+from .layouts.shared_sequence import joined
+from .layouts.tree_attention import TreeBatch, single_branches
+from .loading.folder_check import require_plain_tokenizer
+from .loading.load import SCORES, ScalarHead, first_line, load_model, merged, quiet
+from .loading.model_folder import model_config
 from .logprobs import (
     PATHS,
     TOLERANCE,
@@ -36,11 +39,8 @@ from .logprobs import (
     reason,
     unshareable,
 )
-from .model_folder import model_config
 from .probe_rows import probe_trees
 from .reference import HfReference, TreeScorer
-from .shared_sequence import joined
-from .tree_attention import TreeBatch, single_branches
 
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
+from .layouts.tree_attention import PAD, TreeBatch
 from .transformers_compat import routers_of
-from .tree_attention import PAD, TreeBatch
 
 logger = logging.getLogger("align")
 

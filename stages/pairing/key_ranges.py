@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ...schemas.preparing import EncodedPart
 from ...schemas.row_keys import KeyedRows
 from ...schemas.rows import Role
-from ..storage.shards import group_bounds
-from ..storage.spool import NewPart, damaged_part, read_part
+from ..storage.cache.shards import group_bounds
+from ..storage.cache.spool import NewPart, damaged_part, read_part
 from .sorted_rows import INDEX, BatchStream, SortedRows, append_rows, part_of
 
 TOKENS_PER_RUN = 4 * 1024 * 1024

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ...schemas.preparing import ArrangedPart, RingRecord
 from ...schemas.row_keys import KeyedRows
-from ..storage.shards import arrow_of, group_bounds, numpy_of
-from ..storage.spool import (
+from ..storage.cache.shards import arrow_of, group_bounds, numpy_of
+from ..storage.cache.spool import (
     NewPart,
     Spool,
     damaged_part,

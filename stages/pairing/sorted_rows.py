@@ -22,8 +22,8 @@ from ...schemas.columns import Ragged
 from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.row_keys import KeyedRows
 from ...schemas.rows import PromptKeys, RowBlock
-from ..storage.shards import Values, arrow_of, lists_over, numpy_of, ragged_of
-from ..storage.spool import damaged_part
+from ..storage.cache.shards import Values, arrow_of, lists_over, numpy_of, ragged_of
+from ..storage.cache.spool import damaged_part
 
 # Where a batch is in its file: the schema's bytes at the file's beginning, and its own.
 CHUNK = np.dtype([("head", "<u4"), ("start", "<u8"), ("size", "<u8"), ("crc", "<u4")])

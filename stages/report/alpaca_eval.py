@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.errors import UsageError
 from ...schemas.rows import Text
 from ...schemas.samples import Prompt
-from ..storage import fs
+from ..storage.disk import fs
 
 if TYPE_CHECKING:
     import polars as pl

@@ -8,10 +8,10 @@ import polars as pl
 
 from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
-from ..storage.cache_folder import CacheFolder
-from ..storage.cleanup import superseded
-from ..storage.manifest_file import load_manifest
-from ..storage.shards import iter_row_groups
+from ..storage.cache.cache_folder import CacheFolder
+from ..storage.cache.cleanup import superseded
+from ..storage.cache.manifest_file import load_manifest
+from ..storage.cache.shards import iter_row_groups
 
 
 @dataclass(frozen=True)

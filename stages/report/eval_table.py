@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ...schemas.batches import EvalSample
 from ...schemas.errors import CorruptionError
-from ..storage import fs
+from ..storage.disk import fs
 from .charts import BINS, Series, Values, chart, histogram
 
 if TYPE_CHECKING:

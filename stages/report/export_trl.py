@@ -22,10 +22,10 @@ from ...schemas.cache import Manifest, StoredKind, branch_layout
 from ...schemas.columns import offsets_of
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
-from ..storage import fs
-from ..storage.cache_folder import CacheFolder
-from ..storage.manifest_file import load_manifest
-from ..storage.shards import carried_names, iter_row_groups, read_block
+from ..storage.cache.cache_folder import CacheFolder
+from ..storage.cache.manifest_file import load_manifest
+from ..storage.cache.shards import carried_names, iter_row_groups, read_block
+from ..storage.disk import fs
 from ..storage.store import store_of
 
 

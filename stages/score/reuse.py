@@ -16,9 +16,9 @@ from ...schemas.cache import Commit
 from ...schemas.columns import Ragged
 from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.rows import RowBlock, ScoredBlock
-from ..storage.cache_folder import CacheFolder
-from ..storage.shards import read_shard
-from ..storage.verify_cache import check_shard
+from ..storage.cache.cache_folder import CacheFolder
+from ..storage.cache.shards import read_shard
+from ..storage.cache.verify_cache import check_shard
 from .score import KnownScores
 
 SHARDS_KEPT_OPEN = 4

@@ -27,7 +27,7 @@ import numpy as np
 from ...schemas.errors import CorruptionError, PathError, counted
 from ...schemas.json_codec import digest, to_json
 from ...schemas.samples import is_token_count
-from .objects import Location
+from .bucket.objects import Location
 from .store import store_of
 
 logger = logging.getLogger("align")

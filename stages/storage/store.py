@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ...schemas.file_version import Remember
-from .bucket_store import BucketStore
-from .disk_store import DiskStore
-from .objects import Location
+from .bucket.bucket_store import BucketStore
+from .bucket.objects import Location
+from .disk.disk_store import DiskStore
 
 P = TypeVar("P")
 T = TypeVar("T")

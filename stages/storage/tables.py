@@ -20,9 +20,9 @@ from ...schemas.errors import CorruptionError, FingerprintError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
-from .cache_folder import OutputFolder
-from .local_copies import origin_of
-from .objects import Location, location
+from .bucket.local_copies import origin_of
+from .bucket.objects import Location, location
+from .cache.cache_folder import OutputFolder
 from .store import Store, store_of
 
 if TYPE_CHECKING:

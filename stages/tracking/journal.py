@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.safe_text import redacted
-from ..storage import fs
+from ..storage.disk import fs
 
 logger = logging.getLogger("align")
 

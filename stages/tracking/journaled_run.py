@@ -13,10 +13,10 @@ from ... import __version__
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.safe_text import redacted
-from ..storage import fs
-from ..storage.locks import owner_lock
-from ..storage.objects import Location
-from ..storage.run_folder import RunFolder
+from ..storage.bucket.objects import Location
+from ..storage.disk import fs
+from ..storage.disk.locks import owner_lock
+from ..storage.run.run_folder import RunFolder
 from ..storage.store import store_of
 from .delivery import PRIVATE, Senders
 from .journal import MAX_PARAM, MAX_TAG, Callback, Journal, key_of, open_journal, shortened

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import StorageError
-from ..storage import fs
+from ..storage.disk import fs
 from .journal import key_of
 
 WAIT_SECONDS = 20.0

@@ -19,10 +19,10 @@ from typing import Any
 from ...schemas.errors import CorruptionError, StorageError, log_failure
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.safe_text import mask_secrets_of, masked_address, redacted, shown
-from ..storage import fs
-from ..storage.cache_folder import CacheFolder, make_place
-from ..storage.locks import try_owner_lock
-from ..storage.run_folder import RunFolder
+from ..storage.cache.cache_folder import CacheFolder, make_place
+from ..storage.disk import fs
+from ..storage.disk.locks import try_owner_lock
+from ..storage.run.run_folder import RunFolder
 from .tracker import GOES_ON_TAG, TRACKERS, RunRecord, TrackerKind, kind_of
 
 FORMAT_VERSION = 1

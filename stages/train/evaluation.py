@@ -19,7 +19,7 @@ from ...schemas.methods import Branches, Step
 from ...schemas.rows import Role, ScoredBlock, allowed_gaps
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
-from ..storage.failpoints import reach
+from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
 from .step import Sums, branches_of, reported, step_of
 

@@ -13,8 +13,8 @@ from ...schemas.errors import MemoryLimitError, NonFiniteError
 from ...schemas.methods import Mean, Step
 from ...schemas.train_options import TrainOptions
 from ..methods.recipe import LOSS, MethodState, Recipe
-from ..model.live_memory import is_out_of_memory
-from ..storage.failpoints import reach
+from ..model.memory.live_memory import is_out_of_memory
+from ..storage.disk.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
 from .memory_backoff import MemoryBackoff, MicroBatchTooLarge, release_cached_memory

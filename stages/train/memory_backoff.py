@@ -10,7 +10,7 @@ import torch
 
 from ...schemas.batches import MicroBatch
 from ...schemas.errors import MemoryLimitError
-from ..model.live_memory import is_out_of_memory
+from ..model.memory.live_memory import is_out_of_memory
 
 
 class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with less

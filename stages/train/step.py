@@ -19,7 +19,7 @@ from ..methods.modifiers import sums_of
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
 from ..methods.rewards import with_margin
 from ..model.copies import on_device
-from ..storage.failpoints import reach
+from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
 from .router_balance import partial_router_loss, router_facts
 

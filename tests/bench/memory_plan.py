@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from align.pipeline.memory_plan import MemoryPlanner, Planned
+from align.pipeline.plan.memory_plan import MemoryPlanner, Planned
 from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
@@ -31,9 +31,9 @@ from align.stages.engine.deepspeed_config import EngineContext
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.engine.zero3_partitions import open_partitions
-from align.stages.model.fused_head_backward import BUFFER_BYTES
-from align.stages.model.live_memory import LiveMemory
+from align.stages.model.head.fused_head_backward import BUFFER_BYTES
 from align.stages.model.logprobs import causal_model
+from align.stages.model.memory.live_memory import LiveMemory
 from align.stages.model.policy import Sharding, load_policy
 
 LENGTH, STEPS, MIB = 64, 3, 2**20  # tokens of a prompt or completion

@@ -14,7 +14,7 @@ import sides
 import torch
 from transformers import GenerationConfig
 
-from align.pipeline.samplers import LocalSampler
+from align.pipeline.tables.samplers import LocalSampler
 from align.schemas.config import ModelOptions, TokenOptions
 from align.schemas.samples import Sampling
 from align.stages.data.input_files import open_inputs
@@ -22,7 +22,7 @@ from align.stages.data.prompt_rows import read_prompts
 from align.stages.demo.tiny_world import make_world
 from align.stages.model.generate import Generator, PromptTokens
 from align.stages.model.keyed_noise import stream_of
-from align.stages.model.load import load_causal_lm
+from align.stages.model.loading.load import load_causal_lm
 from align.stages.sample.prompts import asked_once
 
 SAMPLES, NEW_TOKENS, ROUNDS, BUDGET = 8, 64, 3, 16_384

@@ -219,7 +219,7 @@ def synchronize():
 
 def as_a_command():
     """What a command does before it imports anything else."""
-    from align.pipeline.terminal import own_process
+    from align.pipeline.commands.terminal import own_process
 
     own_process([])
 
@@ -227,9 +227,9 @@ def as_a_command():
 def score(folder, cache, more=None, *, reference=None, progress=None):
     """Stage 1 over the pairs of a folder; returns its outcome, and seconds without imports."""
     as_a_command()
-    from align.pipeline.precompute import precompute
-    from align.pipeline.settings import load_settings
-    from align.pipeline.terminal import begin_work
+    from align.pipeline.commands.terminal import begin_work
+    from align.pipeline.options.settings import load_settings
+    from align.pipeline.precompute.precompute import precompute
 
     flags = {
         "model.path": str(folder / "model"),
@@ -252,8 +252,8 @@ def score(folder, cache, more=None, *, reference=None, progress=None):
 def train_with_align(folder, method, steps, sets, **more):
     """Trains on the cache of a folder, from settings."""
     as_a_command()
-    from align.pipeline.settings import load_settings
-    from align.pipeline.training_job import open_training
+    from align.pipeline.options.settings import load_settings
+    from align.pipeline.train.training_job import open_training
 
     with tempfile.TemporaryDirectory() as output:
         flags = {
@@ -265,8 +265,8 @@ def train_with_align(folder, method, steps, sets, **more):
         }
         job = open_training(load_settings(flags | more, sets, file=None))
 
-        from align.pipeline.terminal import begin_work
-        from align.pipeline.train import run_training
+        from align.pipeline.commands.terminal import begin_work
+        from align.pipeline.train.train import run_training
 
         begin_work()
         run_training(job, progress=steps)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from align.stages.storage.run_folder import RunFolder, read_ending
+from align.stages.storage.run.run_folder import RunFolder, read_ending
 from support.rounding import NATS, apart
 from support.trainings import KILLED, distances, refused, saved
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline import policy_identity
-from align.pipeline.train import shard_columns
+from align.pipeline.train import policy_identity
+from align.pipeline.train.train import shard_columns
 from align.schemas.batches import World
 from align.schemas.errors import FingerprintError
 from align.schemas.file_version import SETTLED_NS
 from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.train_source import open_source, overlap
-from align.stages.storage import digest_memory
-from align.stages.storage.digest_memory import own_digests, user_folder
+from align.stages.storage.disk import digest_memory
+from align.stages.storage.disk.digest_memory import own_digests, user_folder
 from support.shard_cache import block_of, footers, write_cache
 
 ALONE, SECOND = World(0, 1, 0), World(1, 2, 1)

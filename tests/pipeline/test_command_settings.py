@@ -8,9 +8,9 @@ import pytest
 from typer.main import get_command
 
 from align import cli
-from align.pipeline.declared import facts_of, reads, set_by
-from align.pipeline.settings import flatten, load_settings
-from align.pipeline.training_job import open_training
+from align.pipeline.options.declared import facts_of, reads, set_by
+from align.pipeline.options.settings import flatten, load_settings
+from align.pipeline.train.training_job import open_training
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.schemas.option import COMMANDS

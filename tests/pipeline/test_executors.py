@@ -1,9 +1,9 @@
 """The executors of one machine keep to what stage 1 relies on."""
 
-from align.pipeline import precompute_plan
 from align.pipeline.executors import processes
 from align.pipeline.executors.executor import WHOLE, Share
 from align.pipeline.executors.processes import Children, Inline
+from align.pipeline.precompute import precompute_plan
 from support.executor_contract import (
     COUNT,
     OTHERS,

@@ -9,9 +9,9 @@ import pytest
 from align.pipeline.executors.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import FingerprintError, LockedError
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest
-from align.stages.storage.objects import location
+from align.stages.storage.bucket.objects import location
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.command import align, refusal
 from support.patience import PATIENCE
 from support.stage_one import child, contents, run

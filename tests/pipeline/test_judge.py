@@ -6,13 +6,13 @@ import polars as pl
 import pytest
 
 from align.pipeline.executors.executor import Share
-from align.pipeline.judge import calibrate, judge
-from align.pipeline.language_judge import judge_sampler
+from align.pipeline.tables.judge import calibrate, judge
+from align.pipeline.tables.language_judge import judge_sampler
 from align.schemas.config import Config, ModelOptions, TrackingOptions
 from align.schemas.errors import LockedError, UsageError
 from align.schemas.round_options import JudgeOptions
 from align.stages.judge.win_rate import win_rate
-from align.stages.storage.locks import owner_lock
+from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import NoProgress
 from support.command import align, refusal

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from align.pipeline.judge import judge
+from align.pipeline.tables.judge import judge
 from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import BudgetError, ServerError, UsageError
 from align.schemas.round_options import JudgeOptions, ServerOptions

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from align.schemas.errors import AlignError, StorageError, UsageError
-from align.stages.storage import failpoints
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.disk_store import DiskStore
-from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
-from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.disk import failpoints
+from align.stages.storage.disk.disk_store import DiskStore
+from align.stages.storage.disk.failpoints import OF_A_CACHE, OF_A_RING
 from support.flips import flips
 from support.patience import PATIENCE
 from support.stage_one import child, contents, run

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.verify import verify
+from align.pipeline.precompute.verify import verify
 from align.schemas.config import ModelOptions
 from align.schemas.errors import BadDataError, CorruptionError, NonFiniteError
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.verify_cache import verify_cache
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.verify_cache import verify_cache
 from support.faulty_scorer import Faulty
 from support.stage_one import contents, run
 from support.stub_reference import StubReference

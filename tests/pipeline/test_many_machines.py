@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline import resume
+from align.pipeline.train import resume
 from align.schemas.errors import UsageError
-from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.disk.locks import owner_lock
+from align.stages.storage.run.run_folder import RunFolder
 from support.patience import PATIENCE
 from support.rooms import ROOT
 from support.rounding import EPSILON, NATS, apart

@@ -8,21 +8,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from align.pipeline.memory_plan import Components, Way, at_peak
-from align.pipeline.run_plan import GivenRows, PlanRequest, plan_run
-from align.pipeline.settings import load_settings
-from align.pipeline.workload import RowShape, even_rows, feed_settings, workload_of
+from align.pipeline.options.settings import load_settings
+from align.pipeline.plan.memory_plan import Components, Way, at_peak
+from align.pipeline.plan.run_plan import GivenRows, PlanRequest, plan_run
+from align.pipeline.plan.workload import RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
 from align.schemas.rows import Tree
 from align.schemas.train_options import TrainOptions
 from align.stages.engine.engine_memory import Elements, Setting, engine_memory
 from align.stages.methods.table import recipe_of
-from align.stages.model.fused_head_backward import call_head_for_logps
-from align.stages.model.live_memory import LiveMemory
+from align.stages.model.head.fused_head_backward import call_head_for_logps
+from align.stages.model.layouts.tree_attention import tree_batch
 from align.stages.model.logprobs import ScoringPath, branch_logps
-from align.stages.model.memory_trace import Moment, Trace, trace
+from align.stages.model.memory.live_memory import LiveMemory
+from align.stages.model.memory.memory_trace import Moment, Trace, trace
 from align.stages.model.transformers_compat import recompute_activations
-from align.stages.model.tree_attention import tree_batch
 from bench.memory_plan import WITHIN
 
 PACKED = ScoringPath("packed", "fused", 0.0)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.tracker_sync import own_options
+from align.pipeline.jobs.tracker_sync import own_options
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
-from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import RunFolder, write_ending
+from align.stages.storage.disk.locks import owner_lock
+from align.stages.storage.run.run_folder import RunFolder, write_ending
 from align.stages.tracking import delivery, journal, journaled_run, mlflow_tracker, outbox
 from align.stages.tracking.journal import open_journal
 from support.mlflow_runs import (

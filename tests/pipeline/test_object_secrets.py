@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from align.stages.storage import objects
+from align.stages.storage.bucket import objects
 from support.object_server import Faults, environment, faulty_proxy
 from support.planted import contents_below
 from support.trainings import Person

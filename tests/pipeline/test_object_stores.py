@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from align.pipeline.run_upload import uploaded
+from align.pipeline.train.run_upload import uploaded
 from align.schemas.errors import Interrupted, StorageError
-from align.stages.storage import objects
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest
-from align.stages.storage.verify_cache import verify_cache
+from align.stages.storage.bucket import objects
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache.verify_cache import verify_cache
 from support.object_server import environment
 from support.trainings import KILLED, Person, learned
 

@@ -20,7 +20,7 @@ from align.pipeline.executors import ray_actors
 from align.pipeline.executors.executor import Share
 from align.pipeline.executors.ray_actors import RayActors, workers_of
 from align.schemas.errors import ServerError, UsageError
-from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.cache.cache_folder import CacheFolder
 from support.command import start
 from support.patience import PATIENCE
 from support.programs import TESTS

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.precompute import precompute
-from align.pipeline.score_rewards import rewards_from_model
+from align.pipeline.precompute.precompute import precompute
+from align.pipeline.tables.score_rewards import rewards_from_model
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.stage_one import Silent, run
 from support.stub_reference import StubReference
 

@@ -7,15 +7,15 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from align.pipeline.parallel_reference import LeadingScorer
-from align.pipeline.settings import load_settings
-from align.pipeline.training_job import open_training
+from align.pipeline.options.settings import load_settings
+from align.pipeline.precompute.parallel_reference import LeadingScorer
+from align.pipeline.train.training_job import open_training
 from align.schemas.batches import World
 from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory
 from align.stages.demo.tiny_world import ModelShape, make_model
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.command import align, refusal
 
 pytestmark = pytest.mark.numeric

@@ -9,15 +9,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline import cache_compatibility, precompute_plan
-from align.pipeline.cache_compatibility import GROWS_ALONG, require_same_or_growing
+from align.pipeline.precompute import cache_compatibility, precompute_plan
+from align.pipeline.precompute.cache_compatibility import GROWS_ALONG, require_same_or_growing
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.schemas.json_codec import to_json
 from align.schemas.row_keys import prompt_keys_of
 from align.schemas.rows import Record, Role
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from align.pipeline import score_rewards
+from align.pipeline.tables import score_rewards
 from align.stages.data.input_files import iter_chunks
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal

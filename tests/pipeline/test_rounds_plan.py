@@ -5,11 +5,11 @@ import re
 import polars as pl
 import pytest
 
-from align.pipeline.round_prompts import PromptSplit, write_prompts
-from align.pipeline.rounds import plan_rounds
-from align.pipeline.rounds_checks import open_rounds
-from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
-from align.pipeline.settings import load_settings
+from align.pipeline.options.settings import load_settings
+from align.pipeline.rounds.round_prompts import PromptSplit, write_prompts
+from align.pipeline.rounds.rounds import plan_rounds
+from align.pipeline.rounds.rounds_checks import open_rounds
+from align.pipeline.rounds.rounds_evaluation import answering, repeated_share, stop_reason
 from align.schemas.errors import UsageError
 from align.schemas.round_options import RoundsOptions
 from align.schemas.round_record import Answering, HeldOut, RoundRecord, Versus

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from align.stages.server import server_client
-from align.stages.storage.rounds_folder import RoundsFolder
+from align.stages.storage.run.rounds_folder import RoundsFolder
 from support.chat_server import chat_server
 from support.mlflow_runs import open_store
 from support.rounds_play import play, record, records, write_settings

@@ -9,9 +9,9 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.run_report import write_report
-from align.pipeline.settings import signed
-from align.stages.storage.run_folder import RunFolder
+from align.pipeline.options.settings import signed
+from align.pipeline.train.run_report import write_report
+from align.stages.storage.run.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

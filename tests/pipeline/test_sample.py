@@ -8,8 +8,8 @@ import pytest
 
 from align.pipeline.executors.executor import Share
 from align.schemas.errors import BadDataError, LockedError, UsageError
-from align.stages.storage.failpoints import OF_A_TABLE
-from align.stages.storage.locks import owner_lock
+from align.stages.storage.disk.failpoints import OF_A_TABLE
+from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.sampling import (
     BATCH,

@@ -13,8 +13,8 @@ from align.schemas.samples import Drawing, Prompt
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import iter_chunks, open_inputs
-from align.stages.storage.fs import sha256_of
-from align.stages.storage.locks import owner_lock
+from align.stages.storage.disk.fs import sha256_of
+from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
 from support.stage_one import run

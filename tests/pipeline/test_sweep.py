@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from align.pipeline.run_report import Measured
-from align.pipeline.tracker_sync import sync_runs
-from align.pipeline.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
+from align.pipeline.jobs.tracker_sync import sync_runs
+from align.pipeline.train.run_report import Measured
+from align.pipeline.train.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
-from align.stages.storage.cache_folder import CacheFolder, OutputFolder
-from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder, OutputFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.command import align, refusal
 from support.mlflow_runs import open_store
 from support.trainings import KILLED

@@ -6,8 +6,8 @@ from zlib import crc32
 
 import pytest
 
-from align.pipeline.precompute import precompute
-from align.pipeline.round_prompts import split_prompts
+from align.pipeline.precompute.precompute import precompute
+from align.pipeline.rounds.round_prompts import split_prompts
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import BadDataError, FingerprintError, UsageError
 from align.stages.data.tool_forms import ToolForms

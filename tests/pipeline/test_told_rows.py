@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.executors.executor import Share
-from align.pipeline.precompute import precompute
-from align.pipeline.score_rewards import ROWS, rewards_from_labels
+from align.pipeline.precompute.precompute import precompute
+from align.pipeline.tables.score_rewards import ROWS, rewards_from_labels
 from align.schemas.config import DataOptions, RewardOptions
 from align.schemas.errors import UsageError
 from align.stages.data.tokenizer import load_tokenizer

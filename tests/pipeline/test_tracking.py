@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.precompute import precompute
-from align.pipeline.tracker_sync import sync_runs
+from align.pipeline.jobs.tracker_sync import sync_runs
+from align.pipeline.precompute.precompute import precompute
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.cleanup import is_tidy, remove_superseded
-from align.stages.storage.fs import sha256_of
-from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cleanup import is_tidy, remove_superseded
+from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.disk.fs import sha256_of
 from align.stages.tracking import journaled_run
 from align.stages.tracking.outbox import new_record, unsent_runs
 from support.mlflow_runs import ledger_of, new_ledger, open_store, the_run, warnings_in

@@ -10,11 +10,11 @@ import shutil
 
 import pytest
 
-from align.pipeline.resume import require_same_engine_file, require_whole_records
-from align.pipeline.settings import run_settings
+from align.pipeline.options.settings import run_settings
+from align.pipeline.train.resume import require_same_engine_file, require_whole_records
 from align.schemas.errors import CorruptionError, FingerprintError
-from align.stages.storage.checkpoints import choose_checkpoint
-from align.stages.storage.run_folder import RunFolder, read_ending
+from align.stages.storage.run.checkpoints import choose_checkpoint
+from align.stages.storage.run.run_folder import RunFolder, read_ending
 from support.flips import SEED
 from support.mlflow_runs import ledger_of
 

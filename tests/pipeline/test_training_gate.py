@@ -8,7 +8,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.settings import load_settings
+from align.pipeline.options.settings import load_settings
 from align.schemas.config import CacheOptions, ModelOptions, TrackingOptions
 from support import stage_one
 from support.command import align, refusal

@@ -15,7 +15,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from align.pipeline.train import run_training
+from align.pipeline.train.train import run_training
 from align.schemas.rows import Role
 from align.schemas.train_options import LoraOptions
 from support.rounding import NATS

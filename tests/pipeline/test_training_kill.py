@@ -2,8 +2,8 @@
 
 import pytest
 
-from align.stages.storage.checkpoints import choose_checkpoint
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run.checkpoints import choose_checkpoint
+from align.stages.storage.run.run_folder import RunFolder
 from support.trainings import KILLED, learned, require_same
 
 # Where a rank is killed, and what has to be there already. Six steps, a save after 2, 4 and 6.

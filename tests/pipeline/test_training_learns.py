@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from align.pipeline.train import run_training
+from align.pipeline.train.train import run_training
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS

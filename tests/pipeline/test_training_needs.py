@@ -8,17 +8,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.precompute import precompute
-from align.pipeline.settings import load_settings
-from align.pipeline.train import run_training
-from align.pipeline.train_checks import sampling_note
+from align.pipeline.options.settings import load_settings
+from align.pipeline.plan.train_checks import sampling_note
+from align.pipeline.precompute.precompute import precompute
+from align.pipeline.train.train import run_training
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import to_json
 from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
 from align.stages.model.reference import HfReference
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.stage_one import Heard, Silent
 from support.training_world import job_of, session_of
 

@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from align.schemas.json_codec import digest_of, to_json
-from align.stages.storage.checkpoints import read_checkpoint
-from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
+from align.stages.storage.run.checkpoints import read_checkpoint
+from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder, read_ending
 from support.command import align, refusal
 from support.mlflow_runs import ledger_of
 from support.stage_one import contents

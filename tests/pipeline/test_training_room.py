@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from align.pipeline import checkpointer
+from align.pipeline.train import checkpointer
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import Policy
-from align.stages.storage.checkpoints import read_checkpoint
+from align.stages.storage.run.checkpoints import read_checkpoint
 from support.command import align
 from support.programs import may_mount
 from support.training_world import job_of, learn

@@ -4,9 +4,9 @@ import json
 import os
 import signal
 
-from align.pipeline.signals import STOPS, asked_to_stop, stop_signals
-from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import RunFolder, read_ending
+from align.pipeline.jobs.signals import STOPS, asked_to_stop, stop_signals
+from align.stages.storage.disk.locks import owner_lock
+from align.stages.storage.run.run_folder import RunFolder, read_ending
 from support.trainings import KILLED, require_same
 
 RESUME = ("--resume", "auto")

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from align.pipeline.executors.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted, LockedError
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.disk.failpoints import OF_A_CACHE, OF_A_RING
 from support.command import align
 from support.mlflow_runs import open_store, the_run
 from support.patience import PATIENCE

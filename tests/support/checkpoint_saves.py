@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from align.schemas.batches import Cursor
 from align.schemas.checkpoint import CheckpointFile, Peers, Position, Retention, RunIdentity
-from align.stages.storage import fs
-from align.stages.storage.checkpoints import (
+from align.stages.storage.disk import fs
+from align.stages.storage.disk.locks import owner_lock
+from align.stages.storage.run.checkpoints import (
     add_checkpoint_metrics,
     choose_checkpoint,
     save_checkpoint,
 )
-from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import save_model
+from align.stages.storage.run.run_folder import save_model
 from support.patience import PATIENCE
 
 JOURNAL = CheckpointFile("metrics.jsonl", 3, "0" * 64)

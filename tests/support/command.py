@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from align import cli
-from align.pipeline.signals import STOPS
+from align.pipeline.jobs.signals import STOPS
 from support.patience import PATIENCE
 
 

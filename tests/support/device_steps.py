@@ -15,11 +15,12 @@ from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.train_source import open_source
-from align.stages.model import flex_attention, host_activations
+from align.stages.model.layouts import flex_attention
 from align.stages.model.logprobs import causal_model
+from align.stages.model.memory import host_activations
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
-from align.stages.storage.verify_cache import check_shard
+from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.train.evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
 from align.stages.train.step import train_step
 from support.pretended_device import DEVICE, WAITS, Pretended, PretendedDevice

@@ -12,7 +12,7 @@ from align.schemas.rows import Record, Role
 from align.stages.pairing.key_ranges import RunsFile, arranged, write_runs
 from align.stages.pairing.long_form import merge_same_prompts
 from align.stages.pairing.ring import Ring, complete_ring, write_stretch
-from align.stages.storage.spool import Spool, new_part, put_commit
+from align.stages.storage.cache.spool import Spool, new_part, put_commit
 
 
 class Plain(NamedTuple):

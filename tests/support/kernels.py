@@ -10,7 +10,8 @@ import os
 import torch
 
 from align.stages.engine import deepspeed_engine
-from align.stages.model import fused_head, fused_head_backward, logprobs, policy, reward_model
+from align.stages.model import logprobs, policy, reward_model
+from align.stages.model.head import fused_head, fused_head_backward
 
 EPSILON = torch.finfo(torch.float32).eps
 THREADS = int(os.environ.get("ALIGN_TEST_THREADS") or 0)

@@ -10,17 +10,22 @@ import numpy as np
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.columns import Ragged, offsets_of
 from align.schemas.rows import PromptKeys, Rejected, RowBlock, ScoredBlock
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.cleanup import collect
-from align.stages.storage.commits import UnitFacts, commit_unit, read_commits, write_quarantine
-from align.stages.storage.locks import owner_lock
-from align.stages.storage.manifest_file import (
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cleanup import collect
+from align.stages.storage.cache.commits import (
+    UnitFacts,
+    commit_unit,
+    read_commits,
+    write_quarantine,
+)
+from align.stages.storage.cache.manifest_file import (
     build_manifest,
     load_manifest,
     load_plan,
     write_manifest,
     write_plan,
 )
+from align.stages.storage.disk.locks import owner_lock
 
 FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
 LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})

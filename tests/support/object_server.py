@@ -13,7 +13,7 @@ import boto3
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
-from align.stages.storage import buckets
+from align.stages.storage.bucket import buckets
 
 BUCKET = "bucket"
 LATE = 1.5  # seconds, more than a client waits that has AWS_TIMEOUT=1s

@@ -11,7 +11,7 @@ from align.stages.data.encode import Encoder
 from align.stages.data.input_files import iter_chunks
 from align.stages.pairing.kl_partners import choose_partners
 from align.stages.pairing.long_form import merge_same_prompts
-from align.stages.storage.commits import printable
+from align.stages.storage.cache.commits import printable
 from support.encoded_rows import plain
 
 

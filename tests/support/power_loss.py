@@ -16,9 +16,9 @@ from typing import NamedTuple
 from align.schemas.cache import Commit, Manifest, Plan
 from align.schemas.json_codec import CodecError, from_json, from_signed_json
 from align.schemas.preparing import EncodedPart
-from align.stages.storage import failpoints, fs
-from align.stages.storage.cache_folder import COMMIT_NAME, ROOT_NAME, WORK_NAME
-from align.stages.storage.run_folder import RECORD_NAME
+from align.stages.storage.cache.cache_folder import COMMIT_NAME, ROOT_NAME, WORK_NAME
+from align.stages.storage.disk import failpoints, fs
+from align.stages.storage.run.run_folder import RECORD_NAME
 from support.checkpoint_saves import content
 
 NAMES = {  # which of a folder's unsynced changes reached the disk, newest last

@@ -10,9 +10,9 @@ from unittest import mock
 import polars as pl
 import yaml
 
-from align.pipeline.samplers import OpenLocalSampler
+from align.pipeline.tables.samplers import OpenLocalSampler
 from align.schemas.samples import Sample
-from align.stages.storage.rounds_folder import RoundsFolder
+from align.stages.storage.run.rounds_folder import RoundsFolder
 from support import letters
 from support.command import align
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from align.pipeline import sample as module
+from align.pipeline.tables import sample as module
 from align.schemas.config import Config, DataOptions, TrackingOptions
 from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample, Sampler

@@ -15,10 +15,10 @@ from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
-from align.stages.storage.cache_folder import CacheFolder, part_name
-from align.stages.storage.fs import sha256_of
-from align.stages.storage.shards import write_shard
-from align.stages.storage.verify_cache import check_shard
+from align.stages.storage.cache.cache_folder import CacheFolder, part_name
+from align.stages.storage.cache.shards import write_shard
+from align.stages.storage.cache.verify_cache import check_shard
+from align.stages.storage.disk.fs import sha256_of
 from support.flips import flips
 
 PAIR = (Role.CHOSEN, Role.REJECTED)

@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions
 from align.stages.engine.distributed import in_groups, sequence_group
-from align.stages.model.load import add_lora
+from align.stages.model.loading.load import add_lora
 from align.stages.model.logprobs import ScoringPath, tree_logps
 from align.stages.model.policy import Policy, Sharding, turn_dropout_off
 from support.families import TREE_FAMILIES, drawn_adapter, mixed_trees, tiny_model

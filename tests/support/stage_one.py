@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from align.pipeline.precompute import precompute
+from align.pipeline.precompute.precompute import precompute
 from align.schemas.errors import AlignError, Interrupted
 from support.patience import PATIENCE
 from support.stub_reference import StubReference
@@ -106,4 +106,6 @@ def _terminated(number, _):
 
 
 CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.pipeline.sample"])
+CHILDREN.set_forkserver_preload(
+    ["align.pipeline.precompute.precompute", "align.pipeline.tables.sample"]
+)

@@ -4,9 +4,9 @@ import json
 import sys
 import time
 
-from align.pipeline.tracker_sync import sync_runs
+from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.journaled_run import open_training_run
 
 STEPS = 50

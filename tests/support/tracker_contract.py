@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import delivery
 from align.stages.tracking.delivery import Delivery, Senders
 from align.stages.tracking.journal import open_journal, read_entries

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from align.pipeline.policy_identity import digest_policies
-from align.pipeline.precompute import precompute
-from align.pipeline.settings import Settings
-from align.pipeline.train import open_session
-from align.pipeline.training_job import open_training
+from align.pipeline.options.settings import Settings
+from align.pipeline.precompute.precompute import precompute
+from align.pipeline.train.policy_identity import digest_policies
+from align.pipeline.train.train import open_session
+from align.pipeline.train.training_job import open_training
 from align.schemas.batches import Cursor, World
 from align.schemas.config import (
     CacheOptions,
@@ -29,7 +29,7 @@ from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.engine.distributed import in_groups
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
-from align.stages.storage.verify_cache import check_shard
+from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.train.loop import Loop, TrainingPosition, train
 from align.stages.train.memory_backoff import MemoryBackoff
 from align.stages.train.synchronized import StopConditions

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from align.stages.storage.checkpoints import choose_checkpoint
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run.checkpoints import choose_checkpoint
+from align.stages.storage.run.run_folder import RunFolder
 from support.command import Answer
 from support.patience import PATIENCE
 from support.programs import TESTS, program

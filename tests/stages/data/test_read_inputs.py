@@ -13,7 +13,7 @@ from align.schemas.errors import UsageError
 from align.stages.data.data_schema import common_shape, detect_shape
 from align.stages.data.data_splits import require_one_split
 from align.stages.data.input_files import InputFile, open_inputs
-from align.stages.storage.local_copies import ORIGIN, copies_here
+from align.stages.storage.bucket.local_copies import ORIGIN, copies_here
 from support.read_rows import write_rows
 
 BATCH = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})

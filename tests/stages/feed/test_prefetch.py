@@ -13,8 +13,8 @@ from align.schemas.errors import AlignError, CorruptionError
 from align.stages.feed.cache_index import unchecked
 from align.stages.feed.epoch_order import ROW_GROUPS_PER_WINDOW, shuffled_order
 from align.stages.feed.loader import Prefetch
-from align.stages.storage.shards import read_shard
-from align.stages.storage.verify_cache import check_shard
+from align.stages.storage.cache.shards import read_shard
+from align.stages.storage.cache.verify_cache import check_shard
 from support.patience import PATIENCE
 from support.shard_cache import block_of, feed_of, opened, write_cache
 

@@ -15,8 +15,8 @@ from align.stages.feed import train_source
 from align.stages.feed.cache_index import COLUMNS, held_out, read_table, unchecked
 from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.train_source import Overlap, count_near, overlap
-from align.stages.storage.shards import to_table
-from align.stages.storage.verify_cache import check_shard
+from align.stages.storage.cache.shards import to_table
+from align.stages.storage.cache.verify_cache import check_shard
 from support import shard_cache
 from support.shard_cache import block_of, write_cache
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from align.stages.model import fused_head, fused_head_backward, tree_attention
+from align.stages.model.head import fused_head, fused_head_backward
+from align.stages.model.layouts import tree_attention
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import num_tokens, own_logps, slopes_of, worst_parameter

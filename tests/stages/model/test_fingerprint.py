@@ -13,8 +13,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.model.load import load_causal_lm
-from align.stages.model.model_folder import (
+from align.stages.model.loading.load import load_causal_lm
+from align.stages.model.loading.model_folder import (
     adapter_digest,
     code_digest,
     config_digest,

@@ -15,9 +15,9 @@ from align.schemas.config import ModelOptions, TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.data.tokenizer import load_tokenizer
-from align.stages.model.folder_check import require_plain_folder
-from align.stages.model.load import load_causal_lm
-from align.stages.model.model_folder import weights_digest
+from align.stages.model.loading.folder_check import require_plain_folder
+from align.stages.model.loading.load import load_causal_lm
+from align.stages.model.loading.model_folder import weights_digest
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference
 from align.stages.model.reward_model import HfReward

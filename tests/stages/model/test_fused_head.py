@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from align.stages.model import gpu_tiles
-from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, OutputHead
-from align.stages.model.fused_head_backward import BUFFER_BYTES, LogitsBuffer, fused_rows
+from align.stages.model.head import gpu_tiles
+from align.stages.model.head.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, OutputHead
+from align.stages.model.head.fused_head_backward import BUFFER_BYTES, LogitsBuffer, fused_rows
 from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric

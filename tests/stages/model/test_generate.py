@@ -13,7 +13,7 @@ from align.schemas.samples import Sampling
 from align.stages.model import generate as module
 from align.stages.model.generate import Generator, PromptTokens, own_stops, warpers
 from align.stages.model.keyed_noise import KeyedNoise, stream_of, uniforms
-from align.stages.model.load import load_causal_lm
+from align.stages.model.loading.load import load_causal_lm
 from align.stages.model.save import stop_generation_at
 from support.families import PLAIN_FAMILIES, tiny_model
 

@@ -11,8 +11,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.engine.distributed import joined_world
-from align.stages.model.load import load_model, unused_weights
-from align.stages.model.sharded_load import load_sharded
+from align.stages.model.loading.load import load_model, unused_weights
+from align.stages.model.loading.sharded_load import load_sharded
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
 from support.sharded_ranks import PRESET, partitions_of
 

@@ -22,8 +22,9 @@ from align.stages.pairing.key_ranges import arranged
 from align.stages.pairing.ring import Ring
 from align.stages.pairing.sorted_rows import BatchStream, SortedRows, append_rows, joined_index
 from align.stages.pairing.units import unit_offsets
-from align.stages.storage import failpoints, shards, spool
-from align.stages.storage.spool import Spool, new_map
+from align.stages.storage.cache import shards, spool
+from align.stages.storage.cache.spool import Spool, new_map
+from align.stages.storage.disk import failpoints
 from support.encoded_rows import (
     all_rows,
     encoded,

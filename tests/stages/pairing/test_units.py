@@ -15,8 +15,8 @@ from align.stages.pairing import kl_partners
 from align.stages.pairing import kl_partners as module
 from align.stages.pairing.kl_partners import CutRule, Repeats, choose_partners
 from align.stages.pairing.units import build_unit, unit_offsets
-from align.stages.storage import shards
-from align.stages.storage.spool import new_map
+from align.stages.storage.cache import shards
+from align.stages.storage.cache.spool import new_map
 from support.encoded_rows import all_rows, encoded, make_ring, plain
 
 EOS = 9

@@ -8,7 +8,7 @@ import pytest
 
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, ScoredBlock
-from align.stages.storage.manifest_file import build_manifest, write_manifest
+from align.stages.storage.cache.manifest_file import build_manifest, write_manifest
 from support.encoded_rows import encoded
 from support.made_caches import commit_blocks, plan_of
 

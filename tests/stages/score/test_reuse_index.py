@@ -7,7 +7,7 @@ import pytest
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import ScoredBlock
 from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
-from align.stages.storage.commits import UnitFacts
+from align.stages.storage.cache.commits import UnitFacts
 from support.encoded_rows import encoded
 from support.made_caches import commit_blocks
 

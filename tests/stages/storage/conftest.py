@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.cache.cache_folder import CacheFolder
 from support.made_caches import make_cache
 
 

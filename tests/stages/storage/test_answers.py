@@ -12,7 +12,7 @@ import pytest
 from align.schemas.errors import CorruptionError
 from align.stages.storage import answers as module
 from align.stages.storage.answers import Answers
-from align.stages.storage.disk_store import DiskStore
+from align.stages.storage.disk.disk_store import DiskStore
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import pytest
 from align.schemas.checkpoint import FORMAT_VERSION, Retention
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.json_codec import digest, to_json
-from align.stages.storage import fs, objects
-from align.stages.storage.checkpoints import choose_checkpoint, verify_checkpoint
-from align.stages.storage.run_folder import RECORD_NAME
-from align.stages.storage.run_store import RunStore
+from align.stages.storage.bucket import objects
+from align.stages.storage.disk import fs
+from align.stages.storage.run.checkpoints import choose_checkpoint, verify_checkpoint
+from align.stages.storage.run.run_folder import RECORD_NAME
+from align.stages.storage.run.run_store import RunStore
 from support.checkpoint_saves import content, measure, save, save_together, writer
 from support.made_caches import tree_of
 

@@ -9,9 +9,9 @@ import pytest
 
 from align.schemas.errors import CorruptionError
 from align.schemas.file_version import SETTLED_NS, FileVersion
-from align.stages.storage import digest_memory
-from align.stages.storage.digest_memory import DigestMemory, own_digests
-from align.stages.storage.verify_cache import check_shard
+from align.stages.storage.cache.verify_cache import check_shard
+from align.stages.storage.disk import digest_memory
+from align.stages.storage.disk.digest_memory import DigestMemory, own_digests
 from support.shard_cache import block_of, keep_version, rotting_footers, write_cache
 
 

@@ -12,11 +12,12 @@ from align.schemas.checkpoint import CheckpointFile, Ending, RunIdentity
 from align.schemas.errors import CorruptionError, LockedError, UsageError
 from align.schemas.json_codec import to_signed_json
 from align.schemas.preparing import EncodedPart, PartFile
-from align.stages.storage import fs, spool
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.locks import owner_lock, try_owner_lock
-from align.stages.storage.run_folder import RunFolder, read_ending, trash_name
-from align.stages.storage.run_store import RunStore
+from align.stages.storage.cache import spool
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.disk import fs
+from align.stages.storage.disk.locks import owner_lock, try_owner_lock
+from align.stages.storage.run.run_folder import RunFolder, read_ending, trash_name
+from align.stages.storage.run.run_store import RunStore
 from support.checkpoint_saves import content, save, writer
 from support.made_caches import in_child
 

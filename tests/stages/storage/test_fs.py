@@ -21,13 +21,14 @@ from align.schemas.errors import (
 )
 from align.schemas.json_codec import digest, from_json, to_json
 from align.schemas.rows import Rejected
-from align.stages.storage import commits, failpoints, fs
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.commits import commit_unit, read_commits
-from align.stages.storage.manifest_file import load_plan, write_plan
-from align.stages.storage.run_folder import save_model
-from align.stages.storage.shards import read_shard, write_shard
-from align.stages.storage.verify_cache import check_shard
+from align.stages.storage.cache import commits
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.commits import commit_unit, read_commits
+from align.stages.storage.cache.manifest_file import load_plan, write_plan
+from align.stages.storage.cache.shards import read_shard, write_shard
+from align.stages.storage.cache.verify_cache import check_shard
+from align.stages.storage.disk import failpoints, fs
+from align.stages.storage.run.run_folder import save_model
 from support.flips import flipped
 from support.made_caches import FACTS, at_once, block_of, in_child, make_cache, plan_of, tree_of
 

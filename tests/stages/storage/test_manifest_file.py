@@ -14,11 +14,11 @@ from align.schemas.errors import (
 )
 from align.schemas.json_codec import digest, to_json
 from align.schemas.samples import Drawing
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.cleanup import collect, is_tidy, remove_superseded, superseded
-from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cleanup import collect, is_tidy, remove_superseded, superseded
+from align.stages.storage.cache.manifest_file import load_manifest, root_of, write_manifest
+from align.stages.storage.cache.verify_cache import damaged_units
 from align.stages.storage.tables import TableFolder, read_table
-from align.stages.storage.verify_cache import damaged_units
 from support.flips import flipped
 from support.made_caches import make_cache, tree_of
 

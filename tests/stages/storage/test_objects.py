@@ -10,10 +10,10 @@ import pytest
 
 from align.schemas.errors import CorruptionError, LockedError, PathError, StorageError, UsageError
 from align.schemas.file_version import FileVersion
-from align.stages.storage import local_copies, objects
-from align.stages.storage.digest_memory import own_digests
-from align.stages.storage.objects import ObjectPath, location
-from align.stages.storage.shards import write_shard
+from align.stages.storage.bucket import local_copies, objects
+from align.stages.storage.bucket.objects import ObjectPath, location
+from align.stages.storage.cache.shards import write_shard
+from align.stages.storage.disk.digest_memory import own_digests
 from align.stages.storage.store import store_of
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
 from support.patience import PATIENCE
@@ -273,8 +273,8 @@ def test_what_there_is_no_room_for_is_refused_by_the_settings_name(
 
 READER = """
 import sys, random
-from align.stages.storage import local_copies
-from align.stages.storage.objects import location
+from align.stages.storage.bucket import local_copies
+from align.stages.storage.bucket.objects import location
 folder, seed, bucket, *digests = sys.argv[1:]
 local_copies.keep_copies_in(folder, 3500 / local_copies.GIB)
 draw = random.Random(seed)

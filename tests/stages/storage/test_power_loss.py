@@ -11,10 +11,11 @@ import pytest
 
 from align.schemas.checkpoint import Retention
 from align.schemas.preparing import EncodedPart
-from align.stages.storage import fs, spool
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.cleanup import remove_superseded
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.cache import spool
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cleanup import remove_superseded
+from align.stages.storage.disk import fs
+from align.stages.storage.run.run_folder import RunFolder
 from support.checkpoint_saves import train
 from support.made_caches import make_cache, tree_of
 from support.power_loss import History, broken_cache, broken_run, broken_spool, syncs

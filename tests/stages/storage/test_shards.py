@@ -11,8 +11,8 @@ import pytest
 
 from align.schemas.columns import Ragged
 from align.schemas.errors import CorruptionError
-from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
-from align.stages.storage.shards import (
+from align.stages.storage.cache.manifest_file import load_manifest, root_of, write_manifest
+from align.stages.storage.cache.shards import (
     ROWS_PER_GROUP,
     TOKENS_PER_GROUP,
     group_bounds,
@@ -24,7 +24,7 @@ from align.stages.storage.shards import (
     to_table,
     write_shard,
 )
-from align.stages.storage.verify_cache import check_shard, damaged_units, verify_cache
+from align.stages.storage.cache.verify_cache import check_shard, damaged_units, verify_cache
 from support.flips import flipped
 from support.made_caches import block_of, in_child
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from align.stages.storage import failpoints
+from align.stages.storage.disk import failpoints
 from align.stages.tracking import progress as progress_module
 from align.stages.tracking.journal import (
     MetricPoint,

@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 from align.schemas.config import TrackingOptions
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import delivery
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.mlflow_sqlite import make_store, sqlite_file

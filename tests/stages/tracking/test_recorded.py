@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from align.schemas.errors import Interrupted
-from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.tracking import delivery, journaled_run
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.mlflow_silence import mlflow_silenced

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from align.pipeline.tracker_sync import sync_runs
+from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import journaled_run
 from align.stages.tracking.delivery import Sender
 from align.stages.tracking.journaled_run import recorded, tagged
@@ -171,7 +171,7 @@ def test_a_folder_does_not_decide_to_which_tracker_its_data_go(
 LIGHT = """
 import sys
 from align.schemas.config import TrackingOptions
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.journaled_run import open_training_run
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from align.schemas.errors import FingerprintError
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
-from align.stages.storage.verify_cache import sample_rows
+from align.stages.storage.cache.verify_cache import sample_rows
 from align.stages.train.evaluation import largest_gap
 from support import plain_loop
 from support.rounding import NATS

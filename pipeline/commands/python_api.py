@@ -1,0 +1,199 @@
+"""What `import align` offers a notebook: caches and runs as frames, both stages as functions.
+
+Each function loads what it needs when it is called, changes no setting of its process, and refuses
+what the command refuses, by an AlignError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from ...schemas.checkpoint import How
+    from ...schemas.option import Command
+    from ...stages.tracking.journal import Callback
+    from ...stages.tracking.progress import Progress
+    from ..options.settings import Settings
+    from ..precompute.precompute import PrecomputeResult
+
+AnyPath: TypeAlias = "str | Path"
+
+
+def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
+    """A finished cache as a lazy frame with TRL's column names, as `align export` writes them.
+
+    A pair is one row: `chosen_ids`, `ref_chosen_logps`, `KL_chosen_ids`, … and the same of the
+    rejected side. A labelled completion is one row: `completion_ids`, `label`, `ref_logps`, … A
+    scored group is one row of lists. Only the columns that a query asks for are read, from the
+    shards that the manifest names. With `text`, the tokenizer of the reference is loaded and
+    `prompt`, `chosen`, … come before their ids.
+
+        >>> cache = align.load_cache("align-cache")
+        >>> cache.select(pl.col("ref_chosen_logps") - pl.col("ref_rejected_logps")).collect()
+    """
+    from ...stages.report.export_trl import scan_trl
+    from ...stages.storage.bucket.objects import location
+    from ...stages.storage.cache.cache_folder import CacheFolder
+
+    folder = CacheFolder(location(path))
+    if not text:
+        return scan_trl(folder)
+    from ..precompute.export import text_of
+
+    return scan_trl(folder, text_of(folder))
+
+
+def precompute(
+    data: AnyPath | Sequence[AnyPath],
+    *,
+    model: AnyPath | None = None,
+    output: AnyPath | None = None,
+    settings: Mapping[str, Any] | None = None,
+    config: AnyPath | None = None,
+    progress: bool = True,
+) -> PrecomputeResult:
+    """Makes a cache as `align precompute-ref` does, or finishes one; `.folder` is its path.
+
+    `settings` takes the names of `--set`, with values instead of text. An `align.yaml` here or
+    beside the data counts as it does for the command, unless `config` names another file. One
+    process scores; several, or several GPUs, are for the command. `progress` is shown on standard
+    error.
+
+        >>> made = align.precompute("pairs.parquet", model="models/sft", output="align-cache",
+        ...                         settings={"tokens.max_length": 1024})
+        >>> made.folder, made.manifest.rows, made.tally.scored
+    """
+    from ..precompute.precompute import precompute as run_precompute
+    from ..precompute.precompute_plan import require_model
+
+    files = [data] if isinstance(data, str | Path) else data
+    flags = {"model.path": model, "cache.output": output}
+    loaded = _loaded("precompute-ref", flags, settings, config, data=files)
+    require_model(loaded.config)
+    from ...stages.model.reference import HfReference
+    from ...stages.storage.disk.digest_memory import own_digests
+    from ..jobs.object_inputs import with_local_inputs
+
+    local = with_local_inputs(loaded.config)
+    reference = HfReference(local.model, own_digests())
+    return run_precompute(local, reference, progress=_progress(shown=progress))
+
+
+def train(
+    method: str,
+    *,
+    cache: AnyPath | None = None,
+    output: AnyPath | None = None,
+    model: AnyPath | None = None,
+    settings: Mapping[str, Any] | None = None,
+    config: AnyPath | None = None,
+    callbacks: Iterable[Callback] = (),
+    progress: bool = True,
+) -> TrainingRun:
+    """Trains a policy on a cache as `align train` does; returns the run, read back.
+
+    Each callback is called with the step and the numbers of every line that metrics.jsonl gets, on
+    the first rank; an evaluation's names begin with `eval/`. What it raises ends the run, and
+    `settings={"train.resume": "auto"}` continues it. The other arguments are as in `precompute`.
+
+        >>> def watch(step, metrics):
+        ...     print(step, metrics.get("loss"), metrics.get("eval/loss"))
+        >>> run = align.train("kto", cache="align-cache", output="runs/kto", callbacks=[watch],
+        ...                   settings={"train.lr": 5e-7, "train.eval_fraction": 0.05})
+        >>> run.metrics["loss"].tail(1)
+    """
+    from ..train.training_job import open_training
+
+    flags = {
+        "train.method": method,
+        "train.cache": cache,
+        "train.output": output,
+        "train.model": model,
+    }
+    job = open_training(_loaded("train", flags, settings, config))
+    from ..train.train import run_training
+
+    trained = run_training(
+        replace(job, callbacks=tuple(callbacks)), progress=_progress(shown=progress)
+    )
+    return load_run(trained.folder.root)
+
+
+def load_run(path: AnyPath) -> TrainingRun:
+    """The folder of a training run, read back; it may still be running.
+
+    >>> run = align.load_run("runs/kto")
+    >>> run.evaluations.select("step", "eval/loss", "eval/rewards/margins")
+    """
+    from ...stages.storage.run.run_folder import read_ending
+    from ..options.settings import run_settings
+    from ..train.run_report import read_history, training_folder
+
+    folder = training_folder(Path(path))
+    ending = read_ending(folder)
+    history = read_history(folder.metrics)
+    return TrainingRun(
+        folder=folder.root,
+        ending=ending.ending if ending else None,
+        steps=history.steps,
+        model=folder.model if folder.model.is_dir() else None,
+        metrics=history.learned,
+        evaluations=history.held_out,
+        samples=_samples(folder.evaluations()),
+        settings=run_settings(folder),
+    )
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run, as its folder has it."""
+
+    folder: Path
+    ending: How | None  # finished, time, signal or failed; None while it runs or if it was killed
+    steps: int  # the last one in the metrics
+    model: Path | None  # the folder of the trained policy, once the run is finished
+    metrics: pl.DataFrame = field(repr=False)  # step, time, and a column per metric
+    evaluations: pl.DataFrame = field(repr=False)  # likewise, of held-out rows: eval/…
+    samples: pl.DataFrame = field(repr=False)  # single completions of each evaluation
+    settings: dict[str, Any] = field(repr=False)  # every one, by its dotted name
+
+
+def _loaded(
+    command: Command,
+    flags: Mapping[str, AnyPath | None],
+    settings: Mapping[str, Any] | None,
+    config: AnyPath | None,
+    data: Sequence[AnyPath] = (),
+) -> Settings:
+    from ..options.settings import load_settings
+
+    return load_settings(
+        {name: str(value) for name, value in flags.items() if value is not None},
+        {name: str(v) if isinstance(v, Path) else v for name, v in (settings or {}).items()},
+        file=Path(config) if config else None,
+        data=[str(file) for file in data],
+        command=command,
+    )
+
+
+def _progress(*, shown: bool) -> Progress:
+    from ...stages.tracking.progress import NoProgress, make_progress
+
+    return make_progress() if shown else NoProgress()
+
+
+def _samples(evaluations: Mapping[int, Path]) -> pl.DataFrame:
+    import polars as pl
+
+    from ...stages.report.eval_table import read_samples
+
+    frames = [
+        read_samples(path).select(pl.lit(step, pl.Int64).alias("step"), pl.all())
+        for step, path in evaluations.items()
+    ]
+    return pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *frames], how="diagonal")

@@ -1,0 +1,117 @@
+"""The commands that train, or say what a training needs: train and plan."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...schemas.errors import UsageError
+from ..options.flags import ConfigFile, Sets, with_flags
+from .terminal import begin_work, say_once
+
+if TYPE_CHECKING:
+    from ..plan.run_plan import PlanRequest
+
+GIB = 2**30
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*g(?:i?b)?", re.IGNORECASE)
+
+
+def add_training_to(app: typer.Typer) -> None:
+    """Makes them commands of the app."""
+    for command in (train, plan):
+        app.command()(command)
+
+
+@with_flags("train")
+def train(
+    flags: dict[str, Any],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the plan, as `align plan` does.")
+    ] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Train a policy on the shards of a cache; the reference is never loaded."""
+    from ..options.settings import load_settings
+
+    settings = load_settings(flags, sets or [], file=config, command="train")
+    if dry_run:
+        from ...stages.engine.launchers import world_apart
+        from ..plan.plan_text import plan_text
+        from ..plan.run_plan import PlanRequest, plan_run
+
+        ranks = world_apart(os.environ).size
+        say_once(plan_text(plan_run(settings, PlanRequest(gpus=ranks))))
+        return
+    from ..train.training_job import open_training
+
+    job = open_training(settings)
+    from ..train.train import run_training
+
+    say_once(run_training(job, progress=begin_work()).text())
+
+
+@with_flags("plan")
+def plan(
+    flags: dict[str, Any],
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="Memory of a GPU: 24g, 48g, 80g, or bytes.")
+    ] = "",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="How many of them (default 1).")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Without a cache: pairs of completions to train on.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --rows: tokens of a prompt (default 300).")
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --rows: tokens of a completion (default 300).")
+    ] = None,
+    tokens_per_second: Annotated[
+        float, typer.Option(min=0, help="The speed of all GPUs together, for time and cost.")
+    ] = 0.0,
+    like: Annotated[
+        Path | None, typer.Option("--like", help="A run whose measured speed is taken.")
+    ] = None,
+    price: Annotated[float, typer.Option(min=0, help="Of a GPU for an hour.")] = 0.0,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Say what a training needs before it begins: steps, tokens, memory of each GPU, time, cost."""
+    from ..options.settings import load_settings
+    from ..plan.plan_text import plan_text
+    from ..plan.run_plan import GivenRows, PlanRequest, plan_run, rate_of
+
+    if like and tokens_per_second:
+        raise UsageError("--like and --tokens-per-second both give a speed. Leave out one of them.")
+    if price and not (like or tokens_per_second):
+        raise UsageError("--price needs a speed: pass --tokens-per-second, or --like RUN.")
+    if (prompt_tokens or completion_tokens) and not rows:
+        raise UsageError("--prompt-tokens and --completion-tokens are of --rows, which is missing.")
+    settings = load_settings(flags, sets or [], file=config, command="plan")
+    if rows and settings.config.train.cache:
+        raise UsageError("--rows is for rows that are not there yet. Leave out --cache or --rows.")
+    asked: PlanRequest = PlanRequest(
+        gpu_bytes=size_of(gpu) if gpu else 0,
+        gpus=gpus or 1,
+        is_for_gpu=bool(gpu or gpus),
+        rows=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
+        tokens_per_second=rate_of(like) if like else tokens_per_second,
+        price=price,
+    )
+    say_once(plan_text(plan_run(settings, asked)))
+
+
+def size_of(text: str) -> int:
+    """`80g` in bytes, of 2**30 each; a number alone is bytes."""
+    match = _SIZE.fullmatch(text)
+    size = round(float(match[1]) * GIB) if match else int(text) if text.isdigit() else 0
+    if size < GIB:
+        raise UsageError(f"--gpu {text}: expected a size such as 24g, 48g or 80g, or bytes.")
+    return size

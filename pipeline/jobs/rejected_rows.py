@@ -1,0 +1,63 @@
+"""Rows that cannot be used: how many, whether that is too many, and the first of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...schemas.cache import FileEntry
+from ...schemas.errors import BadDataError
+from ...schemas.rows import Rejected
+from ...stages.storage.bucket.objects import Location
+
+SHOWN = 3  # rows, and files that list them
+
+
+@dataclass(frozen=True)
+class RejectedRows:
+    """Counts of rows that cannot be used."""
+
+    counts: Mapping[str, int]  # reason -> rows
+    rows_in: int
+    rows_left: int
+    allowed: float  # the largest share of rows_in
+    files: tuple[FileEntry, ...] = ()  # where they are listed
+
+    @property
+    def exceed_limit(self) -> bool:
+        """Whether they are more than allowed, or nothing is left."""
+        return not self.rows_left or sum(self.counts.values()) > self.allowed * self.rows_in
+
+    def require_few(self, first: Sequence[str], *, listed: str = "", hint: str = "") -> None:
+        """Refuses more than are allowed, and shows the first; `listed` is where all of them are."""
+        if not self.exceed_limit:
+            return
+        shown = "\n  ".join(first[:SHOWN])
+        where = f"All are listed in {listed}. " if listed else ""
+        raise BadDataError(
+            f"{self}. The first of them:\n  {shown}\n{where}Fix them, or allow more with "
+            f"--max-bad-frac.{hint}"
+        )
+
+    def __str__(self) -> str:
+        reasons = Counter(self.counts)
+        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        return (
+            f"{reasons.total()} of {self.rows_in} rows cannot be used ({counts}); "
+            f"--max-bad-frac allows {self.allowed:g}"
+        )
+
+    def listed(self, folder: Location) -> str:
+        """The files of a cache folder that name them, the first few of many."""
+        shown = [str(folder / entry.file) for entry in self.files[:SHOWN]]
+        more = len(self.files) - len(shown)
+        return ", ".join(shown) + (f" and {more} more files beside them" if more else "")
+
+
+def first_rejected(rows: Sequence[Rejected], path_of: Callable[[int], Path | str]) -> list[str]:
+    """Where the first few are and why; `path_of` names a row's file."""
+    return [
+        f"{path_of(row.file)} row {row.row}: {row.reason}: {row.detail}" for row in rows[:SHOWN]
+    ]

@@ -1,0 +1,82 @@
+"""Signals while training: the first asks it to save and stop, a second ends it at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...schemas.errors import Interrupted
+
+logger = logging.getLogger("align")
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# What a launcher sets for its ranks: torchrun, deepspeed, srun.
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "SLURM_STEP_ID")
+SECONDS_PER_LOOK = 1.0
+WAY_ON = "Continue with the same command and --resume auto"
+
+
+@contextmanager
+def add_resume_hint() -> Iterator[None]:
+    """Adds to an interruption how to resume the training."""
+    try:
+        yield
+    except Interrupted as stop:
+        raise Interrupted(stop.signal_number, WAY_ON, at=stop.at) from None
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask to stop; under nohup a closing terminal is ignored."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOPS if not (ignores_hangup and number is signal.SIGHUP)]
+
+
+def stop_with_launcher() -> None:
+    """Asks this rank to stop once its launcher has ended."""
+    if any(name in os.environ for name in LAUNCHED):
+        # Threads are not copied by a fork: a worker of this process has no such watcher.
+        threading.Thread(target=_outlive, args=(os.getppid(),), daemon=True).start()
+
+
+def _outlive(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(SECONDS_PER_LOOK)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it was asked already
+        logger.warning("The launcher, process %d, has ended: this rank stops too.", launcher)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+
+    def __call__(self) -> bool:
+        """Whether it was asked."""
+        return bool(self.signal_number)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[StopRequest]:
+    """Records signals instead of acting on them while the block runs."""
+    asked = StopRequest()
+
+    def note(number: int, _: Any) -> None:
+        asked.signal_number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    # A thread of somebody else's program, as of a Ray worker, cannot listen to signals.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in (stop_signals() if is_main else ())}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

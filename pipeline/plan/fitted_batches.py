@@ -1,0 +1,61 @@
+"""How many tokens a rank runs at once: as planned, or as memory has turned out to allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...schemas.checkpoint import FittedBatches
+from ...schemas.config import Config
+from ...schemas.errors import CorruptionError
+from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ...schemas.train_options import TrainOptions
+from ...stages.storage.disk import fs
+from ...stages.storage.run.run_folder import RunFolder
+
+# A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.
+TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
+
+
+def planned_tokens(train: TrainOptions, device: str) -> int:
+    """The micro-batch that is asked for, in tokens."""
+    return train.tokens_per_batch or TOKENS_PER_BATCH[device]
+
+
+def fitting_tokens(folder: RunFolder, planned: int) -> int:
+    """The micro-batch of a run, smaller where memory ran out with what is planned."""
+    if not folder.fitted.exists():
+        return planned
+    try:
+        known = from_signed_json(FittedBatches, fs.read_bytes(folder.fitted))
+    except CodecError as error:
+        raise CorruptionError(f"{folder.fitted}: {error}. Remove it.") from error
+    # Whoever asks for another size wants to know anew.
+    return known.fits if known.planned == planned else planned
+
+
+def note_fitting(folder: RunFolder, planned: int, fits: int) -> None:
+    """Notes for the next start that memory ran out, and what is to be run at once instead."""
+    text = to_signed_json(FittedBatches(planned, fits))
+    fs.publish(folder.fitted, text.encode(), label="fitted")
+
+
+def lighter(config: Config, stage: int, ranks: int) -> Iterator[str]:
+    """What takes less memory and is not in use, the cheapest first."""
+    train, lora = config.train, config.lora
+    if not train.gradient_checkpointing:
+        yield "--set train.gradient_checkpointing=true"
+    elif not train.checkpoint_offload:
+        yield "--set train.checkpoint_offload=true"
+    spreads = lora.quantize == "none"  # 4 bits are not cut into parts
+    if spreads and stage < 3 and ranks > 1:
+        yield "--deepspeed zero3"
+    if train.sequence_parallel == 1 and ranks > 1:
+        yield f"--set train.sequence_parallel={ranks}"
+    anew = "in a new run, with another --output, "
+    if spreads and train.deepspeed != "zero3-offload":
+        yield f"{anew}--deepspeed zero3-offload"
+    if not lora.enabled:
+        yield f"{anew}LoRA (--set lora.enabled=true)"
+    elif lora.quantize == "none" and stage < 3:
+        yield f"{anew}QLoRA (--set lora.quantize=nf4)"
+    yield f"{anew}a cache with a shorter tokens.max_length"

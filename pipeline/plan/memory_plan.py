@@ -1,0 +1,254 @@
+"""The memory that a training needs on each GPU, for every ZeRO stage and way to save memory.
+
+Worked out from the settings, the policy's config.json and the lengths of the rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ...schemas.config import ModelOptions
+from ...schemas.errors import UsageError
+from ...schemas.methods import Head
+from ...schemas.rows import Tree
+from ...schemas.train_options import LoraOptions, TrainOptions
+from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
+from ...stages.engine.engine_memory import Elements, EngineMemory, Setting, engine_memory
+from ...stages.model.loading.load import DTYPES, add_lora, empty_model
+from ...stages.model.logprobs import ScoringPath, causal_model
+from ...stages.model.memory.memory_trace import Moment, Trace, trace
+from ...stages.model.transformers_compat import recompute_activations
+
+Learning = Literal["full", "lora", "qlora"]
+PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in nf4, its quantized scales included
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    learning: Learning
+    deepspeed: str
+    checkpointing: bool
+
+    @property
+    def spreads_weights(self) -> bool:
+        """Whether it is a preset by which each rank holds a part of the weights."""
+        return self.deepspeed in PRESETS and PRESETS[self.deepspeed].stage == 3
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it is a preset by which something waits in the CPU's memory."""
+        return self.deepspeed in PRESETS and bool(PRESETS[self.deepspeed].offloads)
+
+    def __str__(self) -> str:
+        learning = "" if self.learning == "full" else f", {self.learning}"
+        return f"{self.deepspeed}{learning}{', checkpointing' if self.checkpointing else ''}"
+
+
+@dataclass(frozen=True)
+class Components:
+    """Bytes on one GPU at the moment when the most are used; `host` is the CPU's memory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    masks: int
+    buffers: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """All of them on the GPU."""
+        total: int = sum(vars(self).values()) - self.host
+        return total
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is planned with: everything but the way to train."""
+
+    model: ModelOptions
+    train: TrainOptions
+    lora: LoraOptions
+    dtype: str
+    device: str
+    ranks: int
+    head: Head
+    layout: str  # as a `ScoringPath` has it
+    trees: Sequence[Tree]  # of the largest micro-batch
+    micro_batches: int
+
+
+class MemoryPlanner:
+    """Plans the memory of ways to train; each policy is traced once."""
+
+    def __init__(self, planned: Planned) -> None:
+        self._planned = planned
+        self._models: dict[str, nn.Module] = {}
+        self._traces: dict[tuple[bool, bool], Trace] = {}
+
+    @cached_property
+    def own_way(self) -> Way:
+        """The way of the settings."""
+        lora = self._planned.lora
+        learning: Learning = "full"
+        if lora.enabled:
+            learning = "qlora" if lora.quantize != "none" else "lora"
+        train = self._planned.train
+        chosen = train.deepspeed
+        if chosen == "auto":
+            way = Way(learning, chosen, train.gradient_checkpointing)
+            chosen = f"zero{self.setting(way).stage}"
+        return Way(learning, chosen, train.gradient_checkpointing)
+
+    def ways(self) -> Iterator[Way]:
+        """All that the table compares."""
+        for learning in ("full", "lora", "qlora"):
+            for deepspeed in PRESETS:
+                for checkpointing in (False, True):
+                    way = Way(learning, deepspeed, checkpointing)
+                    if learning != "qlora" or not way.spreads_weights:
+                        yield way
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the policy's head knows."""
+        config = causal_model(self._model(False)).config
+        return int(config.get_text_config(decoder=True).vocab_size)
+
+    def is_possible(self, way: Way) -> bool:
+        """Whether the optimizer of the settings runs under its ZeRO stage."""
+        try:
+            self.setting(way)
+        except UsageError:
+            return False
+        return True
+
+    def elements(self, learning: Learning) -> Elements:
+        """Counts the parameters, those that learn apart."""
+        model = self._model(learning != "full")
+        return elements_of(model, packs=learning == "qlora")
+
+    def components(self, way: Way) -> Components:
+        """What one GPU holds at the peak."""
+        return at_peak(*self.parts(way), self._planned.micro_batches)
+
+    def parts(self, way: Way) -> tuple[EngineMemory, Trace]:
+        """What it always holds, and what a micro-batch takes."""
+        elements, setting = self.elements(way.learning), self.setting(way)
+        held = engine_memory(elements, setting)
+        traced = self._trace(way.learning != "full", checkpointing=way.checkpointing)
+        if way.checkpointing and self._planned.train.checkpoint_offload:
+            held, traced = replace(held, host=held.host + traced.kept), traced.without_kept()
+        return held, traced
+
+    def setting(self, way: Way) -> Setting:
+        """What DeepSpeed is asked for."""
+        planned = self._planned
+        train = replace(planned.train, deepspeed=way.deepspeed)
+        size = hidden_size(self._model(way.learning != "full"))
+        found = EngineContext(planned.dtype, size, planned.ranks, planned.device)
+        config = engine_config(train, found)
+        itemsize = DTYPES[planned.dtype].itemsize
+        setting = Setting.of(config, ranks=planned.ranks, itemsize=itemsize, device=planned.device)
+        return setting.with_optimizer(train)
+
+    def _model(self, is_adapted: bool) -> nn.Module:
+        key = "lora" if is_adapted else "full"
+        if key not in self._models:
+            planned = self._planned
+            kind: Any = AutoModelForCausalLM
+            if planned.head == "score":
+                kind = AutoModelForSequenceClassification
+            model = empty_model(planned.model, planned.dtype, kind)
+            if is_adapted:
+                model = add_lora(model, planned.lora, planned.train.seed)
+            self._models[key] = model
+        return self._models[key]
+
+    def _trace(self, is_adapted: bool, *, checkpointing: bool) -> Trace:
+        key = (is_adapted, checkpointing)
+        if key not in self._traces:
+            planned, model = self._planned, self._model(is_adapted)
+            if checkpointing:
+                self._trace(is_adapted, checkpointing=False)  # it cannot be turned off again
+                recompute_activations(causal_model(model))
+            head: Any = "score" if planned.head == "score" else "fused"
+            layout: Any = planned.layout
+            path = ScoringPath(layout, head, 0.0)
+            self._traces[key] = trace(model, planned.trees, path, device=planned.device)
+        return self._traces[key]
+
+
+def elements_of(
+    model: nn.Module, *, packs: bool, numel: Callable[[Tensor], int] = Tensor.numel
+) -> Elements:
+    """Counts each parameter once; `packs`: frozen matrices of layers are kept in 4 bits."""
+    learning = [numel(one) for one in model.parameters() if one.requires_grad]
+    frozen = sum(numel(one) for one in model.parameters() if not one.requires_grad)
+    packed, packed_bytes = _packed(model) if packs else 0, 0
+    # Those that are in 4 bits already know their shape, and hold two elements in a byte.
+    for one in model.parameters():
+        if (state := getattr(one, "quant_state", None)) is not None:
+            packed, packed_bytes = packed + math.prod(state.shape), packed_bytes + one.nbytes
+            frozen += math.prod(state.shape) - one.numel()
+    return Elements(
+        learning=sum(learning),
+        frozen=frozen,
+        largest=max(learning, default=0),
+        packed=packed,
+        packed_bytes=packed_bytes or round(packed * PACKED_BYTES),
+    )
+
+
+def _packed(model: nn.Module) -> int:
+    head = causal_model(model).get_output_embeddings()
+    layers = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
+    return sum(one.weight.numel() for one in layers if not one.weight.requires_grad)
+
+
+def hidden_size(model: nn.Module) -> int:
+    """The width of the text part."""
+    return int(causal_model(model).config.get_text_config(decoder=True).hidden_size)
+
+
+def at_peak(held: EngineMemory, traced: Trace, micro_batches: int) -> Components:
+    """The largest of the moments of a step: its first micro-batch, a later one, the update."""
+    moments = list(_moments(held, traced, micro_batches))
+    return max(moments, key=lambda one: one.peak)
+
+
+def _moments(held: EngineMemory, traced: Trace, micro_batches: int) -> Iterator[Components]:
+    nothing = Moment(0, 0, 0)
+    for moment in traced.moments:
+        gradients = held.first + held.per_finished * moment.finished
+        extra = held.at_gradient + held.at_first_gradient if moment.finished else 0
+        yield _components(held, traced, moment, gradients + extra)
+        if micro_batches > 1:
+            more = held.at_gradient if moment.finished else 0
+            yield _components(held, traced, moment, held.later + more)
+    yield _components(held, traced, nothing, held.update)
+
+
+def _components(held: EngineMemory, traced: Trace, moment: Moment, gradients: int) -> Components:
+    masks = min(traced.masks, moment.layers)
+    return Components(
+        weights=held.weights,
+        gradients=gradients,
+        optimizer=held.optimizer,
+        activations=moment.layers - masks,
+        head=moment.head + traced.buffer,
+        masks=masks,
+        buffers=held.buffers,
+        host=held.host,
+    )

@@ -1,0 +1,274 @@
+"""The plan of a training: what it runs over, what it needs of a GPU, and how long it takes.
+
+From the settings, a cache's lengths or given ones, and config.json; no weight is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from ...schemas.batches import World
+from ...schemas.config import Config, ModelOptions
+from ...schemas.errors import UsageError
+from ...stages.engine.engine_memory import Elements
+from ...stages.feed.cache_index import RowTable, ShardColumns, unchecked
+from ...stages.feed.train_source import open_source
+from ...stages.methods.recipe import Recipe
+from ...stages.methods.table import recipe_of
+from ...stages.model.loading.folder_check import require_peft
+from ...stages.model.loading.load import DTYPES
+from ...stages.model.loading.model_folder import model_config, stored_dtype
+from ...stages.model.loading.placement import chosen_device
+from ...stages.storage.bucket.objects import location
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.run.run_store import run_folder_of
+from ...stages.tracking.journal import entry_batches
+from ..jobs.object_inputs import local_model
+from ..options.settings import Settings
+from .fitted_batches import planned_tokens
+from .memory_plan import Components, MemoryPlanner, Planned, Way
+from .train_checks import reading_of, require_effect
+from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
+
+USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
+MOST_MADE_ROWS = 100_000
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Rows that are not there yet: pairs of a prompt and two completions."""
+
+    count: int
+    prompt: int
+    completion: int
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command asks besides the settings."""
+
+    gpu_bytes: int = 0
+    gpus: int = 1
+    is_for_gpu: bool = False
+    rows: GivenRows | None = None
+    tokens_per_second: float = 0.0  # of all GPUs together
+    price: float = 0.0  # of a GPU for an hour
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Tokens that stage 1 runs the reference over."""
+
+    own: int
+    mismatched: int
+
+
+@dataclass(frozen=True)
+class ReferenceCost:
+    """What a trainer needs on top that keeps the reference beside the policy."""
+
+    copy: int  # bytes of its weights; none with an adapter, which can be switched off
+    logits: int  # bytes of logits and their gradient, without a fused head
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A training that has not begun."""
+
+    method: str
+    policy: str
+    dtype: str
+    device: str
+    own_way: Way
+    elements: Elements
+    workload: Workload
+    scoring: Scoring
+    reference: ReferenceCost
+    memory: tuple[tuple[Way, Components], ...]
+    request: PlanRequest
+
+    @property
+    def own(self) -> Components:
+        """What the settings need."""
+        return next(components for way, components in self.memory if way == self.own_way)
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, where the speed is known."""
+        rate = self.request.tokens_per_second
+        return self.workload.tokens / rate if rate else 0.0
+
+    def fits(self, components: Components) -> bool:
+        """Whether a GPU of the size that was asked for has room."""
+        return components.peak <= USABLE * self.request.gpu_bytes
+
+    def nearest_that_fits(self) -> Way | None:
+        """The way with the least change that has room."""
+        order = ("full", "lora", "qlora")
+        least = order.index(self.own_way.learning)
+        room = [
+            way
+            for way, components in self.memory
+            if order.index(way.learning) >= least and self.fits(components)
+        ]
+        return min(room, key=self._change, default=None)
+
+    def _change(self, way: Way) -> tuple[bool, ...]:
+        own = self.own_way
+        return (
+            way.learning == "qlora" and way.learning != own.learning,
+            way.learning != own.learning,
+            way.offloads,
+            way.deepspeed != own.deepspeed and way.spreads_weights,
+            way.deepspeed != own.deepspeed,
+            way.checkpointing != own.checkpointing,
+        )
+
+
+def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
+    """Plans the training of these settings."""
+    config = settings.config
+    if not config.train.method:
+        raise UsageError("No method. Pass --method kto (or dpo, orpo, …; `align methods`).")
+    require_effect(settings)
+    if config.lora.enabled:
+        require_peft()
+    recipe = recipe_of(config.train.method, config.method)
+    rows = _given(config, recipe, request.rows) if request.rows else _of_cache(config, recipe)
+    dtype = _dtype(rows.policy.path, config.train.dtype)
+    device = "cuda" if request.is_for_gpu else chosen_device(config.model)
+    layout = "flex" if device == "cuda" else "packed"
+    shared = config.train.sequence_parallel
+    if request.gpus % shared:
+        raise UsageError(f"train.sequence_parallel is {shared}: --gpus has to be a multiple of it.")
+    tokens = planned_tokens(config.train, device)
+    world = World(0, request.gpus, 0, shared)
+    feed = feed_settings(config.train, recipe, world, tokens=tokens, pads=False)
+    workload = workload_of(rows.table, feed, config.train, rows=rows.count, held_out=rows.held_out)
+    planner = MemoryPlanner(
+        Planned(
+            model=rows.policy,
+            train=config.train,
+            lora=config.lora,
+            dtype=dtype,
+            device=device,
+            ranks=request.gpus,
+            head=recipe.head,
+            layout=layout,
+            trees=workload.trees(),
+            micro_batches=workload.micro_batches,
+        )
+    )
+    own = planner.own_way
+    ways = [way for way in planner.ways() if planner.is_possible(way)]
+    ways = ways if own in ways else [own, *ways]
+    return RunPlan(
+        method=recipe.name,
+        policy=rows.policy.path,
+        dtype=dtype,
+        device=device,
+        own_way=own,
+        elements=planner.elements(own.learning),
+        workload=workload,
+        scoring=rows.scoring,
+        reference=_reference(planner, own, workload, request.gpus, dtype),
+        memory=tuple((way, planner.components(way)) for way in ways),
+        request=request,
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    table: RowTable
+    count: int
+    held_out: int
+    policy: ModelOptions
+    scoring: Scoring
+
+
+def _of_cache(config: Config, recipe: Recipe) -> _Rows:
+    cache = CacheFolder(location(config.train.cache or config.cache.output))
+    manifest = load_manifest(cache)
+    path = local_model(config.train.model or manifest.model)
+    reading = reading_of(recipe, config.train, path)
+    index = open_source(cache, manifest, reading, ShardColumns(unchecked)).index
+    own = sum(
+        int(table.prompt_tokens.sum(dtype="int64") + table.own_tokens.sum(dtype="int64"))
+        for table in (index.train, index.held_out)
+    )
+    completions = sum(
+        int(table.own_tokens.sum(dtype="int64")) for table in (index.train, index.held_out)
+    )
+    return _Rows(
+        table=index.train,
+        count=len(index.train),
+        held_out=len(index.held_out),
+        policy=replace(config.model, path=path, adapter="", device_map="", tensor_parallel=1),
+        scoring=Scoring(own, index.num_partners * completions),
+    )
+
+
+def _given(config: Config, recipe: Recipe, rows: GivenRows) -> _Rows:
+    path = config.train.model or config.model.path
+    if not path:
+        raise UsageError("No policy. Pass --model DIR: a folder with its config.json is enough.")
+    branches = 1 if recipe.rows == "imitated" else 2
+    shape = RowShape(rows.prompt, (rows.completion,) * branches)
+    learned = round(rows.count * (1 - config.train.eval_fraction))
+    levels = config.cache.kl_pairs
+    read = max(1, levels) if "mismatched" in recipe.needs else 0
+    stored = rows.prompt + 2 * rows.completion
+    return _Rows(
+        table=even_rows(max(1, min(learned, MOST_MADE_ROWS)), shape, num_partners=read),
+        count=max(1, learned),
+        held_out=rows.count - learned,
+        policy=replace(config.model, path=local_model(path), adapter="", device_map=""),
+        scoring=Scoring(rows.count * stored, rows.count * 2 * rows.completion * levels),
+    )
+
+
+def _dtype(folder: str, asked: str) -> str:
+    """What is asked for, else what the weights are in, else what config.json says."""
+    if asked != "auto":
+        return asked
+    if any(Path(folder).glob("*.safetensors")):
+        return stored_dtype(folder)
+    config = model_config(folder)
+    said = str(config.get("dtype") or config.get("torch_dtype") or "")
+    if said not in DTYPES:
+        raise UsageError(
+            f"{folder}: neither weights nor config.json say the dtype. Pass --dtype bfloat16."
+        )
+    return said
+
+
+def _reference(
+    planner: MemoryPlanner, way: Way, workload: Workload, ranks: int, dtype: str
+) -> ReferenceCost:
+    itemsize, total = DTYPES[dtype].itemsize, planner.elements("full").total
+    share = ranks if planner.setting(way).stage == 3 else 1
+    trees = workload.trees()
+    tokens = sum(len(tree.prompt) + len(one) for tree in trees for one in tree.branches)
+    return ReferenceCost(
+        copy=0 if way.learning != "full" else itemsize * total // share,
+        logits=2 * itemsize * tokens * planner.vocabulary,
+    )
+
+
+def rate_of(run: Path) -> float:
+    """Tokens per second of a run over all of its steps, as it logged them."""
+    metrics = run_folder_of(str(run)).metrics
+    if not metrics.is_file():
+        raise UsageError(f"{run}: no run with a metrics.jsonl. Name the folder of a training run.")
+    tokens = seconds = 0.0
+    for entry in chain.from_iterable(entry_batches(metrics)):
+        line = {point.key: point.value for point in entry.points}
+        if "speed/tokens_per_second" in line:
+            tokens += line["tokens"]
+            seconds += line["speed/step_seconds"]
+    if not seconds:
+        raise UsageError(f"{metrics}: no step is in it. Name a run that has made some.")
+    return tokens / seconds

@@ -1,0 +1,39 @@
+"""What is said before each run: the plan of `align plan` in short, of the policy that is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...schemas.errors import counted
+from ...schemas.train_options import TrainOptions
+from ...stages.engine.deepspeed_compat import whole_numel
+from ...stages.engine.engine_memory import Setting, engine_memory
+from ...stages.feed.loader import CacheFeed
+from ...stages.model.logprobs import causal_model
+from ...stages.model.policy import Policy
+from .memory_plan import elements_of
+from .plan_text import gib, micro_batches_text, parameters_text, steps_text, tokens_text
+from .workload import workload_of
+
+
+def short_plan(
+    feed: CacheFeed, policy: Policy, train: TrainOptions, engine_config: dict[str, Any]
+) -> list[str]:
+    """Two lines: what the run goes over, and what each rank holds."""
+    held_out = feed.held_out_source.eval_rows
+    source, ranks = feed.source, feed.settings.world.size * train.sequence_parallel
+    work = workload_of(
+        source.index.train, feed.settings, train, rows=source.train_rows, held_out=held_out
+    )
+    dtype, device = causal_model(policy.model).dtype, policy.device.type
+    elements = elements_of(policy, packs=False, numel=whole_numel)
+    setting = Setting.of(engine_config, ranks=ranks, itemsize=dtype.itemsize, device=device)
+    held = engine_memory(elements, setting.with_optimizer(train))
+    sizes = f"{gib(held.weights)} GiB of weights, {gib(held.later)} of gradients and "
+    name = str(dtype).removeprefix("torch.")
+    return [
+        f"plan: {steps_text(work)}, {tokens_text(work)} tokens; {micro_batches_text(work)}",
+        f"plan: {parameters_text(elements)}, {name}, zero{setting.stage}, "
+        f"{counted(ranks, 'ranks')}; each holds {sizes}{gib(held.optimizer)} of the optimizer, "
+        "beside activations",
+    ]

@@ -1,0 +1,40 @@
+"""Exports a cache as one flat file for other trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...schemas.cache import Stops
+from ...stages.data.tokenizer import decoder
+from ...stages.report.export_trl import Decode, export_trl
+from ...stages.storage.bucket.objects import Location, location
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.manifest_file import load_manifest
+from ..jobs.object_inputs import local_model
+
+
+def beside(folder: CacheFolder, to: str) -> Path:
+    """Where the export of a cache goes by itself: beside it, or here if it is in a store."""
+    return folder.store.folder_beside(folder.root) / f"{folder.root.resolve().name}-{to}.parquet"
+
+
+def export(cache: str | Location, target: Path, *, model: str | None, overwrite: bool) -> int:
+    """Writes `target` with TRL's column names; returns its number of rows."""
+    folder = CacheFolder(location(cache))
+    decode = text_of(folder, model)
+    return export_trl(folder, target, decode=decode, overwrite=overwrite)
+
+
+def text_of(folder: CacheFolder, model: str | None = None) -> Decode:
+    """Turns the ids of a cache into text, by the tokenizer of its reference or of `model`."""
+    manifest = load_manifest(folder)
+    decode_one = decoder(
+        local_model(model or manifest.model), Stops.of(manifest.fingerprint).tokens
+    )
+
+    def decode(lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
+        # Others add BOS and EOS themselves.
+        return [decode_one(ids, continues) for ids in lists]
+
+    return decode

@@ -1,0 +1,286 @@
+"""Stage 1 in order: read, encode, put on the ring, plan, score, commit, publish."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ...schemas.cache import Manifest, Plan
+from ...schemas.config import Config
+from ...schemas.errors import (
+    BadDataError,
+    CorruptionError,
+    LockedError,
+    NonFiniteError,
+    StorageError,
+    counted,
+)
+from ...schemas.rows import Reference
+from ...stages.data.unread_columns import not_read
+from ...stages.report.cache_tables import worded
+from ...stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder, WorkFolder
+from ...stages.storage.cache.cleanup import collect, is_tidy, superseded
+from ...stages.storage.cache.commits import read_commits
+from ...stages.storage.cache.manifest_file import (
+    build_manifest,
+    load_manifest,
+    load_plan,
+    write_manifest,
+)
+from ...stages.storage.disk.locks import try_owner_lock
+from ...stages.tracking.journaled_run import Run
+from ...stages.tracking.outbox import unsent_runs
+from ...stages.tracking.progress import Progress
+from ..executors.executor import Share
+from ..jobs.job import Call, Made, carry_out
+from ..jobs.recorded_work import send_earlier
+from ..jobs.rejected_rows import RejectedRows
+from .cache_compatibility import register_cache, require_same_or_growing
+from .precompute_plan import STAGE_ONE, CacheJob, make_plan, open_job, remake_ring, ring_of
+from .scoring_worker import ScoreTasks, Tally, lines_of_first
+
+PrecomputeResult: TypeAlias = Made[Manifest, Tally]
+
+_HINTS = {
+    "oom": "oom: score where there is more memory, or lower --max-length.",
+    "nonfinite_logp": "nonfinite_logp: try --dtype float32, and check the weights.",
+    "no_mismatch": "no_mismatch: raise --max-length, or pass --kl-pairs 0.",
+}
+
+
+def precompute(
+    config: Config,
+    reference: Reference,
+    *,
+    progress: Progress,
+    share: Share | None = None,
+    stage: str = STAGE_ONE,
+    shows_row: bool = False,
+) -> PrecomputeResult:
+    """Makes the cache that the config describes, or finishes what earlier runs and parts left.
+
+    With a share it makes that part of it; beside it, other processes may make the others, and each
+    prepares what all of them need if it is not there. `stage` is the command, which names the run
+    in the tracking store; with `shows_row` a row is shown before any is scored, of all parts by the
+    first.
+    """
+    is_first = not share or share.number == 1
+    cache = open_job(config, reference, stage)
+    job = PrecomputeJob(cache, share, stage, shows_row=shows_row and is_first)
+    return carry_out(job, progress=progress)
+
+
+@dataclass
+class PrecomputeJob:
+    """One process's work on a cache, and what has come of it."""
+
+    cache: CacheJob
+    share: Share | None
+    stage: str
+    shows_row: bool = False
+    tally: Tally = field(default_factory=Tally)
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    plan: Plan | None = None
+    _has_written: bool = False  # the manifest
+
+    noun = "cache"
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return self.cache.config
+
+    @property
+    def folder(self) -> CacheFolder:
+        """Where the cache goes."""
+        return self.cache.folder
+
+    @property
+    def device(self) -> str:
+        """That of the reference."""
+        return self.cache.fingerprint.get("model.device", "cpu")
+
+    def finished(self, *, is_prepared: bool) -> Manifest | None:
+        """The manifest, if it is of this plan; refuses the folder of another cache."""
+        if is_prepared:
+            self.plan = _plan_in(self.cache.work)  # first: who publishes now takes it away
+        found = _finished(self.cache)
+        if found and not is_prepared:
+            self._tidy(found)
+        return found
+
+    def _tidy(self, manifest: Manifest) -> None:
+        """Finishes the work of a run that died after its manifest, unless another process does."""
+        folder, tracking = self.folder, self.config.tracking
+        if self.share:  # it takes no lock, and leaves what others have not sent yet
+            if not is_tidy(folder, manifest):
+                collect(folder, [self.cache.work])
+            return
+        if is_tidy(folder, manifest) and not unsent_runs(folder.local):
+            return
+        if lock := try_owner_lock(folder, self.stage):
+            with lock:
+                collect(folder, [self.cache.work])
+                send_earlier(folder.local, tracking)
+
+    def make(self, call: Call[Tally]) -> Manifest | None:
+        """Makes its share; the manifest, if that or others' work completes the cache."""
+        job = self.cache
+        if self.plan is None:
+            job.work.prepare()
+        try:
+            self.plan = self._planned(call)
+            _describe(call.run, job, self.plan)
+            self._score(self.plan, call)
+            manifest = self._published(self.plan, call)
+        except (StorageError, CorruptionError, OSError):
+            if self._has_written:  # and cannot tidy up
+                raise
+            # Who completes the cache removes the work, also under a process that is still at it.
+            is_gone = not (job.work.is_planned if self.plan else job.work.local.is_dir())
+            is_going = not job.folder.store.removes_at_once and job.is_published
+            if is_gone or is_going:
+                manifest = _made_by_another(job)
+            else:
+                raise
+        self._conclude(call.run, manifest)
+        return manifest
+
+    def _planned(self, call: Call[Tally]) -> Plan:
+        """The plan, of an earlier run or of another process, or made now."""
+        job, plan = self.cache, self.plan
+        if plan is None:
+            return make_plan(job, self.run_id, call.executor, call.progress)
+        # Damage is reported before hours of work.
+        read_commits(job.work, len(plan.unit_offsets) - 1)
+        if not ring_of(job).is_whole:
+            remake_ring(job, plan, call.executor, call.progress)
+        return plan
+
+    def _score(self, plan: Plan, call: Call[Tally]) -> None:
+        tasks = ScoreTasks.of(self.cache, plan, self.run_id)
+        if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
+            for line in lines_of_first(tasks, self.cache):
+                call.progress.say(line)
+        call.work(tasks)
+
+    def _published(self, plan: Plan, call: Call[Tally]) -> Manifest | None:
+        """Writes the manifest and removes the work, if every unit has its commit."""
+        job, num_units = self.cache, len(plan.unit_offsets) - 1
+        commits = read_commits(job.work, num_units)
+        if len(commits) < num_units:
+            is_over = job.is_published or not job.work.is_planned
+            return _made_by_another(job) if is_over else None
+        manifest = build_manifest(plan, commits)
+        _require_usable(job, manifest)
+        # Unfinished work on other data, which this cache takes the place of. What begins later is
+        # on top of this cache.
+        others = [work for work in job.folder.works() if work != job.work]
+        if not write_manifest(job.folder, manifest, work=job.work):
+            return _made_by_another(job)
+        self._has_written = True
+        call.has_published = collect(job.folder, [job.work, *others])
+        register_cache(job.folder)
+        return manifest
+
+    def _conclude(self, run: Run, manifest: Manifest | None) -> None:
+        run.log_metrics(self.tally.metrics(), step=self.tally.step)
+        if manifest is None:
+            return
+        run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
+        run.set_tags({"align.cache_root": manifest.root, "align.cache": str(self.folder.root)})
+        run.log_artifact(self.folder.manifest)
+
+    def lines(self, made: Manifest, *, was_complete: bool) -> list[str]:
+        """How much the cache holds, what was scored for it, and what was dropped."""
+        lines = [
+            f"{self.folder.root}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
+            f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
+            f"cache root {made.root}",
+            "already complete: nothing was scored" if was_complete else self.tally.text(),
+        ]
+        dropped = [f"{count} {reason}" for reason, count in made.quarantined.items()]
+        if dropped:
+            total = sum(made.quarantined.values())
+            lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(dropped)}")
+        if kept := superseded(self.folder, made):
+            lines.append(f"note: {kept}")
+        if self.cache.shape.noted:
+            lines.append(f"note: {not_read(self.cache.shape.noted)}")
+        notes = sorted(made.notes.items())
+        return lines + [f"note: {counted(count, worded(name))}" for name, count in notes]
+
+
+def _finished(job: CacheJob) -> Manifest | None:
+    """The manifest, if it is of this plan; refuses the folder of another cache."""
+    folder = job.folder
+    if folder.manifest.exists():
+        manifest = load_manifest(folder)
+        if manifest.plan_key == job.plan_key:
+            return manifest
+        require_same_or_growing(manifest.fingerprint, job.fingerprint, where=str(folder.root))
+    for plan in filter(None, map(_plan_in, folder.works())):
+        where = f"The unfinished run in {folder.root}"
+        require_same_or_growing(plan.fingerprint, job.fingerprint, where=where)
+    return None
+
+
+def _plan_in(work: WorkFolder) -> Plan | None:
+    """The plan of unfinished work, unless another process completes it just now."""
+    try:
+        return load_plan(work)
+    except StorageError:
+        if work.plan.exists():
+            raise
+        return None
+
+
+def _made_by_another(job: CacheJob) -> Manifest:
+    """The manifest by which another process has ended the work here; ends what is left of it."""
+    if job.is_published:
+        manifest = load_manifest(job.folder)
+        if not is_tidy(job.folder, manifest):
+            collect(job.folder, [job.work])
+        return manifest
+    if not job.folder.store.removes_at_once:
+        job.folder.store.retire(job.work.root, first=PLAN_NAME)  # the commits that came late
+    raise LockedError(
+        f"{job.folder.root}: another run, on other data, has completed its cache here and taken "
+        "the place of this one. Run the same command again: scores that both need are copied."
+    )
+
+
+def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
+    run.log_params(job.fingerprint)
+    run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
+    for entry in plan.inputs:
+        run.log_dataset(entry.name, digest=entry.sha256, source=entry.name, context="reference")
+
+
+def _require_usable(job: CacheJob, manifest: Manifest) -> None:
+    """Refuses to publish when scoring lost more rows than the user allows, or left none."""
+    rejected = RejectedRows(
+        counts=manifest.quarantined,
+        rows_in=manifest.rows_in,
+        rows_left=manifest.rows,
+        allowed=job.config.data.max_bad_frac,
+        files=manifest.quarantine,
+    )
+    if not rejected.exceed_limit:
+        return
+    what = (
+        f"{rejected} and {manifest.rows} rows would be left. They are listed in "
+        f"{rejected.listed(job.folder.root)}."
+    )
+    again = f"To score again, delete {job.work.root} first: it keeps what was scored."
+    if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
+        raise NonFiniteError(
+            f"{what}\nThe reference gives NaN or infinity for them. Try --dtype float32, and "
+            f"check the weights. {again}"
+        )
+    reasons = [reason for reason, _ in Counter(manifest.quarantined).most_common()]
+    hints = [_HINTS[reason] for reason in reasons if reason in _HINTS]
+    more = ["Or allow more with --max-bad-frac."] if manifest.rows else []
+    raise BadDataError("\n".join([what, *hints, *more, again]))

@@ -1,0 +1,371 @@
+"""Makes the plan from the input files: the job, the ring on disk, the quarantine, the units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
+from ...schemas.config import Config
+from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError
+from ...schemas.json_codec import digest
+from ...schemas.row_keys import InputCounts
+from ...schemas.rows import Reference
+from ...schemas.samples import Drawing
+from ...stages.data.chat_wrap import template_unused
+from ...stages.data.data_schema import common_shape, require_scores
+from ...stages.data.data_shape import Shape
+from ...stages.data.data_splits import require_one_split
+from ...stages.data.decode_rows import first_records
+from ...stages.data.input_files import (
+    Digested,
+    InputFile,
+    data_bytes,
+    digested,
+    open_inputs,
+    require_unchanged,
+    slices_of,
+)
+from ...stages.data.slice_encoder import EncodingJob
+from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
+from ...stages.data.unread_columns import not_read, require_read, require_watched_read
+from ...stages.model.loading.folder_check import require_peft
+from ...stages.pairing.key_ranges import number_of_ranges
+from ...stages.pairing.ring import Ring, complete_ring
+from ...stages.pairing.units import unit_offsets
+from ...stages.storage.bucket.local_copies import origin_of
+from ...stages.storage.bucket.objects import location
+from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
+from ...stages.storage.cache.commits import write_quarantine
+from ...stages.storage.cache.manifest_file import load_manifest, load_plan, write_plan
+from ...stages.storage.cache.spool import Spool
+from ...stages.storage.tables import drawing_of
+from ..executors.cores import usable_cores
+from ..executors.executor import Executor, Runner, Share
+from ..executors.kinds import require_executor
+from ..jobs.rejected_rows import RejectedRows, first_rejected
+from .cache_compatibility import candidates, fingerprint, require_growth
+from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
+
+if TYPE_CHECKING:
+    from ...stages.tracking.progress import Progress
+
+
+STAGE_ONE = "precompute-ref"
+
+
+@dataclass(frozen=True)
+class CacheJob:
+    """Everything that is known before the first row is encoded."""
+
+    config: Config
+    reference: Reference
+    folder: CacheFolder
+    inputs: tuple[InputFile, ...]  # in the order of their digests, however they were named
+    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
+    shape: Shape
+    tokenizer: TextTokenizer
+    fingerprint: dict[str, str]
+    plan_key: str
+    reference_key: str
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The identity of each input."""
+        return tuple(file_identity(file.sha256) for file in self.digested)
+
+    @property
+    def paths(self) -> dict[int, Path]:
+        """The path of each data file by its identity; of files with equal bytes the last."""
+        return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
+
+    @property
+    def work(self) -> WorkFolder:
+        """The folder of unfinished work."""
+        return self.folder.work(self.plan_key)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the folder already holds the finished cache of this job."""
+        version = self.folder.store.version(self.folder.manifest)
+        return bool(version) and _published_plan(self.folder, version) == self.plan_key
+
+
+def require_model(config: Config, share: Share | None = None) -> None:
+    """Refuses what the settings alone get wrong, before data or a model are looked at."""
+    if not config.model.path:
+        raise UsageError(
+            "No reference model. Pass --model DIR, set ALIGN_MODEL, or run `align init` and set "
+            "model.path in align.yaml."
+        )
+    if config.model.adapter:
+        require_peft()
+    if config.model.tensor_parallel == 1:  # the ranks of one reference have no executor
+        require_executor(config.scoring, share)
+
+
+def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> CacheJob:
+    """Opens the data, the tokenizer and the reference; writes nothing.
+
+    `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
+    """
+    opened = open_inputs(config.data.files)
+    if stage == STAGE_ONE:
+        require_one_split(opened, stage, config.cache.output)
+    tokenizer = load_tokenizer(config.model.path, config.tokens)
+    reference.hidden_size()  # before bytes are digested: a device or a config may be missing
+    inputs, before = _in_order(opened)
+    shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
+    if stage == STAGE_ONE:
+        require_scores(inputs, shape)
+    shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap, config.model.path))
+    first = [*first_records(inputs, shape)]
+    if first and first[0].is_conversation:
+        tokenizer.require_template(config.model.path)
+    identity = dict(reference.identity())
+    fields = fingerprint(
+        config,
+        files=digest([file.sha256 for file in before]),
+        shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        model=identity,
+        converts_tools=any(map(tokenizer.converts, first)),
+    )
+    return CacheJob(
+        config=config,
+        reference=reference,
+        folder=CacheFolder(location(config.cache.output)),
+        inputs=inputs,
+        digested=before,
+        shape=shape,
+        tokenizer=tokenizer,
+        fingerprint=fields,
+        plan_key=digest(fields),
+        reference_key=digest(identity),
+    )
+
+
+@lru_cache(maxsize=1)
+def _published_plan(folder: CacheFolder, version: str) -> str:
+    """The plan key in a manifest, which is read again only when the file is replaced."""
+    return load_manifest(folder).plan_key
+
+
+def _in_order(
+    inputs: tuple[InputFile, ...],
+) -> tuple[tuple[InputFile, ...], tuple[Digested, ...]]:
+    """The files by digest, then by name: the order they were given in has no effect."""
+    found = [(digested(file), file) for file in inputs]
+    found.sort(key=lambda each: (each[0].sha256, each[1].path.name))
+    return tuple(file for _, file in found), tuple(before for before, _ in found)
+
+
+KINDS = ("rows_of_conversations", "rows_of_plain_text")
+
+
+def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress) -> Plan:
+    """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
+    preparation = preparation_of(job)
+    runner = _of_preparing(job, executor)
+    _encode(job, preparation, runner, progress)
+    try:
+        intake = preparation.intake()
+    except CorruptionError:
+        if plan := load_plan(job.work):  # another was faster, and has removed what it had read
+            preparation.ring.spool.forget_encoded()
+            return plan
+        raise
+    if late := require_watched_read(job.inputs, job.shape, intake.notes):
+        progress.say(f"note: {not_read(late)}; the first rows have none")
+    _say_unused_template(job, intake, progress)
+    quarantine = _quarantine(job, run_id, intake)
+    _require_usable(job, intake, quarantine)
+    ring = _arrange(preparation, runner, progress)
+    intake.notes.update(ring.record.notes)
+    if job.folder.manifest.exists():
+        long_form = job.shape.declared.is_long
+        require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
+    _require_space(job, ring)
+    plan = write_plan(job.work, _plan(job, ring, intake, quarantine))
+    ring.spool.forget_encoded()
+    return plan
+
+
+def _say_unused_template(job: CacheJob, intake: InputCounts, progress: Progress) -> None:
+    texts = intake.notes["rows_of_plain_text"]
+    if texts and job.config.data.wrap == "auto" and job.tokenizer.template:
+        progress.say(f"note: {template_unused(texts, 'rows')}")
+
+
+def remake_ring(job: CacheJob, plan: Plan, executor: Executor, progress: Progress) -> None:
+    """Makes what is missing of the ring of a plan here again."""
+    job.work.prepare()
+    preparation = preparation_of(job)
+    runner = _of_preparing(job, executor)
+    _encode(job, preparation, runner, progress)
+    ring = _arrange(preparation, runner, progress)
+    if _offsets(job, ring) != plan.unit_offsets:
+        raise CorruptionError(
+            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
+            "again; all rows that no other cache holds are then scored again."
+        )
+    ring.spool.forget_encoded()
+
+
+def preparation_of(job: CacheJob) -> Preparation:
+    """What the tasks of preparing need to know."""
+    columns = job.shape.columns
+    total = data_bytes(job.inputs, columns)
+    return Preparation(
+        ring=ring_of(job),
+        plan=job.work.plan,
+        encoding=EncodingJob(
+            job.config.model.path,
+            job.config.tokens,
+            job.shape,
+            job.config.cache.seed,
+            job.files,
+            tokenizer_fingerprint(job.tokenizer),
+        ),
+        inputs=job.inputs,
+        digested=job.digested,
+        slices=slices_of(job.inputs, columns, total=total),
+        num_ranges=number_of_ranges(total),
+        prompt_side=job.config.tokens.prompt_side,
+    )
+
+
+def _encode(job: CacheJob, preparation: Preparation, runner: Runner, progress: Progress) -> None:
+    """Encodes the slices that are not encoded yet."""
+    preparation.ring.spool.prepare()
+    try:
+        runner.run(EncodeTasks(preparation), progress=progress, on_done=lambda rows: None)
+    except BadDataError:
+        require_unchanged(job.inputs, job.digested)  # the better reason
+        raise
+    # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
+    require_unchanged(job.inputs, job.digested)
+
+
+def _arrange(preparation: Preparation, runner: Runner, progress: Progress) -> Ring:
+    """Makes the stretches of the ring that are missing, then pairs every completion."""
+    ring = preparation.ring
+    runner.run(ArrangeTasks(preparation), progress=progress, on_done=lambda rows: None)
+    if not ring.is_whole:
+        complete_ring(ring, preparation.num_ranges)
+    return ring
+
+
+def _of_preparing(job: CacheJob, executor: Executor) -> Runner:
+    is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
+    return executor.for_preparing(is_small=is_small, workers=job.config.data.workers)
+
+
+# Below this, starting processes costs more than they save.
+SMALL_INPUT_BYTES = 8 * 1024 * 1024
+
+
+def ring_of(job: CacheJob) -> Ring:
+    """The ring of the plan in the work folder, which may be incomplete."""
+    return Ring(Spool(job.work.spool), job.config.cache.kl_pairs)
+
+
+def _quarantine(job: CacheJob, run_id: str, intake: InputCounts) -> tuple[FileEntry, ...]:
+    if not intake.rejected:
+        return ()
+    names = {file: path.name for file, path in job.paths.items()}
+    return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
+
+
+def _require_usable(job: CacheJob, intake: InputCounts, quarantine: tuple[FileEntry, ...]) -> None:
+    rejected = RejectedRows(
+        counts=intake.reasons,
+        rows_in=intake.rows_in,
+        rows_left=intake.rows_in - intake.reasons.total(),
+        allowed=job.config.data.max_bad_frac,
+        files=quarantine,
+    )
+    rejected.require_few(
+        first_rejected(intake.rejected, job.paths.__getitem__),
+        listed=rejected.listed(job.folder.root),
+        hint=_prompt_hint(job, intake),
+    )
+
+
+def _prompt_hint(job: CacheJob, intake: InputCounts) -> str:
+    if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
+        return ""
+    return " If the prompts are in a column of another name, pass --map prompt=NAME."
+
+
+def _require_space(job: CacheJob, ring: Ring) -> None:
+    """Refuses early when the shards cannot fit, by the raw size of their ids and sums."""
+    completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
+    ids = 4 * (completions + ring.rows.prompt_tokens)
+    needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
+    free = job.folder.store.free_bytes(job.folder.root)
+    if free is not None and free < needed:
+        raise StorageError(
+            f"{job.folder.root}: the shards may need {needed:,} bytes and {free:,} are free. "
+            "Make room, or choose another --output."
+        )
+
+
+def _plan(
+    job: CacheJob, ring: Ring, intake: InputCounts, quarantine: tuple[FileEntry, ...]
+) -> Plan:
+    cache = job.config.cache
+    inputs = [
+        InputEntry(file.path.name, read.bytes, read.sha256, intake.rows_per_file[index])
+        for index, (file, read) in enumerate(zip(job.inputs, job.digested, strict=True))
+    ]
+    return Plan(
+        format_version=FORMAT_VERSION,
+        digest="",  # set when it is written
+        plan_key=job.plan_key,
+        fingerprint=job.fingerprint,
+        reference_key=job.reference_key,
+        model=_absolute(job.config.model.path),
+        adapter=_absolute(job.config.model.adapter),
+        inputs=tuple(inputs),
+        rows_in=intake.rows_in,
+        unit_offsets=_offsets(job, ring),
+        quarantine=quarantine,
+        quarantined=dict(sorted(intake.reasons.items())),
+        notes=_notes(job, intake),
+        reuse=candidates(cache, job.folder),
+        threads=usable_cores(),
+        sampling=_sampling(job),
+    )
+
+
+def _sampling(job: CacheJob) -> tuple[Drawing | None, ...]:
+    """How the samples of each input were drawn; nothing where none of them is known."""
+    files = zip(job.inputs, job.digested, strict=True)
+    found = tuple(drawing_of(file.path, read.sha256) for file, read in files)
+    return found if any(found) else ()
+
+
+def _notes(job: CacheJob, intake: InputCounts) -> dict[str, int]:
+    """The counts of the intake; the kinds of rows only if there are two."""
+    unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
+    notes = {**intake.notes, **unread}
+    if not all(notes.get(kind) for kind in KINDS):
+        notes = {name: count for name, count in notes.items() if name not in KINDS}
+    return {name: count for name, count in sorted(notes.items()) if count}
+
+
+def _offsets(job: CacheJob, ring: Ring) -> tuple[int, ...]:
+    cache = job.config.cache
+    return unit_offsets(
+        ring.sizes(),
+        num_pairs=cache.kl_pairs,
+        rows_per_unit=cache.rows_per_shard,
+        tokens_per_unit=cache.tokens_per_shard,
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(location(origin_of(path)).resolve()) if path else ""

@@ -1,0 +1,187 @@
+"""The tasks of preparing: slices of the data are encoded, then key ranges are arranged.
+
+Any processes may make them, in any order and more than once: a task ends in one file, which is
+named by its content, and in one commit, which names it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from ...schemas.errors import CorruptionError
+from ...schemas.preparing import ArrangedPart, EncodedPart
+from ...schemas.row_keys import InputCounts
+from ...stages.data.input_files import Digested, InputFile, Slice, require_same_version
+from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
+from ...stages.pairing.key_ranges import RunsFile, arranged, write_runs
+from ...stages.pairing.long_form import merge_same_prompts
+from ...stages.pairing.ring import Ring, write_stretch
+from ...stages.storage.bucket.objects import Location
+from ...stages.storage.cache.commits import printable
+from ...stages.storage.cache.spool import damaged_part, find_commit, new_part, put_commit
+from ...stages.tracking.progress import Progress
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What all tasks of preparing need to know; the same in every process."""
+
+    ring: Ring
+    plan: Location  # once it is written, the encoded rows of a whole ring are no longer needed
+    encoding: EncodingJob
+    inputs: tuple[InputFile, ...]
+    digested: tuple[Digested, ...]
+    slices: tuple[Slice, ...]
+    num_ranges: int
+    prompt_side: str
+
+    def encoded_parts(self) -> Iterator[tuple[Slice, int, EncodedPart]]:
+        """Each slice with the first row of its stretch, and what was committed of it."""
+        first_row = passed = 0
+        before = self.slices[0]
+        for number, part in enumerate(self.slices):
+            commit = self.ring.spool.encoded(number)
+            found = find_commit(EncodedPart, commit)
+            if found is None:
+                raise damaged_part(commit)
+            if part.file != before.file:
+                first_row = 0
+            elif part.file_range != before.file_range:
+                first_row += passed
+            passed, before = found.rows_passed, part
+            yield part, first_row, found
+
+    def intake(self) -> InputCounts:
+        """What all encoded slices have counted."""
+        intake = InputCounts()
+        for part, first_row, found in self.encoded_parts():
+            intake.add(found, file=part.file, first_row=first_row)
+        return intake
+
+
+@dataclass(frozen=True)
+class EncodeTasks:
+    """Tokenizes the rows of each slice of the data."""
+
+    preparation: Preparation
+    name: str = "reading and tokenizing"
+    unit: str = "bytes"
+    is_input: bool = True
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each slice, about."""
+        return tuple(part.bytes for part in self.preparation.slices)
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """The bytes of each slice, about."""
+        return self.sizes
+
+    def is_committed(self, task: int) -> bool:
+        """Whether its rows are in place, or no longer needed."""
+        ring, plan = self.preparation.ring, self.preparation.plan
+        if find_commit(EncodedPart, ring.spool.encoded(task)):
+            return True
+        return ring.is_whole and plan.exists()
+
+    def open(self, progress: Progress) -> Callable[[int], int]:
+        """A function that makes and commits a task, and returns how many rows it read."""
+        encoder = SliceEncoder(self.preparation.encoding)
+
+        def make(task: int) -> int:
+            rows = _encode(self.preparation, task, encoder)
+            progress.advance(self.sizes[task])
+            return rows
+
+        return make
+
+
+def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
+    part, intake = preparation.slices[task], InputCounts()
+    commit = preparation.ring.spool.encoded(task)
+    with new_part(commit) as file:
+        rows = encoder.rows(preparation.inputs, part, intake)
+        written = write_runs(file, rows, preparation.num_ranges)
+        require_same_version(preparation.inputs[part.file], preparation.digested[part.file])
+    record = EncodedPart(
+        file=file.file,
+        batches=written.batches,
+        runs=written.runs,
+        rows_passed=intake.rows_passed,
+        rows_in=intake.rows_in,
+        notes=dict(intake.notes),
+        reasons=dict(intake.reasons),
+        rejected=tuple(replace(one, detail=printable(one.detail)) for one in intake.rejected),
+    )
+    put_commit(commit, record)
+    return intake.rows_in
+
+
+@dataclass(frozen=True)
+class ArrangeTasks:
+    """Puts the encoded rows of each key range in ring order."""
+
+    preparation: Preparation
+    name: str = "sorting"
+    unit: str = "key ranges"
+    is_input: bool = True
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """One for each range: keys are hashes, so all hold about as much."""
+        return (1,) * self.preparation.num_ranges
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """One for each range."""
+        return self.sizes
+
+    def is_committed(self, task: int) -> bool:
+        """Whether its stretch of the ring is in place."""
+        return find_commit(ArrangedPart, self.preparation.ring.spool.arranged(task)) is not None
+
+    def open(self, progress: Progress) -> Callable[[int], int]:
+        """A function that makes and commits a task, and returns how many rows it sorted."""
+        files: list[RunsFile] = []
+
+        def make(task: int) -> int:
+            rows = 0
+            try:
+                files.extend(() if files else _runs_files(self.preparation))
+                rows = _arrange(self.preparation, task, files)
+            except CorruptionError:
+                if not self.is_committed(task):  # else what it needs went when another had made it
+                    raise
+            progress.advance(self.sizes[task])
+            return rows
+
+        return make
+
+
+def _runs_files(preparation: Preparation) -> list[RunsFile]:
+    folder = preparation.ring.spool.encoded(0).parent
+    files: list[RunsFile] = []
+    file = start = stop = 0
+    for part, first_row, found in preparation.encoded_parts():
+        if part.file != file:
+            file, start = part.file, stop
+        stop = start + first_row + found.rows_passed
+        kept = replace(found, rejected=())
+        files.append(RunsFile(folder / found.file.name, kept, start + first_row, start))
+    return files
+
+
+def _arrange(preparation: Preparation, task: int, files: list[RunsFile]) -> int:
+    notes = Counter[str]()
+    join = partial(merge_same_prompts, notes=notes, prompt_side=preparation.prompt_side)
+    is_long = preparation.encoding.shape.declared.is_long
+    commit = preparation.ring.spool.arranged(task)
+    with new_part(commit) as file:
+        rows = arranged(files, task, preparation.num_ranges, notes, join=join if is_long else None)
+        record = write_stretch(file, rows, notes)
+    put_commit(commit, record)
+    return record.rows

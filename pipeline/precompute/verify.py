@@ -1,0 +1,111 @@
+"""Verifies a cache: its bytes by digest, its numbers by scoring a sample again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ...schemas.cache import Manifest
+from ...schemas.config import ModelOptions
+from ...schemas.errors import CorruptionError, FingerprintError
+from ...schemas.json_codec import digest
+from ...schemas.rows import Reference, ScoredBlock, Scorer, Tree, allowed_gaps
+from ...stages.model.loading.model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS
+from ...stages.score.score import score_again
+from ...stages.storage.bucket.objects import location
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.cleanup import superseded
+from ...stages.storage.cache.verify_cache import sample_rows, verify_cache
+from ..jobs.differences import differences
+from ..jobs.object_inputs import local_model
+
+
+def verify(
+    cache: str | Path,
+    options: ModelOptions,
+    *,
+    model: str | None,
+    rescore: int,
+    open_reference: Callable[[ModelOptions], Reference],
+) -> str:
+    """Returns a summary of what was checked; a difference is an error.
+
+    What the cache does not record, such as device_map, is taken from `options`.
+    """
+    folder = CacheFolder(location(cache))
+    manifest = verify_cache(folder)
+    text = (
+        f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
+    )
+    if kept := superseded(folder, manifest):
+        text = f"{text}\n{kept}"
+    if not rescore:
+        return text
+    recorded = _as_recorded(options, manifest, model)
+    reference = open_reference(recorded)
+    _require_same_reference(manifest, dict(reference.identity()))
+    dtype = manifest.fingerprint.get("model.dtype", "float32")
+    # One process computes what several may have computed together, to the tolerance of the dtype.
+    alone = open_reference(replace(recorded, tensor_parallel=1))
+    worst, branches = _rescore(folder, manifest, rescore, alone.open(), dtype)
+    return f"{text}\n{branches} branches scored again: largest difference {worst:.2e} nats"
+
+
+def _as_recorded(options: ModelOptions, manifest: Manifest, model: str | None) -> ModelOptions:
+    fields = manifest.fingerprint
+    return replace(
+        options,
+        path=local_model(model or manifest.model),
+        adapter=local_model(manifest.adapter),
+        dtype=fields.get("model.dtype", "auto"),  # type: ignore[arg-type]
+        attention=fields.get("model.attention", "auto"),  # type: ignore[arg-type]
+        allow_unused_weights=UNUSED_WEIGHTS in fields,
+        tensor_parallel=int(fields.get(TENSOR_PARALLEL, 1)),
+    )
+
+
+def _require_same_reference(manifest: Manifest, identity: dict[str, str]) -> None:
+    if digest(identity) == manifest.reference_key:
+        return
+    stored = {name: manifest.fingerprint.get(name, "nothing") for name in identity}
+    lines = "\n  ".join(differences(stored, identity).values())
+    raise FingerprintError(
+        f"The cache was not scored by this reference on this kind of machine:\n  {lines}\n"
+        "Pass the right one with --model, or --rescore 0 to check the digests alone."
+    )
+
+
+def _rescore(
+    folder: CacheFolder, manifest: Manifest, count: int, scorer: Scorer, dtype: str
+) -> tuple[float, int]:
+    worst, branches = 0.0, 0
+    for name, block in sample_rows(folder, manifest, count):
+        again = _score_rows(block, scorer)
+        gaps = np.abs(again - block.logps)
+        allowed = allowed_gaps(block.rows.completions.lengths, dtype)
+        if not (gaps <= allowed).all():
+            at = int(np.argmax(gaps - allowed))  # NaN counts as the largest
+            row = block.rows.row[block.rows.row_of_branch[at]]
+            raise CorruptionError(
+                f"{name}: a branch of input row {row} is stored as {block.logps[at]:.6f}, and "
+                f"scores {again[at]:.6f} now. The cache does not hold this reference's log-probs."
+            )
+        worst, branches = max(worst, float(gaps.max())), branches + len(gaps)
+    return worst, branches
+
+
+def _score_rows(block: ScoredBlock, scorer: Scorer) -> np.ndarray:
+    rows = block.rows
+    sums = []
+    for row in range(len(rows)):
+        branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
+        for branch in branches:
+            tree = Tree(rows.prompts[row], (rows.completions[branch],))
+            logps = scorer.score([tree])
+            if not np.isfinite(logps).all():
+                (logps,) = score_again([tree], scorer)
+            sums.append(float(np.sum(logps, dtype=np.float64)))
+    return np.array(sums)

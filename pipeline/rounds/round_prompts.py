@@ -1,0 +1,94 @@
+"""The prompts of rounds: which are held out, and which a round trains on."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+
+from ...schemas.config import Config
+from ...schemas.json_codec import digest
+from ...schemas.row_keys import prompt_keys_of
+from ...schemas.rows import Record
+from ...schemas.samples import Prompt
+from ...stages.data.data_splits import require_one_split
+from ...stages.data.input_files import open_inputs
+from ...stages.data.prompt_rows import read_prompts
+from ...stages.feed.cache_index import held_out
+from ...stages.sample.prompts import asked_once
+from ...stages.sample.sample_table import prompt_table
+from ...stages.storage.disk import fs
+from ..jobs.rejected_rows import RejectedRows, first_rejected
+from ..tables.samplers import wrapping_of
+
+
+@dataclass(frozen=True)
+class PromptSplit:
+    """Prompts on either side, each of them once."""
+
+    train: tuple[Prompt, ...]  # in the order of the data
+    held_out: tuple[Prompt, ...]
+    seed: int
+
+    def of_round(self, number: int, size: int) -> Sequence[Prompt]:
+        """A round's prompts: all, or the next so many; after the last the first comes again."""
+        if not size or size >= len(self.train):
+            return self.train
+        start = (number - 1) * size
+        return [self._drawn[place % len(self.train)] for place in range(start, start + size)]
+
+    @cached_property
+    def _drawn(self) -> list[Prompt]:
+        """In an order that follows from their content and the seed alone."""
+        salt = str(self.seed).encode()
+
+        def place(prompt: Prompt) -> bytes:
+            return blake2b(prompt.key.encode(), digest_size=16, key=salt).digest()
+
+        return sorted(self.train, key=place)
+
+
+def split_prompts(config: Config) -> PromptSplit:
+    """Reads all prompts, and holds some out by the hash that training holds rows out by."""
+    prompts = [*asked_once(_read(config)).by_key.values()]
+    keys = prompt_keys_of([_record(prompt) for prompt in prompts]).split
+    is_held_out = held_out(keys, config.rounds.eval_fraction).tolist()
+    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
+    for prompt, side in zip(prompts, is_held_out, strict=True):
+        sides[side].append(prompt)
+    return PromptSplit(tuple(sides[0]), tuple(sides[1]), config.sample.seed)
+
+
+def _read(config: Config) -> list[Prompt]:
+    inputs = open_inputs(config.data.files)
+    require_one_split(inputs, "rounds", config.rounds.output)
+    found = read_prompts(inputs, config.data.map, wrapping_of(config))
+    rejected = RejectedRows(
+        counts=Counter(row.reason for row in found.rejected),
+        rows_in=found.rows_in,
+        rows_left=len(found.prompts),
+        allowed=config.data.max_bad_frac,
+    )
+    rejected.require_few(first_rejected(found.rejected, lambda file: inputs[file].path))
+    return found.prompts
+
+
+def _record(prompt: Prompt) -> Record:
+    return Record(0, 0, prompt.text, (), (), (), prompt.tools, prompt.template_options)
+
+
+def content_digest(prompts: Sequence[Prompt]) -> str:
+    """Names prompts, in their order, with what is carried beside them."""
+    return digest([[prompt.key, repr(sorted(prompt.carried.items()))] for prompt in prompts])
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
+    """Writes a file of prompts as `align sample` reads it, unless it is there."""
+    payload = io.BytesIO()
+    prompt_table(prompts).write_parquet(payload, compression="zstd", statistics=False)
+    if not path.is_file() or fs.read_bytes(path) != payload.getvalue():
+        fs.publish(path, payload.getvalue(), label="table")

@@ -1,0 +1,172 @@
+"""A language model that is asked for judgments: of what is not known yet its part, or all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ...schemas.config import Config
+from ...schemas.errors import UsageError
+from ...schemas.json_codec import digest
+from ...schemas.samples import OpenSampler, Sampler, Sampling
+from ...stages.judge.judge_template import Question, load_template
+from ...stages.judge.judgments import Asked, LanguageJudge, Readings
+from ...stages.tracking.progress import Progress
+from ..executors.executor import Share
+from ..executors.kinds import require_executor
+from ..jobs.job import Call
+from .answer_tasks import AnswerTasks, task_size
+from .judges import Judge, Judged, kept_by
+from .samplers import require_same_server, sampler_of
+
+
+def require_language(
+    config: Config, share: Share | None, kind: Question, *, has_sampler: bool
+) -> None:
+    """Refuses settings that name no language model, or a template that is none."""
+    require_executor(config.scoring, share, is_served=bool(config.server.url))
+    load_template(kind, config.judge.template)
+    if not has_sampler:
+        _require_named(config)
+
+
+def judge_sampler(config: Config) -> Sampler:
+    """The model that the settings name; asks a server nothing."""
+    _require_named(config)
+    model = replace(config.model, path=config.judge.model, adapter="")
+    return sampler_of(model, config.tokens, config.server, config.scoring)
+
+
+def _require_named(config: Config) -> None:
+    options = config.judge
+    if not (options.model or config.server.url):
+        raise UsageError(
+            f"judge.by {options.by}: name the language model: its folder by --model DIR "
+            "(judge.model), or its server by --server URL (server.url)."
+        )
+
+
+@dataclass(frozen=True)
+class JudgeModel:
+    """A model, and what it is asked."""
+
+    judge: LanguageJudge
+    sampler: Sampler
+    config: Config
+
+    @staticmethod
+    def of(config: Config, kind: Question, sampler: Sampler | None) -> JudgeModel:
+        """The one that is given or that the settings name, which takes the likeliest tokens."""
+        asked = sampler or judge_sampler(config)
+        template = load_template(kind, config.judge.template)
+        sampling = Sampling(temperature=0.0, max_new_tokens=config.judge.max_new_tokens)
+        return JudgeModel(LanguageJudge(template, asked.identity(), sampling), asked, config)
+
+
+@dataclass(frozen=True)
+class AskingJudge(Judge):
+    """A judge that asks a language model by the template of its question."""
+
+    model: JudgeModel
+
+    asks = True
+
+    @property
+    def made_from(self) -> Mapping[str, str]:
+        """The model and the template."""
+        judge = self.model.judge
+        return {"judge": digest(dict(judge.identity)), "template": judge.template.digest}
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """How long a judgment may be."""
+        return {"max_new_tokens": self.model.config.judge.max_new_tokens}
+
+    @property
+    def device(self) -> str:
+        """That of the model."""
+        return self.model.sampler.device
+
+
+def answer(
+    model: JudgeModel, questions: Mapping[str, Asked], call: Call[Judged]
+) -> Readings | None:
+    """Asks what has no answer yet, or a part of that; None while other parts have not asked."""
+    judge, share = model.judge, call.share
+    size = task_size(len(questions), 1, call.executor, share, model.sampler.device)
+    tasks = JudgeTasks(kept_by(model.config), model, _by_key(questions, size))
+    answers = tasks.answers
+    if not share:
+        answers.merge()
+    missing = answers.missing(questions)
+    call.tally.known += len(questions) - len(missing)
+    if missing:
+        require_same_server(model.sampler, model.config.server, answers, chat=True)
+        call.work(tasks)
+        answers.look()
+    readings = judge.read(questions.keys(), answers)
+    return readings if len(readings.verdicts) == len(questions) else None
+
+
+def _by_key(questions: Mapping[str, Asked], size: int) -> tuple[dict[str, Asked], ...]:
+    """Groups of about a size by the keys of the questions, whatever order they are in."""
+    groups: list[dict[str, Asked]] = [{} for _ in range(-(-len(questions) // size))]
+    for key, asked in questions.items():
+        groups[int(key, 16) % len(groups)][key] = asked
+    return tuple(filter(None, groups))
+
+
+@dataclass(frozen=True)
+class JudgeTasks(AnswerTasks):
+    """Groups of questions; the model travels without its weights."""
+
+    model: JudgeModel
+    groups: tuple[Mapping[str, Asked], ...]
+
+    name = "judging"
+    unit = "questions"
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """The questions of each group, known ones too."""
+        return [*map(len, self.groups)]
+
+    @cached_property
+    def costs(self) -> Sequence[float]:
+        """The most tokens that may be drawn, and the characters of the answers that are shown."""
+        most = self.model.judge.sampling.max_new_tokens
+        return [
+            float(sum(most + sum(map(len, asked.texts)) for asked in group.values()))
+            for group in self.groups
+        ]
+
+    def missing(self, task: int) -> dict[str, Asked]:
+        """The questions of a group that have no answer."""
+        group = self.groups[task]
+        return {key: group[key] for key in self.answers.missing(group)}
+
+    def open(self, progress: Progress) -> Callable[[int], Judged]:
+        """Loads the model once a group needs it."""
+        return _GroupJudge(self, progress).ask
+
+
+@dataclass(frozen=True)
+class _GroupJudge:
+    tasks: JudgeTasks
+    progress: Progress
+
+    def ask(self, task: int) -> Judged:
+        """Asks what is missing of a group."""
+        tasks, judged = self.tasks, Judged()
+        missing = tasks.missing(task)
+        self.progress.advance(tasks.sizes[task] - len(missing))
+        for some in tasks.model.judge.ask(self._model, missing, tasks.answers):
+            judged.add(Judged(some.new, 0, some.prompt_tokens, some.completion_tokens))
+            self.progress.advance(some.new + some.not_taken, tokens=some.completion_tokens)
+        return judged
+
+    @cached_property
+    def _model(self) -> OpenSampler:
+        return self.tasks.model.sampler.open(self.tasks.model.judge.sampling)

@@ -1,0 +1,300 @@
+"""Sampling in order: prompts, what is missing of their samples, the table of all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+from ...schemas.config import Config
+from ...schemas.errors import BadDataError, UsageError, counted
+from ...schemas.json_codec import digest
+from ...schemas.samples import Prompt, Sample, Sampler, Sampling
+from ...schemas.table_manifest import TableManifest
+from ...stages.data.chat_wrap import template_unused
+from ...stages.data.data_splits import require_one_split
+from ...stages.data.input_files import InputFile, open_inputs
+from ...stages.data.prompt_rows import PromptRows, read_prompts
+from ...stages.report.alpaca_eval import require_single_turns, write_alpaca_eval
+from ...stages.sample.prompts import asked_once, by_length
+from ...stages.sample.sample_table import sample_table
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.tables import TableFolder, read_table
+from ...stages.tracking.journaled_run import Run
+from ...stages.tracking.progress import Progress
+from ..executors.executor import Share
+from ..executors.kinds import executor_of, require_executor
+from ..jobs.job import Call, Made, carry_out
+from ..jobs.object_inputs import with_local_inputs
+from ..jobs.rejected_rows import RejectedRows, first_rejected
+from .answer_tasks import task_size
+from .sample_tasks import SampleTally, SampleTasks, is_empty
+from .samplers import (
+    require_same_server,
+    require_sampled_model,
+    sampler_of,
+    sampling_of,
+    wrapping_of,
+)
+
+SampleResult: TypeAlias = Made[TableManifest, SampleTally]
+
+
+def sample(
+    config: Config,
+    *,
+    progress: Progress,
+    share: Share | None = None,
+    alpaca_eval: Path | None = None,
+) -> SampleResult:
+    """Makes the table of samples that the config describes; known samples are not asked for again.
+
+    With a share it makes that part of them, and the table if nothing is missing then.
+    """
+    _require_sense(config, share, alpaca_eval)
+    job = _opened(with_local_inputs(config), share)
+    if alpaca_eval:
+        require_single_turns(job.prompts.values())
+    made = carry_out(job, progress=progress)
+    if alpaca_eval and made.manifest:
+        table = read_table(job.folder)[1]
+        write_alpaca_eval(alpaca_eval, table, job.prompts, generator=job.generator)
+    return made
+
+
+def _require_sense(config: Config, share: Share | None, alpaca_eval: Path | None) -> None:
+    """Refuses what the settings alone get wrong, before data or a model are looked at."""
+    is_served = bool(config.server.url)
+    require_executor(config.scoring, share, is_served=is_served)
+    if config.model.adapter and not is_served:
+        from ...stages.model.loading.folder_check import require_peft  # noqa: PLC0415 - servers need none
+
+        require_peft()
+    require_sampled_model(config.model, config.server)
+    if alpaca_eval and not alpaca_eval.absolute().parent.is_dir():
+        raise UsageError(f"--alpaca-eval {alpaca_eval}: no such folder. Make it, or name another.")
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """Everything that is known before the first sample is drawn."""
+
+    config: Config
+    share: Share | None
+    sampler: Sampler
+    identity: dict[str, str]  # of the sampler
+    sampling: Sampling
+    prompts: dict[str, Prompt]  # by their keys, in the order of the data
+    counts: dict[str, int]  # of prompts and rows
+    notes: tuple[str, ...]
+    tally: SampleTally = field(default_factory=SampleTally)
+
+    stage = "sample"
+    noun = "table"
+
+    @property
+    def folder(self) -> TableFolder:
+        """Where the table goes."""
+        return TableFolder.at(self.config.sample.output, "samples")
+
+    @property
+    def device(self) -> str:
+        """That of the model."""
+        return self.sampler.device
+
+    @property
+    def generator(self) -> str:
+        """What sampled, by a name that a person knows."""
+        options = self.config
+        return options.server.model if options.server.url else Path(options.model.path).name
+
+    @cached_property
+    def tasks(self) -> SampleTasks:
+        """Groups of prompts of about one length."""
+        config, executor = self.config, executor_of(self.config.scoring, self.share, self.device)
+        prompts, n = by_length(self.prompts.values()), config.sample.n
+        size = task_size(len(prompts), n, executor, self.share, self.device)
+        return SampleTasks(
+            self.folder.answers(config.sample.answers),
+            self.sampler,
+            self.identity,
+            self.sampling,
+            n,
+            tuple(tuple(prompts[at : at + size]) for at in range(0, len(prompts), size)),
+        )
+
+    @cached_property
+    def keys(self) -> dict[str, list[str]]:
+        """The keys of all samples, by those of their prompts."""
+        tasks = self.tasks
+        return {key: [tasks.key(key, number) for number in range(tasks.n)] for key in self.prompts}
+
+    def finished(self, *, is_prepared: bool) -> TableManifest | None:
+        """The table, if all samples are known: they tell it, and not a manifest that is there."""
+        if not is_prepared:
+            return None
+        answers = self.tasks.answers
+        if not self.share:
+            answers.merge()
+        missing = sum(len(answers.missing(keys)) for keys in self.keys.values())
+        self.tally.known = len(self.prompts) * self.tasks.n - missing
+        return None if missing else self._published()
+
+    def make(self, call: Call[SampleTally]) -> TableManifest | None:
+        """Draws what is missing of its share, and publishes the table if nothing is then."""
+        self._describe(call.run)
+        tasks = self.tasks
+        for chat in sorted({not isinstance(prompt.text, str) for prompt in self.prompts.values()}):
+            require_same_server(self.sampler, self.config.server, tasks.answers, chat=chat)
+        call.work(tasks)
+        tasks.answers.look()
+        manifest = self._published()
+        if manifest:
+            call.has_published = True
+            counts = {f"table/{name}": float(count) for name, count in manifest.counts.items()}
+            call.run.log_metrics(counts, step=self.tally.step)
+            call.run.set_tags({"align.samples_root": manifest.root})
+            call.run.log_artifact(self.folder.manifest)
+        return manifest
+
+    def _describe(self, run: Run) -> None:
+        sampling = {f"sample.{name}": str(value) for name, value in asdict(self.sampling).items()}
+        run.log_params({**sampling, "sample.n": str(self.tasks.n), **self.identity})
+        run.set_tags({"align.samples": str(self.folder.root), "align.model_key": self._model_key})
+        run.log_dataset(
+            "prompts",
+            digest=digest([*self.prompts]),
+            source=", ".join(self.config.data.files),
+            context="sampling",
+        )
+
+    @property
+    def _model_key(self) -> str:
+        return digest(self.identity)
+
+    def _published(self) -> TableManifest | None:
+        """Writes the table, if no sample is missing but those that were refused."""
+        tasks, answers = self.tasks, self.tasks.answers
+        found = ((key, answers.refused(keys).values()) for key, keys in self.keys.items())
+        refused = {key: next(iter(reasons)) for key, reasons in found if reasons}
+        prompts = {key: prompt for key, prompt in self.prompts.items() if key not in refused}
+        if not prompts:
+            raise BadDataError(
+                f"The model refuses all {counted(len(self.prompts), 'prompts')}: "
+                f"{next(iter(refused.values()))}."
+            )
+        keys = [key for prompt in prompts for key in self.keys[prompt]]
+        if answers.missing(keys):
+            return None
+        samples = [Sample(**answer) for _, answer in answers.of(keys)]
+        table = sample_table(prompts, {(one.prompt, one.number): one for one in samples}, tasks.n)
+        counts = {
+            **self.counts,
+            "prompts": len(prompts),
+            "prompts_refused": len(refused),
+            "samples": len(samples),
+            "cut": sum(one.finish == "length" for one in samples),
+            "empty": sum(is_empty(one.text) for one in samples),
+            "prompt_tokens": sum(one.prompt_tokens for one in samples if one.number == 0),
+            "completion_tokens": sum(one.completion_tokens for one in samples),
+        }
+        return self.folder.publish(
+            table,
+            made_from={"prompts": digest([*prompts]), "model": self._model_key},
+            settings={**asdict(tasks.sampling), "n": tasks.n, "model": self.identity},
+            counts=counts,
+        )
+
+    def lines(self, made: TableManifest, *, was_complete: bool) -> list[str]:
+        """How many samples there are, how long they are, and what was left out."""
+        counts = made.counts
+        mean = counts["completion_tokens"] / max(counts["samples"], 1)
+        return [
+            f"{self.folder.root}: {counted(counts['samples'], 'samples')} of "
+            f"{counted(counts['prompts'], 'prompts')}, {mean:.1f} tokens each on average",
+            self.tally.text(),
+            f"cut at max_new_tokens: {counts['cut']:,}; empty: {counts['empty']:,}",
+            *_left_out(counts),
+            *(f"note: {note}" for note in self.notes),
+            f"next: align judge {self.folder.root} --by …",
+        ]
+
+
+def _opened(config: Config, share: Share | None) -> SampleJob:
+    """Reads the prompts and knows the model; loads no weights and writes nothing."""
+    sampler = sampler_of(config.model, config.tokens, config.server, config.scoring)
+    sampling = sampling_of(config.sample)
+    _refuse_caches(config.data.files)
+    inputs = open_inputs(config.data.files)
+    require_one_split(inputs, "sample", config.sample.output)
+    rows = read_prompts(inputs, config.data.map, wrapping_of(config))
+    asked = asked_once(map(sampler.fitted, rows.prompts))
+    prompts, too_long = _usable(config, inputs, rows, asked.by_key, sampler, sampling)
+    counts = {
+        "prompts": len(prompts),
+        "prompts_too_long": too_long,
+        "rows_that_repeat_a_prompt": asked.repeated,
+        "rows_that_cannot_be_used": rows.rows_in - asked.repeated - len(prompts) - too_long,
+    }
+    notes = [f"column {name!r} is not carried: the table has its own" for name in rows.not_carried]
+    texts = sum(isinstance(prompt.text, str) for prompt in prompts.values())
+    if texts and config.data.wrap == "auto" and sampler.has_template:
+        notes.append(template_unused(texts, "prompts"))
+    identity = dict(sampler.identity())
+    return SampleJob(config, share, sampler, identity, sampling, prompts, counts, tuple(notes))
+
+
+def _refuse_caches(files: list[str]) -> None:
+    for name in files:
+        cache = CacheFolder(Path(name))
+        if cache.manifest.is_file() and cache.data.is_dir():
+            inputs = ", ".join(entry.name for entry in load_manifest(cache).inputs)
+            raise UsageError(
+                f"{name} is a cache: it holds token ids, and the text of its prompts only as a "
+                f"template rendered it. Name the data that it was made from: {inputs}."
+            )
+
+
+def _usable(
+    config: Config,
+    inputs: tuple[InputFile, ...],
+    rows: PromptRows,
+    prompts: dict[str, Prompt],
+    sampler: Sampler,
+    sampling: Sampling,
+) -> tuple[dict[str, Prompt], int]:
+    """The prompts that can be completed, and how many are too long; refuses too many bad rows."""
+    refused = sampler.refused([*prompts.values()], sampling)
+    too_long = sum(bad.reason == "too_long" for bad in refused.values())
+    failed = [bad for bad in refused.values() if bad.reason != "too_long"]
+    left = {key: prompt for key, prompt in prompts.items() if key not in refused}
+    reasons = Counter(row.reason for row in rows.rejected) + Counter(bad.reason for bad in failed)
+    rejected = RejectedRows(
+        counts=reasons,
+        rows_in=rows.rows_in,
+        rows_left=rows.rows_in - reasons.total(),
+        allowed=config.data.max_bad_frac,
+    )
+    first = first_rejected(rows.rejected, lambda file: inputs[file].path)
+    rejected.require_few([*first, *(f"{bad.reason}: {bad.detail}" for bad in failed)])
+    if not left:
+        worst = next(iter(refused.values()))
+        raise BadDataError(
+            f"All {counted(too_long, 'prompts')} are too long ({worst.detail}). Lower "
+            "--max-new-tokens, or use a model with a longer context."
+        )
+    return left, too_long
+
+
+def _left_out(counts: dict[str, int]) -> list[str]:
+    named = {
+        "prompts_too_long": "prompts longer than the context allows",
+        "prompts_refused": "prompts that the server refuses",
+        "rows_that_repeat_a_prompt": "rows that repeat a prompt",
+        "rows_that_cannot_be_used": "rows that cannot be used",
+    }
+    found = [counted(counts[name], words) for name, words in named.items() if counts[name]]
+    return [f"left out: {', '.join(found)}"] if found else []

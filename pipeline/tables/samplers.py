@@ -1,0 +1,268 @@
+"""Which model samples: one in this process, or one behind a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.config import Config, ModelOptions, ScoringOptions, TokenOptions
+from ...schemas.errors import UsageError
+from ...schemas.json_codec import digest
+from ...schemas.round_options import SampleOptions, ServerOptions
+from ...schemas.rows import BadRow, Record, Role
+from ...schemas.samples import (
+    KEY_LENGTH,
+    Finish,
+    Prompt,
+    Refused,
+    Sample,
+    Sampler,
+    Sampling,
+    Wanted,
+)
+from ...stages.data.chat_wrap import Wrapping
+from ...stages.server.probes import require_same_probes
+from ...stages.storage.answers import Answers
+from ...stages.storage.disk.digest_memory import own_digests
+from ..jobs.object_inputs import local_options
+
+if TYPE_CHECKING:  # both import transformers, which a server does without
+    from ...stages.data.tokenizer import TextTokenizer
+    from ...stages.model.generate import Drawn, Generator, PromptTokens
+    from ...stages.model.reference import HfReference
+
+
+def sampler_of(
+    model: ModelOptions, tokens: TokenOptions, server: ServerOptions, scoring: ScoringOptions
+) -> Sampler:
+    """The server, if one is named; else the model, whose folder may be in an object store."""
+    if server.url:
+        from ...stages.server.server_sampler import ServerSampler
+
+        local = LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+        return ServerSampler(server, local.tokens_of if model.path else None)
+    require_sampled_model(model, server)
+    return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+
+
+def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
+    """Refuses settings that name no model which samples can be drawn from."""
+    if server.url:
+        return
+    if not model.path:
+        raise UsageError(
+            "No model to sample from. Pass --model DIR, or --server URL for one behind a server."
+        )
+    if model.tensor_parallel > 1:
+        raise UsageError(
+            "model.tensor_parallel: samples are drawn by whole models. Leave it at 1; a large "
+            "model is spread by model.device_map, or served (--server URL)."
+        )
+
+
+def wrapping_of(config: Config) -> Wrapping:
+    """What becomes of prompts of plain text; without a model folder, no template is looked at."""
+    wrap, model = config.data.wrap, config.model
+    if not (model.path and Wrapping.of(wrap).is_chat):
+        return Wrapping.of(wrap)
+    from ...stages.data.tokenizer import load_tokenizer
+
+    folder = local_options(model).path
+    return load_tokenizer(folder, config.tokens).wrapping(wrap, folder)
+
+
+def sampling_of(options: SampleOptions) -> Sampling:
+    """How the settings draw."""
+    return Sampling(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+    )
+
+
+@dataclass(frozen=True)
+class LocalSampler(Sampler):
+    """A model folder; it can be sent to another process, which loads it itself."""
+
+    model: ModelOptions
+    tokens: TokenOptions
+    tokens_per_batch: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what it has opened."""
+        return {name: vars(self)[name] for name in ("model", "tokens", "tokens_per_batch")}
+
+    @property
+    def device(self) -> str:
+        """What it computes on."""
+        return self._reference.device
+
+    def identity(self) -> Mapping[str, str]:
+        """Digests of the model, its tokenizer and template, and how tokens are drawn."""
+        from ...stages.data.tokenizer import tokenizer_fingerprint
+        from ...stages.model.generate import SAMPLING_VERSION
+
+        found = dict(self._reference.identity())
+        del found["numerics.head"]  # scores are not computed
+        return {
+            **found,
+            **tokenizer_fingerprint(self._tokenizer),
+            "sampling.stops": " ".join(map(str, sorted(self._stops))),
+            "numerics.sampling": SAMPLING_VERSION,
+        }
+
+    def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
+        """Those that leave no room for a sample in the model's context, or fail in its template."""
+        found: dict[str, BadRow] = {}
+        most = self._longest_prompt(sampling)
+        for prompt in prompts:
+            try:
+                length = self.tokens_of(prompt)
+                if most is not None and length > most:
+                    raise BadRow("too_long", f"{length:,} tokens, and there is room for {most:,}")
+            except BadRow as bad:
+                found[prompt.key] = bad
+        return found
+
+    def open(self, sampling: Sampling) -> OpenLocalSampler:
+        """Loads the weights."""
+        from ...stages.model.generate import Generator
+
+        generator = Generator(
+            self._reference.load(),
+            sampling,
+            self._stops,
+            tokens_per_batch=self.tokens_per_batch,
+            require_unchanged=self._reference.require_unchanged,
+        )
+        return OpenLocalSampler(self, generator, sampling)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._tokenizer.template is not None
+
+    def fitted(self, prompt: Prompt) -> Prompt:
+        """The prompt with its calls of tools in the form that the chat template writes."""
+        try:
+            record = self._tokenizer.fitted(_record(prompt))
+        except BadRow:  # it is among the refused
+            return prompt
+        return replace(prompt, text=record.prompt, tools=record.tools)
+
+    def ids_of(self, prompt: Prompt) -> list[int]:
+        """The prompt as stage 1 renders it for an assistant that is about to answer."""
+        from ...stages.data.encode import encode_prompt
+
+        if not isinstance(prompt.text, str):
+            self._tokenizer.require_template(self.model.path)
+        return encode_prompt(_record(prompt), self._tokenizer)
+
+    def tokens_of(self, prompt: Prompt) -> int:
+        """How long a prompt is."""
+        return len(self.ids_of(prompt))
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of a completion's tokens."""
+        return self._tokenizer.continuation(tokens)
+
+    def _longest_prompt(self, sampling: Sampling) -> int | None:
+        context = self._reference.context()
+        return None if context is None else context - sampling.max_new_tokens
+
+    @cached_property
+    def _reference(self) -> HfReference:
+        from ...stages.model.reference import HfReference
+
+        return HfReference(self.model, own_digests())
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        from ...stages.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.model.path, self.tokens)
+
+    @cached_property
+    def _stops(self) -> frozenset[int]:
+        from ...stages.model.generate import own_stops
+
+        return self._tokenizer.stops.tokens | own_stops(self.model)
+
+
+def _record(prompt: Prompt) -> Record:
+    """A row with the prompt and some answer to it."""
+    answer = "x" if isinstance(prompt.text, str) else ({"role": "assistant", "content": "x"},)
+    return Record(
+        file=0,
+        row=0,
+        prompt=prompt.text,
+        completions=(answer,),
+        roles=(Role.CANDIDATE,),
+        scores=(None,),
+        tools=prompt.tools,
+        template_options=prompt.template_options,
+    )
+
+
+@dataclass(frozen=True)
+class OpenLocalSampler:
+    """A model that is loaded."""
+
+    sampler: LocalSampler
+    generator: Generator
+    sampling: Sampling
+
+    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
+        """Yields what is refused, then the samples of each batch."""
+        refused = self.sampler.refused([one.prompt for one in wanted], self.sampling)
+        if refused:
+            yield [
+                Refused(one.prompt.key, number, refused[one.prompt.key].detail)
+                for one in wanted
+                for number in one.numbers
+                if one.prompt.key in refused
+            ]
+        rest = [one for one in wanted if one.prompt.key not in refused]
+        asked = [self._asked(one) for one in rest]
+        for batch in self.generator.draw(asked):
+            yield [
+                self._sample(rest[drawn.prompt], len(asked[drawn.prompt].ids), drawn)
+                for drawn in batch
+            ]
+
+    def _asked(self, wanted: Wanted) -> PromptTokens:
+        from ...stages.model.generate import PromptTokens
+        from ...stages.model.keyed_noise import stream_of
+
+        key, seed = wanted.prompt.key, self.sampling.seed
+        streams = [stream_of(key, seed, number) for number in wanted.numbers]
+        return PromptTokens(self.sampler.ids_of(wanted.prompt), streams)
+
+    def _sample(self, wanted: Wanted, prompt_tokens: int, drawn: Drawn) -> Sample:
+        finish: Finish = "stop" if drawn.has_stopped else "length"
+        return Sample(
+            prompt=wanted.prompt.key,
+            number=wanted.numbers[drawn.stream],
+            text=self.sampler.text_of(drawn.tokens),
+            finish=finish,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(drawn.tokens) + drawn.has_stopped,
+        )
+
+
+def require_same_server(
+    sampler: Sampler, options: ServerOptions, answers: Answers, *, chat: bool
+) -> None:
+    """Refuses a server that is no longer the model whose answers are kept under its name."""
+    now = sampler.probes(chat=chat)
+    if now is None:
+        return
+    key = digest(["probes", dict(sampler.identity()), chat])[:KEY_LENGTH]
+    if key in answers:
+        require_same_probes(answers.get(key), now, options)
+    else:
+        answers.add({key: now})

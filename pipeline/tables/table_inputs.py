@@ -1,0 +1,123 @@
+"""Reads what is judged or selected from: a table of align, or a plain file with completions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+import polars as pl
+
+from ...schemas.config import Config
+from ...schemas.errors import UsageError, counted, logger
+from ...schemas.rows import Record, Rejected
+from ...schemas.samples import Drawing
+from ...schemas.table_manifest import TableKind
+from ...stages.data.chat_wrap import Wrapping
+from ...stages.data.data_schema import common_shape, foreign_shape
+from ...stages.data.data_shape import Shape
+from ...stages.data.decode_rows import parse_chunk
+from ...stages.data.file_formats import FORMATS
+from ...stages.data.input_files import (
+    InputFile,
+    column_names,
+    digested,
+    iter_chunks,
+    open_inputs,
+    require_unchanged,
+)
+from ...stages.data.unread_columns import free_text_in
+from ...stages.select.plain_rows import samples_of
+from ...stages.storage.bucket.objects import location
+from ...stages.storage.tables import TableFolder, read_table
+from ..jobs.object_inputs import with_local_inputs
+from ..jobs.rejected_rows import RejectedRows, first_rejected
+
+
+@dataclass(frozen=True)
+class TableInput:
+    """A table, what it was read from, and how many rows could not be read."""
+
+    table: pl.DataFrame
+    kind: str  # of a table of align; data: a plain file
+    root: str  # its digest
+    unusable: int = 0
+    sampling: Drawing | None = None  # how its samples were drawn, as far as it is known
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """The rows that could not be read, as a count of the table made of the others."""
+        return {"unusable": self.unusable} if self.unusable else {}
+
+
+def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
+    """The table in a folder of align, or the completions of a plain file."""
+    folder = _folder_of(named, kind)
+    if folder.manifest.is_file() or PurePosixPath(named).suffix.lower() not in FORMATS:
+        manifest, table = read_table(folder)
+        return TableInput(table, kind, manifest.root, sampling=manifest.drawing)
+    local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
+    (file,) = open_inputs(local.data.files)
+    return _read_plain(local, file, named, kind)
+
+
+def _folder_of(named: str, kind: TableKind) -> TableFolder:
+    """The folder that is named, or the one that the named table lies in."""
+    folder, root = TableFolder.at(named, kind), location(named)
+    return replace(folder, root=root.parent) if root.name == folder.file.name else folder
+
+
+def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) -> TableInput:
+    before = digested(file)
+    shape = _shape(config, file, named)
+    if lost := free_text_in(file, {*shape.columns, *shape.left_out}):
+        names = " and ".join(map(repr, lost))
+        logger.warning("%s: free text that is neither read nor carried: %s", named, names)
+    rows = _Rows(file, shape)
+    table = samples_of(rows.records())
+    require_unchanged([file], [before])
+    if rows.rejected:
+        rejected = RejectedRows(
+            counts=Counter(row.reason for row in rows.rejected),
+            rows_in=rows.read,
+            rows_left=rows.read - len(rows.rejected),
+            allowed=config.data.max_bad_frac,
+        )
+        rejected.require_few(first_rejected(rows.rejected, lambda _: named))
+    if kind == "samples":
+        table = table.drop("score")  # they are judged anew
+    if rows.rejected:
+        found = counted(len(rows.rejected), "rows")
+        logger.warning("%s: %s cannot be used: %s", named, found, rows.rejected[0].detail)
+    return TableInput(table, "data", before.sha256, len(rows.rejected))
+
+
+def _shape(config: Config, file: InputFile, named: str) -> Shape:
+    renamed = config.data.map
+    if foreign := foreign_shape(column_names(file), renamed):
+        return foreign
+    shape = common_shape([file], renamed)
+    if shape.declared.has_labels:
+        raise UsageError(
+            f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "
+            "align precompute-ref."
+        )
+    return replace(shape, wrap=Wrapping.of(config.data.wrap))
+
+
+class _Rows:
+    """The rows of a file, counted while they are read."""
+
+    def __init__(self, file: InputFile, shape: Shape) -> None:
+        self._file, self._shape = file, shape
+        self.read = 0
+        self.rejected: list[Rejected] = []
+
+    def records(self) -> Iterator[Record]:
+        """Those that can be used."""
+        for chunk in iter_chunks([self._file], self._shape.columns):
+            records, bad = parse_chunk(chunk, self._shape)
+            self.read += len(chunk)
+            self.rejected += bad
+            yield from records

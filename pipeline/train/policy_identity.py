@@ -1,0 +1,83 @@
+"""Digests of the policies to train, made once on each machine, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ...schemas.batches import World
+from ...schemas.config import ModelOptions
+from ...schemas.errors import FingerprintError
+from ...schemas.file_version import Remember
+from ...stages.engine.distributed import gathered, run_on_all_ranks
+from ...stages.model.loading.model_folder import ModelFiles, model_identity
+from ..jobs.object_inputs import local_options
+from ..plan.train_checks import named_elsewhere, require_same_model, require_same_reference
+from .training_job import TrainingJob
+
+ModelPlace: TypeAlias = tuple[
+    str, str, bool
+]  # folder, adapter, and whether code of the folder counts
+Identities: TypeAlias = Mapping[ModelPlace, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class PolicyDigests:
+    """What the models of some trainings are, and the files that were digested."""
+
+    identities: Identities
+    files: Mapping[ModelPlace, ModelFiles]
+
+    def identified(self, job: TrainingJob) -> TrainingJob:
+        """The job with its digests; refuses one of another reference than the cache's."""
+        policy, *named = _to_digest(job)
+        for other in named:
+            identity = self.identities[_place(other)]
+            require_same_model(job.settings, job.manifest, other, identity)
+        identity = self.identities[_place(policy)]
+        may_differ = job.config.train.other_reference or "reference" not in job.recipe.needs
+        return replace(
+            job,
+            policy_identity=identity,
+            policy_files=self.files[_place(policy)],
+            begins_as_reference=require_same_reference(
+                job.manifest, policy.path, identity, may_differ=may_differ
+            ),
+        )
+
+
+def digest_policies(jobs: Iterable[TrainingJob], world: World, remember: Remember) -> PolicyDigests:
+    """Digests every model once on the first rank of each machine, which may have its own copy."""
+    models = {_place(model): model for job in jobs for model in _to_digest(job)}
+    files = run_on_all_ranks(
+        world, lambda: {place: ModelFiles.of(model) for place, model in models.items()}
+    )
+    mine = models if world.is_first_here else {}
+    found = run_on_all_ranks(
+        world, lambda: {place: model_identity(model, remember) for place, model in mine.items()}
+    )
+    return PolicyDigests(one_for_all(gathered(world, found)), files)
+
+
+def one_for_all(found: Sequence[Identities]) -> Identities:
+    """What the first rank found; refuses a machine whose copy is not the same."""
+    for rank, others in enumerate(found):
+        for place, identity in others.items():
+            first = found[0][place]
+            if differing := [name for name in first if identity[name] != first[name]]:
+                raise FingerprintError(
+                    f"{place[0]} on the machine of rank {rank} is not the model that rank 0 has "
+                    f"there: {', '.join(differing)} differ. Copy the folder to every machine again."
+                )
+    return found[0]
+
+
+def _place(model: ModelOptions) -> ModelPlace:
+    return model.path, model.adapter, model.trust_remote_code
+
+
+def _to_digest(job: TrainingJob) -> list[ModelOptions]:
+    """The policy, and the reference that the settings name if it is not at the cache's path."""
+    named = None if job.config.train.model else named_elsewhere(job.settings, job.manifest)
+    return [job.policy, *([local_options(named)] if named else [])]

@@ -1,0 +1,352 @@
+"""Starts or resumes a run: its folder, its owner, its identity, and whether it may resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ... import __version__
+from ...schemas.batches import World
+from ...schemas.checkpoint import Checkpoint, Position, RunIdentity
+from ...schemas.errors import CorruptionError, FingerprintError, StorageError, UsageError
+from ...schemas.safe_text import masked
+from ...stages.engine.deepspeed_config import leaves, stage_of
+from ...stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
+from ...stages.model.layouts.flex_attention import why_no_flex
+from ...stages.model.logprobs import ScoringPath, causal_model, own_attention
+from ...stages.storage.disk import fs
+from ...stages.storage.disk.locks import owner_lock
+from ...stages.storage.run.checkpoints import choose_checkpoint
+from ...stages.storage.run.run_folder import RunFolder, begins_as, forget_ending, read_ending
+from ...stages.storage.run.run_store import RunStore, run_folder_of, run_store_of
+from ..jobs.differences import differences
+from ..options.declared import binds
+from ..options.settings import as_absolute, run_settings, signed_settings
+from .run_upload import require_one_machine, uploaded
+
+if TYPE_CHECKING:
+    from .training_job import Session, TrainingJob
+
+logger = logging.getLogger("align")
+
+SHARED_SECONDS = 60.0  # in which a network file system has to show what another machine wrote
+
+
+@dataclass(frozen=True)
+class Start:
+    """The run's folder and checkpoint as every rank starts with them."""
+
+    folder: RunFolder
+    run_id: str
+    checkpoint: Checkpoint | None = None
+    is_finished: bool = False  # nothing is left to do
+    changes: tuple[str, ...] = ()  # differences from when the run began
+    began: float = 0.0  # on this rank's monotonic clock
+    store: RunStore | None = None  # where the folder is uploaded
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Optimizer steps done before; 0 for a new run."""
+        return self.checkpoint.position.global_step if self.checkpoint else 0
+
+
+@contextmanager
+def started(job: TrainingJob, world: World) -> Iterator[Start]:
+    """Owns the run's folder while the block runs; rank zero does it for all ranks."""
+    output = job.config.train.output
+    folder, store = run_folder_of(output), run_store_of(output)
+    began = time.monotonic()  # each machine counts from a moment of its own
+    with ExitStack() as held:
+        if store:
+            require_one_machine(world, store)
+        start = run_on_rank_zero(world, lambda: _enter(job, folder, held))
+        if not start.is_finished:
+            run_on_all_ranks(world, lambda: require_shared(folder, start.run_id))
+        with uploaded(store if world.rank == 0 else None):
+            yield replace(start, began=began, store=store)
+
+
+def held_to_checkpoint(session: Session, start: Start) -> Start:
+    """Refuses to resume with another policy or engine; then writes the run's settings."""
+    world, folder = session.world, start.folder
+    text = engine_text(session.engine_config)
+    changes = start.changes
+    if start.checkpoint:
+        position = start.checkpoint.position
+        changes += run_on_all_ranks(world, lambda: require_same_computing(position, session))
+
+    def begin() -> None:
+        if start.checkpoint:
+            require_same_engine_file(folder, text)
+        forget_ending(folder)
+        fs.publish(folder.config, signed_settings(session.job.config), label="config")
+        fs.publish(folder.engine, text, label="config")
+
+    run_on_rank_zero(world, begin)
+    return replace(start, changes=changes)
+
+
+def _enter(job: TrainingJob, folder: RunFolder, held: ExitStack) -> Start:
+    run_id = uuid.uuid4().hex[:12]
+    folder.prepare()
+    if job.config.train.resume == "auto" and _is_finished(job, folder):
+        if folder.left_over():
+            with owner_lock(folder, run_id):
+                folder.sweep()
+        return Start(folder, run_id, is_finished=True)
+    held.enter_context(owner_lock(folder, run_id))
+    folder.sweep()
+    if job.config.train.resume == "never":
+        folder.require_new()
+        return Start(folder, run_id)
+    chosen = choose_checkpoint(folder)
+    if chosen is None:
+        # No checkpoint is left, but the folder may be of a run with other settings.
+        if folder.config.exists() and folder.metrics.exists():
+            require_same_settings(run_settings(folder), as_absolute(job.config))
+        return Start(folder, run_id)
+    position = chosen.checkpoint.position
+    for line in require_same_run(position.identity, job):
+        logger.warning("%s; the learning rate follows the new length from here on.", line)
+    if folder.config.exists():
+        run_settings(folder)
+    changes = (*position.changes, *require_whole_records(folder, position))
+    return Start(folder, run_id, chosen.checkpoint, changes=changes)
+
+
+def require_shared(folder: RunFolder, run_id: str) -> None:
+    """Refuses a folder that is not the one that rank zero owns: all ranks save into one."""
+    began = time.monotonic()
+    while not _is_owned_by(folder, run_id):
+        if time.monotonic() - began > SHARED_SECONDS:
+            raise UsageError(
+                f"{folder.root.resolve()} on {socket.gethostname()} is not the folder that rank 0 "
+                "writes to. All ranks save into one: choose an --output on a file system that "
+                "every machine sees under the same path."
+            )
+        time.sleep(0.2)
+
+
+def _is_owned_by(folder: RunFolder, run_id: str) -> bool:
+    try:
+        return run_id.encode() in fs.read_bytes(folder.lock)
+    except StorageError:  # a network file system may show a new file late
+        return False
+
+
+def _is_finished(job: TrainingJob, folder: RunFolder) -> bool:
+    """Whether there is a model already that these settings would make."""
+    ending = read_ending(folder)
+    if ending is None or ending.ending != "finished":
+        return False
+    if require_same_run(ending.identity, job):
+        return False
+    lacks_merged = job.config.lora.merge and not folder.merged.exists()
+    return folder.model.exists() and not lacks_merged
+
+
+def require_same_settings(begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses settings other than those of config.yaml, for a run without a checkpoint."""
+    _require_same(binding(begun), binding(now))
+
+
+def require_same_run(begun: RunIdentity, job: TrainingJob) -> list[str]:
+    """Refuses settings that make it another run; returns changes of its length."""
+    if begun.cache_root != job.manifest.root:
+        raise FingerprintError(
+            f"The run was begun on the cache {begun.cache_root[:12]}…, and this one is "
+            f"{job.manifest.root[:12]}…. Pass the --cache it was begun with, or begin a new run."
+        )
+    return _require_same(begun.settings, job_settings(job))
+
+
+def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]:
+    """Refuses a policy or engine that computes other numbers; returns allowed differences."""
+    before, after = begun.identity, identity_of(session)
+    if spread_of(before) == spread_of(after):
+        _require_same(before.computed, after.computed)
+    else:
+        _require_same(_without_spread(before.computed), _without_spread(after.computed))
+    was = {**begun.made_with, **spread_of(before)}
+    is_now = {**made_with(session), **spread_of(after)}
+    changed = tuple(
+        f"after step {begun.global_step}: {name} {was.get(name, 'none')} → {now}"
+        for name, now in is_now.items()
+        if was.get(name, "none") != now
+    )
+    if changed and session.world.rank == 0:
+        listed = "\n  ".join(changed)
+        logger.warning(
+            "This run resumes with other parts than it began with:\n  %s\nIts results may differ "
+            "in the last bits from those of an uninterrupted run.",
+            listed,
+        )
+    return changed
+
+
+def spread_of(identity: RunIdentity) -> dict[str, str]:
+    """Over how many ranks a run is spread and how: from one part to the next both may change."""
+    return {"ranks": str(identity.world_size), "ZeRO stage": str(identity.zero_stage)}
+
+
+def _without_spread(computed: Mapping[str, str]) -> dict[str, str]:
+    """What is computed, without the values of DeepSpeed's configuration that say where."""
+    return {name: value for name, value in computed.items() if not IS_OF_SPREAD(name)}
+
+
+def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, ...]:
+    """Refuses a metrics.jsonl that differs from the checkpoint's; a missing one is reported.
+
+    Returns what is missing.
+    """
+    known = position.journal
+    if not folder.metrics.exists() and known.bytes:
+        missing = f"{folder.metrics.name} was missing after step {position.global_step}"
+        logger.warning(
+            "%s is missing: what was measured up to step %d is lost. The run continues, and a new "
+            "file begins after that step.",
+            folder.metrics,
+            position.global_step,
+        )
+        return (missing,)
+    if known.bytes and not begins_as(folder.metrics, known):
+        raise CorruptionError(
+            f"{folder.metrics} does not begin with the {known.bytes:,} bytes that it had at the "
+            f"checkpoint of step {position.global_step}: it was cut, edited or damaged. Restore "
+            "it, or remove it to continue without what was measured before."
+        )
+    return ()
+
+
+def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
+    """Refuses a deepspeed.json that this run would not have written, on any number of ranks."""
+    if not folder.engine.exists() or (found := fs.read_bytes(folder.engine)) == text:
+        return
+    if not _differ_in_spread(found, text):
+        raise CorruptionError(
+            f"{folder.engine} is damaged or was edited: this run was given another one. Remove it: "
+            "it is written again, from what the checkpoint says."
+        )
+
+
+def _differ_in_spread(found: bytes, text: bytes) -> bool:
+    """Whether two deepspeed.json are of other ranks or another stage, and the same otherwise."""
+    spreads, others = [], []
+    for content in (found, text):
+        try:
+            config = json.loads(content)
+            spreads.append((config["train_batch_size"], stage_of(config)))
+            every = {f"deepspeed {name}": repr(value) for name, value in leaves(config)}
+        except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+            return False
+        others.append(_without_spread(every))
+    return spreads[0] != spreads[1] and spreads[0][1] in range(4) and others[0] == others[1]
+
+
+def engine_text(config: dict[str, Any]) -> bytes:
+    """The content of deepspeed.json."""
+    return f"{json.dumps(masked(config), indent=2, sort_keys=True, default=str)}\n".encode()
+
+
+def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Refuses values that differ; returns those that only set the length."""
+    lines = differences(begun, now, had="begun with")
+    if wrong := [line for name, line in lines.items() if not binds(name, "length")]:
+        listed = "\n  ".join(wrong)
+        raise FingerprintError(
+            f"This run was begun with other settings. What differs:\n  {listed}\n"
+            "Undo the change, or begin a new run in another --output."
+        )
+    return list(lines.values())
+
+
+PACKAGES = ("torch", "transformers", "deepspeed")
+# What only says where in the ranks values lie; quantized ones are others.
+IS_OF_SPREAD = re.compile(
+    r"deepspeed (train_batch_size$|data_types\.|zero_optimization\.(?!.*quantized))"
+).match
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that compute."""
+    return {package: version(package) for package in PACKAGES}
+
+
+def binding(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that have to be the same in all parts of a run, or that change its length."""
+    return {name: repr(value) for name, value in settings.items() if binds(name, "run", "length")}
+
+
+def job_settings(job: TrainingJob) -> dict[str, str]:
+    """The settings known before weights are loaded, with the method's options in force."""
+    settings = binding(as_absolute(job.config))
+    given = {name: value for name, value in settings.items() if not name.startswith("method.")}
+    options = {f"method.{name}": repr(value) for name, value in job.recipe.values.items()}
+    held_out = job.held_out[1].root if job.held_out else "none"
+    return {**given, **options, **job.policy_identity, "root of train.eval_cache": held_out}
+
+
+def identity_of(session: Session) -> RunIdentity:
+    """Everything that the numbers of a run depend on."""
+    job, model = session.job, causal_model(session.policy.model)
+    engine = json.loads(json.dumps(masked(session.engine_config), default=str))
+    options = {f"method.{name}": repr(value) for name, value in session.recipe.values.items()}
+    computed = {
+        **options,
+        "model.attention": own_attention(model),
+        "model.device": session.policy.device.type,
+        "train.dtype": session.policy.dtype,
+        **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
+    }
+    return RunIdentity(
+        cache_root=job.manifest.root,
+        world_size=session.world.size,
+        zero_stage=stage_of(session.engine_config),
+        settings=job_settings(job),
+        computed=computed,
+    )
+
+
+def made_with(session: Session) -> dict[str, str]:
+    """What may change the last bits of a number, and is allowed to differ."""
+    path = session.policy.path
+    parts = _parts(session.job, session.policy.device)
+    return {**parts, "layout": path.layout, "log-prob head": path.head}
+
+
+def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:
+    """How a run under ZeRO-3 scored that was saved with the same parts; None with others."""
+    layout: Any = begun.made_with["layout"]
+    head: Any = begun.made_with["log-prob head"]
+    path = ScoringPath(layout, head, math.nan)
+    now = {**_parts(job, device), "layout": path.layout, "log-prob head": path.head}
+    refused = path.layout == "flex" and why_no_flex(job.policy.attention)
+    return path if begun.made_with == now and not refused else None
+
+
+def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    found = {"align": __version__, **versions(), "device": name}
+    if (share := job.config.train.sequence_parallel) > 1:
+        found["ranks of a sequence"] = str(share)
+    return {**found, "peft": _version("peft")} if job.config.lora.enabled else found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # the import says what to install
+        return "none"

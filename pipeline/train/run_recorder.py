@@ -1,0 +1,337 @@
+"""What a run leaves behind while it learns: metrics, a run in each tracker, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from ...schemas.batches import EvalSample
+from ...schemas.cache import Stops
+from ...schemas.checkpoint import Checkpoint, Ending, How
+from ...schemas.errors import AlignError, Interrupted, StorageError, log_failure
+from ...stages.data.tokenizer import decoder
+from ...stages.engine.distributed import run_on_rank_zero
+from ...stages.report.eval_table import Decode, Kind, evaluation_csv
+from ...stages.storage.disk import fs
+from ...stages.storage.run.run_folder import RunFolder, write_ending
+from ...stages.tracking.journal import EVAL
+from ...stages.tracking.journaled_run import Run, open_training_run
+from ...stages.tracking.progress import NoProgress, Progress
+from ...stages.tracking.tracker import MAIN, Status
+from ...stages.train.loop import TrainingPosition
+from ...stages.train.throughput import Machine
+from ..options.settings import flatten, without_secrets
+from ..plan.fitted_batches import note_fitting, planned_tokens
+from ..plan.train_checks import BestMetric
+from .checkpointer import Checkpointer, require_room
+from .resume import Start, identity_of
+from .run_report import write_report
+from .training_job import Session
+
+logger = logging.getLogger("align")
+
+SECONDS_PER_LINE = 5.0
+SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "grad_norm", "lr")
+
+
+@contextmanager
+def open_records(session: Session, start: Start, progress: Progress) -> Iterator[RunRecords]:
+    """Opens a run's records: rank zero writes the journal and the ledgers, every rank saves."""
+    run = Run(start.folder.root)
+    if session.world.rank == 0:
+        keep_through = start.checkpoint_step if start.checkpoint else -1
+        start.folder.drop_evaluations(after=keep_through)
+        run = open_training_run(
+            session.job.config.tracking,
+            start.folder,
+            name=session.recipe.name,
+            tags=_tags(session, start.changes),
+            keep_through=keep_through,
+            is_evaluated=_is_evaluated(start.checkpoint),
+        )
+        run.callbacks = session.job.callbacks
+    else:
+        progress = NoProgress()
+    status: Status = "FAILED"
+    records = RunRecords(session, start, run, progress)
+    try:
+        yield records
+        status = "FINISHED" if records.is_finished else "KILLED"
+    except (Interrupted, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    except AlignError:
+        with log_failure("No record of how the run ended"):
+            records.ended("failed")
+        records.report()
+        raise
+    finally:
+        progress.end()
+        run.finish(status)
+
+
+class RunRecords:
+    """What the loop of one rank reports to: the journal, ledgers, the terminal, checkpoints."""
+
+    def __init__(self, session: Session, start: Start, run: Run, progress: Progress) -> None:
+        self._session = session
+        self._start = start
+        self._run = run
+        self._progress = progress
+        self._checkpointer = Checkpointer(session, start)
+        self._machine = _machine(session, start)
+        self._tables = EvaluationTables(session, start.folder)
+        self._best = BestMetric(session.job.config.train.best)
+        self._last_line = 0.0
+        self._step = start.checkpoint_step
+        self._total_steps = 0
+        # Measured at the newest step and at no other, and finite.
+        self.metrics = dict(start.checkpoint.position.metrics) if start.checkpoint else {}
+        self.is_evaluated = _is_evaluated(start.checkpoint)  # the step it begins at
+        self.is_finished = False
+
+    def origins(self) -> dict[str, str]:
+        """What trackers call the run, and the tag by which they know it."""
+        return self._run.origins()
+
+    def say(self, line: str) -> None:
+        """Prints a line."""
+        self._progress.say(line)
+
+    def begin(self, place: TrainingPosition, total_steps: int) -> None:
+        """The run's settings, and how far it has to go."""
+        self._total_steps = total_steps
+        run_on_rank_zero(
+            self._session.world, lambda: require_room(self._session, self._start.folder)
+        )
+        if self._session.world.rank == 0:
+            self._describe()
+        if place.step:
+            self.say(f"continuing after step {place.step:,}")
+        self._progress.begin("training", total=total_steps - place.step, unit="steps")
+
+    def agreed(self, gap: float, *, is_packed: bool) -> None:
+        """Records the largest difference between the log-probs of the policy and of the cache."""
+        begins = (
+            "in 4 bits the model begins near the reference of the cache, not at it"
+            if is_packed
+            else "checked: the model reproduces the cached log-probs"
+        )
+        self.say(f"{begins} (largest difference {gap:.1e} nats per completion)")
+        self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
+
+    def stepped(
+        self, place: TrainingPosition, metrics: dict[str, float], line: dict[str, float] | None
+    ) -> None:
+        """An optimizer step is done; after some of them a line covers several."""
+        self._run.begin_sending()
+        self._measured(place, metrics)
+        if line is not None:
+            seen = self._machine.now() if self._machine else {}
+            self._run.log_metrics({**line, **seen}, step=place.step)
+        padded = metrics["tokens"] / (1 - metrics["padding"])
+        padding = round(padded - metrics["tokens"])
+        self._progress.advance(1, tokens=round(padded), padding=padding)
+        if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
+            self._last_line = time.monotonic()
+            self.say(f"step {place.step:,}: {shown(metrics)}")
+
+    def evaluated(
+        self, place: TrainingPosition, metrics: dict[str, float], samples: Sequence[EvalSample]
+    ) -> None:
+        """The held-out rows were measured."""
+        self._measured(place, metrics)
+        self._run.log_metrics(metrics, step=place.step)
+        if self._checkpointer.has(place):
+            self._run.sync()
+            self._checkpointer.add_metrics(place, metrics)
+        if samples and self._session.world.rank == 0:
+            with log_failure("No table of single completions"):
+                self._run.log_artifact(self._tables.write(place.step, samples))
+        plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
+        self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
+
+    def ran_out(self, step: int, tokens: int) -> None:
+        """Memory ran out; the next start is to know what to run at once instead."""
+        train, policy = self._session.job.config.train, self._session.policy
+        note_fitting(self._start.folder, planned_tokens(train, policy.device.type), tokens)
+        self.say(
+            f"step {step + 1:,}: memory ran out; from here on at most {tokens:,} tokens per batch, "
+            "with the same result"
+        )
+
+    def not_applied(self, place: TrainingPosition, row_ids: tuple[str, ...]) -> None:
+        """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
+        world = self._session.world
+        if world.is_first_of_group:
+            line = {"step": place.step, "rank": world.rank, "row_ids": row_ids}
+            with fs.append(self._start.folder.nonfinite) as sink:
+                sink.write((json.dumps(line) + "\n").encode())
+        self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
+
+    def save(self, place: TrainingPosition) -> None:
+        """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
+        if self._checkpointer.has(place):
+            return
+        self._run.sync()
+        measured = self.metrics if place.step == self._step else {}
+        saved = self._checkpointer.save(
+            place, measured, mlflow_run_id=self._run.run_ids.get(MAIN, "")
+        )
+        if not saved.succeeded:
+            self._run.log_metrics({"checkpoint_failed": 1.0}, step=place.step)
+            self.say(f"step {place.step:,}: no checkpoint: {saved.failure}")
+            if self._checkpointer.failures >= Checkpointer.MOST_FAILURES:
+                raise StorageError(
+                    f"{self._checkpointer.failures} checkpoints in a row could not be saved. "
+                    f"The last: {saved.failure}"
+                )
+
+    def finish(self, place: TrainingPosition) -> None:
+        """The model is written."""
+        self.is_finished = True
+        folder = self._start.folder
+        for path in (folder.metrics, folder.config, folder.engine):
+            self._run.log_artifact(path)
+        uploads = self._session.job.config.tracking.upload_model
+        self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
+        if uploads and folder.merged.exists():
+            self._run.log_artifact(folder.merged)
+        tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
+        self._run.log_model_link(folder.model, tags=tags)
+
+    def ended(self, how: How) -> None:
+        """Records how the run ended; a run without this record was killed."""
+        if self._session.world.rank:
+            return
+        self._run.sync()
+        ending = Ending(
+            ending=how,
+            step=self._step,
+            total_steps=self._total_steps,
+            identity=identity_of(self._session),
+            changes=self._start.changes,
+            files=(),
+        )
+        write_ending(self._start.folder, ending)
+
+    def report(self) -> None:
+        """Writes the report, if there are metrics."""
+        if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
+            with log_failure("No report"):
+                self._run.log_artifact(write_report(self._start.folder.root))
+
+    def _measured(self, place: TrainingPosition, metrics: dict[str, float]) -> None:
+        if place.step != self._step:
+            self._step, self.metrics = place.step, {}
+        self.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if (said := self._best.warning(metrics)) and self._session.world.rank == 0:
+            logger.warning("%s", said)
+
+    def _describe(self) -> None:
+        session = self._session
+        self._run.log_params(_params(session))
+        cache = session.job.cache
+        self._run.log_dataset(
+            cache.root.resolve().name,
+            digest=session.job.manifest.root,
+            source=str(cache.root.resolve()),
+            context="training",
+        )
+        self._run.log_artifact(cache.manifest)
+
+
+def shown(metrics: dict[str, float]) -> str:
+    """The most telling metrics in a line."""
+    known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
+    return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+
+
+def _machine(session: Session, start: Start) -> Machine | None:
+    is_wanted = session.job.config.tracking.system_metrics and session.world.rank == 0
+    return Machine(start.folder.root) if is_wanted else None
+
+
+def _is_evaluated(checkpoint: Checkpoint | None) -> bool:
+    """Whether a checkpoint says what its step was worth on held-out rows."""
+    return checkpoint is not None and any(
+        name.startswith(EVAL) for name in checkpoint.position.metrics
+    )
+
+
+def _params(session: Session) -> dict[str, str]:
+    settings = used_settings(session, "train", "model")
+    options = {f"method.{name}": value for name, value in session.recipe.values.items()}
+    counts = {"rows.train": session.source.train_rows, "rows.eval": session.source.eval_rows}
+    counts |= session.source.counts
+    return {name: str(value) for name, value in {**settings, **options, **counts}.items()}
+
+
+def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
+    job = session.job
+    changed = {"align.changed": "; ".join(changes)} if changes else {}
+    return {
+        **changed,
+        "align.stage": "train",
+        "align.method": session.recipe.name,
+        "align.cache_root": job.manifest.root,
+        "align.cache": str(job.cache.root.resolve()),
+        "align.reference_weights": job.manifest.fingerprint["model.weights"],
+        "align.policy": job.policy.path,
+        "align.world_size": str(session.world.size),
+        "deepspeed.version": version("deepspeed"),
+    }
+
+
+class EvaluationTables:
+    """The files of one run; a tokenizer is loaded for the first that is to hold text."""
+
+    def __init__(self, session: Session, folder: RunFolder) -> None:
+        self._session = session
+        self._folder = folder
+        self._decode: Decode | None = None
+
+    def write(self, step: int, samples: Sequence[EvalSample]) -> Path:
+        """One file, of one evaluation."""
+        job = self._session.job
+        if job.config.train.eval_text and not self._decode:
+            self._decode = decoder(job.policy.path, Stops.of(job.manifest.fingerprint).tokens)
+        path = self._folder.evaluation(step)
+        fs.make_folder(path.parent)
+        text = evaluation_csv(samples, self._kind, decode=self._decode)
+        fs.publish(path, text.encode(), label="evaluation")
+        return path
+
+    @property
+    def _kind(self) -> Kind:
+        if self._session.recipe.head == "score":
+            return "scores"
+        return "log-probs" if self._session.job.reading.context else "log-ratios"
+
+
+def used_settings(session: Session, *sections: str) -> dict[str, str]:
+    """The settings of these sections as this run uses them, by their dotted names."""
+    config, policy = session.job.config, session.job.policy
+    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
+    found = {
+        "model.path": policy.path,
+        "model.adapter": policy.adapter,
+        "model.device": session.policy.device.type,
+        "train.cache": str(session.job.cache.root),
+        "train.model": policy.path,
+        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
+        "train.dtype": session.policy.dtype,
+    }
+    # How a run was begun is not a setting of its training.
+    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
+    return {
+        name: str(value)
+        for name, value in without_secrets({**asked, **found}).items()
+        if name.partition(".")[0] in chosen
+    }

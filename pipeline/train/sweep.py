@@ -1,0 +1,184 @@
+"""Trains many methods and settings on one cache, and compares them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ...schemas.batches import World
+from ...schemas.errors import AlignError, Interrupted, UsageError, log_failure
+from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
+from ...stages.feed.cache_index import ShardColumns
+from ...stages.storage.bucket.objects import require_on_disk
+from ...stages.storage.cache.cache_folder import OutputFolder
+from ...stages.storage.disk import fs
+from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.run.run_folder import RunFolder
+from ...stages.tracking.journaled_run import Run, tagged
+from ...stages.tracking.progress import Progress
+from ...stages.tracking.tracker import GROUP_TAG
+from ..jobs.recorded_work import recorded_work
+from ..jobs.signals import WAY_ON
+from ..options.declared import set_by
+from ..options.settings import Settings
+from .policy_identity import PolicyDigests, digest_policies
+from .train import shard_columns, train_in
+from .training_job import TrainingJob, open_training
+from .trials import SweepResult, Trial, TrialResult, sweep_page, values_of
+
+Load = Callable[[Sequence[str]], Settings]
+
+PAGES = ("sweep.json", "sweep.txt", "sweep.html")
+
+
+def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progress) -> SweepResult:
+    """Trains one run after another; `load` gives the settings of a run from further --set texts.
+
+    A single process continues after a run that failed; ranks may not agree that it failed.
+    """
+    output = require_on_disk(folder, "a sweep is")
+    given = load(())
+    _require_free(given, trials)
+    jobs = [_open(load, trial, output) for trial in trials]
+    _require_different(jobs)
+    results: list[TrialResult] = []
+    remember = own_digests()
+    with joined_world() as world:
+        with naming_lost_peers(world):
+            digests = digest_policies(jobs, world, remember)
+        jobs = [_identified(digests, *one) for one in zip(trials, jobs, strict=True)]
+        columns = shard_columns(world, remember, keeps=True)
+        run_on_rank_zero(world, partial(_require_room, jobs, output))
+        with (
+            _add_resume_hint(output, results, len(jobs)),
+            recorded_work(
+                given.config.tracking, output, "sweep", is_recorded=world.rank == 0
+            ) as parent,
+        ):
+            _describe(parent, trials, jobs, output)
+            for trial, job in zip(trials, jobs, strict=True):
+                progress.say(f"run {len(results) + 1} of {len(trials)}: {trial.name}")
+                tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
+                with tagged(tags, parent):
+                    results.append(_try(trial, job, world, columns, progress))
+                _report(SweepResult(output, tuple(results)), world, parent)
+            run_on_rank_zero(
+                world, partial(_publish_page, SweepResult(output, tuple(results)), parent)
+            )
+            if any(one.error for one in results):
+                parent.finish("FAILED")
+    return SweepResult(output, tuple(results))
+
+
+def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
+    """Refuses a --set that every run would override."""
+    own = set_by("sweep")
+    for name in (*own, *values_of(trials)):
+        if given.origins.get(name) == "--set":
+            way = own.get(name, "--vary")
+            raise UsageError(f"--set {name}: the sweep sets it in every run. Use {way} alone.")
+
+
+def _open(load: Load, trial: Trial, output: Path) -> TrainingJob:
+    with _naming(trial):
+        return open_training(load((*trial.settings, f"train.output={output / trial.name}")))
+
+
+def _identified(digests: PolicyDigests, trial: Trial, job: TrainingJob) -> TrainingJob:
+    with _naming(trial):
+        return digests.identified(job)
+
+
+@contextmanager
+def _naming(trial: Trial) -> Iterator[None]:
+    try:
+        yield
+    except AlignError as error:
+        raise type(error)(f"{trial.name}: {error}") from error
+
+
+def _require_different(jobs: Sequence[TrainingJob]) -> None:
+    """Refuses values that are written differently but are equal, as 0.1 and 0.10."""
+    for one, other in itertools.combinations([job.config for job in jobs], 2):
+        if replace(one, train=replace(one.train, output=other.train.output)) == other:
+            named = " and ".join(Path(config.train.output).name for config in (one, other))
+            raise UsageError(f"{named} would be the same run. Leave one of them out.")
+
+
+def _require_room(jobs: Sequence[TrainingJob], output: Path) -> None:
+    OutputFolder(output, "sweep").prepare()
+    for name in PAGES:
+        fs.drop_drafts(output / name)
+    for job in jobs:
+        if job.config.train.resume == "never":
+            RunFolder(Path(job.config.train.output)).require_new()
+
+
+@contextmanager
+def _add_resume_hint(output: Path, results: Sequence[TrialResult], total: int) -> Iterator[None]:
+    try:
+        yield
+    except Interrupted as stop:
+        done = f"{len(results)} of {total} runs of the sweep in {output} are over"
+        raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}", at=stop.at) from None
+
+
+def _describe(
+    parent: Run, trials: Sequence[Trial], jobs: Sequence[TrainingJob], output: Path
+) -> None:
+    varied = values_of(trials)
+    varied_values = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
+    parent.set_tags({GROUP_TAG: _group(output), "align.varied": varied_values})
+    parent.log_params({name: ", ".join(values) for name, values in varied.items()})
+    for root, job in {job.manifest.root: job for job in jobs}.items():
+        cache = job.cache.root.resolve()
+        parent.log_dataset(cache.name, digest=root, source=str(cache), context="training")
+
+
+def _group(output: Path) -> str:
+    return str(output.resolve())
+
+
+def _try(
+    trial: Trial, job: TrainingJob, world: World, columns: ShardColumns, progress: Progress
+) -> TrialResult:
+    try:
+        trained = train_in(job, world, columns, progress=progress)
+        if trained.is_old:
+            progress.say(f"{trial.name} is finished already and is not changed")
+        return TrialResult(trial, trained)
+    except AlignError as error:
+        progress.say(f"{trial.name} failed: {error}")
+        return TrialResult(trial, error=error)
+
+
+def _report(result: SweepResult, world: World, parent: Run) -> None:
+    """Publishes what is done so far; among ranks a failure is published and then ends the sweep."""
+    error = result.results[-1].error
+    if not error or world.size == 1:
+        run_on_rank_zero(world, partial(_publish, result, parent))
+        return
+    if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
+        _publish(result, parent)
+    raise error
+
+
+def _publish(result: SweepResult, parent: Run) -> None:
+    result.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("sweep.json", result.as_json()), ("sweep.txt", result.text())):
+        fs.publish(result.folder / name, f"{text}\n".encode(), label="config")
+        parent.log_artifact(result.folder / name)
+    if result.failures:
+        failures = "\n".join(f"{one.trial.name}: {one.error}" for one in result.failures)
+        parent.set_tags({"align.failed": failures})
+
+
+def _publish_page(result: SweepResult, parent: Run) -> None:
+    target = result.folder / "sweep.html"
+    with log_failure("No page of the sweep"):
+        fs.publish(target, sweep_page(result).encode(), label="report")
+        parent.log_artifact(target)

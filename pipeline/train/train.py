@@ -1,0 +1,328 @@
+"""Stage 2 in order: join the ranks, read lengths, load and check the policy, train, save it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...schemas.batches import Cursor, World
+from ...schemas.config import Config
+from ...schemas.errors import Interrupted, log_failure
+from ...schemas.file_version import Remember
+from ...schemas.methods import Mean
+from ...stages.engine.deepspeed_config import EngineContext, stage_of
+from ...stages.engine.deepspeed_engine import open_engine
+from ...stages.engine.distributed import (
+    gathered,
+    in_groups,
+    joined_world,
+    naming_lost_peers,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    sequence_group,
+)
+from ...stages.engine.zero3_partitions import open_partitions
+from ...stages.feed.cache_index import ShardColumns, unchecked
+from ...stages.feed.loader import CacheFeed
+from ...stages.feed.train_source import TrainSource, open_source, overlap
+from ...stages.methods.recipe import Recipe
+from ...stages.model.loading.load import resolve
+from ...stages.model.loading.lora_targets import adapts_experts
+from ...stages.model.logprobs import causal_model
+from ...stages.model.policy import Policy, Sharding, load_policy
+from ...stages.model.router_watch import COEFFICIENT
+from ...stages.storage.cache.verify_cache import check_before_reading, sample_rows
+from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.run.run_folder import RunFolder
+from ...stages.tracking.progress import Progress
+from ...stages.train.evaluation import largest_gap
+from ...stages.train.loop import Loop, TrainingPosition, train
+from ...stages.train.memory_backoff import MemoryBackoff
+from ...stages.train.synchronized import SaveClock, StopConditions
+from ...stages.train.throughput import Meter, forget_peak
+from ..jobs.signals import add_resume_hint, asked_to_stop
+from ..plan.fitted_batches import fitting_tokens, lighter, planned_tokens
+from ..plan.short_plan import short_plan
+from ..plan.train_checks import require_positions, sampling_note
+from ..plan.workload import feed_settings
+from .policy_identity import digest_policies
+from .resume import Start, held_to_checkpoint, known_path, started
+from .run_recorder import RunRecords, open_records
+from .run_report import Trained, outcome, write_report
+from .trained_model import write_model
+from .training_job import Session, TrainingJob
+
+SAMPLED_ROWS = 8
+
+
+def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
+    """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
+    remember = own_digests()
+    with joined_world() as world, naming_lost_peers(world):
+        identified = digest_policies([job], world, remember).identified(job)
+        return train_in(identified, world, shard_columns(world, remember), progress=progress)
+
+
+def shard_columns(world: World, remember: Remember, *, keeps: bool = False) -> ShardColumns:
+    """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
+    check = partial(check_before_reading, remember=remember) if world.is_first_here else unchecked
+    return ShardColumns(check, keeps=keeps)
+
+
+def train_in(
+    job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
+) -> Trained:
+    """Like `run_training`, for ranks that have joined and a policy that has been digested."""
+    world = in_groups(world, job.config.train.sequence_parallel)
+    with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
+        if start.is_finished:
+            if world.rank == 0 and not start.folder.report.exists():
+                with log_failure("No report"):
+                    write_report(start.folder.root)
+            return replace(outcome(start.folder, "finished"), is_old=True)
+        forget_peak()
+        if start.store and world.rank == 0:
+            progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
+        session = open_session(job, world, columns, progress, start)
+        held = held_to_checkpoint(session, start)
+        with open_records(session, held, progress) as records:
+            records.say(f"policy: {session.policy.path}")
+            place = _restored(session, held)
+            if place is None:
+                _require_agreement(session, records)
+                place = TrainingPosition(0, Cursor(0, 0))
+            return _learn(session, held, records, place)
+
+
+def open_session(
+    job: TrainingJob,
+    world: World,
+    columns: ShardColumns,
+    progress: Progress,
+    start: Start | None = None,
+) -> Session:
+    """Reads the training rows, then loads the policy: one copy, and no reference."""
+    config = job.config
+    source, held_out = run_on_all_ranks(world, lambda: _sources(job, columns))
+    recipe, advice = job.recipe.resolve_auto(source.labels)
+    if world.rank == 0:
+        sampling = sampling_note(recipe, job.manifest)
+        for note in filter(None, (*_source_notes(source, held_out), sampling, *advice)):
+            progress.say(note)
+    policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
+    if policy.routers and world.rank == 0:
+        for note in _mixture_notes(policy, config):
+            progress.say(note)
+    last = getattr(_text_config(policy), "max_position_embeddings", None)
+    for some in {id(one): one for one in (source, held_out)}.values():
+        require_positions(some, recipe, last)
+    recipe = recipe.computed_in(policy.dtype, job.manifest.fingerprint["model.dtype"])
+    engine, engine_config = open_engine(
+        policy, config.train, world, hidden_size=_text_config(policy).hidden_size
+    )
+    planned = planned_tokens(config.train, policy.device.type)
+    fits = planned
+    if start:
+        fits = run_on_rank_zero(world, lambda: fitting_tokens(start.folder, planned))
+    if fits < planned:
+        progress.say(
+            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
+            f"Remove {start.folder.fitted if start else ''} to try {planned:,} again."
+        )
+    pads = not policy.path.packs
+    settings = feed_settings(config.train, recipe, world, tokens=fits, pads=pads)
+    feed = CacheFeed(source, held_out, settings)
+    if world.rank == 0:
+        for line in short_plan(feed, policy, config.train, engine_config):
+            progress.say(line)
+    return Session(
+        job=job,
+        world=world,
+        policy=policy,
+        engine=engine,
+        engine_config=engine_config,
+        source=source,
+        recipe=recipe,
+        feed=feed,
+    )
+
+
+def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:
+    routers, weight = policy.routers, config.train.router_loss
+    own = getattr(_text_config(policy), COEFFICIENT, None)
+    yield (
+        f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
+        f"{routers.chosen} for each token; train.router_loss is {weight:g}"
+        f"{'' if weight else ': nothing keeps their use even'} "
+        f"({COEFFICIENT} of its config: {'none' if own is None else f'{own:g}'})"
+    )
+    if config.lora.enabled and not adapts_experts(policy.model):
+        yield (
+            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
+            "such as experts.gate_up_proj and experts.down_proj."
+        )
+
+
+def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
+    train, purity = job.config.train, "purity" in recipe.needs
+    policy = load_policy(
+        job.policy,
+        train,
+        job.config.lora,
+        head=recipe.head,
+        purity=purity,
+        spread=replace(
+            _partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
+            group=sequence_group(world),
+        ),
+    )
+    job.policy_files.require_unchanged()
+    return policy
+
+
+def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding:
+    """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
+    train = job.config.train
+    found = resolve(replace(job.policy, dtype=train.dtype))
+    circumstances = EngineContext(found.dtype, found.hidden_size, world.size)
+    partitions = open_partitions(train, world, circumstances)
+    if partitions is None or start is None or start.checkpoint is None:
+        return Sharding(partitions)
+    position = start.checkpoint.position
+    # On other ranks or of another stage, the checkpoint is converted with what was loaded.
+    if (position.identity.world_size, position.identity.zero_stage) != (world.size, 3):
+        return Sharding(partitions)
+    path = known_path(position, job, partitions.device)
+    # A probe is collective, so one rank that has other parts makes all of them probe.
+    is_known = all(gathered(world, path is not None))
+    return Sharding(partitions, path if is_known else None)
+
+
+def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:
+    """The training rows, and the evaluation rows: held out of them, or of another cache."""
+    source = open_source(job.cache, job.manifest, job.reading, columns)
+    if job.held_out is None:
+        return source, source
+    reading = replace(job.reading, eval_fraction=1.0)
+    return source, open_source(*job.held_out, reading, columns)
+
+
+def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+    yield (
+        f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
+        f"{source.train_rows:,} rows to learn from, {held_out.eval_rows:,} held out"
+    )
+    yield from source.notes
+    if held_out is not source:
+        yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
+    if held_out.eval_rows:
+        yield from _overlap_notes(source, held_out)
+
+
+def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+    found, is_split = overlap(source, held_out), held_out is source
+    if is_split:
+        yield (
+            f"{found.held_out:,} prompts are held out by a hash that ignores white space, the "
+            "system message, tools and template options."
+        )
+    where = "held-out prompts" if is_split else f"prompts of {held_out.folder.root}"
+    says_nothing = "Metrics measured on them say nothing about new prompts."
+    if found.shared:
+        yield (
+            f"{found.shared:,} of {found.held_out:,} {where} are in the training data as well. "
+            f"{says_nothing}"
+        )
+    if found.near:
+        yield (
+            f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
+            f"one in the training data. {says_nothing}"
+        )
+
+
+def _text_config(policy: Policy) -> Any:
+    return causal_model(policy.model).config.get_text_config(decoder=True)
+
+
+def _restored(session: Session, start: Start) -> TrainingPosition | None:
+    """Where the checkpoint left off, its state loaded; None for a new run."""
+    if start.checkpoint is None:
+        return None
+    position = start.checkpoint.position
+    folder = start.folder.step(position.global_step)
+    run_on_all_ranks(session.world, lambda: session.engine.load_state(folder))
+    window = {name: Mean(*pair) for name, pair in position.window.items()}
+    return TrainingPosition(position.global_step, position.cursor, position.memory, window)
+
+
+def _require_agreement(session: Session, records: RunRecords) -> None:
+    """Requires a policy that begins as the reference to reproduce the log-probs of the cache."""
+    job = session.job
+    if session.recipe.head == "score":
+        records.say("A reward model has no log-probs to compare with the reference's.")
+        return
+    if not job.begins_as_reference:
+        records.say("The policy is not the reference of the cache: its log-probs are not compared.")
+        return
+    sample = run_on_all_ranks(
+        session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
+    )
+    is_packed = job.config.lora.quantize != "none"
+    gap = largest_gap(
+        session.engine,
+        sample,
+        job.manifest.fingerprint["model.dtype"],
+        session.policy.dtype,
+        may_differ=is_packed,
+    )
+    records.agreed(gap, is_packed=is_packed)
+
+
+def _learn(session: Session, start: Start, records: RunRecords, place: TrainingPosition) -> Trained:
+    deadline = start.began + session.job.max_seconds
+    loop = Loop(
+        engine=session.engine,
+        recipe=session.recipe,
+        feed=session.feed,
+        options=session.job.config.train,
+        meter=Meter(pads=session.feed.settings.pads),
+        backoff=_room(session),
+    )
+    with asked_to_stop() as asked:
+        records.begin(place, loop.total_steps)
+        place, ending = train(
+            loop,
+            start=place,
+            records=records,
+            conditions=StopConditions(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
+            is_measured=records.is_evaluated,
+        )
+    if ending == "finished":
+        write_model(session, start, records, steps=place.step)
+        records.finish(place)
+    records.ended(ending)
+    if ending == "signal":
+        raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, place.step))
+    records.report()
+    return outcome(start.folder, ending)
+
+
+def _room(session: Session) -> MemoryBackoff:
+    ranks, stage = session.world.size, stage_of(session.engine_config)
+    return MemoryBackoff(
+        pads=session.feed.settings.pads,
+        ranks=ranks,
+        sequence_parallel=session.world.sequence_parallel,
+        advice=tuple(lighter(session.job.config, stage, ranks)),
+    )
+
+
+def stopped_at(folder: RunFolder, step: int) -> str:
+    """The step of an interrupted run and its checkpoint, as a part of a sentence."""
+    saved = folder.latest_step()
+    if saved is None:
+        return f" at step {step:,}, without a checkpoint"
+    what = "checkpoint saved in" if saved == step else "which is not saved; the last checkpoint is"
+    return f" at step {step:,}, {what} {folder.step(saved)}"

@@ -1,0 +1,390 @@
+"""Loads a causal language model as the options say, and puts an adapter or a value head on it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ....schemas.config import ModelOptions
+from ....schemas.errors import UsageError
+from ....schemas.train_options import LoraOptions
+from ..transformers_compat import attention_of
+from .folder_check import require_adapter, require_plain_folder
+from .lora_targets import named_targets, require_all_adapted
+from .model_folder import adapter_tensors, model_config, stored_dtype
+from .placement import (
+    chosen_device,
+    placement,
+    rank_device,
+    require_parts,
+    without_cudnn_attention,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Constants that models like GPT-2 once stored in each layer; transformers ignores only some.
+_CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The options with every `auto` resolved."""
+
+    dtype: str
+    attention: str
+    device: str  # cpu or cuda
+    hidden_size: int
+    context: int | None  # most tokens of a text, where there is a bound
+
+
+def load_causal_lm(options: ModelOptions) -> nn.Module:
+    """The frozen model, its adapter active and dropout off, on its device."""
+    return load_model(options).eval().requires_grad_(False)
+
+
+def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Module:
+    """The model, its adapter active, on its device."""
+    resolved = resolve(options)
+    with quiet():
+        model, _ = from_folder(options, resolved, kind)
+        if options.adapter:
+            model = with_adapter(model, options.adapter)
+    if not placement(options):
+        model.to(rank_device(resolved.device))
+    loaded: nn.Module = model
+    return loaded
+
+
+def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> list[str]:
+    """Names of stored tensors that the model does not use, refused unless allowed.
+
+    No tensor is read. Quantized weights are checked only when they are loaded.
+    """
+    if "quantization_config" in model_config(options.path):
+        return []
+    with quiet():
+        return from_folder(nowhere(options), resolve(options), kind)[1]
+
+
+def nowhere(options: ModelOptions) -> ModelOptions:
+    """The options of a model on the meta device, without weights."""
+    return replace(options, device_map="meta", tensor_parallel=1)
+
+
+def resolve(options: ModelOptions) -> Resolved:
+    """The options with dtype, attention and device decided; no weight is read."""
+    require_plain_folder(options.path)
+    with quiet():
+        config = _config(options)
+        require_parts(config, options)
+        skeleton = _skeleton(config, options)
+    of_text = config.get_text_config(decoder=True)
+    return Resolved(
+        dtype=_dtype(options),
+        attention=_attention(skeleton, of_text, options),
+        device=chosen_device(options),
+        hidden_size=int(of_text.hidden_size),
+        context=getattr(of_text, "max_position_embeddings", None),
+    )
+
+
+def _attention(skeleton: Any, of_text: Any, options: ModelOptions) -> str:
+    """transformers' choice of attention, unless that would ignore the model's soft cap.
+
+    Older versions (5.17) run Gemma 2 with sdpa, which has no cap, and give other logits.
+    """
+    chosen = attention_of(skeleton)
+    if chosen != "sdpa" or getattr(of_text, "attn_logit_softcapping", None) is None:
+        return chosen
+    if options.attention == "sdpa":
+        raise UsageError(
+            f"{options.path} caps what its attention adds up, and sdpa would leave the cap out. "
+            "Set model.attention to auto or eager."
+        )
+    return "eager"
+
+
+def text_config(options: ModelOptions) -> Any:
+    """The config of a model's text part."""
+    with quiet():
+        return _config(options).get_text_config(decoder=True)
+
+
+def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausalLM) -> nn.Module:
+    """The model of config.json on the meta device; the folder needs no weights."""
+    require_plain_folder(options.path)
+    with quiet(), torch.device("meta"):
+        empty: nn.Module = kind.from_config(
+            _config(options), dtype=DTYPES[dtype], trust_remote_code=options.trust_remote_code
+        )
+    return empty
+
+
+def _config(options: ModelOptions) -> Any:
+    try:
+        return AutoConfig.from_pretrained(
+            options.path, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise UsageError(
+            f"{options.path}: transformers cannot read this model's config.json "
+            f"({first_line(error)}). Use an architecture that transformers "
+            f"{transformers.__version__} knows, or set model.trust_remote_code if you trust the "
+            "folder's code."
+        ) from error
+
+
+def _skeleton(config: Any, options: ModelOptions) -> Any:
+    """The architecture on the meta device, which decides which attention it supports."""
+    asked = {} if options.attention == "auto" else {"attn_implementation": options.attention}
+    try:
+        with torch.device("meta"):
+            build: Any = AutoModelForCausalLM.from_config
+            return build(config, trust_remote_code=options.trust_remote_code, **asked)
+    except (ValueError, ImportError) as error:
+        raise UsageError(
+            f"{options.path}: cannot be built as a causal language model "
+            f"({first_line(error)}). Use a causal model, or set model.attention to auto."
+        ) from error
+
+
+def from_folder(
+    options: ModelOptions, resolved: Resolved, kind: Any, packing: Mapping[str, Any] | None = None
+) -> tuple[Any, list[str]]:
+    """The folder's model, loaded by transformers, and the names of tensors it does not use."""
+    without_cudnn_attention()
+    try:
+        model, report = kind.from_pretrained(
+            options.path,
+            dtype=DTYPES[resolved.dtype],
+            attn_implementation=resolved.attention,
+            trust_remote_code=options.trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below with their names
+            **(packing or _unpacking(options.path)),
+            **placement(options),
+        )
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"{options.path}: the model cannot be loaded ({first_line(error)}). "
+            "Check the folder, model.device_map, model.tensor_parallel and model.dtype."
+        ) from error
+    return model, _require_all_taken(options, report)
+
+
+def _unpacking(folder: str) -> dict[str, Any]:
+    """Arguments that dequantize MXFP4 weights, whose kernel would be fetched from the Hub."""
+    quantized = model_config(folder).get("quantization_config") or {}
+    if quantized.get("quant_method") != "mxfp4":
+        return {}
+    public: Any = transformers  # its stub names few of its classes
+    return {"quantization_config": public.Mxfp4Config(dequantize=True)}
+
+
+def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list[str]:
+    """Refuses a model that lacks tensors or leaves out stored ones, by transformers' report.
+
+    Returns the names of the unused tensors where these are allowed.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(
+            f"{options.path}: the weights lack {len(missing)} tensors of the model. "
+            f"First: {missing[:10]}. Set model.path to a folder with all of them."
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        raise UsageError(
+            f"{options.path}: {len(mismatched)} tensors have another shape than config.json asks "
+            f"for. First: {name} is {list(stored)}, not {list(wanted)}. Use the config.json that "
+            "belongs to these weights."
+        )
+    unused = sorted(name for name in report["unexpected_keys"] if not _CAUSAL_MASK.search(name))
+    if unused and not options.allow_unused_weights:
+        raise UsageError(
+            f"{options.path}: the model of config.json does not use {len(unused)} of the tensors "
+            f"stored here. First: {unused[:10]}. Use the config.json that belongs to these "
+            "weights. If the model is meant to go without them, pass --set "
+            "model.allow_unused_weights=true."
+        )
+    return unused
+
+
+def with_adapter(model: Any, folder: str) -> Any:
+    """The model with a saved, frozen adapter."""
+    require_adapter(folder)
+    from peft import PeftConfig, PeftModel  # noqa: PLC0415 - optional, and slow to import
+
+    try:
+        kind = PeftConfig.from_pretrained(folder, local_files_only=True)
+        if kind.is_prompt_learning:
+            raise ValueError("adapters that add prompt tokens are not supported")
+        adapted = PeftModel.from_pretrained(
+            model, folder, is_trainable=False, local_files_only=True
+        )
+    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"{folder}: the adapter cannot be put on the model ({first_line(error)}). "
+            "Set model.adapter to a PEFT adapter made for model.path."
+        ) from error
+    _require_adapter_taken(adapted, folder)
+    return adapted
+
+
+def _require_adapter_taken(adapted: Any, folder: str) -> None:
+    """Refuses an adapter of another model: peft silently skips tensors that do not fit."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - as above
+
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    # peft may store a layer that was trained whole twice, under two names.
+    names = [tensor.name for tensor in adapter_tensors(Path(folder))]
+    stored = {name.replace(".modules_to_save.", ".") for name in names}
+    missing, unused = sorted(wanted - stored), sorted(stored - wanted - set(adapted.state_dict()))
+    if missing or unused:
+        raise UsageError(
+            f"{folder}: the adapter does not fit the model. It lacks {len(missing)} tensors "
+            f"(first: {missing[:3]}), and {len(unused)} of its own are not used "
+            f"(first: {unused[:3]}). Set model.adapter to a PEFT adapter made for model.path."
+        )
+
+
+def _dtype(options: ModelOptions) -> str:
+    dtype = stored_dtype(options.path) if options.dtype == "auto" else options.dtype
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"{options.path}: the weights are stored as {dtype}. "
+            f"Set model.dtype to one of {', '.join(DTYPES)}."
+        )
+    return dtype
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences transformers' progress bars and advice inside.
+
+    Printed lines go to stderr: with a device_map DeepSpeed is imported, which prints.
+    """
+    logs: Any = transformers.utils.logging
+    verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    packer = logging.getLogger("bitsandbytes")  # which peft imports wherever it is installed
+    level = packer.level
+    packer.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        packer.setLevel(level)
+        logs.set_verbosity(verbosity)
+        if bars:
+            logs.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another library's error, for a message."""
+    return str(error).strip().split("\n", maxsplit=1)[0]
+
+
+def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
+    """The model with a fresh adapter, the same on every rank; everything else is frozen."""
+    with quiet():
+        from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
+
+    settings = LoraConfig(
+        # For a model that scores, peft trains and saves the whole head in addition to the adapter.
+        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        lora_dropout=options.dropout,
+        **named_targets(model, options.targets),
+    )
+    head = _name_of_head(model)
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    try:
+        with quiet(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            adapted: Any = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise UsageError(
+            f"lora.targets: {options.targets or 'all-linear'} cannot be adapted "
+            f"({first_line(error)}). Name layers of this model, or leave lora.targets empty."
+        ) from error
+    if head in adapted.base_model.targeted_module_names:
+        raise UsageError(
+            f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
+            "fused log-prob head would pass by. Leave it out."
+        )
+    require_all_adapted(adapted, options.targets)
+    for parameter in adapted.parameters():
+        # On quantized weights, which are stored as integers, peft makes it in float32.
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    trainable: nn.Module = adapted
+    return trainable
+
+
+def merged(model: Any) -> nn.Module:
+    """The plain model, with its adapter, if it has one, merged into the weights."""
+    if not hasattr(model, "merge_and_unload"):
+        return model  # type: ignore[no-any-return]
+    with quiet():
+        plain: nn.Module = model.merge_and_unload()
+    return plain
+
+
+def _name_of_head(model: Any) -> str:
+    layer = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is layer), "")
+
+
+VALUE_HEAD = "value_head"  # what the policy calls it, and the file it is saved in
+SCORES = "ForSequenceClassification"  # how transformers names models that score texts
+
+
+class ScalarHead(nn.Linear):
+    """A projection to one number, computed in float32 for weights of any dtype.
+
+    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
+    """
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The projection of `states` (..., hidden): (..., 1) float32."""
+        bias = None if self.bias is None else self.bias.float()
+        return linear(states.float(), self.weight.float(), bias)
+
+
+def is_reward_model(model: Any) -> bool:
+    """Whether a transformers model scores texts."""
+    return type(model).__name__.endswith(SCORES)
+
+
+def value_head(model: Any) -> ScalarHead:
+    """A head that gives a value for each last hidden state, in the model's dtype.
+
+    It is initialized to zero: random values would be no better, every rank has the same, and the
+    first steps do not change the policy's states.
+    """
+    output = model.get_output_embeddings()
+    config = model.config.get_text_config(decoder=True)
+    width = output.in_features if isinstance(output, nn.Linear) else config.hidden_size
+    device = model.get_input_embeddings().weight.device
+    head = ScalarHead(width, 1, device=device, dtype=model.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

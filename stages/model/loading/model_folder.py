@@ -1,0 +1,316 @@
+"""A model's folder: its stored tensors and config, and the digests that identify it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ....schemas.config import ModelOptions
+from ....schemas.errors import FingerprintError, UsageError
+from ....schemas.file_version import FileVersion, Remember, digest_anew
+from ....schemas.plain_names import is_plain_name
+
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
+TENSOR_PARALLEL = "numerics.tensor_parallel"  # how many ranks, each of which adds up a part
+# Written again by each version or machine, without effect on what the model computes.
+VOLATILE_CONFIG = frozenset(
+    {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
+)
+VOLATILE_ADAPTER = frozenset(
+    {"base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"}
+)
+# A head equal to the input embedding is the same model whether it is stored or left out.
+HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ITEM_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
+    **{"I64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
+    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
+READ_BYTES = 8 << 20
+_AGAIN = "Leave the folder as it is while a run reads it, then run the same command again."
+LONGEST_HEADER = 100_000_000  # what the safetensors format allows
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model as they were when they were digested."""
+
+    versions: dict[Path, FileVersion]
+
+    @staticmethod
+    def of(options: ModelOptions) -> ModelFiles:
+        """The files that are read of a model, its adapter and its code."""
+        folder, adapter = Path(options.path), Path(options.adapter)
+        files = {folder / "config.json", *(tensor.file for tensor in model_tensors(folder))}
+        if options.adapter:
+            files |= {tensor.file for tensor in adapter_tensors(adapter)}
+            files.add(adapter / "adapter_config.json")
+        if options.trust_remote_code:
+            files |= {*folder.glob("**/*.py")}
+        return ModelFiles({file: FileVersion.of(file) for file in sorted(files)})
+
+    def require_unchanged(self) -> None:
+        """Refuses files that were changed: loaded weights may still be mapped from them."""
+        for file, version in self.versions.items():
+            if not FileVersion.of(file).is_content_of(version):
+                raise FingerprintError(
+                    f"{file} changed after it was digested, so what is computed may not be of the "
+                    f"model this run began with. {_AGAIN}"
+                )
+
+
+def model_identity(options: ModelOptions, remember: Remember = digest_anew) -> dict[str, str]:
+    """Digests of the files that a model, its adapter and its code are loaded from."""
+    path, adapter = options.path, options.adapter
+    return {
+        "model.weights": weights_digest(path, remember),
+        "model.config": config_digest(path),
+        "model.adapter": adapter_digest(adapter, remember) if adapter else "none",
+        "model.code": code_digest(path) if options.trust_remote_code else "none",
+    }
+
+
+def weights_digest(folder: str, remember: Remember = digest_anew) -> str:
+    """Digest of the tensors of a model, independent of how they are split into files."""
+    return _tensors_digest(model_tensors(Path(folder)), remember)
+
+
+def config_digest(folder: str) -> str:
+    """Digest of the architecture and its settings."""
+    return _json_digest(model_config(folder), VOLATILE_CONFIG)
+
+
+def adapter_digest(folder: str, remember: Remember = digest_anew) -> str:
+    """Digest of a PEFT adapter: its settings and its tensors."""
+    root = Path(folder)
+    tensors = adapter_tensors(root)
+    settings = _json_digest(read_json(root / "adapter_config.json"), VOLATILE_ADAPTER)
+    return _sha256(settings, _tensors_digest(tensors, remember))
+
+
+def code_digest(folder: str) -> str:
+    """Digest of the Python files of a model folder that has its own code."""
+    files = sorted(Path(folder).glob("**/*.py"))
+    contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    named = zip(files, contents, strict=True)
+    return _sha256(*(f"{file.relative_to(folder)} {content}" for file, content in named))
+
+
+def stored_dtype(folder: str) -> str:
+    """The floating dtype that holds most of the weights, for example `bfloat16`."""
+    sizes: dict[str, int] = {}
+    for tensor in model_tensors(Path(folder)):
+        if tensor.dtype in DTYPE_NAMES:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+    if not sizes:
+        raise UsageError(
+            f"{folder}: the weights hold no float64, float32, float16 or bfloat16 tensor. "
+            "Set model.dtype to the dtype to compute in."
+        )
+    return DTYPE_NAMES[max(sorted(sizes), key=sizes.__getitem__)]
+
+
+def model_config(folder: str) -> dict[str, Any]:
+    """The config.json of a model folder."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise UsageError(
+            f"{folder}: there is no such model folder. Set model.path to a folder that holds "
+            "config.json and safetensors weights."
+        )
+    return read_json(root / "config.json")
+
+
+def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
+    contents: dict[StoredTensor, str] = {}
+    for file in sorted({tensor.file for tensor in tensors}):
+        stored = [tensor for tensor in tensors if tensor.file == file]
+        digests = remember(file, partial(_contents, file))
+        if len(digests) != len(stored):
+            raise FingerprintError(f"{file} changed while it was digested. {_AGAIN}")
+        contents |= zip(stored, digests, strict=True)
+    count = Counter(contents.values())
+    lines = [
+        f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {content}"
+        for tensor, content in contents.items()
+        if not (tensor.name in HEAD_NAMES and count[content] > 1)
+    ]
+    return _sha256(*sorted(lines))
+
+
+def _contents(file: Path) -> list[str]:
+    """Digests of a file's tensors by name; the header is read again, for the same version."""
+    with ThreadPoolExecutor() as pool:  # hashing and reading both release the interpreter
+        return list(pool.map(tensor_sha256, _tensors_of([file])))
+
+
+def _json_digest(settings: dict[str, Any], volatile: frozenset[str]) -> str:
+    return _sha256(json.dumps(_without(settings, volatile), sort_keys=True))
+
+
+def _without(value: Any, volatile: frozenset[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(item, volatile) for key, item in value.items() if key not in volatile}
+    return value
+
+
+def _sha256(*lines: str) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor: its name, type and shape, and its byte offset in a file."""
+
+    name: str
+    dtype: str  # as the format spells it: F32, BF16, ...
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    num_bytes: int
+
+
+def model_tensors(folder: Path) -> list[StoredTensor]:
+    """Every tensor of a model folder, sorted by name."""
+    return _tensors_of(_weight_files(folder))
+
+
+def adapter_tensors(folder: Path) -> list[StoredTensor]:
+    """Every tensor of a PEFT adapter folder, sorted by name."""
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise UsageError(
+            f"{folder}: there is no adapter_model.safetensors. Set model.adapter to a folder that "
+            "PEFT saved with safetensors; convert an adapter_model.bin by loading and saving it."
+        )
+    return _tensors_of([file])
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, or an error that names the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{file}: the file is missing. Point to a complete folder as save_pretrained writes it."
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{file}: not valid JSON ({error}). Copy the file again.") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{file}: must hold one JSON object. Copy the file again.")
+    return value
+
+
+def tensor_sha256(tensor: StoredTensor) -> str:
+    """Digest of a tensor's raw bytes."""
+    digest, left = hashlib.sha256(), tensor.num_bytes
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.start)
+        while left > 0:
+            block = stream.read(min(READ_BYTES, left))
+            if not block:
+                raise cut_short(tensor.file)
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files a loader would read, in its order of preference."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    names = indexed_files(folder)
+    if names is None:
+        raise UsageError(_no_weights(folder))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise UsageError(
+            f"{folder / INDEX}: {len(missing)} of the {len(names)} files it names are missing. "
+            f"First: {missing[:10]}. Copy the model folder again."
+        )
+    return [folder / name for name in names]
+
+
+def indexed_files(folder: Path) -> list[str] | None:
+    """The files that the index of a folder names; None where there is no index, or none is read.
+
+    A loader follows any path in the index, and takes other suffixes for pickles. The files
+    themselves may be links, as in the Hub's cache.
+    """
+    index = folder / INDEX
+    if (folder / SINGLE_FILE).is_file() or not index.is_file():
+        return None
+    content = read_json(index)
+    for part in ("metadata", "weight_map"):
+        if not isinstance(content.get(part), dict):
+            raise UsageError(
+                f"{index}: {part} is not a JSON object, as transformers writes it. Copy the file "
+                "again, or save_pretrained the model again."
+            )
+    for tensor, name in content["weight_map"].items():
+        if not is_plain_name(name) or not name.endswith(".safetensors"):
+            raise UsageError(
+                f"{index}: {tensor} is said to be in {name!r:.100}, which is not the name of a "
+                ".safetensors file in this folder. Load the model you trust and save_pretrained "
+                "it again."
+            )
+    return sorted(set(content["weight_map"].values()))
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        return (
+            f"{folder}: the weights are pickles (.bin or .pt), which can run code when read. "
+            "Convert them once: load the model you trust and save_pretrained it again."
+        )
+    return (
+        f"{folder}: there is no {SINGLE_FILE} and no {INDEX}. "
+        "Set model.path to a folder that holds the weights."
+    )
+
+
+def _tensors_of(files: list[Path]) -> list[StoredTensor]:
+    tensors = [tensor for file in files for tensor in _read_header(file)]
+    return sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def _read_header(file: Path) -> list[StoredTensor]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, LONGEST_HEADER):
+            raise cut_short(file)
+        header = stream.read(length)
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        tensors = [_stored(name, entry, file, 8 + length) for name, entry in entries.items()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UsageError(f"{file}: not a safetensors file. Copy the file again.") from None
+    if any(tensor.start + tensor.num_bytes > size for tensor in tensors):
+        raise cut_short(file)
+    return tensors
+
+
+def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTensor:
+    """The tensor of a header's entry; ValueError if its size is not that of its shape."""
+    dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+        raise ValueError(name)
+    if dtype in ITEM_BITS and math.prod(shape) * ITEM_BITS[dtype] != 8 * (last - first):
+        raise ValueError(name)
+    return StoredTensor(name, dtype, shape, file, base + first, last - first)
+
+
+def cut_short(file: Path) -> UsageError:
+    """The error of a weights file that ends before its tensors do."""
+    return UsageError(f"{file}: the file is cut short. Copy it again.")

@@ -1,0 +1,83 @@
+"""Placement of a model's weights: on a device, several devices, or several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from transformers import distributed
+
+from ....schemas.config import ModelOptions
+from ....schemas.errors import UsageError
+
+
+def placement(options: ModelOptions) -> dict[str, Any]:
+    """transformers' arguments for weights on more than one device; empty for one."""
+    if options.tensor_parallel > 1:
+        public: Any = distributed  # its stub names no classes
+        return {"distributed_config": public.DistributedConfig(tp_size=options.tensor_parallel)}
+    if not options.device_map:
+        return {}
+    if not options.device_map.startswith("{"):
+        devices: Any = options.device_map
+    elif not isinstance(devices := _json(options.device_map), dict):
+        raise UsageError(
+            f"model.device_map: {options.device_map} is neither a name nor a JSON object of "
+            'modules and devices. Correct it, for example {"model": 0, "lm_head": "cpu"}.'
+        )
+    where = {"offload_folder": options.offload_folder} if options.offload_folder else {}
+    return {"device_map": devices, **where}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def require_parts(config: Any, options: ModelOptions) -> None:
+    """Refuses models that cannot be split over the ranks; transformers would fail later."""
+    ranks, text = options.tensor_parallel, config.get_text_config(decoder=True)
+    if ranks == 1:
+        return
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(text, name, None) or ranks) % ranks:
+            raise UsageError(
+                f"model.tensor_parallel is {ranks}, and {options.path} has {heads} {name}, which "
+                "cannot be shared out equally. Use a divisor of it."
+            )
+    for name in ("adapter", "device_map"):
+        if getattr(options, name):
+            raise UsageError(
+                f"model.{name} cannot be used with model.tensor_parallel. Merge an adapter into "
+                "the model first; a device_map is for one process."
+            )
+
+
+def chosen_device(options: ModelOptions) -> str:
+    """cpu or cuda, `auto` resolved."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("model.device is cuda, but torch finds no GPU here. Set it to auto.")
+    if options.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return options.device
+
+
+def without_cudnn_attention() -> None:
+    """Disables cuDNN's attention kernels in favour of torch's others.
+
+    cuDNN plans each new batch shape on the CPU: with lengths that differ from batch to batch that
+    took three quarters of a training step on an H100.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def rank_device(device: str) -> str:
+    """The device of this rank: under a launcher every rank of a machine has its own GPU."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    if device != "cuda" or not rank.isdigit():
+        return device
+    return f"cuda:{int(rank) % torch.cuda.device_count()}"

@@ -1,0 +1,297 @@
+"""Commits a unit: its shard is made durable first, then one commit names it.
+
+Rejected rows go to the quarantine: where each was and why it cannot be used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ....schemas.cache import Commit, FileEntry
+from ....schemas.errors import CorruptionError, NonFiniteError, StorageError
+from ....schemas.json_codec import CodecError, digest_of, from_json, to_json
+from ....schemas.rows import Rejected, ScoredBlock
+from ..bucket.objects import Location
+from ..disk import fs
+from ..disk.failpoints import reach
+from ..store import store_of
+from .cache_folder import COMMIT_NAME, WorkFolder, part_name
+from .shards import group_bounds, list_column, open_shard, row_ids, schema_of, write_shard
+
+logger = logging.getLogger("align")
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """Facts about a unit that its shard does not hold."""
+
+    first_key: str  # hex of the ring key of the first row
+    last_key: str
+    tokens_per_batch: int
+    rejected: tuple[Rejected, ...]  # rows dropped while scoring
+    notes: dict[str, int]
+    numerics: dict[str, str]
+    input_names: Mapping[int, str]  # of the data files, by identity
+
+
+def commit_unit(
+    work: WorkFolder, run_id: str, unit: int, block: ScoredBlock, facts: UnitFacts
+) -> Commit:
+    """Stores a scored unit; the commit it returns is another worker's if that one was first."""
+    _require_finite(unit, block)
+    reach("unit.scored")
+    quarantine = _quarantine(work, run_id, unit, facts)
+    draft = work.new_draft(run_id, f"{unit:08d}")
+    try:
+        write_shard(draft, block)
+        reach("shard.written")
+        ours = _describe(draft, unit, block, facts, quarantine)
+        final = work.cache.data / ours.file
+        is_new = not final.exists()
+        _install(draft, final)
+    except BaseException:
+        fs.discard(draft)
+        raise
+    store = work.cache.store
+    if store.put_if_absent(work.commit(unit), to_json(ours).encode(), label="commit"):
+        reach("commit.done")
+        return ours
+    return _yield_to(_read_commit(work.commit(unit), unit), ours, final, is_new=is_new)
+
+
+def counted(block: ScoredBlock) -> dict[str, Any]:
+    """The fields of a commit that describe the rows of its shard."""
+    logps = block.logps
+    return {
+        "rows": len(block.rows),
+        "branches": len(logps),
+        "tokens": len(block.rows.completions.values),
+        "row_groups": len(group_bounds(block.rows)),
+        "ids_digest": _ids_digest(block),
+        "logp_sum": math.fsum(logps),
+        "logp_min": float(logps.min()) if len(logps) else 0.0,
+        "logp_max": float(logps.max()) if len(logps) else 0.0,
+    }
+
+
+def _ids_digest(block: ScoredBlock) -> str:
+    """One sha256 over row ids in order, each on its own line."""
+    return hashlib.sha256("".join(f"{name}\n" for name in row_ids(block.rows)).encode()).hexdigest()
+
+
+def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
+    """The finished units of a plan, each with its shard in place."""
+    if not work.commits.is_dir():
+        return {}
+
+    def read(path: Location) -> Commit:
+        name = COMMIT_NAME.fullmatch(path.name)
+        if name is None or int(name[1]) >= num_units:
+            raise _damaged(path, f"none of the {num_units} units of this plan has this name")
+        commit = _read_commit(path, int(name[1]))
+        _require_file(work.cache.data / commit.file, commit.bytes, path)
+        for entry in commit.quarantine:
+            _require_file(work.cache.root / entry.file, entry.bytes, path)
+        return commit
+
+    # Those with a dot are drafts of runs that were killed.
+    store = work.cache.store
+    paths = [path for path in store.listed(work.commits) if not path.name.startswith(".")]
+    return {commit.unit: commit for commit in store.each(read, paths)}
+
+
+def _quarantine(
+    work: WorkFolder, run_id: str, unit: int, facts: UnitFacts
+) -> tuple[FileEntry, ...]:
+    if not facts.rejected:
+        return ()
+    in_order = sorted(facts.rejected, key=lambda row: (row.file, row.row))
+    return (write_quarantine(work, run_id, unit, in_order, facts.input_names),)
+
+
+def _require_finite(unit: int, block: ScoredBlock) -> None:
+    bad = np.flatnonzero(~np.isfinite(block.logps))
+    if len(bad):
+        raise NonFiniteError(
+            f"unit {unit}: {len(bad)} of {len(block.logps)} log-probs are not finite, the first "
+            f"of branch {bad[0]}. Score with --dtype float32, or quarantine these rows."
+        )
+
+
+def _describe(
+    draft: Path,
+    unit: int,
+    block: ScoredBlock,
+    facts: UnitFacts,
+    quarantine: tuple[FileEntry, ...],
+) -> Commit:
+    """The commit of a shard, once the file is read back and compared."""
+    _require_written(draft, block, len(group_bounds(block.rows)))
+    sha256 = fs.sha256_of(draft)
+    unsigned = Commit(
+        unit=unit,
+        digest="",
+        file=part_name(unit, sha256),
+        bytes=draft.stat().st_size,
+        sha256=sha256,
+        **counted(block),
+        first_key=facts.first_key,
+        last_key=facts.last_key,
+        tokens_per_batch=facts.tokens_per_batch,
+        quarantine=quarantine,
+        quarantined=dict(Counter(sorted(row.reason for row in facts.rejected))),
+        notes=facts.notes,
+        numerics=facts.numerics,
+    )
+    return dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
+
+
+def _require_written(draft: Path, block: ScoredBlock, num_groups: int) -> None:
+    try:
+        same = _reads_back(draft, block, num_groups)
+    except CorruptionError:
+        same = False
+    if not same:
+        raise StorageError(
+            f"{draft}: what was read back is not what was written. Check the disk and the memory "
+            "of this machine, then run the same command again."
+        )
+
+
+def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
+    with open_shard(draft) as file:
+        # All columns, though one is compared: reading verifies the checksum of every page.
+        table = file.read(use_threads=False)
+        return (
+            file.metadata.num_rows == len(block.rows)
+            and file.num_row_groups == num_groups
+            and file.schema_arrow.equals(schema_of(block))
+            and math.fsum(list_column(table, "ref_logp").values) == math.fsum(block.logps)
+        )
+
+
+def _install(draft: Path, final: Location) -> None:
+    reach("shard.before_fsync")
+    fs.fsync(draft)
+    reach("shard.after_fsync")
+    reach("shard.before_rename")
+    store_of(final).install(draft, final)
+    reach("shard.after_rename")
+    store_of(final).sync_names(final.parent)
+
+
+def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> Commit:
+    if theirs.file != ours.file:
+        logger.warning(
+            "unit %d: another worker's shard is kept; this worker's has other bytes "
+            "(log-probs sum to %r there, %r here).",
+            ours.unit,
+            theirs.logp_sum,
+            ours.logp_sum,
+        )
+        if is_new:  # else it may belong to the manifest this plan will replace
+            store_of(final).remove(final)
+    return theirs
+
+
+def _read_commit(path: Location, unit: int) -> Commit:
+    text = store_of(path).read(path)
+    try:
+        commit = from_json(Commit, text)
+    except CodecError as error:
+        raise _damaged(path, str(error)) from error
+    if commit.digest != digest_of(commit, "digest"):
+        raise _damaged(path, "its digest does not fit its content")
+    if commit.unit != unit or commit.file != part_name(unit, commit.sha256):
+        raise _damaged(path, f"it names unit {commit.unit} and file {commit.file!r}")
+    for entry in commit.quarantine:
+        if entry.file != f"quarantine/{part_name(unit, entry.sha256)}":
+            raise _damaged(path, f"it names the quarantine {entry.file!r}")
+    return commit
+
+
+def _require_file(named: Location, size: int, path: Location) -> None:
+    found = store_of(named).size(named)
+    if found is None:
+        raise _damaged(path, f"{named} is missing")
+    if found != size:
+        raise _damaged(path, f"{named} has {found} bytes instead of {size}")
+
+
+def _damaged(path: Location, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is damaged: {why}. Remove this file and run the same command again."
+    )
+
+
+SCHEMA = pa.schema(
+    [
+        pa.field("file", pa.string(), nullable=False),
+        pa.field("file_name", pa.string(), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("detail", pa.string(), nullable=False),
+    ]
+)
+
+
+def write_quarantine(
+    work: WorkFolder,
+    run_id: str,
+    part: int,
+    rejected: Sequence[Rejected],
+    input_names: Mapping[int, str],
+) -> FileEntry:
+    """Stores rejected rows durably; the plan or a commit names the file that is returned."""
+    draft = work.new_draft(run_id, f"quarantine-{part:08d}")
+    folder, store = work.cache.quarantine, work.cache.store
+    store.make_folder(folder)
+    try:
+        _write(draft, rejected, input_names)
+        sha256 = fs.sha256_of(draft)
+        fs.fsync(draft)
+        size = draft.stat().st_size
+        store.install(draft, folder / part_name(part, sha256))
+    except BaseException:
+        fs.discard(draft)
+        raise
+    store.sync_names(folder)
+    reach("quarantine.written")
+    return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
+
+
+def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, str]) -> None:
+    columns = [
+        pa.array([f"{row.file:016x}" for row in rejected], pa.string()),
+        pa.array([printable(input_names[row.file]) for row in rejected], pa.string()),
+        pa.array([row.row for row in rejected], pa.int64()),
+        pa.array([row.reason for row in rejected], pa.string()),
+        pa.array([printable(row.detail) for row in rejected], pa.string()),
+    ]
+    table = pa.Table.from_arrays(columns, schema=SCHEMA)
+    with fs.create(draft) as sink:
+        pq.write_table(
+            table,
+            sink,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["file", "file_name", "reason"],
+            write_page_checksum=True,
+        )
+
+
+def printable(text: str) -> str:
+    """Text that any file can hold: what is not Unicode is spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,257 @@
+"""Reads and writes the plan, made before the first shard, and the manifest, made after the last."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from .... import __version__
+from ....schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
+from ....schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
+from ....schemas.errors import CorruptionError, FingerprintError, OlderFormatError, UsageError
+from ....schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
+from ..bucket.objects import Location
+from ..disk.failpoints import reach
+from ..store import store_of
+from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, CacheFolder, WorkFolder, part_name
+
+T = TypeVar("T", Plan, Manifest)
+
+_SECTIONS = {
+    "model": ModelOptions,
+    "tokens": TokenOptions,
+    "cache": CacheOptions,
+    "scoring": ScoringOptions,
+}
+_REMEDY = {  # by whether it is a plan
+    True: "Remove this file and run the same command again: no finished shard is lost.",
+    False: "Restore it from a copy, or make the cache again.",
+}
+
+
+def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
+    """The manifest of a finished plan; the same plan and commits give the same bytes."""
+    num_units = len(plan.unit_offsets) - 1
+    assert sorted(commits) == list(range(num_units)), "a manifest needs every unit"
+    shards = tuple(commits[unit] for unit in range(num_units))
+    unnamed = Manifest(
+        format_version=FORMAT_VERSION,
+        align_version=__version__,
+        root="",
+        model=plan.model,
+        adapter=plan.adapter,
+        plan_key=plan.plan_key,
+        fingerprint=plan.fingerprint,
+        reference_key=plan.reference_key,
+        inputs=plan.inputs,
+        rows_in=plan.rows_in,
+        rows=sum(shard.rows for shard in shards),
+        branches=sum(shard.branches for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        shards=shards,
+        quarantine=_quarantine(plan, shards),
+        quarantined=_total([plan.quarantined, *(shard.quarantined for shard in shards)]),
+        notes=_total([plan.notes, *(shard.notes for shard in shards)]),
+        sampling=plan.sampling,
+    )
+    return dataclasses.replace(unnamed, root=root_of(unnamed))
+
+
+def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]:
+    """The file of the preparation, then those of the units."""
+    return (*plan.quarantine, *(entry for shard in shards for entry in shard.quarantine))
+
+
+def root_of(manifest: Manifest) -> str:
+    """The digest that names a cache: of its content, not of what it came from."""
+    return digest_of(manifest, "root", "align_version", "model", "adapter", "sampling")
+
+
+def write_manifest(
+    folder: CacheFolder, manifest: Manifest, *, work: WorkFolder | None = None
+) -> bool:
+    """Finishes a cache, which readers then see; the manifest it replaces is kept.
+
+    Without effect, and False, once another process has ended the work and taken its plan away; the
+    draft is in the folder of that work.
+    """
+    reach("manifest.before_write")
+    known = folder.store.read(folder.manifest) if folder.manifest.exists() else None
+    # After that manifest was read: while the plan is there, no other has ended this work.
+    if work and not work.is_planned:
+        return False
+    if known:
+        _keep_earlier(folder, manifest)
+    payload, draft_in = to_json(manifest).encode(), work.root if work else None
+    folder.store.replace(folder.manifest, payload, known=known, label="manifest", draft_in=draft_in)
+    return True
+
+
+def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
+    """Keeps the manifest that is about to be replaced."""
+    earlier = load_manifest(folder)
+    if earlier.root != manifest.root:
+        folder.store.make_folder(folder.roots)
+        kept = to_json(earlier).encode()
+        folder.store.put_if_absent(folder.earlier(earlier.root), kept, label="root")
+
+
+def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
+    """The manifest of a finished cache, or of an earlier root that is still kept.
+
+    Everything the manifest says about itself is checked.
+    """
+    path = folder.manifest
+    if not path.exists() and not path.is_symlink():
+        raise UsageError(
+            f"{folder.root} is not a finished cache: it has no manifest.json. "
+            "Make it with `align precompute-ref`, or let that finish."
+        )
+    manifest = _read_manifest(path)
+    if root and root != manifest.root:
+        kept = (earlier for earlier in earlier_manifests(folder) if earlier.root == root)
+        return next(kept, manifest)
+    return manifest
+
+
+def earlier_manifests(folder: CacheFolder) -> list[Manifest]:
+    """The manifests the cache had before it grew, until `align gc` removes them."""
+    if not folder.roots.is_dir():
+        return []
+    paths = [path for path in folder.store.listed(folder.roots) if ROOT_NAME.fullmatch(path.name)]
+    return [_read_manifest(path) for path in paths]
+
+
+def _read_manifest(path: Location) -> Manifest:
+    manifest = _load(Manifest, path)
+    _require(_is_named(manifest), path, "its root digest does not fit its content")
+    for unit, shard in enumerate(manifest.shards):
+        good = shard.unit == unit and shard.file == part_name(unit, shard.sha256)
+        _require(good and bool(PART_NAME.fullmatch(shard.file)), path, f"shard {unit} is misnamed")
+    for entry in manifest.quarantine:
+        _require(_is_quarantine(entry), path, f"it names the file {entry.file!r}")
+    _require(_adds_up(manifest), path, "its totals are not those of its shards")
+    told = len(manifest.sampling) in {0, len(manifest.inputs)}
+    _require(told, path, "it says how the samples of other files were drawn")
+    return manifest
+
+
+def write_plan(work: WorkFolder, plan: Plan) -> Plan:
+    """Stores the plan unless there is one; returns the stored plan."""
+    signed = dataclasses.replace(plan, digest=digest_of(plan, "digest"))
+    if work.cache.store.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
+        return signed
+    return _load_plan(work.plan)
+
+
+def load_plan(work: WorkFolder) -> Plan | None:
+    """The plan of the unfinished work, if there is one."""
+    return _load_plan(work.plan) if work.plan.exists() else None
+
+
+def _load_plan(path: Location) -> Plan:
+    plan = _load(Plan, path)
+    _require(plan.digest == digest_of(plan, "digest"), path, "its digest does not fit its content")
+    return plan
+
+
+def _total(counts: list[dict[str, int]]) -> dict[str, int]:
+    names = sorted({name for count in counts for name in count})
+    return {name: sum(count.get(name, 0) for count in counts) for name in names}
+
+
+def _load(kind: type[T], path: Location) -> T:
+    text = store_of(path).read(path)
+    _refuse_other_version(text, path)
+    try:
+        value = from_json(kind, text)
+    except CodecError as error:
+        raise _damaged(path, str(error)) from error
+    _require(value.format_version == FORMAT_VERSION, path, "its format version is unknown")
+    return value
+
+
+def _refuse_other_version(text: bytes, path: Location) -> None:
+    version = version_in(text)
+    if version is None or version < 1 or version == FORMAT_VERSION:
+        return
+    if version > FORMAT_VERSION:
+        raise FingerprintError(
+            f"{path} has format version {version}; this align reads up to {FORMAT_VERSION}. "
+            "Install a newer align."
+        )
+    made = f"{path} has format version {version}, made by an older align; this one reads "
+    if path.name == PLAN_NAME:
+        raise OlderFormatError(
+            f"{made}{FORMAT_VERSION} alone. Remove the unfinished work, {path.parent}, and run the "
+            "same command again."
+        )
+    raise OlderFormatError(
+        f"{made}{FORMAT_VERSION} alone. Make the cache again beside it (with the data files' own "
+        "folders, and with --map, data.carry and tokens.chat_template where it had them):\n"
+        f"  {_command(json.loads(text), path)}"
+    )
+
+
+def _command(plain: dict[str, Any], path: Location) -> str:
+    """The command that makes a cache again, from its manifest, with data files by name alone."""
+    made = plain.get("fingerprint")
+    fields = made if isinstance(made, dict) else {}
+    listed = plain.get("inputs")
+    entries = listed if isinstance(listed, list) else []
+    inputs = [entry.get("name", "DATA") for entry in entries if isinstance(entry, dict)]
+    scores = str(fields.get("numerics.head", "")).startswith("score")
+    folder = path.parent.parent if scores else path.parent
+    words = ["score" if scores else "precompute-ref", *inputs]
+    words += ["--reward-model" if scores else "--model", plain.get("model", "MODEL")]
+    words += ["--adapter", plain["adapter"]] if plain.get("adapter") else []
+    words += ["--output", f"{folder}-v{FORMAT_VERSION}"]
+    for name, default in _DEFAULTS.items():
+        if fields.get(name, default) != default:
+            words += ["--set", f"{name}={fields[name]}"]
+    return shlex.join(["align", *map(str, words)])
+
+
+def _defaults() -> dict[str, str]:
+    """The defaults of the settings in a fingerprint, as a fingerprint writes them."""
+    return {
+        f"{section}.{field.name}": str(field.default).lower()
+        for section, options in _SECTIONS.items()
+        for field in dataclasses.fields(options)
+        if (section, field.name) != ("model", "adapter")  # there it is the adapter's digest
+    }
+
+
+def _is_named(manifest: Manifest) -> bool:
+    return manifest.root == root_of(manifest)
+
+
+def _is_quarantine(entry: FileEntry) -> bool:
+    folder, _, name = entry.file.partition("/")
+    fits = folder == "quarantine" and PART_NAME.fullmatch(name) is not None
+    return fits and name.endswith(f"-{entry.sha256[:16]}.parquet")
+
+
+def _adds_up(manifest: Manifest) -> bool:
+    shards = manifest.shards
+    return (
+        manifest.rows == sum(shard.rows for shard in shards)
+        and manifest.branches == sum(shard.branches for shard in shards)
+        and manifest.tokens == sum(shard.tokens for shard in shards)
+        and {entry for shard in shards for entry in shard.quarantine} <= {*manifest.quarantine}
+    )
+
+
+def _require(good: bool, path: Location, why: str) -> None:
+    if not good:
+        raise _damaged(path, why)
+
+
+def _damaged(path: Location, why: str) -> CorruptionError:
+    return CorruptionError(f"{path} is damaged: {why}. {_REMEDY[path.name == PLAN_NAME]}")
+
+
+_DEFAULTS = _defaults()

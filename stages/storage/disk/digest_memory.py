@@ -1,0 +1,131 @@
+"""Digests of files, remembered for each user, and believed as long as a file stays the same.
+
+Each folder of digested files has one file of lines; a line holds a file's name, its version and its
+digests, behind a checksum of all that. Any number of processes append to it; the last line counts,
+and one that is cut or damaged is passed over. A line that is lost costs a digest, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from io import BufferedReader
+from pathlib import Path
+
+from ....schemas.errors import os_errors_as_storage_errors
+from ....schemas.file_version import FileVersion, Remember
+from . import fs
+
+logger = logging.getLogger("align")
+
+CHECKSUM_DIGITS = 16
+FORMAT = 2  # of a line; one of another format is passed over like a damaged one
+
+
+def user_folder() -> Path:
+    """Where this user's list of caches and remembered digests are."""
+    named = os.environ.get("ALIGN_HOME")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(base) / "align"
+
+
+@dataclass(frozen=True)
+class _Line:
+    version: FileVersion
+    digests: list[str]
+
+
+class DigestMemory:
+    """The digests that a user's commands have made; a call returns those of one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, dict[str, _Line]] = {}  # by the folder of the digested files
+        self._has_warned = False
+
+    def __call__(self, file: Path, compute: Callable[[], list[str]]) -> list[str]:
+        """The digests of this version of a file: remembered, or as `compute` makes them now."""
+        lines = self._lines(file.parent)
+        before, now_ns = FileVersion.of(file), time.time_ns()
+        known = lines.get(file.name)
+        if known and known.version == before:
+            return known.digests
+        digests = compute()
+        if before.is_settled(now_ns) and FileVersion.of(file) == before:
+            lines[file.name] = _Line(before, digests)
+            self._append(file, lines[file.name])
+        return digests
+
+    def _lines(self, parent: Path) -> dict[str, _Line]:
+        if parent not in self._read:
+            self._read[parent] = _parsed(self._file_of(parent))
+        return self._read[parent]
+
+    def _file_of(self, parent: Path) -> Path:
+        name = hashlib.sha256(os.fsencode(parent.resolve())).hexdigest()[:32]
+        return self._folder / "digests" / f"{name}.txt"
+
+    def _append(self, file: Path, line: _Line) -> None:
+        text = json.dumps([file.name, *astuple(line.version), line.digests])
+        kept = self._file_of(file.parent)
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with kept.open("ab", buffering=0) as lines:
+                # The first newline ends a line that was cut off.
+                lines.write(f"\n{_checksum(text)} {text}\n".encode())
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("%s: digests are not remembered: %s", kept.parent, error)
+            self._has_warned = True
+
+
+def own_digests() -> DigestMemory:
+    """The memory that all commands of this user share."""
+    return DigestMemory(user_folder())
+
+
+def shard_sha256(path: Path, opened: Callable[[], BufferedReader], remember: Remember) -> str:
+    """The digest of a shard, or nothing if its footer has changed since it was digested.
+
+    A file that rots on a disk keeps its version. Its pages have checksums, its footer has none.
+    """
+
+    def compute() -> list[str]:
+        with opened() as source:
+            return [fs.sha256_of_open(source, path), _footer_sha256(source, path)]
+
+    sha256, footer = remember(path, compute)
+    with opened() as source:
+        return sha256 if _footer_sha256(source, path) == footer else ""
+
+
+def _footer_sha256(source: BufferedReader, path: Path) -> str:
+    with os_errors_as_storage_errors("read", path):
+        end = max(0, source.seek(0, os.SEEK_END) - 8)  # the footer's length and the format's mark
+        source.seek(end)
+        length = int.from_bytes(source.read(4), "little")
+        source.seek(max(0, end - length))
+        return hashlib.sha256(source.read()).hexdigest()
+
+
+def _parsed(file: Path) -> dict[str, _Line]:
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # nothing has been remembered
+        return {}
+    found: dict[str, _Line] = {}
+    for line in text.splitlines():
+        checksum, _, content = line.partition(" ")
+        if checksum and checksum == _checksum(content):
+            name, *version, digests = json.loads(content)
+            found[name] = _Line(FileVersion(*version), digests)
+    return found
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(f"{FORMAT} {text}".encode()).hexdigest()[:CHECKSUM_DIGITS]

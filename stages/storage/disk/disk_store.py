@@ -1,0 +1,166 @@
+"""Files on a disk, as a `Store`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import TypeVar
+
+from ....schemas.errors import CorruptionError, StorageError
+from ....schemas.file_version import Remember
+from . import fs
+from .digest_memory import shard_sha256
+
+T = TypeVar("T")
+
+TRASH = ".trash-"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class DiskStore:
+    """Drafts that are renamed or linked; folders that are removed in one step."""
+
+    has_folders = True
+    removes_at_once = True
+    is_near = True
+
+    put_if_absent = staticmethod(fs.put_if_absent)
+    read = staticmethod(fs.read_bytes)
+    open = staticmethod(fs.open_regular)
+    remove = staticmethod(fs.unlink)
+    sync_names = staticmethod(fs.fsync_folder)
+    remove_if_empty = staticmethod(fs.remove_folder)
+    free_bytes = staticmethod(fs.free_bytes)
+
+    @staticmethod
+    def replace(
+        path: Path,
+        payload: bytes,
+        *,
+        known: bytes | None,  # the owner's lock sees to it
+        label: str,
+        draft_in: Path | None = None,
+    ) -> None:
+        """By a draft that is renamed over the file."""
+        fs.publish(path, payload, label=label, draft_in=draft_in)
+
+    @staticmethod
+    def install(draft: Path, target: Path) -> None:
+        """By a rename."""
+        fs.rename(draft, target)
+
+    @staticmethod
+    def local(path: Path) -> Path:
+        """The file itself."""
+        return path
+
+    @staticmethod
+    def ahead(paths: Iterable[Path]) -> Iterator[Path]:
+        """The paths as they are."""
+        yield from paths
+
+    @staticmethod
+    def listed(path: Path) -> list[Path]:
+        """The paths in a folder, sorted."""
+        return sorted(path.iterdir(), key=str)
+
+    @staticmethod
+    def each(function: Callable[[Path], T], paths: Sequence[Path]) -> Iterator[T]:
+        """One after another."""
+        yield from map(function, paths)
+
+    @staticmethod
+    def size(path: Path) -> int | None:
+        """Of the file itself, not of what a link names."""
+        with suppress(FileNotFoundError):
+            return path.stat(follow_symlinks=False).st_size
+        return None
+
+    @staticmethod
+    def version(path: Path) -> str:
+        """Its inode and when it was last written."""
+        with suppress(FileNotFoundError):
+            found = path.stat()
+            return f"{found.st_ino} {found.st_mtime_ns}"
+        return ""
+
+    @staticmethod
+    def pinned(path: Path, sha256: str, size: int) -> Path:  # has no copy
+        """The path itself."""
+        return path
+
+    @staticmethod
+    def measure(path: Path, size: int, remember: Remember) -> tuple[int, str]:
+        """Of a file in that very folder, not of what a link names."""
+        with _opened(path.parent) as folder:
+            # Opened again for a digest: a remembered one is of the version that is there then.
+            opened = partial(_file, path, folder)
+            with opened() as source:
+                found = os.fstat(source.fileno()).st_size
+            return found, shard_sha256(path, opened, remember) if found == size else ""
+
+    measure_read = measure
+
+    @staticmethod
+    def retire(path: Path, *, first: str) -> bool:  # all go at once
+        """Renames it before it is removed: half a folder must not look like work to be resumed."""
+        try:
+            fs.rename(path, path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}"))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False  # or another process was first
+            raise
+        return True
+
+    @staticmethod
+    def make_folder(path: Path) -> None:
+        """Unless it exists."""
+        fs.make_folder(path)
+        fs.fsync_folder(path.parent)
+
+    @staticmethod
+    def drop_drafts(path: Path, names: Sequence[str] = ()) -> None:
+        """By whether a living process has locked them."""
+        for name in names:
+            fs.drop_drafts(path / name)
+        if not names:
+            fs.drop_all_drafts(path)
+
+    @staticmethod
+    def work_folder(path: Path) -> Path:
+        """The folder itself."""
+        return path
+
+    @staticmethod
+    def folder_beside(path: Path) -> Path:
+        """The folder it is in."""
+        return path.resolve().parent
+
+    @staticmethod
+    def is_within(path: Path, folder: Path) -> bool:
+        """By its absolute path."""
+        return path.absolute().is_relative_to(folder)
+
+
+def _file(path: Path, folder: int) -> BufferedReader:
+    try:
+        return fs.open_regular(Path(path.name), folder=folder)
+    except StorageError as error:
+        raise CorruptionError(f"{path} cannot be opened: {error.__cause__}.") from error
+
+
+@contextmanager
+def _opened(parent: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(parent, _FOLDER)
+    except OSError as error:
+        raise CorruptionError(f"{parent} cannot be opened: {error}.") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,350 @@
+"""Saves, restores and prunes checkpoints: all files are durable before one rename commits them.
+
+Every rank writes into one draft folder and reports the length and digest of its files; rank 0
+compares the folder with the reports, adds the record, and gives the folder its name.
+
+A run resumes from the checkpoint that `latest` names if it is whole, else from the newest whole
+one. One rank chooses for all: ranks that looked for themselves could find different ones. The
+newest few are kept, the best one, and always the one that `latest` names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+from .... import __version__
+from ....schemas.checkpoint import (
+    FORMAT_VERSION,
+    Checkpoint,
+    CheckpointFile,
+    Chosen,
+    Peers,
+    Position,
+    RankFiles,
+    Retention,
+    Saved,
+)
+from ....schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
+from ....schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
+from ....schemas.plain_names import is_plain_path
+from ..bucket.objects import Location
+from ..disk import fs
+from ..disk.failpoints import reach
+from .run_folder import RECORD_NAME, STEP_NAME, RunFolder, described, trash_name
+
+logger = logging.getLogger("align")
+
+
+def save_checkpoint(
+    folder: RunFolder,
+    position: Position,
+    write: Callable[[Path], Iterable[str]],
+    *,
+    run_id: str,
+    peers: Peers,
+    retention: Retention,
+) -> Saved:
+    """Saves a checkpoint together with all other ranks; if one of them fails, there is none.
+
+    `write` fills the folder it is given and returns the relative paths of this rank's own files.
+    """
+    draft = folder.draft(position.global_step, run_id)
+    shares = peers.gather(_write_share(draft, write))
+    failure = _finish(folder, draft, position, shares, retention) if peers.rank == 0 else ""
+    return Saved(position.global_step, peers.gather(failure)[0])
+
+
+def _write_share(draft: Path, write: Callable[[Path], Iterable[str]]) -> RankFiles:
+    """Writes this rank's files; returns an OSError, because the other ranks wait for this one."""
+    try:
+        fs.make_folder(draft)
+        names = sorted(write(draft))
+        reach("checkpoint.written")
+        for name in names:
+            fs.fsync(draft / name)
+        return RankFiles(tuple(described(draft, draft / name) for name in names))
+    except (AlignError, OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
+        said = str(error).partition("\n")[0]
+        return RankFiles((), said or type(error).__name__)
+
+
+def _finish(
+    folder: RunFolder,
+    draft: Path,
+    position: Position,
+    shares: Sequence[RankFiles],
+    retention: Retention,
+) -> str:
+    """Commits the checkpoint and prunes old ones; returns the failure, or nothing."""
+    try:
+        _require_all(draft, shares)
+        _commit(folder, draft, position, shares)
+        prune(folder, retention, newest=position.global_step)
+    except StorageError as error:
+        _abandon(folder, draft)
+        return str(error)
+    return ""
+
+
+def _require_all(draft: Path, shares: Sequence[RankFiles]) -> None:
+    failures = {rank: share.failure for rank, share in enumerate(shares) if share.failure}
+    if failures:
+        raise StorageError("; ".join(f"rank {rank}: {said}" for rank, said in failures.items()))
+    vouched = [(file.path, file.bytes) for share in shares for file in share.files]
+    found = [
+        (path.relative_to(draft).as_posix(), path.stat(follow_symlinks=False).st_size)
+        for path in draft.rglob("*")
+        if not path.is_dir() or path.is_symlink()
+    ]
+    if odd := sorted(set(vouched) ^ set(found)):
+        raise StorageError(
+            f"{draft} differs from what the ranks wrote: {odd[0][0]} ({odd[0][1]} bytes)."
+        )
+    if len(set(vouched)) < len(vouched):
+        raise StorageError(f"{draft}: two ranks wrote the same file.")
+
+
+def _commit(
+    folder: RunFolder, draft: Path, position: Position, shares: Sequence[RankFiles]
+) -> None:
+    files = sorted((file for share in shares for file in share.files), key=lambda file: file.path)
+    unsigned = Checkpoint(
+        format_version=FORMAT_VERSION,
+        align_version=__version__,
+        digest="",
+        position=dataclasses.replace(position, metrics=_finite(position.metrics)),
+        files=tuple(files),
+    )
+    reach("checkpoint.before_json")
+    _write_record(draft, unsigned)
+    for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
+        fs.fsync_folder(path)
+    final = folder.step(position.global_step)
+    if final.exists():  # of a run that then resumed from an older checkpoint
+        fs.rename(final, trash_name(final))
+    reach("checkpoint.before_rename")
+    fs.rename(draft, final)
+    reach("checkpoint.after_rename")
+    fs.fsync_folder(folder.checkpoints)
+    fs.publish(folder.latest, f"{final.name}\n".encode(), label="latest")
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _write_record(draft: Path, unsigned: Checkpoint) -> None:
+    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
+    fs.write_new(draft / RECORD_NAME, to_json(record).encode())
+
+
+def _abandon(folder: RunFolder, draft: Path) -> None:
+    with suppress(StorageError):  # the next start removes it
+        if draft.exists():
+            fs.rename(draft, trash_name(draft))
+        folder.empty_trash()
+
+
+def choose_checkpoint(folder: RunFolder) -> Chosen | None:
+    """The newest checkpoint that is whole; every byte is read, and damaged ones are renamed."""
+    set_aside: list[str] = []
+    for step in _in_order(folder):
+        path = folder.step(step)
+        try:
+            return Chosen(verify_checkpoint(path), tuple(set_aside))
+        except CorruptionError as error:
+            bad = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
+            fs.rename(path, bad)
+            logger.warning("%s It is now called %s; an older one is tried.", error, bad.name)
+            set_aside.append(bad.name)
+    return None
+
+
+def verify_checkpoint(path: Path) -> Checkpoint:
+    """The record of a checkpoint; CorruptionError if one of its files is not whole."""
+    checkpoint = read_checkpoint(path)
+    missing = {file.path: file for file in checkpoint.files}
+    for folder, folders, names, descriptor in os.fwalk(path, onerror=_cannot_list):
+        prefix = PurePosixPath(Path(folder).relative_to(path).as_posix())
+        for name in [*names, *(name for name in folders if _is_link(name, descriptor))]:
+            relative = str(prefix / name)
+            if relative == RECORD_NAME:
+                continue
+            if relative not in missing:
+                raise _damaged(path, f"{relative!r} is not one of its files")
+            _check(path, descriptor, name, missing.pop(relative))
+    if missing:
+        raise _damaged(path, f"{next(iter(missing))} is missing")
+    return checkpoint
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The record of a checkpoint, without a check of its files."""
+    try:
+        text = fs.read_bytes(path / RECORD_NAME)
+    except StorageError as error:
+        raise _damaged(path, f"{RECORD_NAME} cannot be read: {error.__cause__}") from error
+    name = STEP_NAME.fullmatch(path.name)
+    return parse_record(text, path, step=int(name[1]) if name else None)
+
+
+def parse_record(text: bytes, path: Location, *, step: int | None) -> Checkpoint:
+    """The record of the checkpoint of this step."""
+    _refuse_another_format(text, path)
+    try:
+        checkpoint = from_json(Checkpoint, text)
+    except CodecError as error:
+        raise _damaged(path, str(error)) from error
+    if checkpoint.digest != digest_of(checkpoint, "digest"):
+        raise _damaged(path, "its record was edited")
+    if checkpoint.position.global_step != step:
+        raise _damaged(path, f"it is of step {checkpoint.position.global_step}")
+    paths = [file.path for file in checkpoint.files]
+    if paths != sorted(set(paths)) or not all(map(is_plain_path, paths)):
+        raise _damaged(path, "its record names impossible paths")
+    return checkpoint
+
+
+def _in_order(folder: RunFolder) -> list[int]:
+    steps = folder.steps()[::-1]
+    named = folder.latest_step()
+    if named in steps:
+        return [named, *(step for step in steps if step != named)]
+    if steps:
+        logger.warning(
+            "%s does not name a checkpoint that exists; the newest is tried.", folder.latest
+        )
+    return steps
+
+
+def _check(path: Path, descriptor: int, name: str, expected: CheckpointFile) -> None:
+    try:
+        source = fs.open_regular(Path(name), folder=descriptor)
+    except StorageError as error:
+        raise _damaged(path, f"{expected.path} cannot be opened: {error.__cause__}") from error
+    with source:
+        found = os.fstat(source.fileno()).st_size
+        if found != expected.bytes:
+            raise _damaged(path, f"{expected.path} has {found} bytes, not {expected.bytes}")
+        if fs.sha256_of_open(source, path / expected.path) != expected.sha256:
+            raise _damaged(path, f"{expected.path} is not what was written (sha256 differs)")
+
+
+def _is_link(name: str, descriptor: int) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
+
+
+def _refuse_another_format(text: bytes, path: Location) -> None:
+    version = version_in(text)
+    if version is not None and version != FORMAT_VERSION:
+        newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
+        raise FingerprintError(
+            f"{path} has format version {version}; this align resumes from {FORMAT_VERSION} only. "
+            f"Install {newer_or_older} align, or begin a new run in another --output."
+        )
+
+
+def _cannot_list(error: OSError) -> NoReturn:
+    raise CorruptionError(f"{error.filename} cannot be listed: {error.strerror}.") from error
+
+
+def _damaged(path: Location, why: str) -> CorruptionError:
+    return CorruptionError(f"The checkpoint {path} is damaged: {why}.")
+
+
+# A metric with one of these between its slashes is best where it is lowest.
+LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
+
+
+@dataclass(frozen=True)
+class WantedMetric:
+    """The metric that makes a checkpoint the best."""
+
+    metric: str
+    is_lowest: bool
+
+
+def wanted(best: str) -> WantedMetric:
+    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
+    metric = best.lstrip("+-")
+    if metric != best:
+        return WantedMetric(metric, best.startswith("-"))
+    return WantedMetric(metric, not LOWEST.isdisjoint(metric.split("/")))
+
+
+def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
+    """Removes checkpoints that are not kept, and any later than the newest."""
+    reach("prune.started")
+    kept = kept_steps(folder, retention, newest=newest)
+    for step in folder.steps():
+        if step not in kept:
+            # Renamed first: a half-removed folder must not look like a checkpoint.
+            fs.rename(folder.step(step), trash_name(folder.step(step)))
+    folder.empty_trash()
+    reach("prune.done")
+
+
+def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[int]:
+    """The steps whose checkpoints stay."""
+    past = [step for step in folder.steps() if step <= newest]
+    best = _best(folder, past, retention.best) if retention.best else None
+    named = [step for step in (folder.latest_step(), best) if step is not None]
+    return {*past[-retention.keep_last :], newest, *named}
+
+
+def _best(folder: RunFolder, steps: list[int], best: str) -> int | None:
+    """The earliest step with the best value; None where no checkpoint has one."""
+    target = wanted(best)
+    metric, sign = target.metric, 1.0 if target.is_lowest else -1.0
+    values = {step: value for step in steps if (value := _value(folder, step, metric)) is not None}
+    return min(values, key=lambda step: (sign * values[step], step), default=None)
+
+
+def _value(folder: RunFolder, step: int, metric: str) -> float | None:
+    try:
+        return read_checkpoint(folder.step(step)).position.metrics.get(metric)
+    except (CorruptionError, FingerprintError, StorageError):
+        return None
+
+
+def add_checkpoint_metrics(
+    folder: RunFolder,
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    journal: CheckpointFile,
+    run_id: str,
+    retention: Retention,
+) -> None:
+    """Adds metrics to the record of a checkpoint; one rank does this.
+
+    `journal` describes the journal after the line with these metrics.
+    """
+    known = read_checkpoint(folder.step(step))
+    every = {**known.position.metrics, **_finite(metrics)}
+    position = dataclasses.replace(known.position, metrics=every, journal=journal)
+    _replace(folder, dataclasses.replace(known, position=position), run_id)
+    # A process that was killed may have left a `latest` that a power loss undoes.
+    fs.fsync_folder(folder.checkpoints)
+    prune(folder, retention, newest=step)
+
+
+def _replace(folder: RunFolder, unsigned: Checkpoint, run_id: str) -> None:
+    step = unsigned.position.global_step
+    # Not in the checkpoint: a draft left there would be a file that the record does not name.
+    draft = folder.draft(step, run_id)
+    fs.make_folder(draft)
+    _write_record(draft, unsigned)
+    fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
+    # Not synced: a run that resumes from a checkpoint without its evaluation evaluates again.
+    fs.remove_folder(draft)
