@@ -66,9 +66,12 @@ def check_shard(folder: CacheFolder, commit: Commit, remember: Remember = digest
 def check_before_reading(
     folder: CacheFolder, commit: Commit, remember: Remember = digest_anew
 ) -> None:
-    """Like `check_shard`, but of an object its copy here, which is fetched unless it is whole."""
-    what = f"unit {commit.unit}"
-    _check(folder.shard(commit), commit.file, commit, what=what, remember=remember, as_read=True)
+    """Like `check_shard`, of the bytes that are read: of an object its copy, or a new one.
+
+    It names no unit: who reads a cache names that of any damage.
+    """
+    path = folder.shard(commit)
+    _check(path, commit.file, commit, what="", remember=remember, as_read=True)
 
 
 def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
@@ -90,18 +93,19 @@ def _check(
     remember: Remember = digest_anew,
     as_read: bool = False,
 ) -> None:
+    named = f"{what}: " if what else ""
     if not PART_NAME.fullmatch(name):
-        raise CorruptionError(f"{what}: {name!r} is not the name of a shard.")
+        raise CorruptionError(f"{named}{name!r} is not the name of a shard.")
     store = store_of(path)
     measure = store.measure_read if as_read else store.measure
     try:
         size, sha256 = measure(path, expected.bytes, remember)
     except CorruptionError as error:
-        raise CorruptionError(f"{what}: {error}") from error
+        raise CorruptionError(f"{named}{error}") from error
     if size != expected.bytes:
-        raise CorruptionError(f"{what}: {path} has {size} bytes, not {expected.bytes}.")
+        raise CorruptionError(f"{named}{path} has {size} bytes, not {expected.bytes}.")
     if sha256 != expected.sha256:
-        raise CorruptionError(f"{what}: {path} is not what was written (sha256 differs).")
+        raise CorruptionError(f"{named}{path} is not what was written (sha256 differs).")
 
 
 def sample_rows(

@@ -16,7 +16,7 @@ from align.stages.feed.cache_index import COLUMNS, held_out, read_table, uncheck
 from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.train_source import Overlap, count_near, overlap
 from align.stages.storage.cache.shards import to_table
-from align.stages.storage.cache.verify_cache import check_shard
+from align.stages.storage.cache.verify_cache import check_before_reading
 from support import shard_cache
 from support.shard_cache import block_of, write_cache
 
@@ -177,11 +177,11 @@ def test_damage_is_found_when_the_cache_is_opened_and_named_by_its_unit(mixed):
     )
     whole = path.read_bytes()
     # In the footer, and among the lengths, which are checked where all bytes are not.
-    for place, check in ((len(whole) - 20, check_shard), (start + 30, unchecked)):
+    for place, check in ((len(whole) - 20, check_before_reading), (start + 30, unchecked)):
         content = bytearray(whole)
         content[place] ^= 4
         path.write_bytes(content)
-        with pytest.raises(CorruptionError, match="unit 1"):
+        with pytest.raises(CorruptionError, match="^unit 1: (?!unit)"):
             opened(mixed, kind="labelled", check=check)
     path.write_bytes(whole)
     (folder.data / manifest.shards[2].file).unlink()
