@@ -210,7 +210,7 @@ def sweep(
     beta: Annotated[str | None, typer.Option(help="Same as --vary method.beta=…")] = None,
     lr: Annotated[str | None, typer.Option(help="Same as --vary train.lr=…")] = None,
     output: Annotated[
-        str, typer.Option(help="Each run gets a folder in it.", metavar="PATH")
+        str, typer.Option(help="Each run gets a folder in it.", metavar="<path>")
     ] = "align-sweep",
     config: ConfigFile = None,
     sets: Sets = None,

@@ -121,9 +121,7 @@ def _round(
     if job.config.rounds.prompts_per_round:
         write_prompts(one.prompts, job.prompts(number))
     tables = _selected(job, one, progress)
-    scoring = job.scoring(one)
-    scored = precompute(scoring, HfReference(scoring.model, own_digests()), progress=progress)
-    _say(scored.text(), progress)
+    cache = _scored(job, one, progress)
     trained = run_training(open_training(job.training(one)), progress=progress)
     release_memory()
     if trained.ending != "finished":
@@ -138,12 +136,20 @@ def _round(
         number=number,
         made_from=job.made_from(number, earlier),
         settings=job.bound_settings(),
-        made={**roots, "cache": scored.whole.root, "model": model},
-        counts={**_counts(tables, scored.whole), "train.steps": trained.steps},
+        made={**roots, "cache": cache.root, "model": model},
+        counts={**_counts(tables, cache), "train.steps": trained.steps},
         trained=trained_metrics(job.recipe, one.run),
         held_out=held_out,
     )
     return one.finish(record)
+
+
+def _scored(job: RoundsJob, one: OneRound, progress: Progress) -> Manifest:
+    """The cache of a round; its reference is not held while the policy trains."""
+    scoring = job.scoring(one)
+    made = precompute(scoring, HfReference(scoring.model, own_digests()), progress=progress)
+    _say(made.text(), progress)
+    return made.whole
 
 
 def _selected(job: RoundsJob, one: OneRound, progress: Progress) -> dict[str, TableManifest]:

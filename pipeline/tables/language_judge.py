@@ -10,14 +10,14 @@ from typing import Any
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
-from ...schemas.samples import OpenSampler, Sampler, Sampling
+from ...schemas.samples import SERVER, OpenSampler, Sampler, Sampling
 from ...stages.judge.judge_template import Question, load_template
 from ...stages.judge.judgments import Asked, LanguageJudge, Readings
 from ...stages.tracking.progress import Progress
-from ..executors.executor import Share
+from ..executors.executor import WHOLE, Share
 from ..executors.kinds import require_executor
 from ..jobs.job import Call
-from .answer_tasks import AnswerTasks, task_size
+from .answer_tasks import ANSWERS_PER_TASK, AnswerTasks
 from .judges import Judge, Judged, kept_by
 from .samplers import require_same_server, sampler_of
 
@@ -94,11 +94,11 @@ def answer(
     model: JudgeModel, questions: Mapping[str, Asked], call: Call[Judged]
 ) -> Readings | None:
     """Asks what has no answer yet, or a part of that; None while other parts have not asked."""
-    judge, share = model.judge, call.share
-    size = task_size(len(questions), 1, call.executor, share, model.sampler.device)
-    tasks = JudgeTasks(kept_by(model.config), model, _by_key(questions, size))
+    judge = model.judge
+    groups = _groups(questions, _group_count(len(questions), call, model.sampler.device))
+    tasks = JudgeTasks(kept_by(model.config), model, groups)
     answers = tasks.answers
-    if not share:
+    if not call.share:
         answers.merge()
     missing = answers.missing(questions)
     call.tally.known += len(questions) - len(missing)
@@ -110,12 +110,20 @@ def answer(
     return readings if len(readings.verdicts) == len(questions) else None
 
 
-def _by_key(questions: Mapping[str, Asked], size: int) -> tuple[dict[str, Asked], ...]:
-    """Groups of about a size by the keys of the questions, whatever order they are in."""
-    groups: list[dict[str, Asked]] = [{} for _ in range(-(-len(questions) // size))]
+def _groups(questions: Mapping[str, Asked], count: int) -> tuple[dict[str, Asked], ...]:
+    """Groups by the keys of the questions, so that parts which know different answers agree."""
+    groups: list[dict[str, Asked]] = [{} for _ in range(count)]
     for key, asked in questions.items():
-        groups[int(key, 16) % len(groups)][key] = asked
+        groups[int(key, 16) % count][key] = asked
     return tuple(filter(None, groups))
+
+
+def _group_count(questions: int, call: Call[Judged], device: str) -> int:
+    """A server is sent requests side by side within a group; a local model fills batches of one."""
+    if device == SERVER:
+        return (call.share or WHOLE).count
+    parts = call.share.count if call.share else call.executor.groups
+    return max(parts, -(-questions // ANSWERS_PER_TASK))
 
 
 @dataclass(frozen=True)

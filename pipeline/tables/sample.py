@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -55,10 +56,12 @@ def sample(
     With a share it makes that part of them, and the table if nothing is missing then.
     """
     _require_sense(config, share, alpaca_eval)
+    began = time.perf_counter()
     job = _opened(with_local_inputs(config), share)
     if alpaca_eval:
         require_single_turns(job.prompts.values())
     made = carry_out(job, progress=progress)
+    made.tally.seconds = time.perf_counter() - began  # of reading and digesting too
     if alpaca_eval and made.manifest:
         table = read_table(job.folder)[1]
         write_alpaca_eval(alpaca_eval, table, job.prompts, generator=job.generator)

@@ -174,7 +174,7 @@ class Answers:
         # order, one process could remove the first for the second, and another the reverse.
         payload = b"".join(sorted(lines))
         name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
-        if not self._read:  # nor has anybody else, as far as is known
+        if self._store.has_folders and not self.folder.is_dir():
             self._store.make_folder(self.folder)
         self._store.put_if_absent(self.folder / name, payload, label="answers")
         self._index(name, payload)

@@ -60,6 +60,9 @@ class MlflowTracker:
             require_whole(uri, error)
             raise
         self._run_id = ""
+        self._params: set[tuple[str, str]] = set()  # sent, as are the next two
+        self._tags: set[tuple[str, str]] = set()
+        self._datasets: set[DatasetNote] = set()
         self._known: dict[str, set[tuple[int, int]]] | None = None  # None: to be asked for
         self._ceiling = -1
         self._end = 0  # of the last line that was tried
@@ -69,22 +72,32 @@ class MlflowTracker:
         if record.run_id and not self._has_run(record.run_id, key=record.key):
             return ""
         self._run_id = record.run_id or self._make_run(record)
+        self._params, self._tags, self._datasets = set(), set(), set()
         if record.run_id and not record.status:
             self.client.update_run(self._run_id, status="RUNNING")
         return self._run_id
 
     def label(self, record: RunRecord) -> None:
-        """Parameters, tags and data; a parameter under another value makes the store refuse."""
+        """Parameters, tags and data that this object has not sent; a person may edit a tag since.
+
+        A parameter under another value makes the store refuse.
+        """
+        news = {*record.params.items()} - self._params
         make = self._entities.Param
-        params = [make(key_of(k), shortened(str(v), MAX_PARAM)) for k, v in record.params.items()]
+        params = [make(key_of(k), shortened(str(v), MAX_PARAM)) for k, v in sorted(news)]
         for batch in _batches(params, PARAMS_PER_BATCH):
             self.client.log_batch(self._run_id, params=batch)
+        self._params |= news
+        news = {*record.tags.items()} - self._tags
         make = self._entities.RunTag
-        tags = [make(key_of(name), shortened(v, MAX_TAG)) for name, v in record.tags.items()]
+        tags = [make(key_of(name), shortened(v, MAX_TAG)) for name, v in sorted(news)]
         for batch in _batches(tags, PARAMS_PER_BATCH):
             self.client.log_batch(self._run_id, tags=batch)
+        self._tags |= news
         for note in record.datasets:
-            self._log_dataset(note)
+            if note not in self._datasets:
+                self._log_dataset(note)
+                self._datasets.add(note)
 
     def log(self, entries: Sequence[Entry]) -> int:
         """The numbers that the store lacks; MLflow keeps one as often as it is sent."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import CorruptionError, StorageError, log_failure
+from ...schemas.errors import CorruptionError, StorageError, UsageError, log_failure
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.safe_text import mask_secrets_of, masked_address, redacted, shown
 from ..storage.cache.cache_folder import CacheFolder, make_place
@@ -143,6 +143,10 @@ def open_ledger(
 def load_ledger(kind: TrackerKind, folder: RunFolder) -> Ledger:
     """What has to be sent to a tracker about a run."""
     path = folder.ledger(kind.name)
+    if not path.exists():
+        raise UsageError(
+            f"{folder.root} has nothing left for {kind.title}: another process has sent the run."
+        )
     try:
         record = from_signed_json(RunRecord, fs.read_bytes(path))
         if not KEY.fullmatch(record.key):  # it is part of a query to the store
