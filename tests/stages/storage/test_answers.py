@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -111,6 +112,14 @@ def test_small_segments_are_merged_while_answers_are_added_and_read(
     assert dict(reader.of("abc")) == {key: {"text": key} for key in "abc"}
     writer.add({"a": {"text": "A"}})  # what it knew of it was merged away
     assert all_of(writer) == {key: key for key in "abcdef"} | {"a": "A"}
+
+
+def test_an_answer_is_kept_though_its_folder_went_meanwhile(answers_folder):
+    answers = Answers(answers_folder)
+    answers.add({"a": {"text": "a"}})
+    shutil.rmtree(answers_folder)
+    answers.add({"b": {"text": "b"}})
+    assert all_of(Answers(answers_folder)) == {"b": "b"}
 
 
 def test_what_is_merged_holds_every_key_of_what_it_is_merged_from(answers_folder, few_segments):
