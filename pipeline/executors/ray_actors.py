@@ -195,8 +195,8 @@ class _Maker:
     def __call__(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Makes each task of a batch."""
         made = np.empty(len(batch["task"]), dtype=object)
-        for place, task in enumerate(batch["task"].tolist()):
-            made[place] = self._made(task)
+        for index, task in enumerate(batch["task"].tolist()):
+            made[index] = self._made(task)
         return {"task": batch["task"], "made": made}
 
     def _made(self, task: int) -> _Made:

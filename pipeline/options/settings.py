@@ -204,8 +204,8 @@ def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def _beside(names: Sequence[str]) -> Path | None:
     """An align.yaml in the current folder, or beside the first of these files and folders."""
-    places = [Path(), *(Path(name).parent for name in names[:1] if not is_remote(name))]
-    return next((file for place in places if os.path.lexists(file := place / FILE_NAME)), None)
+    folders = [Path(), *(Path(name).parent for name in names[:1] if not is_remote(name))]
+    return next((file for folder in folders if os.path.lexists(file := folder / FILE_NAME)), None)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

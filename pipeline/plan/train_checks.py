@@ -62,8 +62,8 @@ def named_elsewhere(settings: Settings, manifest: Manifest) -> ModelOptions | No
     named = replace(
         model, path=model.path or manifest.model, adapter=model.adapter or manifest.adapter
     )
-    is_same = _same_place(named.path, manifest.model)
-    return None if is_same and _same_place(named.adapter, manifest.adapter) else named
+    is_same = _same_path(named.path, manifest.model)
+    return None if is_same and _same_path(named.adapter, manifest.adapter) else named
 
 
 def require_same_model(
@@ -71,7 +71,7 @@ def require_same_model(
 ) -> None:
     """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
     if found := _other_than_reference(manifest, identity):
-        name = "model.adapter" if _same_place(named.path, manifest.model) else "model.path"
+        name = "model.adapter" if _same_path(named.path, manifest.model) else "model.path"
         origin, value = settings.origins[name], flatten(settings.config)[name]
         raise FingerprintError(
             f"{origin}: {name} is {value}, and the reference of the cache is {manifest.model}"
@@ -81,7 +81,7 @@ def require_same_model(
         )
 
 
-def _same_place(one: str, other: str) -> bool:
+def _same_path(one: str, other: str) -> bool:
     return one == other or bool(one and other and Path(one).resolve() == Path(other).resolve())
 
 

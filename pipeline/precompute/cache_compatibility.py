@@ -227,25 +227,25 @@ def register_cache(folder: CacheFolder) -> None:
         return
     path = _list_of_caches()
     try:
-        place = str(folder.root.resolve())
-        if place in _lines():
+        root = str(folder.root.resolve())
+        if root in _lines():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as lines:
-            lines.write(f"{place}\n")
+            lines.write(f"{root}\n")
     except (OSError, UnicodeError) as error:  # the cache is published: nothing may fail now
         logger.warning("%s: %s was not added: %s", path, folder.root, error)
 
 
 @contextmanager
-def _passed_over(place: Location, older: list[Location]) -> Iterator[None]:
+def _passed_over(root: Location, older: list[Location]) -> Iterator[None]:
     """Logs a cache that cannot be read, and continues without it."""
     try:
         yield
     except OlderFormatError:
-        older.append(place)
+        older.append(root)
     except (AlignError, OSError) as error:
-        logger.warning("%s is not reused: %s", place, error)
+        logger.warning("%s is not reused: %s", root, error)
 
 
 def _finished(folder: CacheFolder, plan: Plan) -> list[EarlierCache]:

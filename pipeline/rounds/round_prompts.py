@@ -39,17 +39,17 @@ class PromptSplit:
         if not size or size >= len(self.train):
             return self.train
         start = (number - 1) * size
-        return [self._drawn[place % len(self.train)] for place in range(start, start + size)]
+        return [self._drawn[index % len(self.train)] for index in range(start, start + size)]
 
     @cached_property
     def _drawn(self) -> list[Prompt]:
         """In an order that follows from their content and the seed alone."""
         salt = str(self.seed).encode()
 
-        def place(prompt: Prompt) -> bytes:
+        def sort_key(prompt: Prompt) -> bytes:
             return blake2b(prompt.key.encode(), digest_size=16, key=salt).digest()
 
-        return sorted(self.train, key=place)
+        return sorted(self.train, key=sort_key)
 
 
 def split_prompts(config: Config) -> PromptSplit:

@@ -36,9 +36,9 @@ class RoundsResult:
             *unjudged(self.finished),
             f"{counted(self.new, 'rounds')} made now, {known:,} known before",
         ]
-        return "\n".join([*lines, *filter(None, [self.reason]), *self._places()])
+        return "\n".join([*lines, *filter(None, [self.reason]), *self._outputs()])
 
-    def _places(self) -> list[str]:
+    def _outputs(self) -> list[str]:
         """Where to look next."""
         if not self.finished:
             return [f"in {self.folder}"]

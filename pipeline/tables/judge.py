@@ -136,7 +136,7 @@ class JudgeJob:
         counts = {f"judge/{name}": float(count) for name, count in made.counts.items()}
         run.log_metrics({**counts, "judge/rows": float(made.rows)})
         folders = {"samples": self.named, "against": self.config.judge.against}
-        tags = {f"align.{name}": place for name, place in folders.items() if place}
+        tags = {f"align.{name}": folder for name, folder in folders.items() if folder}
         for name, found in made.made_from.items():
             tags[f"align.{name}_root" if name in folders else f"align.{name}"] = found
         judged = {"align.judged_root": made.root, "align.judged": str(self.folder.root)}

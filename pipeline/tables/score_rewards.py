@@ -188,15 +188,15 @@ ROWS = "rows.jsonl"
 class Scores:
     """Scores of completions, looked up by file and row number."""
 
-    places: NDArray[np.bytes_]  # (rows,) S16, file and row, ascending
+    row_keys: NDArray[np.bytes_]  # (rows,) S16, file and row, ascending
     offsets: NDArray[np.int64]  # (rows + 1,)
     values: NDArray[np.float64]  # (completions,)
 
     def of(self, file: int, row: int) -> list[float] | None:
         """The scores of a row's completions; None for a row that was not scored."""
-        (place,) = _places([file], [row])
-        found = int(np.searchsorted(self.places, place))
-        if found == len(self.places) or self.places[found] != place:
+        (wanted,) = _row_keys([file], [row])
+        found = int(np.searchsorted(self.row_keys, wanted))
+        if found == len(self.row_keys) or self.row_keys[found] != wanted:
             return None
         scores: list[float] = self.values[self.offsets[found] : self.offsets[found + 1]].tolist()
         return scores
@@ -204,18 +204,18 @@ class Scores:
     @staticmethod
     def collect(blocks: Iterable[ScoredBlock]) -> Scores:
         """Collects the scores of rows in any order."""
-        places, parts = [], []
+        keys, parts = [], []
         for block in blocks:
             rows = block.rows
-            places.append(_places(rows.file, rows.row))
+            keys.append(_row_keys(rows.file, rows.row))
             parts.append(Ragged(block.logps, rows.branch_offsets))
-        joined, scores = np.concatenate(places), Ragged.concat(parts)
+        joined, scores = np.concatenate(keys), Ragged.concat(parts)
         order = np.argsort(joined)
         sorted_scores = scores.take(order)
         return Scores(joined[order], sorted_scores.offsets, sorted_scores.values)
 
 
-def _places(files: ArrayLike, rows: ArrayLike) -> NDArray[np.bytes_]:
+def _row_keys(files: ArrayLike, rows: ArrayLike) -> NDArray[np.bytes_]:
     """File and row numbers as keys that sort by file, then row."""
     both = np.column_stack([np.asarray(files, ">u8"), np.asarray(rows, ">u8")])
     return np.ascontiguousarray(both, dtype=">u8").view("S16").ravel()

@@ -46,18 +46,18 @@ class Checkpointer:
         self._saved: int | None = start.checkpoint_step if start.checkpoint else None
         self._failed: int | None = None
 
-    def has(self, place: TrainingPosition) -> bool:
+    def has(self, position: TrainingPosition) -> bool:
         """Whether the last checkpoint is that of this step."""
-        return self._saved == place.step
+        return self._saved == position.step
 
-    def add_metrics(self, place: TrainingPosition, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, position: TrainingPosition, metrics: Mapping[str, float]) -> None:
         """Rank zero adds these metrics to the checkpoint of this step, if there is one."""
-        if not self.has(place) or self._session.world.rank:
+        if not self.has(position) or self._session.world.rank:
             return
         try:
             add_checkpoint_metrics(
                 self._start.folder,
-                place.step,
+                position.step,
                 metrics,
                 journal=self._journal(),
                 run_id=self._start.run_id,
@@ -65,11 +65,11 @@ class Checkpointer:
             )
         except AlignError as error:
             logger.warning(
-                "The checkpoint of step %d could not be given its metrics: %s", place.step, error
+                "The checkpoint of step %d could not be given its metrics: %s", position.step, error
             )
 
     def save(
-        self, place: TrainingPosition, metrics: Mapping[str, float], *, mlflow_run_id: str
+        self, position: TrainingPosition, metrics: Mapping[str, float], *, mlflow_run_id: str
     ) -> Saved:
         """Every rank writes its part; the checkpoint counts only if all succeed."""
         session = self._session
@@ -77,18 +77,18 @@ class Checkpointer:
         if lack := run_on_rank_zero(
             session.world, lambda: lack_of_room(session, self._start.folder)
         ):
-            saved = Saved(place.step, lack)
-            self._count(place, saved)
+            saved = Saved(position.step, lack)
+            self._count(position, saved)
             return saved
         saved = save_checkpoint(
             self._start.folder,
-            self._position(place, metrics, mlflow_run_id),
+            self._position(position, metrics, mlflow_run_id),
             session.engine.save_state,
             run_id=self._start.run_id,
             peers=Peers(session.world.rank, lambda mine: gathered(session.world, mine)),
             retention=self._retention,
         )
-        self._count(place, saved)
+        self._count(position, saved)
         if self._start.store and saved.succeeded and session.world.rank == 0:
             with log_failure("The checkpoint is on this machine alone until the next one"):
                 self._start.store.push()
@@ -105,25 +105,25 @@ class Checkpointer:
         train = self._session.job.config.train
         return Retention(train.keep_last, train.best)
 
-    def _count(self, place: TrainingPosition, saved: Saved) -> None:
+    def _count(self, position: TrainingPosition, saved: Saved) -> None:
         if saved.succeeded:
-            self.failures, self._saved = 0, place.step
-        elif place.step != self._failed:
-            self.failures, self._failed = self.failures + 1, place.step
+            self.failures, self._saved = 0, position.step
+        elif position.step != self._failed:
+            self.failures, self._failed = self.failures + 1, position.step
 
     def _position(
-        self, place: TrainingPosition, metrics: Mapping[str, float], run_id: str
+        self, position: TrainingPosition, metrics: Mapping[str, float], run_id: str
     ) -> Position:
         return Position(
-            global_step=place.step,
-            cursor=place.cursor,
+            global_step=position.step,
+            cursor=position.cursor,
             identity=self._identity,
             made_with=self._made_with,
             changes=self._start.changes,
             journal=self._journal(),
             mlflow_run_id=run_id,
-            memory=place.state,
-            window={name: (one.total, one.count) for name, one in place.window.items()},
+            memory=position.state,
+            window={name: (one.total, one.count) for name, one in position.window.items()},
             metrics=dict(metrics),
         )
 

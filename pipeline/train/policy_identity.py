@@ -16,10 +16,10 @@ from ..jobs.object_inputs import local_options
 from ..plan.train_checks import named_elsewhere, require_same_model, require_same_reference
 from .training_job import TrainingJob
 
-ModelPlace: TypeAlias = tuple[
+ModelSource: TypeAlias = tuple[
     str, str, bool
 ]  # folder, adapter, and whether code of the folder counts
-Identities: TypeAlias = Mapping[ModelPlace, Mapping[str, str]]
+Identities: TypeAlias = Mapping[ModelSource, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class PolicyDigests:
     """What the models of some trainings are, and the files that were digested."""
 
     identities: Identities
-    files: Mapping[ModelPlace, ModelFiles]
+    files: Mapping[ModelSource, ModelFiles]
 
     def identified(self, job: TrainingJob) -> TrainingJob:
         """The job with its digests; refuses one of another reference than the cache's."""
         policy, *named = _to_digest(job)
         for other in named:
-            identity = self.identities[_place(other)]
+            identity = self.identities[_source(other)]
             require_same_model(job.settings, job.manifest, other, identity)
-        identity = self.identities[_place(policy)]
+        identity = self.identities[_source(policy)]
         may_differ = job.config.train.other_reference or "reference" not in job.recipe.needs
         return replace(
             job,
             policy_identity=identity,
-            policy_files=self.files[_place(policy)],
+            policy_files=self.files[_source(policy)],
             begins_as_reference=require_same_reference(
                 job.manifest, policy.path, identity, may_differ=may_differ
             ),
@@ -49,13 +49,13 @@ class PolicyDigests:
 
 def digest_policies(jobs: Iterable[TrainingJob], world: World, remember: Remember) -> PolicyDigests:
     """Digests every model once on the first rank of each machine, which may have its own copy."""
-    models = {_place(model): model for job in jobs for model in _to_digest(job)}
+    models = {_source(model): model for job in jobs for model in _to_digest(job)}
     files = run_on_all_ranks(
-        world, lambda: {place: ModelFiles.of(model) for place, model in models.items()}
+        world, lambda: {source: ModelFiles.of(model) for source, model in models.items()}
     )
     mine = models if world.is_first_here else {}
     found = run_on_all_ranks(
-        world, lambda: {place: model_identity(model, remember) for place, model in mine.items()}
+        world, lambda: {source: model_identity(model, remember) for source, model in mine.items()}
     )
     return PolicyDigests(one_for_all(gathered(world, found)), files)
 
@@ -63,17 +63,17 @@ def digest_policies(jobs: Iterable[TrainingJob], world: World, remember: Remembe
 def one_for_all(found: Sequence[Identities]) -> Identities:
     """What the first rank found; refuses a machine whose copy is not the same."""
     for rank, others in enumerate(found):
-        for place, identity in others.items():
-            first = found[0][place]
+        for source, identity in others.items():
+            first = found[0][source]
             if differing := [name for name in first if identity[name] != first[name]]:
                 raise FingerprintError(
-                    f"{place[0]} on the machine of rank {rank} is not the model that rank 0 has "
+                    f"{source[0]} on the machine of rank {rank} is not the model that rank 0 has "
                     f"there: {', '.join(differing)} differ. Copy the folder to every machine again."
                 )
     return found[0]
 
 
-def _place(model: ModelOptions) -> ModelPlace:
+def _source(model: ModelOptions) -> ModelSource:
     return model.path, model.adapter, model.trust_remote_code
 
 

@@ -104,7 +104,7 @@ class RunRecords:
         """Prints a line."""
         self._progress.say(line)
 
-    def begin(self, place: TrainingPosition, total_steps: int) -> None:
+    def begin(self, position: TrainingPosition, total_steps: int) -> None:
         """The run's settings, and how far it has to go."""
         self._total_steps = total_steps
         run_on_rank_zero(
@@ -112,9 +112,9 @@ class RunRecords:
         )
         if self._session.world.rank == 0:
             self._describe()
-        if place.step:
-            self.say(f"continuing after step {place.step:,}")
-        self._progress.begin("training", total=total_steps - place.step, unit="steps")
+        if position.step:
+            self.say(f"continuing after step {position.step:,}")
+        self._progress.begin("training", total=total_steps - position.step, unit="steps")
 
     def agreed(self, gap: float, *, is_packed: bool) -> None:
         """Records the largest difference between the log-probs of the policy and of the cache."""
@@ -127,35 +127,35 @@ class RunRecords:
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(
-        self, place: TrainingPosition, metrics: dict[str, float], line: dict[str, float] | None
+        self, position: TrainingPosition, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
         """An optimizer step is done; after some of them a line covers several."""
         self._run.begin_sending()
-        self._measured(place, metrics)
+        self._measured(position, metrics)
         if line is not None:
             seen = self._machine.now() if self._machine else {}
-            self._run.log_metrics({**line, **seen}, step=place.step)
+            self._run.log_metrics({**line, **seen}, step=position.step)
         padded = metrics["tokens"] / (1 - metrics["padding"])
         padding = round(padded - metrics["tokens"])
         self._progress.advance(1, tokens=round(padded), padding=padding)
         if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
             self._last_line = time.monotonic()
-            self.say(f"step {place.step:,}: {shown(metrics)}")
+            self.say(f"step {position.step:,}: {shown(metrics)}")
 
     def evaluated(
-        self, place: TrainingPosition, metrics: dict[str, float], samples: Sequence[EvalSample]
+        self, position: TrainingPosition, metrics: dict[str, float], samples: Sequence[EvalSample]
     ) -> None:
         """The held-out rows were measured."""
-        self._measured(place, metrics)
-        self._run.log_metrics(metrics, step=place.step)
-        if self._checkpointer.has(place):
+        self._measured(position, metrics)
+        self._run.log_metrics(metrics, step=position.step)
+        if self._checkpointer.has(position):
             self._run.sync()
-            self._checkpointer.add_metrics(place, metrics)
+            self._checkpointer.add_metrics(position, metrics)
         if samples and self._session.world.rank == 0:
             with log_failure("No table of single completions"):
-                self._run.log_artifact(self._tables.write(place.step, samples))
+                self._run.log_artifact(self._tables.write(position.step, samples))
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
-        self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
+        self.say(f"step {position.step:,}, held-out rows: {shown(plain)}")
 
     def ran_out(self, step: int, tokens: int) -> None:
         """Memory ran out; the next start is to know what to run at once instead."""
@@ -166,34 +166,34 @@ class RunRecords:
             "with the same result"
         )
 
-    def not_applied(self, place: TrainingPosition, row_ids: tuple[str, ...]) -> None:
+    def not_applied(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
         """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
         world = self._session.world
         if world.is_first_of_group:
-            line = {"step": place.step, "rank": world.rank, "row_ids": row_ids}
+            line = {"step": position.step, "rank": world.rank, "row_ids": row_ids}
             with fs.append(self._start.folder.nonfinite) as sink:
                 sink.write((json.dumps(line) + "\n").encode())
-        self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
+        self.say(f"step {position.step:,} gave NaN or infinity and was not applied")
 
-    def save(self, place: TrainingPosition) -> None:
+    def save(self, position: TrainingPosition) -> None:
         """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
-        if self._checkpointer.has(place):
+        if self._checkpointer.has(position):
             return
         self._run.sync()
-        measured = self.metrics if place.step == self._step else {}
+        measured = self.metrics if position.step == self._step else {}
         saved = self._checkpointer.save(
-            place, measured, mlflow_run_id=self._run.run_ids.get(MAIN, "")
+            position, measured, mlflow_run_id=self._run.run_ids.get(MAIN, "")
         )
         if not saved.succeeded:
-            self._run.log_metrics({"checkpoint_failed": 1.0}, step=place.step)
-            self.say(f"step {place.step:,}: no checkpoint: {saved.failure}")
+            self._run.log_metrics({"checkpoint_failed": 1.0}, step=position.step)
+            self.say(f"step {position.step:,}: no checkpoint: {saved.failure}")
             if self._checkpointer.failures >= Checkpointer.MOST_FAILURES:
                 raise StorageError(
                     f"{self._checkpointer.failures} checkpoints in a row could not be saved. "
                     f"The last: {saved.failure}"
                 )
 
-    def finish(self, place: TrainingPosition) -> None:
+    def finish(self, position: TrainingPosition) -> None:
         """The model is written."""
         self.is_finished = True
         folder = self._start.folder
@@ -203,7 +203,10 @@ class RunRecords:
         self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
         if uploads and folder.merged.exists():
             self._run.log_artifact(folder.merged)
-        tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
+        tags = {
+            "align.cache_root": self._session.job.manifest.root,
+            "align.step": str(position.step),
+        }
         self._run.log_model_link(folder.model, tags=tags)
 
     def ended(self, how: How) -> None:
@@ -227,9 +230,9 @@ class RunRecords:
             with log_failure("No report"):
                 self._run.log_artifact(write_report(self._start.folder.root))
 
-    def _measured(self, place: TrainingPosition, metrics: dict[str, float]) -> None:
-        if place.step != self._step:
-            self._step, self.metrics = place.step, {}
+    def _measured(self, position: TrainingPosition, metrics: dict[str, float]) -> None:
+        if position.step != self._step:
+            self._step, self.metrics = position.step, {}
         self.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         if (said := self._best.warning(metrics)) and self._session.world.rank == 0:
             logger.warning("%s", said)

@@ -89,11 +89,11 @@ def train_in(
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
             records.say(f"policy: {session.policy.path}")
-            place = _restored(session, held)
-            if place is None:
+            position = _restored(session, held)
+            if position is None:
                 _require_agreement(session, records)
-                place = TrainingPosition(0, Cursor(0, 0))
-            return _learn(session, held, records, place)
+                position = TrainingPosition(0, Cursor(0, 0))
+            return _learn(session, held, records, position)
 
 
 def open_session(
@@ -280,7 +280,9 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     records.agreed(gap, is_packed=is_packed)
 
 
-def _learn(session: Session, start: Start, records: RunRecords, place: TrainingPosition) -> Trained:
+def _learn(
+    session: Session, start: Start, records: RunRecords, position: TrainingPosition
+) -> Trained:
     deadline = start.began + session.job.max_seconds
     loop = Loop(
         engine=session.engine,
@@ -291,20 +293,20 @@ def _learn(session: Session, start: Start, records: RunRecords, place: TrainingP
         backoff=_room(session),
     )
     with asked_to_stop() as asked:
-        records.begin(place, loop.total_steps)
-        place, ending = train(
+        records.begin(position, loop.total_steps)
+        position, ending = train(
             loop,
-            start=place,
+            start=position,
             records=records,
             conditions=StopConditions(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
             is_measured=records.is_evaluated,
         )
     if ending == "finished":
-        write_model(session, start, records, steps=place.step)
-        records.finish(place)
+        write_model(session, start, records, steps=position.step)
+        records.finish(position)
     records.ended(ending)
     if ending == "signal":
-        raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, place.step))
+        raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, position.step))
     records.report()
     return outcome(start.folder, ending)
 

@@ -196,7 +196,7 @@ def _column(column: pa.Array) -> list[Any]:
 def _has_map(kind: pa.DataType) -> bool:
     if pa.types.is_map(kind):
         return True
-    return any(_has_map(kind.field(place).type) for place in range(kind.num_fields))
+    return any(_has_map(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:

@@ -1,7 +1,8 @@
 """Columns that nothing reads: free text in them is refused, all else is told.
 
-Of Parquet and Arrow files some cells are looked at, from many places. Of JSON and CSV files every
-row is, while it is encoded; the first of them, and some from further places, before that.
+Parquet and Arrow files are sampled: a few cells, spread over the file. JSON and CSV files are
+checked row by row while they are encoded; before that, their first rows and some further on are
+sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .free_text import ColumnSample, Watch, holds_phrase
 from .input_files import InputFile, column_names, iter_chunks, iter_parts
 from .validate import shown
 
-PLACES = 16  # of a file that are looked at; fewer where there are many files
+SAMPLED_PARTS = 16  # of a file that are looked at; fewer where there are many files
 ROWS = 1024  # of a JSON or CSV file
 BYTES = 32 << 20  # of all columnar files together
 CELLS = 16  # of a column in a payload
@@ -140,16 +141,16 @@ def _readable_as(name: str, sample: ColumnSample, shape: Shape) -> str:
 def _sampled(inputs: Sequence[InputFile], skipped: Collection[str]) -> dict[str, ColumnSample]:
     """Some cells of each unread column."""
     found: dict[str, ColumnSample] = {}
-    places = max(1, min(PLACES, 4 * PLACES // len(inputs)))
+    count = max(1, min(SAMPLED_PARTS, 4 * SAMPLED_PARTS // len(inputs)))
     for file in inputs:
-        for name, cell in _cells(file, skipped, places, BYTES // len(inputs) // places):
+        for name, cell in _cells(file, skipped, count, BYTES // len(inputs) // count):
             if name not in skipped:
                 found.setdefault(name, ColumnSample()).add(cell, str(file.path))
     return found
 
 
 def _cells(
-    file: InputFile, skipped: Collection[str], places: int, size: int
+    file: InputFile, skipped: Collection[str], count: int, size: int
 ) -> Iterator[tuple[str, Any]]:
     """Cells of a file with the names of their columns."""
     names = [name for name in column_names(file) if name not in skipped]
@@ -164,9 +165,9 @@ def _cells(
         if not names:
             return
     if file.format in ARROW:
-        yield from _of_arrow(file, names, places * size)
+        yield from _of_arrow(file, names, count * size)
     else:
-        yield from _of_parts(list(iter_parts(file, names, places)), size)
+        yield from _of_parts(list(iter_parts(file, names, count)), size)
 
 
 def _has_text(kind: pa.DataType) -> bool:
@@ -207,9 +208,9 @@ def _spread(batch: pa.RecordBatch) -> Iterator[tuple[str, Any]]:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         filled = np.flatnonzero(_lengths(column))
         count = min(CELLS, len(filled))
-        for place in np.linspace(0, len(filled) - 1, count).astype(int) if count else ():
+        for index in np.linspace(0, len(filled) - 1, count).astype(int) if count else ():
             with suppress(UnicodeDecodeError):  # bytes that are no text
-                cell = column[int(filled[place])].as_py()
+                cell = column[int(filled[index])].as_py()
                 yield name, cell.decode() if isinstance(cell, bytes) else cell
 
 

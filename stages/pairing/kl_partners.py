@@ -1,9 +1,9 @@
 """Chooses the KL partners: the mismatched completions, which come from other rows.
 
-Completions are numbered along the ring. The ring is cut into blocks at places that only the rows'
-own hashes decide, so that an added row changes partners near itself and nowhere else. Inside a
-block, partner k of completion j is the one `shift_k` further on, round the block's end. Completions
-of one prompt are together in a run of at most `longest`; a shift between `longest` and
+Completions are numbered along the ring. The ring is cut into blocks at positions that only the
+rows' own hashes decide, so that an added row changes partners near itself and nowhere else. Inside
+a block, partner k of completion j is the one `shift_k` further on, round the block's end.
+Completions of one prompt are together in a run of at most `longest`; a shift between `longest` and
 `size - longest` therefore never lands in the run it started from, and every shift is a permutation.
 Equal completions under different prompts are swapped apart afterwards.
 """
@@ -91,8 +91,8 @@ class _Blocks:
         return len(self._numbers) // 3
 
     def __iter__(self) -> Iterator[_Block]:
-        for place in range(0, len(self._numbers), 3):
-            yield _Block(*self._numbers[place : place + 3])
+        for start in range(0, len(self._numbers), 3):
+            yield _Block(*self._numbers[start : start + 3])
 
     def append(self, block: _Block) -> None:
         self._numbers.extend((block.start, block.stop, block.longest))
@@ -197,9 +197,9 @@ def _shift(block: _Block, k: int) -> int:
     step, most = block.longest, block.stop - block.start - block.longest
     per_offset = [(most - (step + offset)) // step + 1 for offset in range(min(step, most))]
     ends = offsets_of(np.maximum(np.array(per_offset), 0))
-    place = k % int(ends[-1])
-    offset = int(np.searchsorted(ends, place, side="right")) - 1
-    return step + offset + step * (place - int(ends[offset]))
+    index = k % int(ends[-1])
+    offset = int(np.searchsorted(ends, index, side="right")) - 1
+    return step + offset + step * (index - int(ends[offset]))
 
 
 def _separate(
@@ -310,7 +310,7 @@ def fit_partners(
         branch = index % count
         row = int(row_of[branch])
         search = _Search(
-            place=keyed.ring_keys[row],
+            ring_key=keyed.ring_keys[row],
             completion=own.completions[branch],
             room=int(room[branch]),
             stops=rule.stops,
@@ -358,7 +358,7 @@ def _differs(ids: NDArray[np.int32], completion: NDArray[np.int32]) -> bool:
 class _Search:
     """Searches another partner for a completion whose own equals it after cutting."""
 
-    place: np.uint64  # of the prompt on the ring
+    ring_key: np.uint64  # of the prompt
     completion: NDArray[np.int32]
     room: int  # tokens behind the prompt
     stops: frozenset[int]
@@ -370,16 +370,16 @@ class _Search:
             found = ring.at(near)
             ids = _fitted(found, np.full(len(near), self.room), self.stops).ids
             differs = np.array([_differs(each, self.completion) for each in ids])
-            another: NDArray[np.bool_] = differs & (found.places != self.place)
+            another: NDArray[np.bool_] = differs & (found.places != self.ring_key)
             return another
 
         return _first_after(partner, ring.num_completions, fits, most=MOST_SEARCHED)
 
-    def failure(self, place: int, ring: SortedRows) -> str:
+    def failure(self, number: int, ring: SortedRows) -> str:
         """Why the row is rejected."""
         return (
             f"room for {self.room} tokens behind the prompt: cut to that, none of the "
             f"{min(MOST_SEARCHED, ring.num_completions - 1)} completions after its partner is "
-            f"of another prompt and another text than completion {place}; "
+            f"of another prompt and another text than completion {number}; "
             "raise max_length or set kl_pairs to 0"
         )

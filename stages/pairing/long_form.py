@@ -88,7 +88,7 @@ def _shared(
     most = max(cuts)
     base = prompts[cuts.index(most)]
     windows = [ids[most - cut :] for ids, cut in zip(prompts, cuts, strict=True)]
-    # The first token of a cut prompt may be the BOS, which is not the token of that place.
+    # The first token of a cut prompt may be the BOS, which is not the token at that position.
     length = _common_length(base, windows, compared_from=int(most > 0))
     if length == 0:
         return None

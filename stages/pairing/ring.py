@@ -43,7 +43,7 @@ from .sorted_rows import (
 
 BATCHES_HELD = 8  # of the rows that are looked up
 
-_KEYS = np.dtype("<u8")  # two of each completion: its prompt's place, and the key of its ids
+_KEYS = np.dtype("<u8")  # two of each completion: its prompt's ring key, and the key of its ids
 _SIZES = np.dtype("<i8")  # two of each row: tokens of its prompt, and of all its completions
 
 
@@ -78,12 +78,12 @@ class Ring:
         """Partners of completions `first` to `last`: shape (num_pairs, last - first)."""
         found = np.empty((self.num_pairs, last - first), dtype=np.int64)
         if self.num_pairs:
-            place = 0
+            start = 0
             for number, part in parts_of(self.rows.index["completion"], first, last):
                 batch = read_batch(self._file, self.rows.index["partners"][number])
-                end = place + part.stop - part.start
-                found[:, place:end] = [numpy_of(column)[part] for column in batch.columns]
-                place = end
+                end = start + part.stop - part.start
+                found[:, start:end] = [numpy_of(column)[part] for column in batch.columns]
+                start = end
         return found
 
     def sizes(self) -> Iterator[NDArray[np.int64]]:
@@ -111,8 +111,8 @@ def write_stretch(part: NewPart, rows: Iterable[KeyedRows], notes: Counter[str])
     for keyed in rows:
         index.append(append_rows(stream, keyed, group_bounds(keyed.rows)))
         block = keyed.rows
-        places = np.repeat(keyed.ring_keys, np.diff(block.branch_offsets))
-        keys.append(np.stack([places, keyed.completion_keys]))
+        prompts = np.repeat(keyed.ring_keys, np.diff(block.branch_offsets))
+        keys.append(np.stack([prompts, keyed.completion_keys]))
         tokens = np.diff(block.completions.offsets[block.branch_offsets])
         sizes.append(np.stack([block.prompts.lengths, tokens]))
         del keyed, block  # before the next part is made

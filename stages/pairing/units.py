@@ -38,19 +38,19 @@ def unit_offsets(
         last = first + len(prompts)
         # Tokens up to each row; how long mismatched completions are is estimated by its own.
         ends = offsets_of(prompts + (1 + num_pairs) * completions)
-        place = first
-        while place < last:
+        row = first
+        while row < last:
             start = offsets[-1]
-            before = int(ends[place - first])
+            before = int(ends[row - first])
             fit = np.searchsorted(ends[1:], before + tokens_per_unit - held, side="right")
             stop = min(first + int(fit), start + rows_per_unit, last)
-            if place == start:
+            if row == start:
                 stop = max(stop, start + 1)  # however long it is
             held += int(ends[stop - first]) - before
             if stop < last:
                 offsets.append(stop)
                 held = 0
-            place = stop
+            row = stop
         first = last
     return tuple(offsets if offsets[-1] == first else [*offsets, first])
 

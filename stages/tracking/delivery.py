@@ -22,7 +22,7 @@ logger = logging.getLogger("align")
 
 POINTS_PER_CALL = 1000
 SECONDS_PER_MARK = 10.0
-PRIVATE = "_align/"  # a file that was copied there has no place in the run
+PRIVATE = "_align/"  # a file that was copied there is not part of the run
 
 
 class Delivery:

@@ -92,7 +92,7 @@ class Tracker(Protocol):
     def log(self, entries: Sequence[Entry]) -> int:
         """Lines of the journal in their order; returns how many numbers the store lacked.
 
-        The first of them may be there already: each is known by `end`, its place in the journal.
+        The first of them may be there already: each is known by `end`, its offset in the journal.
         """
         ...
 
