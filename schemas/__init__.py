@@ -1,1 +1,1 @@
-"""What things are: frozen dataclasses and Arrow schemas, no I/O and no model code."""
+"""Data types of the project: frozen dataclasses and Arrow schemas, no I/O and no model code."""

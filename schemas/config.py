@@ -176,7 +176,7 @@ class TokenOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What the shards hold and where they are."""
+    """The content of the shards, and their location."""
 
     output: str = option(
         "align-cache",

@@ -38,7 +38,7 @@ FACTS = "align"  # our only key in the metadata of a field: pydantic acts upon i
 
 @dataclass(frozen=True)
 class Facts:
-    """What the commands do with a setting, or with all of a section."""
+    """Treatment of a setting, or of a whole section, by the commands."""
 
     flag: str = ""  # the same word in every command that has it
     on: Commands = ()  # commands that have the flag, and so read the setting

@@ -114,7 +114,7 @@ class Sampler(Protocol):
 
     @property
     def device(self) -> str:
-        """What it computes on: cpu, cuda, …, or SERVER."""
+        """The device it computes on: cpu, cuda, …, or SERVER."""
         ...
 
     def identity(self) -> Mapping[str, str]:
@@ -135,11 +135,11 @@ class Sampler(Protocol):
         return prompt
 
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
-        """Those that it cannot complete, by their keys, as far as that is known without asking."""
+        """The prompts that it cannot complete, by key, as far as known without asking."""
         return {}
 
     def probes(self, *, chat: bool) -> Mapping[str, str] | None:
-        """What it answers to a few fixed prompts; None if its identity has digests of its weights.
+        """Its answers to a few fixed prompts; None if its identity has digests of its weights.
 
         They are conversations, or plain text.
         """

@@ -1,4 +1,4 @@
-"""What `import align` offers a notebook: caches and runs as frames, both stages as functions.
+"""The Python API of `import align`: caches and runs as frames, both stages as functions.
 
 Each function loads what it needs when it is called, changes no setting of its process, and refuses
 what the command refuses, by an AlignError.

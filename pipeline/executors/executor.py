@@ -25,12 +25,12 @@ class Tasks(Protocol[Facts_co]):
 
     @property
     def name(self) -> str:
-        """What progress calls it."""
+        """Its name in the progress lines."""
         ...
 
     @property
     def unit(self) -> str:
-        """What the sizes count."""
+        """The unit of the sizes."""
         ...
 
     @property
@@ -74,7 +74,7 @@ class Runner(Protocol):
 
 
 class Executor(Runner, Protocol):
-    """What `scoring.executor` names."""
+    """An executor of `scoring.executor`."""
 
     @property
     def groups(self) -> int:
@@ -82,7 +82,7 @@ class Executor(Runner, Protocol):
         ...
 
     def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
-        """What prepares rows, which takes cores and no model.
+        """The runner that prepares rows, which takes cores and no model.
 
         Small data are prepared in this process; `workers` processes are what a user asks for.
         """
@@ -129,7 +129,7 @@ WHOLE = Share()
 
 
 def share_of(part: str | None, environment: Mapping[str, str]) -> Share | None:
-    """The part this process makes: the one it is told, or that of its rank; None for the whole."""
+    """The part this process makes: the given one, or its rank's; None for the whole."""
     world = world_apart(environment)
     if part and world.size > 1:
         raise UsageError(

@@ -162,7 +162,7 @@ def require_ray() -> None:
 
 @dataclass(frozen=True)
 class _Made:
-    """What an actor sends back about a task."""
+    """An actor's result of a task."""
 
     facts: Any  # None if the task was committed already
     error: AlignError | None

@@ -1,4 +1,4 @@
-"""What differs between what was stored and what is wanted now, in lines that a person can read."""
+"""Differences between stored and wanted values, as lines for a person."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ T = TypeVar("T", bound="Counts")
 
 
 class Counts(Protocol):
-    """What one process has made; those of its tasks are added up."""
+    """Counts of one process's work, summed over its tasks."""
 
     seconds: float
 
     @property
     def step(self) -> int:
-        """How much was made now, which is also the step of the metrics."""
+        """The number of new items, which is also the step of the metrics."""
         ...
 
     def add(self, other: Self) -> None:
@@ -74,7 +74,7 @@ class Job(Protocol[M, T]):
 
     @property
     def noun(self) -> str:
-        """What it makes, in a sentence."""
+        """A noun for its output, as sentences use it."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Job(Protocol[M, T]):
 
     @property
     def device(self) -> str:
-        """What it computes on, which decides how an executor works."""
+        """The device it computes on, which decides how an executor works."""
         ...
 
     @property
@@ -99,7 +99,7 @@ class Job(Protocol[M, T]):
 
     @property
     def tally(self) -> T:
-        """What this process has made so far."""
+        """The counts of this process so far."""
         ...
 
     def finished(self, *, is_prepared: bool) -> M | None:
@@ -121,7 +121,7 @@ class Job(Protocol[M, T]):
 
 @dataclass
 class Call(Generic[T]):
-    """What a job works with."""
+    """The tools of a running job."""
 
     run: Run
     progress: Progress
@@ -135,12 +135,12 @@ class Call(Generic[T]):
 
     @property
     def tally(self) -> T:
-        """What is made so far."""
+        """The counts so far."""
         return self.job.tally
 
     @cached_property
     def executor(self) -> Executor:
-        """What the settings name; work without tasks needs none."""
+        """The executor of the settings; work without tasks needs none."""
         return executor_of(self.job.config.scoring, self.share, self.job.device)
 
     def work(self, tasks: Tasks[T]) -> None:
@@ -159,7 +159,7 @@ class Call(Generic[T]):
 
 @dataclass(frozen=True)
 class Made(Generic[M, T]):
-    """What has come of a job: its output, and what this process did for it."""
+    """Result of a job: its output, and the share of this process in it."""
 
     job: Job[M, T] = field(repr=False)
     manifest: M | None  # None while another part is not done
@@ -173,7 +173,7 @@ class Made(Generic[M, T]):
 
     @property
     def tally(self) -> T:
-        """What this process has made."""
+        """The counts of this process."""
         return self.job.tally
 
     @property

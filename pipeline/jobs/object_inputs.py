@@ -1,4 +1,4 @@
-"""What a command reads out of an object store, as local copies: models, adapters and data files."""
+"""Local copies of inputs in an object store: models, adapters and data files."""
 
 from __future__ import annotations
 

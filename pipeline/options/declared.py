@@ -1,4 +1,4 @@
-"""What is declared of every setting, by its dotted name."""
+"""The declared facts of every setting, by its dotted name."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def paths() -> frozenset[str]:
 
 
 def binds(name: str, *keepers: Keeper) -> bool:
-    """Whether one of them is held to a setting; what else it is held to has other names."""
+    """Whether a setting binds one of the keepers; a name that is no setting binds none."""
     facts = declared().get(_declared_as(name), Facts())
     return not {*keepers}.isdisjoint(facts.binds or ())
 
 
 def set_by(command: Command) -> dict[str, str]:
-    """What a command sets itself, and what is to be set in its place, if there is anything."""
+    """The settings that a command sets itself, each with the one to use instead, if any."""
     return {
         name: facts.instead[command]
         for name, facts in declared().items()

@@ -1,4 +1,4 @@
-"""How many tokens a rank runs at once: as planned, or as memory has turned out to allow."""
+"""Token budget of a rank: as planned, or as memory has turned out to allow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def note_fitting(folder: RunFolder, planned: int, fits: int) -> None:
 
 
 def lighter(config: Config, stage: int, ranks: int) -> Iterator[str]:
-    """What takes less memory and is not in use, the cheapest first."""
+    """Memory-saving settings that are not in use, the cheapest first."""
     train, lora = config.train, config.lora
     if not train.gradient_checkpointing:
         yield "--set train.gradient_checkpointing=true"

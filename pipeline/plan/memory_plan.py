@@ -75,7 +75,7 @@ class Components:
 
 @dataclass(frozen=True)
 class Planned:
-    """What is planned with: everything but the way to train."""
+    """Inputs of a plan: everything but the way to train."""
 
     model: ModelOptions
     train: TrainOptions
@@ -140,20 +140,20 @@ class MemoryPlanner:
         return elements_of(model, packs=learning == "qlora")
 
     def components(self, way: Way) -> Components:
-        """What one GPU holds at the peak."""
+        """The memory of one GPU at the peak."""
         return at_peak(*self.parts(way), self._planned.micro_batches)
 
     def parts(self, way: Way) -> tuple[EngineMemory, Trace]:
-        """What it always holds, and what a micro-batch takes."""
+        """The constant memory, and that of a micro-batch."""
         elements, setting = self.elements(way.learning), self.setting(way)
-        held = engine_memory(elements, setting)
+        engine = engine_memory(elements, setting)
         traced = self._trace(way.learning != "full", checkpointing=way.checkpointing)
         if way.checkpointing and self._planned.train.checkpoint_offload:
-            held, traced = replace(held, host=held.host + traced.kept), traced.without_kept()
-        return held, traced
+            engine, traced = replace(engine, host=engine.host + traced.kept), traced.without_kept()
+        return engine, traced
 
     def setting(self, way: Way) -> Setting:
-        """What DeepSpeed is asked for."""
+        """The engine settings for DeepSpeed."""
         planned = self._planned
         train = replace(planned.train, deepspeed=way.deepspeed)
         size = hidden_size(self._model(way.learning != "full"))
@@ -222,33 +222,33 @@ def hidden_size(model: nn.Module) -> int:
     return int(causal_model(model).config.get_text_config(decoder=True).hidden_size)
 
 
-def at_peak(held: EngineMemory, traced: Trace, micro_batches: int) -> Components:
+def at_peak(engine: EngineMemory, traced: Trace, micro_batches: int) -> Components:
     """The largest of the moments of a step: its first micro-batch, a later one, the update."""
-    moments = list(_moments(held, traced, micro_batches))
+    moments = list(_moments(engine, traced, micro_batches))
     return max(moments, key=lambda one: one.peak)
 
 
-def _moments(held: EngineMemory, traced: Trace, micro_batches: int) -> Iterator[Components]:
+def _moments(engine: EngineMemory, traced: Trace, micro_batches: int) -> Iterator[Components]:
     nothing = Moment(0, 0, 0)
     for moment in traced.moments:
-        gradients = held.first + held.per_finished * moment.finished
-        extra = held.at_gradient + held.at_first_gradient if moment.finished else 0
-        yield _components(held, traced, moment, gradients + extra)
+        gradients = engine.first + engine.per_finished * moment.finished
+        extra = engine.at_gradient + engine.at_first_gradient if moment.finished else 0
+        yield _components(engine, traced, moment, gradients + extra)
         if micro_batches > 1:
-            more = held.at_gradient if moment.finished else 0
-            yield _components(held, traced, moment, held.later + more)
-    yield _components(held, traced, nothing, held.update)
+            more = engine.at_gradient if moment.finished else 0
+            yield _components(engine, traced, moment, engine.later + more)
+    yield _components(engine, traced, nothing, engine.update)
 
 
-def _components(held: EngineMemory, traced: Trace, moment: Moment, gradients: int) -> Components:
+def _components(engine: EngineMemory, traced: Trace, moment: Moment, gradients: int) -> Components:
     masks = min(traced.masks, moment.layers)
     return Components(
-        weights=held.weights,
+        weights=engine.weights,
         gradients=gradients,
-        optimizer=held.optimizer,
+        optimizer=engine.optimizer,
         activations=moment.layers - masks,
         head=moment.head + traced.buffer,
         masks=masks,
-        buffers=held.buffers,
-        host=held.host,
+        buffers=engine.buffers,
+        host=engine.host,
     )

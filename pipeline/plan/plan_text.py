@@ -122,8 +122,8 @@ def gib(size: float) -> str:
 
 def _verdict(plan: RunPlan) -> str:
     size = plan.request.gpu_bytes
-    room = f"{gib(USABLE * size)} that can be used ({USABLE:.0%} of {gib(size)})"
-    needs = f"{plan.own_way} needs {gib(plan.own.peak)} GiB of {room}"
+    usable = f"{gib(USABLE * size)} that can be used ({USABLE:.0%} of {gib(size)})"
+    needs = f"{plan.own_way} needs {gib(plan.own.peak)} GiB of {usable}"
     if plan.fits(plan.own):
         return f"Fits: {needs}."
     way = plan.nearest_that_fits()

@@ -30,7 +30,7 @@ from ..jobs.object_inputs import local_model
 from ..options.settings import Settings
 from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
-from .train_checks import reading_of, require_effect
+from .train_checks import read_spec_of, require_effect
 from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
@@ -48,7 +48,7 @@ class GivenRows:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command asks besides the settings."""
+    """The command's options besides the settings."""
 
     gpu_bytes: int = 0
     gpus: int = 1
@@ -68,7 +68,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class ReferenceCost:
-    """What a trainer needs on top that keeps the reference beside the policy."""
+    """Extra memory of a trainer that keeps the reference beside the policy."""
 
     copy: int  # bytes of its weights; none with an adapter, which can be switched off
     logits: int  # bytes of logits and their gradient, without a fused head
@@ -92,7 +92,7 @@ class RunPlan:
 
     @property
     def own(self) -> Components:
-        """What the settings need."""
+        """The memory that the settings need."""
         return next(components for way, components in self.memory if way == self.own_way)
 
     @property
@@ -102,19 +102,19 @@ class RunPlan:
         return self.workload.tokens / rate if rate else 0.0
 
     def fits(self, components: Components) -> bool:
-        """Whether a GPU of the size that was asked for has room."""
+        """Whether it fits a GPU of the size that was asked for."""
         return components.peak <= USABLE * self.request.gpu_bytes
 
     def nearest_that_fits(self) -> Way | None:
-        """The way with the least change that has room."""
+        """The least changed way that fits."""
         order = ("full", "lora", "qlora")
         least = order.index(self.own_way.learning)
-        room = [
+        fitting = [
             way
             for way, components in self.memory
             if order.index(way.learning) >= least and self.fits(components)
         ]
-        return min(room, key=self._change, default=None)
+        return min(fitting, key=self._change, default=None)
 
     def _change(self, way: Way) -> tuple[bool, ...]:
         own = self.own_way
@@ -193,8 +193,8 @@ def _of_cache(config: Config, recipe: Recipe) -> _Rows:
     cache = CacheFolder(location(config.train.cache or config.cache.output))
     manifest = load_manifest(cache)
     path = local_model(config.train.model or manifest.model)
-    reading = reading_of(recipe, config.train, path)
-    index = open_source(cache, manifest, reading, ShardColumns(unchecked)).index
+    read_spec = read_spec_of(recipe, config.train, path)
+    index = open_source(cache, manifest, read_spec, ShardColumns(unchecked)).index
     own = sum(
         int(table.prompt_tokens.sum(dtype="int64") + table.own_tokens.sum(dtype="int64"))
         for table in (index.train, index.held_out)
@@ -218,20 +218,20 @@ def _given(config: Config, recipe: Recipe, rows: GivenRows) -> _Rows:
     branches = 1 if recipe.rows == "imitated" else 2
     shape = RowShape(rows.prompt, (rows.completion,) * branches)
     learned = round(rows.count * (1 - config.train.eval_fraction))
-    levels = config.cache.kl_pairs
-    read = max(1, levels) if "mismatched" in recipe.needs else 0
+    num_pairs = config.cache.kl_pairs
+    read = max(1, num_pairs) if "mismatched" in recipe.needs else 0
     stored = rows.prompt + 2 * rows.completion
     return _Rows(
         table=even_rows(max(1, min(learned, MOST_MADE_ROWS)), shape, num_partners=read),
         count=max(1, learned),
         held_out=rows.count - learned,
         policy=replace(config.model, path=local_model(path), adapter="", device_map=""),
-        scoring=Scoring(rows.count * stored, rows.count * 2 * rows.completion * levels),
+        scoring=Scoring(rows.count * stored, rows.count * 2 * rows.completion * num_pairs),
     )
 
 
 def _dtype(folder: str, asked: str) -> str:
-    """What is asked for, else what the weights are in, else what config.json says."""
+    """The dtype of the settings, else of the weights, else of config.json."""
     if asked != "auto":
         return asked
     if any(Path(folder).glob("*.safetensors")):

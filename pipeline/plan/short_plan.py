@@ -1,4 +1,4 @@
-"""What is said before each run: the plan of `align plan` in short, of the policy that is loaded."""
+"""Short form of `align plan`, printed before each run from the loaded policy."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def short_plan(
     dtype, device = causal_model(policy.model).dtype, policy.device.type
     elements = elements_of(policy, packs=False, numel=whole_numel)
     setting = Setting.of(engine_config, ranks=ranks, itemsize=dtype.itemsize, device=device)
-    held = engine_memory(elements, setting.with_optimizer(train))
-    sizes = f"{gib(held.weights)} GiB of weights, {gib(held.later)} of gradients and "
+    engine = engine_memory(elements, setting.with_optimizer(train))
+    sizes = f"{gib(engine.weights)} GiB of weights, {gib(engine.later)} of gradients and "
     name = str(dtype).removeprefix("torch.")
     return [
         f"plan: {steps_text(work)}, {tokens_text(work)} tokens; {micro_batches_text(work)}",
         f"plan: {parameters_text(elements)}, {name}, zero{setting.stage}, "
-        f"{counted(ranks, 'ranks')}; each holds {sizes}{gib(held.optimizer)} of the optimizer, "
+        f"{counted(ranks, 'ranks')}; each holds {sizes}{gib(engine.optimizer)} of the optimizer, "
         "beside activations",
     ]

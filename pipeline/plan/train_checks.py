@@ -183,7 +183,7 @@ def sampling_note(recipe: Recipe, manifest: Manifest) -> str:
     return f"samples: {', '.join(lines)}; {recipe.name} divides by the reference at temperature 1"
 
 
-def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
+def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
     """How stored rows are read; `policy` is the folder of the policy, for its tokenizer."""
     return ReadSpec(
         kind=recipe.rows,

@@ -1,4 +1,4 @@
-"""How much a training runs over: steps, tokens and micro-batches, from the lengths of its rows."""
+"""Workload of a training: steps, tokens and micro-batches, from the lengths of its rows."""
 
 from __future__ import annotations
 

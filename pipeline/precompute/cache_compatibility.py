@@ -119,7 +119,7 @@ def require_growth(
 
 
 def gone_without(folder: CacheFolder) -> Superseded:
-    """What `remove_earlier` would remove."""
+    """The files that `remove_earlier` would remove."""
     return superseded(folder, load_manifest(folder))
 
 
@@ -142,17 +142,17 @@ def _in_ring(
     # One prompt may fill many shards; its rows are in the order of their ids.
     digests = np.sort(names.astype("S16"))
     ids = None if long_form or not len(names) else (digests[0], digests[-1])
-    held: list[NDArray[np.bytes_]] = []
+    parts: list[NDArray[np.bytes_]] = []
     count = 0
     for keyed in ring.within(int(shard.first_key, 16), int(shard.last_key, 16), ids=ids):
         rows = keyed.rows
-        held.append(_named_branches(rows) if long_form else _named(rows.row_id, rows.copy))
+        parts.append(_named_branches(rows) if long_form else _named(rows.row_id, rows.copy))
         count += len(rows)
         if count >= ROWS_AT_ONCE:
-            yield np.concatenate(held)
-            held, count = [], 0
-    if held:
-        yield np.concatenate(held)
+            yield np.concatenate(parts)
+            parts, count = [], 0
+    if parts:
+        yield np.concatenate(parts)
 
 
 def _rows(path: Location) -> NDArray[np.bytes_]:
@@ -201,7 +201,7 @@ def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
 
 
 def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
-    """Those of the folders that were scored by the same reference and can be read."""
+    """The readable caches among the folders that the same reference scored."""
     earlier: list[EarlierCache] = []
     older: list[Location] = []
     for folder in (CacheFolder(location(name)) for name in folders):

@@ -27,8 +27,8 @@ from .precompute import precompute
 
 
 @dataclass(frozen=True)
-class Told:
-    """What rank zero tells the others to do."""
+class Order:
+    """An order that rank zero broadcasts; the empty one ends the loop."""
 
     opens: bool = False
     threads: int = 0  # of a sum
@@ -62,20 +62,20 @@ def _require_ranks(config: Config, world: World) -> None:
 
 
 def _follow(reference: HfReference, world: World) -> None:
-    """Does what rank zero tells until it is done."""
+    """Runs the orders that rank zero broadcasts, until the empty one."""
     scorer: TreeScorer | None = None
-    while (told := _tell(world, Told())) != Told():
-        if told.opens:
+    while (order := _broadcast(world, Order())) != Order():
+        if order.opens:
             scorer = _opened(reference, world)
             continue
         assert scorer is not None, "rank zero opens the reference before it scores"
-        with on_threads(told.threads):
-            scorer.score(told.trees)
+        with on_threads(order.threads):
+            scorer.score(order.trees)
 
 
-def _tell(world: World, told: Told) -> Told:
-    """What rank zero tells, on every rank."""
-    return run_on_rank_zero(world, lambda: told)
+def _broadcast(world: World, order: Order) -> Order:
+    """Broadcasts rank zero's order; returns it on every rank."""
+    return run_on_rank_zero(world, lambda: order)
 
 
 def _opened(reference: HfReference, world: World) -> TreeScorer:
@@ -87,13 +87,13 @@ def _opened(reference: HfReference, world: World) -> TreeScorer:
 def _leading(reference: HfReference, world: World) -> Iterator[LeadingReference]:
     try:
         yield LeadingReference(reference, world)
-    except RuntimeError:  # of a collective: no other rank hears that it is over
+    except RuntimeError:  # of a collective: no other rank would receive the end
         raise
     except BaseException:
-        _tell(world, Told())
+        _broadcast(world, Order())
         raise
     else:
-        _tell(world, Told())
+        _broadcast(world, Order())
 
 
 class LeadingReference:
@@ -104,7 +104,7 @@ class LeadingReference:
         self._world = world
 
     def identity(self) -> Mapping[str, str]:
-        """That of the reference, and over how many ranks it lies."""
+        """The identity of the reference, with the number of ranks that share it."""
         return self._reference.identity()
 
     def hidden_size(self) -> int:
@@ -113,7 +113,7 @@ class LeadingReference:
 
     def open(self) -> LeadingScorer:
         """Loads the weights on all ranks."""
-        _tell(self._world, Told(opens=True))
+        _broadcast(self._world, Order(opens=True))
         return LeadingScorer(_opened(self._reference, self._world), self._world)
 
 
@@ -131,7 +131,7 @@ class LeadingScorer:
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Log p of every completion token, by all ranks together."""
-        _tell(self._world, Told(threads=torch.get_num_threads(), trees=tuple(trees)))
+        _broadcast(self._world, Order(threads=torch.get_num_threads(), trees=tuple(trees)))
         try:
             return self._scorer.score(trees)
         except OutOfMemory as error:

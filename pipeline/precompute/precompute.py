@@ -99,7 +99,7 @@ class PrecomputeJob:
 
     @property
     def device(self) -> str:
-        """That of the reference."""
+        """The device of the reference."""
         return self.cache.fingerprint.get("model.device", "cpu")
 
     def finished(self, *, is_prepared: bool) -> Manifest | None:

@@ -171,30 +171,30 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
     runner = _of_preparing(job, executor)
     _encode(job, preparation, runner, progress)
     try:
-        intake = preparation.intake()
+        counts = preparation.input_counts()
     except CorruptionError:
         if plan := load_plan(job.work):  # another was faster, and has removed what it had read
             preparation.ring.spool.forget_encoded()
             return plan
         raise
-    if late := require_watched_read(job.inputs, job.shape, intake.notes):
+    if late := require_watched_read(job.inputs, job.shape, counts.notes):
         progress.say(f"note: {not_read(late)}; the first rows have none")
-    _say_unused_template(job, intake, progress)
-    quarantine = _quarantine(job, run_id, intake)
-    _require_usable(job, intake, quarantine)
+    _say_unused_template(job, counts, progress)
+    quarantine = _quarantine(job, run_id, counts)
+    _require_usable(job, counts, quarantine)
     ring = _arrange(preparation, runner, progress)
-    intake.notes.update(ring.record.notes)
+    counts.notes.update(ring.record.notes)
     if job.folder.manifest.exists():
         long_form = job.shape.declared.is_long
         require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
     _require_space(job, ring)
-    plan = write_plan(job.work, _plan(job, ring, intake, quarantine))
+    plan = write_plan(job.work, _plan(job, ring, counts, quarantine))
     ring.spool.forget_encoded()
     return plan
 
 
-def _say_unused_template(job: CacheJob, intake: InputCounts, progress: Progress) -> None:
-    texts = intake.notes["rows_of_plain_text"]
+def _say_unused_template(job: CacheJob, counts: InputCounts, progress: Progress) -> None:
+    texts = counts.notes["rows_of_plain_text"]
     if texts and job.config.data.wrap == "auto" and job.tokenizer.template:
         progress.say(f"note: {template_unused(texts, 'rows')}")
 
@@ -215,7 +215,7 @@ def remake_ring(job: CacheJob, plan: Plan, executor: Executor, progress: Progres
 
 
 def preparation_of(job: CacheJob) -> Preparation:
-    """What the tasks of preparing need to know."""
+    """The shared inputs of the preparation tasks."""
     columns = job.shape.columns
     total = data_bytes(job.inputs, columns)
     return Preparation(
@@ -250,7 +250,7 @@ def _encode(job: CacheJob, preparation: Preparation, runner: Runner, progress: P
 
 
 def _arrange(preparation: Preparation, runner: Runner, progress: Progress) -> Ring:
-    """Makes the stretches of the ring that are missing, then pairs every completion."""
+    """Makes the missing ranges of the ring, then pairs every completion."""
     ring = preparation.ring
     runner.run(ArrangeTasks(preparation), progress=progress, on_done=lambda rows: None)
     if not ring.is_whole:
@@ -272,30 +272,30 @@ def ring_of(job: CacheJob) -> Ring:
     return Ring(Spool(job.work.spool), job.config.cache.kl_pairs)
 
 
-def _quarantine(job: CacheJob, run_id: str, intake: InputCounts) -> tuple[FileEntry, ...]:
-    if not intake.rejected:
+def _quarantine(job: CacheJob, run_id: str, counts: InputCounts) -> tuple[FileEntry, ...]:
+    if not counts.rejected:
         return ()
     names = {file: path.name for file, path in job.paths.items()}
-    return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
+    return (write_quarantine(job.work, run_id, 0, counts.rejected, names),)
 
 
-def _require_usable(job: CacheJob, intake: InputCounts, quarantine: tuple[FileEntry, ...]) -> None:
+def _require_usable(job: CacheJob, counts: InputCounts, quarantine: tuple[FileEntry, ...]) -> None:
     rejected = RejectedRows(
-        counts=intake.reasons,
-        rows_in=intake.rows_in,
-        rows_left=intake.rows_in - intake.reasons.total(),
+        counts=counts.reasons,
+        rows_in=counts.rows_in,
+        rows_left=counts.rows_in - counts.reasons.total(),
         allowed=job.config.data.max_bad_frac,
         files=quarantine,
     )
     rejected.require_few(
-        first_rejected(intake.rejected, job.paths.__getitem__),
+        first_rejected(counts.rejected, job.paths.__getitem__),
         listed=rejected.listed(job.folder.root),
-        hint=_prompt_hint(job, intake),
+        hint=_prompt_hint(job, counts),
     )
 
 
-def _prompt_hint(job: CacheJob, intake: InputCounts) -> str:
-    if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
+def _prompt_hint(job: CacheJob, counts: InputCounts) -> str:
+    if job.shape.has_prompt or not counts.reasons["empty_prompt"]:
         return ""
     return " If the prompts are in a column of another name, pass --map prompt=NAME."
 
@@ -314,11 +314,11 @@ def _require_space(job: CacheJob, ring: Ring) -> None:
 
 
 def _plan(
-    job: CacheJob, ring: Ring, intake: InputCounts, quarantine: tuple[FileEntry, ...]
+    job: CacheJob, ring: Ring, counts: InputCounts, quarantine: tuple[FileEntry, ...]
 ) -> Plan:
     cache = job.config.cache
     inputs = [
-        InputEntry(file.path.name, read.bytes, read.sha256, intake.rows_per_file[index])
+        InputEntry(file.path.name, read.bytes, read.sha256, counts.rows_per_file[index])
         for index, (file, read) in enumerate(zip(job.inputs, job.digested, strict=True))
     ]
     return Plan(
@@ -330,11 +330,11 @@ def _plan(
         model=_absolute(job.config.model.path),
         adapter=_absolute(job.config.model.adapter),
         inputs=tuple(inputs),
-        rows_in=intake.rows_in,
+        rows_in=counts.rows_in,
         unit_offsets=_offsets(job, ring),
         quarantine=quarantine,
-        quarantined=dict(sorted(intake.reasons.items())),
-        notes=_notes(job, intake),
+        quarantined=dict(sorted(counts.reasons.items())),
+        notes=_notes(job, counts),
         reuse=candidates(cache, job.folder),
         threads=usable_cores(),
         sampling=_sampling(job),
@@ -348,10 +348,10 @@ def _sampling(job: CacheJob) -> tuple[Drawing | None, ...]:
     return found if any(found) else ()
 
 
-def _notes(job: CacheJob, intake: InputCounts) -> dict[str, int]:
-    """The counts of the intake; the kinds of rows only if there are two."""
-    unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
-    notes = {**intake.notes, **unread}
+def _notes(job: CacheJob, counts: InputCounts) -> dict[str, int]:
+    """The counts of the input rows; the kinds of rows only if there are two."""
+    unread = {f"rows_with_scores_not_read_in_{name!r}": counts.rows_in for name in job.shape.unread}
+    notes = {**counts.notes, **unread}
     if not all(notes.get(kind) for kind in KINDS):
         notes = {name: count for name, count in notes.items() if name not in KINDS}
     return {name: count for name, count in sorted(notes.items()) if count}

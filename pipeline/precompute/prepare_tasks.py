@@ -18,7 +18,7 @@ from ...stages.data.input_files import Digested, InputFile, Slice, require_same_
 from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
 from ...stages.pairing.key_ranges import RunsFile, arranged, write_runs
 from ...stages.pairing.long_form import merge_same_prompts
-from ...stages.pairing.ring import Ring, write_stretch
+from ...stages.pairing.ring import Ring, write_range
 from ...stages.storage.bucket.objects import Location
 from ...stages.storage.cache.commits import printable
 from ...stages.storage.cache.spool import damaged_part, find_commit, new_part, put_commit
@@ -27,7 +27,7 @@ from ...stages.tracking.progress import Progress
 
 @dataclass(frozen=True)
 class Preparation:
-    """What all tasks of preparing need to know; the same in every process."""
+    """Shared inputs of the preparation tasks, the same in every process."""
 
     ring: Ring
     plan: Location  # once it is written, the encoded rows of a whole ring are no longer needed
@@ -39,7 +39,7 @@ class Preparation:
     prompt_side: str
 
     def encoded_parts(self) -> Iterator[tuple[Slice, int, EncodedPart]]:
-        """Each slice with the first row of its stretch, and what was committed of it."""
+        """Each slice with the first row of its file range, and what was committed of it."""
         first_row = passed = 0
         before = self.slices[0]
         for number, part in enumerate(self.slices):
@@ -54,12 +54,12 @@ class Preparation:
             passed, before = found.rows_passed, part
             yield part, first_row, found
 
-    def intake(self) -> InputCounts:
-        """What all encoded slices have counted."""
-        intake = InputCounts()
+    def input_counts(self) -> InputCounts:
+        """The counts of all encoded slices."""
+        counts = InputCounts()
         for part, first_row, found in self.encoded_parts():
-            intake.add(found, file=part.file, first_row=first_row)
-        return intake
+            counts.add(found, file=part.file, first_row=first_row)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class EncodeTasks:
         return self.sizes
 
     def is_committed(self, task: int) -> bool:
-        """Whether its rows are in place, or no longer needed."""
+        """Whether its rows are written, or no longer needed."""
         ring, plan = self.preparation.ring, self.preparation.plan
         if find_commit(EncodedPart, ring.spool.encoded(task)):
             return True
@@ -101,24 +101,24 @@ class EncodeTasks:
 
 
 def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
-    part, intake = preparation.slices[task], InputCounts()
+    part, counts = preparation.slices[task], InputCounts()
     commit = preparation.ring.spool.encoded(task)
     with new_part(commit) as file:
-        rows = encoder.rows(preparation.inputs, part, intake)
+        rows = encoder.rows(preparation.inputs, part, counts)
         written = write_runs(file, rows, preparation.num_ranges)
         require_same_version(preparation.inputs[part.file], preparation.digested[part.file])
     record = EncodedPart(
         file=file.file,
         batches=written.batches,
         runs=written.runs,
-        rows_passed=intake.rows_passed,
-        rows_in=intake.rows_in,
-        notes=dict(intake.notes),
-        reasons=dict(intake.reasons),
-        rejected=tuple(replace(one, detail=printable(one.detail)) for one in intake.rejected),
+        rows_passed=counts.rows_passed,
+        rows_in=counts.rows_in,
+        notes=dict(counts.notes),
+        reasons=dict(counts.reasons),
+        rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
     )
     put_commit(commit, record)
-    return intake.rows_in
+    return counts.rows_in
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ArrangeTasks:
         return self.sizes
 
     def is_committed(self, task: int) -> bool:
-        """Whether its stretch of the ring is in place."""
+        """Whether its range of the ring is written."""
         return find_commit(ArrangedPart, self.preparation.ring.spool.arranged(task)) is not None
 
     def open(self, progress: Progress) -> Callable[[int], int]:
@@ -182,6 +182,6 @@ def _arrange(preparation: Preparation, task: int, files: list[RunsFile]) -> int:
     commit = preparation.ring.spool.arranged(task)
     with new_part(commit) as file:
         rows = arranged(files, task, preparation.num_ranges, notes, join=join if is_long else None)
-        record = write_stretch(file, rows, notes)
+        record = write_range(file, rows, notes)
     put_commit(commit, record)
     return record.rows

@@ -166,7 +166,7 @@ class ScoreTasks:
 
 
 def lines_of_first(tasks: ScoreTasks, job: CacheJob) -> Iterator[str]:
-    """What the model reads of the first row on the ring that has all of its branches.
+    """The model's input for the first row on the ring that has all of its branches.
 
     The lines hold text of the data: they are for who runs the command, and for no record of it.
     """

@@ -41,7 +41,7 @@ from .rounds_result import RoundsResult, metrics_of, trained_metrics
 
 
 def plan_rounds(settings: Settings) -> RoundsPlan:
-    """What exists already, and what is to be paid; writes nothing."""
+    """The plan: rounds that exist, and the cost of the rest; writes nothing."""
     return plan_of(job := open_rounds(settings), checked(job))
 
 
@@ -203,7 +203,7 @@ def _said(made: _Made, progress: Progress) -> TableManifest:
 
 
 def _say(text: str, progress: Progress) -> None:
-    """What a verb says of its result, but for the next verb: that follows by itself."""
+    """Prints a verb's result without its hint at the next verb, which runs by itself."""
     for line in text.splitlines():
         if not line.startswith("next: "):
             progress.say(line)

@@ -1,4 +1,4 @@
-"""What a round's policy answers to held-out prompts, compared with the policies before it."""
+"""Evaluation of a round: its policy's answers to held-out prompts against earlier policies'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rounds are made of: the config of each verb, and what a round depends on."""
+"""Plan of the rounds: the config of each verb, and the digests a round depends on."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class RoundsJob:
         }
 
     def made_from(self, number: int, earlier: RoundRecord | None) -> dict[str, str]:
-        """What a round is made from, by digest; `earlier` is the round before."""
+        """The digests of a round's inputs; `earlier` is the round before."""
         policy = earlier.made["model"] if earlier else self._first_digest
         is_fixed = self.config.rounds.reference == "fixed"
         return {

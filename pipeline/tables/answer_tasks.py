@@ -35,7 +35,7 @@ class AnswerTasks(ABC):
 
     @abstractmethod
     def missing(self, task: int) -> Collection[Any]:
-        """What a group lacks, as far as this process knows."""
+        """The answers that a group lacks, as far as this process knows."""
 
     def is_committed(self, task: int) -> bool:
         """Whether a group lacks nothing, whoever answered."""

@@ -41,7 +41,7 @@ class CheckJudge(RowJudge):
 
     @property
     def made_from(self) -> Mapping[str, str]:
-        """What names it."""
+        """The digest of the check's names."""
         return {"judge": digest(dict(self.named_by))}
 
     def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores]:

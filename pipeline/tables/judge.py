@@ -53,7 +53,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class JudgeJob:
-    """What one call judges, by which judge, and where."""
+    """One call's samples, judge and output folder."""
 
     config: Config
     named: str  # the samples, as the user names them
@@ -73,7 +73,7 @@ class JudgeJob:
 
     @property
     def device(self) -> str:
-        """That of the judge."""
+        """The device of the judge."""
         return self.judge.device
 
     @property
@@ -132,7 +132,7 @@ class JudgeJob:
         return manifest
 
     def _record(self, run: Run, made: TableManifest) -> None:
-        """What trackers are told of a table of judged samples."""
+        """Logs the metrics and tags of a table of judged samples."""
         counts = {f"judge/{name}": float(count) for name, count in made.counts.items()}
         run.log_metrics({**counts, "judge/rows": float(made.rows)})
         folders = {"samples": self.named, "against": self.config.judge.against}
@@ -191,7 +191,7 @@ class CalibrationJob:
 
     @property
     def device(self) -> str:
-        """That of the judge."""
+        """The device of the judge."""
         return self.judge.device
 
     def finished(self, *, is_prepared: bool) -> None:

@@ -1,4 +1,4 @@
-"""What is judged: a table of samples, or pairs of a better and a worse answer."""
+"""Inputs of a judge: a table of samples, or pairs of a better and a worse answer."""
 
 from __future__ import annotations
 

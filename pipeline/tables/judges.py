@@ -42,7 +42,7 @@ NAMES = f"{', '.join(_MOST)} or {_LAST}"
 
 
 def kind_of(options: JudgeOptions) -> type[Judge]:
-    """What the settings name."""
+    """The class of judge that the settings name."""
     if options.by not in KINDS:
         raise UsageError(f"Name the judge by --by: {NAMES}.")
     file, kind = KINDS[options.by]
@@ -56,7 +56,7 @@ def kept_by(config: Config) -> Location:
 
 @dataclass(frozen=True)
 class Verdicts(Generic[Found]):
-    """What a judge found, and what it counted on the way."""
+    """Findings of a judge, with its counts."""
 
     found: Found
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Judge(ABC):
 
     @staticmethod
     def named(options: JudgeOptions, columns: Sequence[str]) -> Mapping[str, str]:
-        """What it hangs on beside the files that settings name, for samples with these columns."""
+        """Facts besides the settings' files that decide its verdicts on such columns."""
         return {}
 
     @staticmethod
@@ -103,7 +103,7 @@ class Judge(ABC):
 
     @property
     def device(self) -> str:
-        """What it computes on."""
+        """The device it computes on."""
         return "cpu"
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Judged:
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def metrics(self) -> dict[str, float]:
-        """What a language model was asked so far."""
+        """Counts of the requests to a language model so far."""
         named = ("new", "prompt_tokens", "completion_tokens")
         return {f"judge/{name}": float(getattr(self, name)) for name in named}
 

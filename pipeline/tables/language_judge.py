@@ -86,7 +86,7 @@ class AskingJudge(Judge):
 
     @property
     def device(self) -> str:
-        """That of the model."""
+        """The device of the model."""
         return self.model.sampler.device
 
 

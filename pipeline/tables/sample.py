@@ -105,12 +105,12 @@ class SampleJob:
 
     @property
     def device(self) -> str:
-        """That of the model."""
+        """The device of the model."""
         return self.sampler.device
 
     @property
     def generator(self) -> str:
-        """What sampled, by a name that a person knows."""
+        """A readable name of the model that sampled."""
         options = self.config
         return options.server.model if options.server.url else Path(options.model.path).name
 

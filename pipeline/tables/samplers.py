@@ -63,7 +63,7 @@ def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
 
 
 def wrapping_of(config: Config) -> Wrapping:
-    """What becomes of prompts of plain text; without a model folder, no template is looked at."""
+    """The wrapping of plain-text prompts; without a model folder, no template is looked at."""
     wrap, model = config.data.wrap, config.model
     if not (model.path and Wrapping.of(wrap).is_chat):
         return Wrapping.of(wrap)
@@ -98,7 +98,7 @@ class LocalSampler(Sampler):
 
     @property
     def device(self) -> str:
-        """What it computes on."""
+        """The device it computes on."""
         return self._reference.device
 
     def identity(self) -> Mapping[str, str]:
@@ -116,7 +116,7 @@ class LocalSampler(Sampler):
         }
 
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
-        """Those that leave no room for a sample in the model's context, or fail in its template."""
+        """Prompts that fill the model's context, or fail in its template."""
         found: dict[str, BadRow] = {}
         most = self._longest_prompt(sampling)
         for prompt in prompts:

@@ -85,7 +85,7 @@ def select(config: Config, judged: str) -> SelectResult:
 
 
 def left_out(counts: Mapping[str, int], kind: str) -> list[str]:
-    """What was left out, reason by reason, in words."""
+    """Counts of the samples left out, reason by reason, in words."""
     fewest = 2 if ROWS[kind] == "pairs" else 1
     short = f"prompts with fewer than {fewest} samples left"
     of_pairs = "pairs" if kind == "all_pairs" else "prompts whose pairs are"

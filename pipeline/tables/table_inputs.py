@@ -115,7 +115,7 @@ class _Rows:
         self.rejected: list[Rejected] = []
 
     def records(self) -> Iterator[Record]:
-        """Those that can be used."""
+        """The usable records."""
         for chunk in iter_chunks([self._file], self._shape.columns):
             records, bad = parse_chunk(chunk, self._shape)
             self.read += len(chunk)

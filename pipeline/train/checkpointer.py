@@ -1,4 +1,4 @@
-"""Saves checkpoints on all ranks, and checks that the disk has room for them."""
+"""Saves checkpoints on all ranks, and checks the free disk space for them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Checkpointer:
 
 
 def require_room(session: Session, folder: RunFolder) -> None:
-    """Refuses a disk without room for one checkpoint and the model; warns if not all fit."""
+    """Refuses a disk without space for one checkpoint and the model; warns if not all fit."""
     train = session.job.config.train
     checkpoint, model = checkpoint_bytes(session, folder), model_bytes(session)
     free = fs.free_bytes(folder.root)

@@ -24,7 +24,7 @@ Identities: TypeAlias = Mapping[ModelSource, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class PolicyDigests:
-    """What the models of some trainings are, and the files that were digested."""
+    """Digests of the models of some trainings, and the files that they cover."""
 
     identities: Identities
     files: Mapping[ModelSource, ModelFiles]
@@ -61,7 +61,7 @@ def digest_policies(jobs: Iterable[TrainingJob], world: World, remember: Remembe
 
 
 def one_for_all(found: Sequence[Identities]) -> Identities:
-    """What the first rank found; refuses a machine whose copy is not the same."""
+    """The first rank's digests; refuses a machine whose copy differs."""
     for rank, others in enumerate(found):
         for source, identity in others.items():
             first = found[0][source]

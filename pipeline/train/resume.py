@@ -68,10 +68,10 @@ def started(job: TrainingJob, world: World) -> Iterator[Start]:
     output = job.config.train.output
     folder, store = run_folder_of(output), run_store_of(output)
     began = time.monotonic()  # each machine counts from a moment of its own
-    with ExitStack() as held:
+    with ExitStack() as locks:
         if store:
             require_one_machine(world, store)
-        start = run_on_rank_zero(world, lambda: _enter(job, folder, held))
+        start = run_on_rank_zero(world, lambda: _enter(job, folder, locks))
         if not start.is_finished:
             run_on_all_ranks(world, lambda: require_shared(folder, start.run_id))
         with uploaded(store if world.rank == 0 else None):
@@ -98,7 +98,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
     return replace(start, changes=changes)
 
 
-def _enter(job: TrainingJob, folder: RunFolder, held: ExitStack) -> Start:
+def _enter(job: TrainingJob, folder: RunFolder, locks: ExitStack) -> Start:
     run_id = uuid.uuid4().hex[:12]
     folder.prepare()
     if job.config.train.resume == "auto" and _is_finished(job, folder):
@@ -106,7 +106,7 @@ def _enter(job: TrainingJob, folder: RunFolder, held: ExitStack) -> Start:
             with owner_lock(folder, run_id):
                 folder.sweep()
         return Start(folder, run_id, is_finished=True)
-    held.enter_context(owner_lock(folder, run_id))
+    locks.enter_context(owner_lock(folder, run_id))
     folder.sweep()
     if job.config.train.resume == "never":
         folder.require_new()
@@ -202,7 +202,7 @@ def spread_of(identity: RunIdentity) -> dict[str, str]:
 
 
 def _without_spread(computed: Mapping[str, str]) -> dict[str, str]:
-    """What is computed, without the values of DeepSpeed's configuration that say where."""
+    """The settings that change results, without DeepSpeed's that only place the work."""
     return {name: value for name, value in computed.items() if not IS_OF_SPREAD(name)}
 
 
@@ -320,7 +320,7 @@ def identity_of(session: Session) -> RunIdentity:
 
 
 def made_with(session: Session) -> dict[str, str]:
-    """What may change the last bits of a number, and is allowed to differ."""
+    """Facts that may change the last bits of a number, and are allowed to differ."""
     path = session.policy.path
     parts = _parts(session.job, session.policy.device)
     return {**parts, "layout": path.layout, "log-prob head": path.head}

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it learns: metrics, a run in each tracker, checkpoints."""
+"""Records of a training: metrics, a run in each tracker, checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
 
 
 class RunRecords:
-    """What the loop of one rank reports to: the journal, ledgers, the terminal, checkpoints."""
+    """Records of one rank's loop: the journal, ledgers, the terminal, checkpoints."""
 
     def __init__(self, session: Session, start: Start, run: Run, progress: Progress) -> None:
         self._session = session
@@ -97,7 +97,7 @@ class RunRecords:
         self.is_finished = False
 
     def origins(self) -> dict[str, str]:
-        """What trackers call the run, and the tag by which they know it."""
+        """The trackers' ids of the run, and the tag by which they find it."""
         return self._run.origins()
 
     def say(self, line: str) -> None:
@@ -315,7 +315,7 @@ class EvaluationTables:
     def _kind(self) -> Kind:
         if self._session.recipe.head == "score":
             return "scores"
-        return "log-probs" if self._session.job.reading.context else "log-ratios"
+        return "log-probs" if self._session.job.read_spec.context else "log-ratios"
 
 
 def used_settings(session: Session, *sections: str) -> dict[str, str]:

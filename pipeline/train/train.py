@@ -86,14 +86,14 @@ def train_in(
         if start.store and world.rank == 0:
             progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
         session = open_session(job, world, columns, progress, start)
-        held = held_to_checkpoint(session, start)
-        with open_records(session, held, progress) as records:
+        checked = held_to_checkpoint(session, start)
+        with open_records(session, checked, progress) as records:
             records.say(f"policy: {session.policy.path}")
-            position = _restored(session, held)
+            position = _restored(session, checked)
             if position is None:
                 _require_agreement(session, records)
                 position = TrainingPosition(0, Cursor(0, 0))
-            return _learn(session, held, records, position)
+            return _learn(session, checked, records, position)
 
 
 def open_session(
@@ -186,8 +186,8 @@ def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding
     """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
     train = job.config.train
     found = resolve(replace(job.policy, dtype=train.dtype))
-    circumstances = EngineContext(found.dtype, found.hidden_size, world.size)
-    partitions = open_partitions(train, world, circumstances)
+    context = EngineContext(found.dtype, found.hidden_size, world.size)
+    partitions = open_partitions(train, world, context)
     if partitions is None or start is None or start.checkpoint is None:
         return Sharding(partitions)
     position = start.checkpoint.position
@@ -202,11 +202,11 @@ def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:
     """The training rows, and the evaluation rows: held out of them, or of another cache."""
-    source = open_source(job.cache, job.manifest, job.reading, columns)
+    source = open_source(job.cache, job.manifest, job.read_spec, columns)
     if job.held_out is None:
         return source, source
-    reading = replace(job.reading, eval_fraction=1.0)
-    return source, open_source(*job.held_out, reading, columns)
+    read_spec = replace(job.read_spec, eval_fraction=1.0)
+    return source, open_source(*job.held_out, read_spec, columns)
 
 
 def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:

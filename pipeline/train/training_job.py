@@ -31,7 +31,7 @@ from ...stages.tracking.journal import Callback
 from ..jobs.object_inputs import local_model
 from ..options.settings import Settings
 from ..plan.train_checks import (
-    reading_of,
+    read_spec_of,
     require_effect,
     require_fixed_reference,
     require_measured,
@@ -50,7 +50,7 @@ class TrainingJob:
 
     config: Config
     recipe: Recipe  # its `auto` is not resolved yet
-    reading: ReadSpec
+    read_spec: ReadSpec
     cache: CacheFolder
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None
@@ -95,13 +95,13 @@ def open_training(settings: Settings) -> TrainingJob:
         require_token_logps(recipe, folder, made)
         may_differ = train.other_sampling
         require_own_samples(recipe, folder.root, made.sampling, may_differ=may_differ)
-    reading = reading_of(recipe, train, policy.path)
+    read_spec = read_spec_of(recipe, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
     return TrainingJob(
         config=config,
         recipe=recipe,
-        reading=reading,
+        read_spec=read_spec,
         cache=cache,
         manifest=manifest,
         held_out=held_out,

@@ -1,4 +1,4 @@
-"""What a shape of rows is: the columns by which it is known, and the function that reads a row."""
+"""A shape of rows: the columns that identify it, and the function that reads a row."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Shape:
     wrap: Wrapping = UNWRAPPED  # what becomes of plain text
     left_out: tuple[str, ...] = ()  # the user's columns that the user left out
     unwatched: frozenset[str] | None = None  # those that no row is watched for; None: any
-    noted: tuple[str, ...] = ()  # unread ones without free text, to be told
+    noted: tuple[str, ...] = ()  # unread ones without free text, to be named in a note
 
     @property
     def kind(self) -> str:

@@ -1,4 +1,4 @@
-"""Columns that nothing reads: free text in them is refused, all else is told.
+"""Columns that nothing reads: free text in them is refused, all else is noted.
 
 Parquet and Arrow files are sampled: a few cells, spread over the file. JSON and CSV files are
 checked row by row while they are encoded; before that, their first rows and some further on are
@@ -52,10 +52,10 @@ def require_read(inputs: Sequence[InputFile], shape: Shape) -> Shape:
     skipped = {*shape.columns, *shape.left_out}
     found = _sampled(inputs, skipped)
     _refuse_free_text(found, shape)
-    told = (name for name, sample in found.items() if sample.cells)
+    unread = (name for name, sample in found.items() if sample.cells)
     return replace(
         shape,
-        noted=tuple(name for name in told if name not in shape.unread),
+        noted=tuple(name for name in unread if name not in shape.unread),
         unwatched=frozenset(skipped.union(name for name in found if found[name].phrase)),
     )
 
@@ -67,7 +67,7 @@ def free_text_in(file: InputFile, read: Collection[str]) -> list[str]:
 
 
 def counts_of(watch: Watch) -> dict[str, int]:
-    """What a watch has met, as counts that a slice hands on with its notes."""
+    """The findings of a watch, as counts for the notes of a slice."""
     with_phrases = (name for name in watch.met if watch.met[name])
     names = [*(_MET + ascii(name) for name in watch.met)]
     return dict.fromkeys([*names, *(_PHRASES + ascii(name) for name in with_phrases)], 1)

@@ -104,7 +104,7 @@ class _Blocks:
 
 
 def _blocks(prompt_keys: Keys, forget: Callable[[], object]) -> _Blocks:
-    """Blocks that begin where a prompt's own hash says so and leave room for many shifts."""
+    """Blocks that begin where a prompt's own hash says so and are long enough for many shifts."""
     blocks = _Blocks()
     pending: _Block | None = None
     largest = 0
@@ -303,16 +303,16 @@ def fit_partners(
     """
     own, count = keyed.rows, len(keyed.rows.completions)
     row_of = own.row_of_branch
-    room = rule.max_length - own.prompts.lengths[row_of]
+    space = rule.max_length - own.prompts.lengths[row_of]
     numbers, missing = chosen.copy(), dict[int, str]()
-    fitted = _fitted(ring.at(numbers), np.resize(room, len(numbers)), rule.stops)
+    fitted = _fitted(ring.at(numbers), np.resize(space, len(numbers)), rule.stops)
     for index in _alike(own.completions, fitted.ids).tolist():
         branch = index % count
         row = int(row_of[branch])
         search = _Search(
             ring_key=keyed.ring_keys[row],
             completion=own.completions[branch],
-            room=int(room[branch]),
+            space=int(space[branch]),
             stops=rule.stops,
         )
         found = search.after(int(numbers[index]), ring)
@@ -321,16 +321,16 @@ def fit_partners(
         elif row not in missing:
             missing[row] = search.failure(branch - int(own.branch_offsets[row]), ring)
     if (numbers != chosen).any():
-        fitted = _fitted(ring.at(numbers), np.resize(room, len(numbers)), rule.stops)
+        fitted = _fitted(ring.at(numbers), np.resize(space, len(numbers)), rule.stops)
     return FittedPartners(numbers, fitted.ids, fitted.cut, missing)
 
 
 def _fitted(
-    completions: Completions, room: NDArray[np.int64], stops: frozenset[int]
+    completions: Completions, space: NDArray[np.int64], stops: frozenset[int]
 ) -> Completions:
-    """Cuts to the room there is; what was cut never ends with a stop."""
+    """Cuts to the space behind each prompt; a cut completion never ends with a stop token."""
     ids = completions.ids
-    limits = np.minimum(ids.lengths, room)
+    limits = np.minimum(ids.lengths, space)
     if stops:
         for index in np.flatnonzero(limits < ids.lengths).tolist():
             while limits[index] and int(ids[index][limits[index] - 1]) in stops:
@@ -360,7 +360,7 @@ class _Search:
 
     ring_key: np.uint64  # of the prompt
     completion: NDArray[np.int32]
-    room: int  # tokens behind the prompt
+    space: int  # tokens behind the prompt
     stops: frozenset[int]
 
     def after(self, partner: int, ring: SortedRows) -> int | None:
@@ -368,7 +368,7 @@ class _Search:
 
         def fits(near: NDArray[np.int64]) -> NDArray[np.bool_]:
             found = ring.at(near)
-            ids = _fitted(found, np.full(len(near), self.room), self.stops).ids
+            ids = _fitted(found, np.full(len(near), self.space), self.stops).ids
             differs = np.array([_differs(each, self.completion) for each in ids])
             another: NDArray[np.bool_] = differs & (found.places != self.ring_key)
             return another
@@ -378,7 +378,7 @@ class _Search:
     def failure(self, number: int, ring: SortedRows) -> str:
         """Why the row is rejected."""
         return (
-            f"room for {self.room} tokens behind the prompt: cut to that, none of the "
+            f"room for {self.space} tokens behind the prompt: cut to that, none of the "
             f"{min(MOST_SEARCHED, ring.num_completions - 1)} completions after its partner is "
             f"of another prompt and another text than completion {number}; "
             "raise max_length or set kl_pairs to 0"

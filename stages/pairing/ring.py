@@ -1,4 +1,4 @@
-"""The ring: stretches of rows in ring order, one for each key range, and all their KL partners."""
+"""The ring: rows in ring order, in one file for each key range, and all their KL partners."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Ring:
 
     @cached_property
     def record(self) -> RingRecord:
-        """What is known of a complete ring."""
+        """The commit of a complete ring."""
         return read_commit(RingRecord, self.spool.ring)
 
     @cached_property
@@ -89,8 +89,7 @@ class Ring:
     def sizes(self) -> Iterator[NDArray[np.int64]]:
         """The tokens of each row's prompt and of its completions: (2, rows), range by range."""
         for number in range(len(self.record.parts)):
-            stretch = _Stretch(self.spool, number)
-            yield stretch.sizes()
+            yield _RangeFile(self.spool, number).sizes()
 
     @property
     def _file(self) -> Path:
@@ -101,7 +100,7 @@ class Ring:
         return (folder / part.name for part in record.parts)
 
 
-def write_stretch(part: NewPart, rows: Iterable[KeyedRows], notes: Counter[str]) -> ArrangedPart:
+def write_range(part: NewPart, rows: Iterable[KeyedRows], notes: Counter[str]) -> ArrangedPart:
     """Writes the rows of a key range, which arrive in ring order.
 
     Behind the batches are what pairing needs of the completions, the sizes of the rows, the index.
@@ -134,8 +133,8 @@ def write_stretch(part: NewPart, rows: Iterable[KeyedRows], notes: Counter[str])
     )
 
 
-class _Stretch:
-    """What stands behind the batches of a stretch."""
+class _RangeFile:
+    """Keys, sizes and index of a key range, which its file has behind the batches."""
 
     def __init__(self, spool: Spool, number: int) -> None:
         commit = spool.arranged(number)
@@ -162,16 +161,16 @@ class _Stretch:
 
 
 def complete_ring(ring: Ring, num_ranges: int) -> None:
-    """Pairs every completion of all stretches, and commits the ring."""
-    stretches = [_Stretch(ring.spool, number) for number in range(num_ranges)]
-    index = joined_index([stretch.index() for stretch in stretches])
+    """Pairs every completion of all ranges, and commits the ring."""
+    ranges = [_RangeFile(ring.spool, number) for number in range(num_ranges)]
+    index = joined_index([file.index() for file in ranges])
     notes = Counter[str]()
-    for stretch in stretches:
-        notes.update(stretch.part.notes)
+    for file in ranges:
+        notes.update(file.part.notes)
     with new_part(ring.spool.ring) as part:
         stream = BatchStream(part.write)
         if ring.num_pairs:
-            _write_partners(ring, stretches, index, stream, notes)
+            _write_partners(ring, ranges, index, stream, notes)
         stream.end()
         content = index.tobytes()
         part.write(content)
@@ -179,7 +178,7 @@ def complete_ring(ring: Ring, num_ranges: int) -> None:
         file=part.file,
         batches=len(index),
         index_crc=crc32(content),
-        parts=tuple(stretch.part.file for stretch in stretches),
+        parts=tuple(file.part.file for file in ranges),
         notes=dict(notes),
     )
     put_commit(ring.spool.ring, record)
@@ -187,7 +186,7 @@ def complete_ring(ring: Ring, num_ranges: int) -> None:
 
 def _write_partners(
     ring: Ring,
-    stretches: Sequence[_Stretch],
+    ranges: Sequence[_RangeFile],
     index: NDArray[Any],
     stream: BatchStream,
     notes: Counter[str],
@@ -199,8 +198,8 @@ def _write_partners(
         numbers = np.frombuffer(mapped, dtype=np.int64).reshape(2 + ring.num_pairs, total)
         keys, partners = numbers[:2].view(np.uint64), numbers[2:]
         forget = partial(mapped.madvise, mmap.MADV_DONTNEED)
-        for span, stretch in _spans(stretches):
-            keys[:, span] = stretch.keys()
+        for span, range_file in _spans(ranges):
+            keys[:, span] = range_file.keys()
             forget()
         repeats = choose_partners(keys[0], keys[1], list(partners), forget=forget)
         names = [f"partner_{k + 1}" for k in range(ring.num_pairs)]
@@ -212,20 +211,20 @@ def _write_partners(
             columns = [arrow_of(each, pa.int64()) for each in chosen]
             index["partners"][number] = stream.append(pa.record_batch(columns, names))
             forget()
-        for span, stretch in _spans(stretches):
-            if crc32(keys[:, span].tobytes()) != stretch.part.keys_crc:
+        for span, range_file in _spans(ranges):
+            if crc32(keys[:, span].tobytes()) != range_file.part.keys_crc:
                 raise damaged_part(file)
             forget()
     notes["mismatched_completions_used_twice"] += repeats.used_twice
     notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again
 
 
-def _spans(stretches: Sequence[_Stretch]) -> Iterator[tuple[slice, _Stretch]]:
-    """Each stretch, and which completions of the ring are in it."""
+def _spans(ranges: Sequence[_RangeFile]) -> Iterator[tuple[slice, _RangeFile]]:
+    """Each range, and which completions of the ring are in it."""
     first = 0
-    for stretch in stretches:
-        stop = first + stretch.part.completions
-        yield slice(first, stop), stretch
+    for file in ranges:
+        stop = first + file.part.completions
+        yield slice(first, stop), file
         first = stop
 
 

@@ -33,7 +33,7 @@ def unit_offsets(
     tokens_per_unit: int,
 ) -> tuple[int, ...]:
     """Row numbers where units begin, and the end; set by the rows alone."""
-    offsets, held, first = [0], 0, 0
+    offsets, tokens, first = [0], 0, 0
     for prompts, completions in sizes:
         last = first + len(prompts)
         # Tokens up to each row; how long mismatched completions are is estimated by its own.
@@ -42,14 +42,14 @@ def unit_offsets(
         while row < last:
             start = offsets[-1]
             before = int(ends[row - first])
-            fit = np.searchsorted(ends[1:], before + tokens_per_unit - held, side="right")
+            fit = np.searchsorted(ends[1:], before + tokens_per_unit - tokens, side="right")
             stop = min(first + int(fit), start + rows_per_unit, last)
             if row == start:
                 stop = max(stop, start + 1)  # however long it is
-            held += int(ends[stop - first]) - before
+            tokens += int(ends[stop - first]) - before
             if stop < last:
                 offsets.append(stop)
-                held = 0
+                tokens = 0
             row = stop
         first = last
     return tuple(offsets if offsets[-1] == first else [*offsets, first])
@@ -80,8 +80,8 @@ def _with_mismatched(own: RowBlock, mismatched: FittedPartners, num_pairs: int) 
     """Appends to each row its mismatched branches: all of k = 1, then all of k = 2, ..."""
     count = len(own.completions)
     branch_rows = np.tile(own.row_of_branch, 1 + num_pairs)
-    level = np.repeat(np.arange(1 + num_pairs), count)
-    order = np.lexsort((np.arange(len(branch_rows)), level, branch_rows))
+    k = np.repeat(np.arange(1 + num_pairs), count)
+    order = np.lexsort((np.arange(len(branch_rows)), k, branch_rows))
     return own.with_branches(
         order,
         own.branch_offsets * (1 + num_pairs),

@@ -152,7 +152,7 @@ def _labels(tags: Mapping[str, str]) -> dict[str, str]:
 
 
 def version_tags() -> dict[str, str]:
-    """What the numbers of a run may depend on."""
+    """The versions that the numbers of a run may depend on."""
     tags = {"align.version": __version__}
     for package in ("torch", "transformers", "deepspeed"):
         try:
@@ -191,7 +191,7 @@ class Run:
         return {name: run_id for name, run_id in found.items() if run_id}
 
     def origins(self) -> dict[str, str]:
-        """What trackers call this run, and the tag by which they know it, sooner or later."""
+        """The trackers' ids of this run, and the tag by which they find it, sooner or later."""
         found = {}
         for ledger in self._ledgers:
             title, record = ledger.kind.title, ledger.record

@@ -249,7 +249,7 @@ def store_uri(options: TrackingOptions) -> str:
 
 
 def experiment_name(options: TrackingOptions) -> str:
-    """What the config says, else the environment, else the default."""
+    """The experiment of the config, else the environment, else the default."""
     default = TrackingOptions().experiment
     if options.experiment != default:
         return redacted(options.experiment)
@@ -275,7 +275,7 @@ def load(uri: str) -> None:
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """What MLflow raises; a library that was never imported cannot have raised anything."""
+    """The exceptions of MLflow; a library that was never imported cannot have raised any."""
     named = (
         ("mlflow.exceptions", "MlflowException"),
         ("sqlalchemy.exc", "SQLAlchemyError"),

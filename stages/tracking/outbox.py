@@ -1,6 +1,6 @@
-"""What trackers have to be sent, kept until they are; a failure costs a warning, never a run.
+"""Ledgers of unsent tracker data, kept until sent; a failure costs a warning, never a run.
 
-That is a ledger for each of them in the folder of a run. A run that is not a training has its
+Each tracker has a ledger in the folder of a run. A run that is not a training has its
 folder in the outbox of the cache or sweep that it makes, as long as one was not sent all of it.
 """
 
@@ -141,7 +141,7 @@ def open_ledger(
 
 
 def load_ledger(kind: TrackerKind, folder: RunFolder) -> Ledger:
-    """What has to be sent to a tracker about a run."""
+    """The ledger of a run for a tracker."""
     path = folder.ledger(kind.name)
     if not path.exists():
         raise UsageError(
@@ -240,7 +240,7 @@ def address_of(uri: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a store said, in one line and without secrets."""
+    """A store's error, in one line and without secrets."""
     said = redacted(str(error).strip()) or type(error).__name__
     if isinstance(error, StorageError):  # our own: all of it is useful
         return said.rstrip(".")

@@ -183,23 +183,23 @@ class TaskProgress:
         self.padding += padding
 
     def opening(self) -> str:
-        """What is about to be done."""
+        """The task and its size."""
         return self.task if self.total is None else f"{self.task}: {self.total:,} {self.unit}"
 
     def so_far(self) -> str:
-        """What is done by now, and when the rest will be."""
+        """The progress so far, and the time left."""
         left = self._left()
         parts = [self.counted(), *self._speed()]
         return f"{self.task}: {', '.join(parts + ([f'{left} left'] if left else []))}"
 
     def closing(self) -> str:
-        """What was done in all, and how long it took."""
+        """The total, and the time it took."""
         counted = self.counted() if self.done != self.total else f"{self.done:,} {self.unit}"
         took = f"{counted} in {_clock(self._elapsed())}"
         return f"{self.task}: {', '.join([took, *self._speed()])}"
 
     def counted(self) -> str:
-        """How many are done, of how many."""
+        """The done count, of the total."""
         if not self.total:
             return f"{self.done:,} {self.unit}"
         return f"{self.done:,} of {self.total:,} {self.unit} ({self.done / self.total:.0%})"

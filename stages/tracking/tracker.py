@@ -116,7 +116,7 @@ def plain_address(address: str) -> str:
 
 @dataclass(frozen=True)
 class TrackerKind:
-    """What is known of a tracker before its library is imported."""
+    """Facts of a tracker that need no import of its library."""
 
     name: str  # of its ledger, and in TRACKERS
     title: str  # in messages

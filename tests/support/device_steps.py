@@ -104,7 +104,7 @@ def source_of(cache, method):
     """The job of a method, its recipe, and its rows."""
     name, options = IN_USE.get(method, (method, {}))
     job = job_of(cache, name, options=options, batch_size=3, eval_fraction=0.3)
-    source = open_source(job.cache, job.manifest, job.reading, ShardColumns(check_shard))
+    source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(check_shard))
     return job, job.recipe.resolve_auto(source.labels)[0], source
 
 

@@ -11,7 +11,7 @@ from align.schemas.row_keys import EncodedRecord, key_rows
 from align.schemas.rows import Record, Role
 from align.stages.pairing.key_ranges import RunsFile, arranged, write_runs
 from align.stages.pairing.long_form import merge_same_prompts
-from align.stages.pairing.ring import Ring, complete_ring, write_stretch
+from align.stages.pairing.ring import Ring, complete_ring, write_range
 from align.stages.storage.cache.spool import Spool, new_part, put_commit
 
 
@@ -115,7 +115,7 @@ def ring_of_files(folder, files, ranges=1, *, num_pairs=0, long_form=False, side
         join = partial(merge_same_prompts, notes=notes, prompt_side=side) if long_form else None
         with new_part(spool.arranged(number)) as file:
             rows = arranged(files, number, ranges, notes, join=join)
-            record = write_stretch(file, rows, notes)
+            record = write_range(file, rows, notes)
         put_commit(spool.arranged(number), record)
     complete_ring(Ring(spool, num_pairs), ranges)
     ring = Ring(spool, num_pairs)

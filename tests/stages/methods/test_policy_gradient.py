@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from align.pipeline.plan.train_checks import reading_of
+from align.pipeline.plan.train_checks import read_spec_of
 from align.schemas.train_options import TrainOptions
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.policy_gradient import estimates_of, group_advantages
@@ -186,7 +186,7 @@ def test_ppo_of_an_unmoved_policy():
 
 def test_a_bad_label_is_a_score_of_minus_one_to_ppo_and_of_nought_to_grpo():
     for name, score in (("ppo", -1.0), ("grpo", 0.0)):
-        reading = reading_of(recipe_of(name, {}), TrainOptions(), policy="")
+        reading = read_spec_of(recipe_of(name, {}), TrainOptions(), policy="")
         assert reading.rules.bad_score == score
 
 
