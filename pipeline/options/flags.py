@@ -78,17 +78,21 @@ def _parameter(setting: str) -> inspect.Parameter:
     options: Any = getattr(Config(), section)
     meaning = next(field for field in dataclasses.fields(options) if field.name == name)
     kind, flag = _kind(setting), facts_of(setting).flag
+    typed = list[str] if get_origin(kind) is dict else kind  # a map is a list of KEY=VALUE
+    text, default = meaning.metadata["description"], getattr(options, name)
+    if default not in ("", [], {}) and not isinstance(default, bool):
+        text = f"{text} (default {default})"
     option = typer.Option(
         _declared(flag, kind),
         min=meaning.metadata["ge"],
         max=meaning.metadata["le"],
-        help=_help(meaning.metadata["description"], getattr(options, name)),
+        help=text,
     )
     return inspect.Parameter(
         flag.lstrip("-").replace("-", "_"),
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=None,
-        annotation=Annotated[_as_typed(kind) | None, option],
+        annotation=Annotated[typed | None, option],
     )
 
 
@@ -99,16 +103,6 @@ def _kind(setting: str) -> Any:
 
 def _declared(flag: str, kind: Any) -> str:
     return f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-
-
-def _as_typed(kind: Any) -> Any:
-    """The type of the flag's value; a map is a list of KEY=VALUE."""
-    return list[str] if get_origin(kind) is dict else kind
-
-
-def _help(meaning: str, default: Any) -> str:
-    silent = default in ("", [], {}) or isinstance(default, bool)
-    return meaning if silent else f"{meaning} (default {default})"
 
 
 # What serves in place of a setting is the same for both.

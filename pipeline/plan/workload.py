@@ -117,7 +117,10 @@ def workload_of(
     steps = min(steps, train.max_steps) if train.max_steps else steps
     one_pass = whole_pass(table, settings, epoch=0)
     plans = list(islice(one_pass.plans(0, min(one_pass.num_steps, SAMPLED_STEPS)), SAMPLED_STEPS))
-    own = [_lengths(table, plan.rows) for plan in plans]
+    own = [
+        table.prompt_tokens[plan.rows].astype(np.int64) + table.own_tokens[plan.rows]
+        for plan in plans
+    ]
     loads = [_loads(plan.own, sizes, settings) for plan, sizes in zip(plans, own, strict=True)]
     seen = sum(len(plan.rows) for plan in plans)
     share = min(steps * settings.batch_size, settings.epochs * rows) / seen
@@ -134,10 +137,6 @@ def workload_of(
         row=_mean_row(table),
         sharing=train.sequence_parallel,
     )
-
-
-def _lengths(table: RowTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    return table.prompt_tokens[rows].astype(np.int64) + table.own_tokens[rows]
 
 
 def _loads(

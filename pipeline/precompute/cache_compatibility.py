@@ -78,16 +78,13 @@ def require_same_or_growing(
     if set(found) <= GROWS_ALONG and not shrinks:
         return
     lines = "\n  ".join(found.values())
+    cost = "scores both caches need are copied, not computed again"
+    if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
+        cost = "the reference differs, so everything is scored again there"
     raise FingerprintError(
         f"{where} was made with other settings. What differs:\n  {lines}\n"
-        f"Choose another --output ({_cost(found)}), or undo the change."
+        f"Choose another --output ({cost}), or undo the change."
     )
-
-
-def _cost(found: Mapping[str, str]) -> str:
-    if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
-        return "the reference differs, so everything is scored again there"
-    return "scores both caches need are copied, not computed again"
 
 
 ROWS_AT_ONCE = 4096
@@ -179,15 +176,13 @@ def _branches(path: Location) -> NDArray[np.bytes_]:
 
 def _named_branches(rows: RowBlock) -> NDArray[np.bytes_]:
     """A digest of each branch that does not depend on where its prompt ends, as S16."""
-    prompts = [key + ids.tobytes() for key, ids in zip(_keys(rows), rows.prompts, strict=True)]
+    keys = np.ascontiguousarray(rows.prompt_keys.prompt).tobytes()  # 16 bytes each
+    starts = range(0, len(keys), 16)
+    own = zip(starts, rows.prompts, strict=True)
+    prompts = [keys[start : start + 16] + ids.tobytes() for start, ids in own]
     branches = zip(rows.row_of_branch.tolist(), rows.completions, strict=True)
     names = [blake2b(prompts[row] + ids.tobytes(), digest_size=16) for row, ids in branches]
     return np.frombuffer(b"".join(name.digest() for name in names), dtype="S16")
-
-
-def _keys(rows: RowBlock) -> list[bytes]:
-    keys = np.ascontiguousarray(rows.prompt_keys.prompt).tobytes()
-    return [keys[start : start + 16] for start in range(0, len(keys), 16)]
 
 
 def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
@@ -195,7 +190,7 @@ def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
     for name in options.reuse:
         if not CacheFolder(location(name)).manifest.is_file():
             raise UsageError(f"{name}: no finished cache to reuse (--reuse). Check the path.")
-    known = _registered() if options.reuse_known else []
+    known = filter(_is_there, _lines()) if options.reuse_known else ()
     named = [str(location(name).resolve()) for name in [*options.reuse, *known]]
     return tuple(dict.fromkeys([str(folder.root.resolve()), *named]))
 
@@ -274,11 +269,6 @@ def _alike(other: Manifest | Plan, plan: Plan) -> bool:
 
 def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
     return first["cache.seed"] == second["cache.seed"]
-
-
-def _registered() -> list[str]:
-    """The caches of the registry that are still there."""
-    return [line for line in _lines() if _is_there(line)]
 
 
 def _lines() -> list[str]:

@@ -287,17 +287,14 @@ def _require_usable(job: CacheJob, counts: InputCounts, quarantine: tuple[FileEn
         allowed=job.config.data.max_bad_frac,
         files=quarantine,
     )
+    hint = ""
+    if counts.reasons["empty_prompt"] and not job.shape.has_prompt:
+        hint = " If the prompts are in a column of another name, pass --map prompt=NAME."
     rejected.require_few(
         first_rejected(counts.rejected, job.paths.__getitem__),
         listed=rejected.listed(job.folder.root),
-        hint=_prompt_hint(job, counts),
+        hint=hint,
     )
-
-
-def _prompt_hint(job: CacheJob, counts: InputCounts) -> str:
-    if job.shape.has_prompt or not counts.reasons["empty_prompt"]:
-        return ""
-    return " If the prompts are in a column of another name, pass --map prompt=NAME."
 
 
 def _require_space(job: CacheJob, ring: Ring) -> None:

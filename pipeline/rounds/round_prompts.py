@@ -55,8 +55,11 @@ class PromptSplit:
 def split_prompts(config: Config) -> PromptSplit:
     """Reads all prompts, and holds some out by the hash that training holds rows out by."""
     prompts = [*asked_once(_read(config)).by_key.values()]
-    keys = prompt_keys_of([_record(prompt) for prompt in prompts]).split
-    is_held_out = held_out(keys, config.rounds.eval_fraction).tolist()
+    records = [
+        Record(0, 0, prompt.text, (), (), (), prompt.tools, prompt.template_options)
+        for prompt in prompts
+    ]
+    is_held_out = held_out(prompt_keys_of(records).split, config.rounds.eval_fraction).tolist()
     sides: tuple[list[Prompt], list[Prompt]] = ([], [])
     for prompt, side in zip(prompts, is_held_out, strict=True):
         sides[side].append(prompt)
@@ -75,10 +78,6 @@ def _read(config: Config) -> list[Prompt]:
     )
     rejected.require_few(first_rejected(found.rejected, lambda file: inputs[file].path))
     return found.prompts
-
-
-def _record(prompt: Prompt) -> Record:
-    return Record(0, 0, prompt.text, (), (), (), prompt.tools, prompt.template_options)
 
 
 def content_digest(prompts: Sequence[Prompt]) -> str:

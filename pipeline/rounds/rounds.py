@@ -99,18 +99,16 @@ def _go_on(
             record = _round(job, number, finished[-1] if finished else None, progress)
         if record is None:
             new = len(finished) - len(known)
-            return RoundsResult(job.folder.root, tuple(finished), _out_of_time(number), new)
+            reason = (
+                f"the training of round {number} was stopped by train.max_time; "
+                "the same command continues"
+            )
+            return RoundsResult(job.folder.root, tuple(finished), reason, new)
         finished.append(record)
         _record(parent, job, record)
         _publish_page(job, finished, parent)
     reason = _stopped(job, finished)
     return RoundsResult(job.folder.root, tuple(finished), reason, len(finished) - len(known))
-
-
-def _out_of_time(number: int) -> str:
-    return (
-        f"the training of round {number} was stopped by train.max_time; the same command continues"
-    )
 
 
 def _round(

@@ -10,7 +10,7 @@ from ...schemas.config import Config
 from ...schemas.errors import counted
 from ...schemas.round_record import RoundRecord
 from ...schemas.samples import Prompt, sample_key
-from ...schemas.table_manifest import TableKind, TableManifest
+from ...schemas.table_manifest import TableManifest
 from ...stages.report.cache_tables import grid
 from ...stages.storage.answers import Answers
 from ...stages.storage.cache.cache_folder import CacheFolder
@@ -103,7 +103,8 @@ def _lines(planned: _Planned) -> Iterator[PlanLine]:
     missing = _missing(job, config, prompts) if planned.is_begun else samples
     known = f"{samples - missing:,} of {samples:,} samples"
     yield PlanLine(number, "sample", known, _paid(missing, "samples"))
-    judged, selected = (_table(one, kind) for kind in ("judged", "selected"))
+    judged = TableFolder(one.root / "judged", "judged").find()
+    selected = TableFolder(one.root / "selected", "selected").find()
     judge = config.judge
     most = 0 if judged else kind_of(judge).most(judge, len(prompts), config.sample.n)
     yield PlanLine(number, "judge", _rows(judged), _most(most, "judgments"))
@@ -164,10 +165,6 @@ def _training(one: OneRound) -> tuple[str, str]:
         return "finished", DONE
     steps = run.steps()
     return (f"step {steps[-1]:,}" if steps else "-", "a training")
-
-
-def _table(one: OneRound, kind: TableKind) -> TableManifest | None:
-    return TableFolder(one.root / kind, kind).find()
 
 
 def _rows(found: TableManifest | None, what: str = "rows") -> str:

@@ -30,7 +30,10 @@ TRAINED_NOTE = (
 def rounds_page(job: RoundsJob, finished: Sequence[RoundRecord]) -> str:
     """The page of the finished rounds."""
     names = dict.fromkeys(name for one in finished for name, count in one.counts.items() if count)
-    counts = [[name, *(_count(record, name) for record in finished)] for name in names]
+    counts = [
+        [name, *(f"{one.counts[name]:,}" if name in one.counts else "-" for one in finished)]
+        for name in names
+    ]
     answer_head, answers = _answers(job, finished)
     return render_page(
         "rounds.html.j2",
@@ -60,10 +63,6 @@ def _sentences(job: RoundsJob, finished: Sequence[RoundRecord]) -> Iterator[str]
         f"reference {config.rounds.reference}, judged by {config.judge.by}; {prompts}."
     )
     yield from (f"{line}." for line in unjudged(finished))
-
-
-def _count(record: RoundRecord, name: str) -> str:
-    return f"{record.counts[name]:,}" if name in record.counts else "-"
 
 
 def _measured(finished: Sequence[RoundRecord]) -> str:

@@ -118,7 +118,8 @@ class LocalSampler(Sampler):
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
         """Prompts that fill the model's context, or fail in its template."""
         found: dict[str, BadRow] = {}
-        most = self._longest_prompt(sampling)
+        context = self._reference.context()
+        most = None if context is None else context - sampling.max_new_tokens
         for prompt in prompts:
             try:
                 length = self.tokens_of(prompt)
@@ -169,10 +170,6 @@ class LocalSampler(Sampler):
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of a completion's tokens."""
         return self._tokenizer.continuation(tokens)
-
-    def _longest_prompt(self, sampling: Sampling) -> int | None:
-        context = self._reference.context()
-        return None if context is None else context - sampling.max_new_tokens
 
     @cached_property
     def _reference(self) -> HfReference:

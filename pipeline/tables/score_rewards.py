@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...schemas.cache import Manifest, file_identity
+from ...schemas.cache import file_identity
 from ...schemas.columns import Ragged
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
@@ -114,7 +114,8 @@ def rewards_from_model(
     made = precompute(scoring, open_reward(model), progress=progress, share=share, stage="score")
     if not made.manifest:
         return made
-    scores = _scores(CacheFolder(output.root / SCORES), made.manifest)
+    folder = CacheFolder(output.root / SCORES)
+    scores = Scores.collect(read_shard(folder.shard(shard)) for shard in made.manifest.shards)
     # The shards name files by their bytes, and here they are read in the order they were given.
     files = [file_identity(file.sha256) for file in data.digested]
     return _written(output, data, lambda record: scores.of(files[record.file], record.row))
@@ -151,10 +152,6 @@ def _output(config: Config) -> OutputFolder:
     output.prepare()
     output.require_ours(ROWS)  # before hours of scoring
     return output
-
-
-def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
-    return Scores.collect(read_shard(folder.shard(shard)) for shard in manifest.shards)
 
 
 def _written(

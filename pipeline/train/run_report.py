@@ -21,7 +21,7 @@ from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.disk import fs
 from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, read_ending
-from ...stages.tracking.journal import EVAL, RESERVED, Entry, entry_batches
+from ...stages.tracking.journal import EVAL, RESERVED, entry_batches
 from ..options.settings import run_settings, without_secrets
 
 if TYPE_CHECKING:
@@ -238,7 +238,11 @@ def read_history(metrics: Path) -> History:
     frames = [pl.DataFrame(schema=kinds)]
     for entries in entry_batches(metrics):
         rows = [
-            {"step": entry.step, "time": entry.points[0].time_ms, **_values(entry)}
+            {
+                "step": entry.step,
+                "time": entry.points[0].time_ms,
+                **{point.key: point.value for point in entry.points},
+            }
             for entry in entries
         ]
         frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
@@ -262,10 +266,6 @@ def curves(lines: pl.DataFrame) -> Curves:
         for name in lines.columns
         if name not in RESERVED
     }
-
-
-def _values(entry: Entry) -> dict[str, float]:
-    return {point.key: point.value for point in entry.points}
 
 
 def _ends(lines: pl.DataFrame) -> tuple[dict[str, float], dict[str, float]]:

@@ -56,7 +56,7 @@ def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> li
         }
         for values in itertools.product(*own.values()):
             chosen = [f"{key}={value}" for key, value in zip(own, values, strict=True)]
-            name = "-".join(map(_in_a_folder_name, (recipe.name, *values)))
+            name = re.sub(r"[^\w.+-]", "_", "-".join((recipe.name, *values)))
             trials.append(Trial(name, (f"train.method={method}", *chosen)))
     _require_own_names(trials)
     return trials
@@ -70,10 +70,6 @@ def values_of(trials: Iterable[Trial]) -> dict[str, list[str]]:
             name, _, value = text.partition("=")
             found.setdefault(name, {})[value] = None
     return {name: list(values) for name, values in found.items()}
-
-
-def _in_a_folder_name(text: str) -> str:
-    return re.sub(r"[^\w.+-]", "_", text)
 
 
 def _require_own_names(trials: Iterable[Trial]) -> None:

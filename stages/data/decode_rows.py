@@ -13,7 +13,7 @@ from ...schemas.rows import BadRow, Record, Rejected, Text
 from .chat_wrap import Wrapping
 from .data_schema import OPTIONAL
 from .data_shape import Cells, Shape
-from .file_formats import ArrowRows, CsvRows, JsonRows, Payload
+from .file_formats import ArrowRows, CsvRows, Payload
 from .free_text import Watch
 from .input_files import Chunk, InputFile, iter_chunks
 from .validate import (
@@ -128,11 +128,7 @@ def read_cells(payload: Payload, columns: Collection[str]) -> Iterator[Cells | B
     if isinstance(payload, ArrowRows):
         return _arrow_cells(payload.batch)
     if isinstance(payload, CsvRows):
-        return _csv_cells(payload, columns)
-    return _json_cells(payload, columns)
-
-
-def _json_cells(payload: JsonRows, columns: Collection[str]) -> Iterator[Cells | BadRow]:
+        return (_or_bad(_csv_row, row, payload.header, columns) for row in payload.rows)
     return (_or_bad(_json_object, text, columns) for text in payload.texts)
 
 
@@ -158,10 +154,6 @@ def _json_object(text: bytes, columns: Collection[str]) -> Cells:
         for column in columns:
             require_characters(row.get(column), column)
     return row
-
-
-def _csv_cells(payload: CsvRows, columns: Collection[str]) -> Iterator[Cells | BadRow]:
-    return (_or_bad(_csv_row, row, payload.header, columns) for row in payload.rows)
 
 
 def _csv_row(row: Sequence[str], header: Sequence[str], columns: Collection[str]) -> Cells:

@@ -115,7 +115,7 @@ def _blocks(prompt_keys: Keys, forget: Callable[[], object]) -> _Blocks:
             blocks.append(pending)
             pending = None
     _require_room(largest, len(prompt_keys))
-    while pending and len(blocks) and not _is_roomy(pending):
+    while pending and len(blocks) and pending.stop - pending.start < 4 * pending.longest:
         pending = _joined(blocks.pop(), pending)
     if pending:
         blocks.append(pending)
@@ -182,10 +182,6 @@ def _shift_along(
             partner[block.start + first : block.start + last] = shifted
         if block.start // SPAN != block.stop // SPAN:
             forget()
-
-
-def _is_roomy(block: _Block) -> bool:
-    return block.stop - block.start >= 4 * block.longest
 
 
 def _joined(first: _Block, second: _Block) -> _Block:

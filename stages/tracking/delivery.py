@@ -140,12 +140,8 @@ def is_own(root: Path, name: str) -> bool:
         if path.is_symlink():
             return False
     walked = (Path(top, one) for top, dirs, files in os.walk(path) for one in [*dirs, *files])
-    return all(_is_plain(one) for one in (path, *walked))
-
-
-def _is_plain(path: Path) -> bool:
-    mode = path.lstat().st_mode
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    modes = (one.lstat().st_mode for one in (path, *walked))
+    return all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in modes)
 
 
 def _folder_of(name: str) -> str:
