@@ -176,7 +176,7 @@ class TokenOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The content of the shards, and their location."""
+    """What the shards hold and where they are."""
 
     output: str = option(
         "align-cache",

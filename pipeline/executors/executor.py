@@ -35,12 +35,12 @@ class Tasks(Protocol[Facts_co]):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """How much each task adds to the progress; there are as many tasks as sizes."""
+        """The progress that each task adds; there are as many tasks as sizes."""
         ...
 
     @property
     def costs(self) -> Sequence[float]:
-        """How long each task takes, in any measure."""
+        """The relative cost of each task."""
         ...
 
     @property

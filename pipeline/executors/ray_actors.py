@@ -73,7 +73,7 @@ class RayActors:
 
     @property
     def groups(self) -> int:
-        """How many actors there will be is not known yet."""
+        """A guess: the number of actors is not known yet."""
         return GROUPS
 
     def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
@@ -109,7 +109,7 @@ class RayActors:
             ) from error
 
     def _rows(self, ray: Any, tasks: Tasks[Facts], todo: list[int]) -> Iterator[Any]:
-        least, most = workers_of(self.workers) or (1, self._room(ray))
+        least, most = workers_of(self.workers) or (1, self._most_workers(ray))
         pool = ray.data.ActorPoolStrategy(
             min_size=min(least, len(todo)),
             max_size=min(most, len(todo)),
@@ -127,7 +127,7 @@ class RayActors:
         )
         return iter(rows.iter_rows())
 
-    def _room(self, ray: Any) -> int:
+    def _most_workers(self, ray: Any) -> int:
         """As many workers as have a GPU or a core each, or one for each machine."""
         if self.cores > CORES_PER_WORKER:
             return max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
@@ -273,7 +273,7 @@ def _knock(address: str) -> None:
 
 
 def _leave(ray: Any) -> None:
-    """A failure on the way out does not take the place of what ended the run."""
+    """A failure on the way out does not hide the error that ended the run."""
     try:
         ray.shutdown()
     except Exception as error:
@@ -300,7 +300,7 @@ def _take_back(handler: Any) -> None:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Hides the line in which Ray's core tells its log level, which has no switch."""
+    """Hides the line in which Ray's core prints its log level, which has no switch."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

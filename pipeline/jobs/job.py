@@ -94,7 +94,7 @@ class Job(Protocol[M, T]):
 
     @property
     def folder(self) -> Output:
-        """Where its output goes."""
+        """The output folder."""
         ...
 
     @property
@@ -168,7 +168,7 @@ class Made(Generic[M, T]):
 
     @property
     def folder(self) -> Location:
-        """Where it is."""
+        """The root of the output."""
         return self.job.folder.root
 
     @property

@@ -57,7 +57,7 @@ class RejectedRows:
 
 
 def first_rejected(rows: Sequence[Rejected], path_of: Callable[[int], Path | str]) -> list[str]:
-    """Where the first few are and why; `path_of` names a row's file."""
+    """The first few, each with file, row number and reason; `path_of` names a row's file."""
     return [
         f"{path_of(row.file)} row {row.row}: {row.reason}: {row.detail}" for row in rows[:SHOWN]
     ]

@@ -39,7 +39,7 @@ def note_fitting(folder: RunFolder, planned: int, fits: int) -> None:
     fs.publish(folder.fitted, text.encode(), label="fitted")
 
 
-def lighter(config: Config, stage: int, ranks: int) -> Iterator[str]:
+def memory_savers(config: Config, stage: int, ranks: int) -> Iterator[str]:
     """Memory-saving settings that are not in use, the cheapest first."""
     train, lora = config.train, config.lora
     if not train.gradient_checkpointing:

@@ -39,14 +39,14 @@ def _training(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def parameters_text(elements: Elements) -> str:
-    """How many there are, and how many of them learn."""
+    """The number of parameters, and of trainable ones."""
     share = elements.learning / elements.total
     learn = "all learn" if not elements.frozen else f"{elements.learning:,} learn ({share:.2%})"
     return f"{elements.total:,} parameters, {learn}"
 
 
 def steps_text(work: Workload) -> str:
-    """How many steps of how many rows."""
+    """The numbers of steps, rows and epochs."""
     steps, epochs = counted(work.steps, "steps"), counted(work.epochs, "epochs")
     return f"{steps} of {work.batch_size:,} rows, {epochs}"
 
@@ -62,7 +62,7 @@ def tokens_text(work: Workload) -> str:
 
 
 def micro_batches_text(work: Workload) -> str:
-    """How a step is cut."""
+    """The micro-batches of a step."""
     whose = f"{work.sharing} ranks together" if work.sharing > 1 else "each rank"
     return f"{work.micro_batches:,} in a step of {whose}, at most {work.micro_tokens:,} tokens"
 

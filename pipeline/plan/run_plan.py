@@ -97,7 +97,7 @@ class RunPlan:
 
     @property
     def seconds(self) -> float:
-        """How long it takes, where the speed is known."""
+        """The estimated seconds; 0 where the speed is unknown."""
         rate = self.request.tokens_per_second
         return self.workload.tokens / rate if rate else 0.0
 

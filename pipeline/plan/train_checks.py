@@ -172,7 +172,7 @@ def require_own_samples(
 
 
 def sampling_note(recipe: Recipe, manifest: Manifest) -> str:
-    """How the samples of a cache were drawn, where the loss depends on it."""
+    """The sampling of a cache's samples, where the loss depends on it."""
     if not recipe.drawn_by_reference:
         return ""
     drawn = manifest.sampling or (None,) * len(manifest.inputs)
@@ -184,7 +184,7 @@ def sampling_note(recipe: Recipe, manifest: Manifest) -> str:
 
 
 def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
-    """How stored rows are read; `policy` is the folder of the policy, for its tokenizer."""
+    """The read spec of stored rows; `policy` is the policy's folder, for its tokenizer."""
     return ReadSpec(
         kind=recipe.rows,
         mismatched="mismatched" in recipe.needs,

@@ -74,7 +74,7 @@ class Workload:
 def feed_settings(
     train: TrainOptions, recipe: Recipe, world: World, *, tokens: int, pads: bool
 ) -> FeedSettings:
-    """How rows are cut into steps and micro-batches of so many tokens for each rank."""
+    """The batching: steps, and micro-batches of so many tokens for each rank."""
     return FeedSettings(
         seed=train.seed,
         epochs=train.epochs,

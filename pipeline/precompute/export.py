@@ -15,7 +15,7 @@ from ..jobs.object_inputs import local_model
 
 
 def beside(folder: CacheFolder, to: str) -> Path:
-    """Where the export of a cache goes by itself: beside it, or here if it is in a store."""
+    """The default path of an export: beside the cache, or here if that is in a store."""
     return folder.store.folder_beside(folder.root) / f"{folder.root.resolve().name}-{to}.parquet"
 
 

@@ -148,5 +148,5 @@ class LeadingScorer:
         yield
 
     def describe(self) -> Mapping[str, str]:
-        """How rank zero scores, which is how all do."""
+        """The scoring path of rank zero, which all ranks take."""
         return self._scorer.describe()

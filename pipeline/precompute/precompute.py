@@ -94,7 +94,7 @@ class PrecomputeJob:
 
     @property
     def folder(self) -> CacheFolder:
-        """Where the cache goes."""
+        """The folder of the cache."""
         return self.cache.folder
 
     @property
@@ -175,8 +175,7 @@ class PrecomputeJob:
             return _made_by_another(job) if is_over else None
         manifest = build_manifest(plan, commits)
         _require_usable(job, manifest)
-        # Unfinished work on other data, which this cache takes the place of. What begins later is
-        # on top of this cache.
+        # Unfinished work on other data, which this cache replaces. Later work is on top of it.
         others = [work for work in job.folder.works() if work != job.work]
         if not write_manifest(job.folder, manifest, work=job.work):
             return _made_by_another(job)
@@ -194,7 +193,7 @@ class PrecomputeJob:
         run.log_artifact(self.folder.manifest)
 
     def lines(self, made: Manifest, *, was_complete: bool) -> list[str]:
-        """How much the cache holds, what was scored for it, and what was dropped."""
+        """The size of the cache, the scoring done for it, and the dropped rows."""
         lines = [
             f"{self.folder.root}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
             f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",

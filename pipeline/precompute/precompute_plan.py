@@ -339,7 +339,7 @@ def _plan(
 
 
 def _sampling(job: CacheJob) -> tuple[Drawing | None, ...]:
-    """How the samples of each input were drawn; nothing where none of them is known."""
+    """The sampling of each input's samples; empty if none is known."""
     files = zip(job.inputs, job.digested, strict=True)
     found = tuple(drawing_of(file.path, read.sha256) for file, read in files)
     return found if any(found) else ()

@@ -260,7 +260,7 @@ class _UnitScorer:
 
     @cached_property
     def rules(self) -> ScoringRules:
-        """How units are scored."""
+        """The scoring rules of units."""
         return ScoringRules(
             tokens_per_batch=self.tasks.tokens_per_batch,
             hidden_size=self.tasks.reference.hidden_size(),

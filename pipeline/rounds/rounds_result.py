@@ -39,7 +39,7 @@ class RoundsResult:
         return "\n".join([*lines, *filter(None, [self.reason]), *self._outputs()])
 
     def _outputs(self) -> list[str]:
-        """Where to look next."""
+        """The output paths of the last round."""
         if not self.finished:
             return [f"in {self.folder}"]
         folder = RoundsFolder(self.folder)
@@ -134,7 +134,7 @@ LOG_RATIO = "log_ratio"  # log(policy / reference), the mean over completions
 
 
 def trained_metrics(recipe: Recipe, run: RunFolder) -> dict[str, float]:
-    """The metrics of the last logged step, and the mean log-ratio that its rewards tell."""
+    """The metrics of the last logged step, and the mean log-ratio implied by its rewards."""
     lines = read_history(run.metrics).learned
     last = {name: value for name, value in lines.row(-1, named=True).items() if value is not None}
     kept = {name: float(last[name]) for name in TRAINED if name in last}

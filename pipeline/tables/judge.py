@@ -68,7 +68,7 @@ class JudgeJob:
 
     @property
     def folder(self) -> TableFolder:
-        """Where the table goes."""
+        """The folder of the table."""
         return TableFolder.at(self.config.judge.output, "judged")
 
     @property
@@ -144,7 +144,7 @@ class JudgeJob:
         run.log_artifact(self.folder.manifest)
 
     def lines(self, made: TableManifest, *, was_complete: bool) -> list[str]:
-        """How many samples have a score, and what that took."""
+        """The number of samples with a score, and the judgments made for them."""
         counts = made.counts
         scored = f"{counts['judged']:,} of them with a score"
         lines = [f"{self.folder.root}: {counted(made.rows, 'samples')}, {scored}"]
@@ -186,7 +186,7 @@ class CalibrationJob:
 
     @property
     def folder(self) -> TableFolder:
-        """Where its judgments are kept, unless the settings name another place."""
+        """The folder of its judgments, unless the settings name another."""
         return TableFolder.at(self.config.judge.output, "judged")
 
     @property

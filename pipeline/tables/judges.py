@@ -80,7 +80,7 @@ class Judge(ABC):
 
     @staticmethod
     def most(options: JudgeOptions, prompts: int, n: int) -> int:
-        """How many judgments it makes at most of so many samples of so many prompts."""
+        """The most judgments it makes of `n` samples for each of so many prompts."""
         return prompts * n
 
     @staticmethod
@@ -114,7 +114,7 @@ class Judge(ABC):
 
     @abstractmethod
     def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
-        """How it does on pairs of known preference."""
+        """Its results on pairs of known preference."""
 
 
 class RowJudge(Judge):
@@ -168,5 +168,5 @@ class Judged:
         return {f"judge/{name}": float(getattr(self, name)) for name in named}
 
     def text(self) -> str:
-        """How many are new."""
+        """The counts of new and known judgments."""
         return f"{counted(self.new, 'judgments')} made, {self.known:,} known before"

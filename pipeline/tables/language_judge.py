@@ -81,7 +81,7 @@ class AskingJudge(Judge):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """How long a judgment may be."""
+        """The longest judgment, in tokens."""
         return {"max_new_tokens": self.model.config.judge.max_new_tokens}
 
     @property

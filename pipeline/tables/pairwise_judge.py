@@ -64,7 +64,7 @@ class PairwiseJudge(AskingJudge):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Which pairs, where the samples do not say it, and how long a judgment may be."""
+        """The choice of pairs, unless the samples make it, and the longest judgment."""
         pairs = {} if self.against else {"pairs": self.model.config.judge.pairs}
         return {**pairs, **super().settings}
 

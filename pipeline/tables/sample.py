@@ -100,7 +100,7 @@ class SampleJob:
 
     @property
     def folder(self) -> TableFolder:
-        """Where the table goes."""
+        """The folder of the table."""
         return TableFolder.at(self.config.sample.output, "samples")
 
     @property
@@ -136,7 +136,7 @@ class SampleJob:
         return {key: [tasks.key(key, number) for number in range(tasks.n)] for key in self.prompts}
 
     def finished(self, *, is_prepared: bool) -> TableManifest | None:
-        """The table, if all samples are known: they tell it, and not a manifest that is there."""
+        """The table, if all samples are known: they decide it, not an existing manifest."""
         if not is_prepared:
             return None
         answers = self.tasks.answers
@@ -212,7 +212,7 @@ class SampleJob:
         )
 
     def lines(self, made: TableManifest, *, was_complete: bool) -> list[str]:
-        """How many samples there are, how long they are, and what was left out."""
+        """The number of samples, their mean length, and the prompts left out."""
         counts = made.counts
         mean = counts["completion_tokens"] / max(counts["samples"], 1)
         return [

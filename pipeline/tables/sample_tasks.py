@@ -70,7 +70,7 @@ class SampleTally:
         }
 
     def text(self) -> str:
-        """How many are new."""
+        """The counts of new and known samples."""
         made = f"{counted(self.new, 'samples')} made now, {self.known:,} known before"
         return f"{made}, in {self.seconds:.1f} s"
 

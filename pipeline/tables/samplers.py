@@ -1,4 +1,4 @@
-"""Which model samples: one in this process, or one behind a server."""
+"""Samplers: a model in this process, or one behind a server."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def wrapping_of(config: Config) -> Wrapping:
 
 
 def sampling_of(options: SampleOptions) -> Sampling:
-    """How the settings draw."""
+    """The sampling parameters of the settings."""
     return Sampling(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -164,7 +164,7 @@ class LocalSampler(Sampler):
         return encode_prompt(_record(prompt), self._tokenizer)
 
     def tokens_of(self, prompt: Prompt) -> int:
-        """How long a prompt is."""
+        """The number of tokens of a prompt."""
         return len(self.ids_of(prompt))
 
     def text_of(self, tokens: Sequence[int]) -> str:

@@ -75,7 +75,7 @@ class Checkpointer:
         session = self._session
         began = time.monotonic()
         if lack := run_on_rank_zero(
-            session.world, lambda: lack_of_room(session, self._start.folder)
+            session.world, lambda: lack_of_space(session, self._start.folder)
         ):
             saved = Saved(position.step, lack)
             self._count(position, saved)
@@ -135,7 +135,7 @@ class Checkpointer:
         return described(folder.root, folder.metrics)
 
 
-def require_room(session: Session, folder: RunFolder) -> None:
+def require_disk_space(session: Session, folder: RunFolder) -> None:
     """Refuses a disk without space for one checkpoint and the model; warns if not all fit."""
     train = session.job.config.train
     checkpoint, model = checkpoint_bytes(session, folder), model_bytes(session)
@@ -160,7 +160,7 @@ def require_room(session: Session, folder: RunFolder) -> None:
         )
 
 
-def lack_of_room(session: Session, folder: RunFolder) -> str:
+def lack_of_space(session: Session, folder: RunFolder) -> str:
     """Why one more checkpoint does not fit; empty if it does."""
     needed, free = checkpoint_bytes(session, folder), fs.free_bytes(folder.root)
     if free >= needed:
@@ -168,7 +168,7 @@ def lack_of_room(session: Session, folder: RunFolder) -> str:
     return f"{folder.checkpoints}: about {needed:,} bytes are needed, and {free:,} are free"
 
 
-def require_room_for_model(session: Session, folder: RunFolder) -> None:
+def require_space_for_model(session: Session, folder: RunFolder) -> None:
     """Refuses to write a model of which only a part would fit."""
     needed, free = model_bytes(session), fs.free_bytes(folder.root)
     if free < needed:

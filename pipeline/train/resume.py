@@ -327,7 +327,7 @@ def made_with(session: Session) -> dict[str, str]:
 
 
 def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:
-    """How a run under ZeRO-3 scored that was saved with the same parts; None with others."""
+    """The scoring path of a ZeRO-3 run saved with the same software; None with other."""
     layout: Any = begun.made_with["layout"]
     head: Any = begun.made_with["log-prob head"]
     path = ScoringPath(layout, head, math.nan)

@@ -29,7 +29,7 @@ from ...stages.train.throughput import Machine
 from ..options.settings import flatten, without_secrets
 from ..plan.fitted_batches import note_fitting, planned_tokens
 from ..plan.train_checks import BestMetric
-from .checkpointer import Checkpointer, require_room
+from .checkpointer import Checkpointer, require_disk_space
 from .resume import Start, identity_of
 from .run_report import write_report
 from .training_job import Session
@@ -108,7 +108,7 @@ class RunRecords:
         """The run's settings, and how far it has to go."""
         self._total_steps = total_steps
         run_on_rank_zero(
-            self._session.world, lambda: require_room(self._session, self._start.folder)
+            self._session.world, lambda: require_disk_space(self._session, self._start.folder)
         )
         if self._session.world.rank == 0:
             self._describe()

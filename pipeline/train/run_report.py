@@ -144,7 +144,7 @@ class _CacheFacts:
 
 
 def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
-    """Where the reference's log-probs come from, as far as the cache still holds it."""
+    """The origin of the reference's log-probs, as far as the cache still has it."""
     cache = CacheFolder(location(settings["train.cache"] or settings["cache.output"]))
     try:
         roots = {

@@ -52,7 +52,7 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
             digests = digest_policies(jobs, world, remember)
         jobs = [_identified(digests, *one) for one in zip(trials, jobs, strict=True)]
         columns = shard_columns(world, remember, keeps=True)
-        run_on_rank_zero(world, partial(_require_room, jobs, output))
+        run_on_rank_zero(world, partial(_prepare_folder, jobs, output))
         with (
             _add_resume_hint(output, results, len(jobs)),
             recorded_work(
@@ -109,7 +109,7 @@ def _require_different(jobs: Sequence[TrainingJob]) -> None:
             raise UsageError(f"{named} would be the same run. Leave one of them out.")
 
 
-def _require_room(jobs: Sequence[TrainingJob], output: Path) -> None:
+def _prepare_folder(jobs: Sequence[TrainingJob], output: Path) -> None:
     OutputFolder(output, "sweep").prepare()
     for name in PAGES:
         fs.drop_drafts(output / name)

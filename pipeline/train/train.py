@@ -43,7 +43,7 @@ from ...stages.train.memory_backoff import MemoryBackoff
 from ...stages.train.synchronized import SaveClock, StopConditions
 from ...stages.train.throughput import Meter, forget_peak
 from ..jobs.signals import add_resume_hint, asked_to_stop
-from ..plan.fitted_batches import fitting_tokens, lighter, planned_tokens
+from ..plan.fitted_batches import fitting_tokens, memory_savers, planned_tokens
 from ..plan.short_plan import short_plan
 from ..plan.train_checks import require_positions, sampling_note
 from ..plan.workload import feed_settings
@@ -247,7 +247,7 @@ def _text_config(policy: Policy) -> Any:
 
 
 def _restored(session: Session, start: Start) -> TrainingPosition | None:
-    """Where the checkpoint left off, its state loaded; None for a new run."""
+    """The position of the checkpoint, its state loaded; None for a new run."""
     if start.checkpoint is None:
         return None
     position = start.checkpoint.position
@@ -290,7 +290,7 @@ def _learn(
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
-        backoff=_room(session),
+        backoff=_memory_backoff(session),
     )
     with asked_to_stop() as asked:
         records.begin(position, loop.total_steps)
@@ -311,13 +311,13 @@ def _learn(
     return outcome(start.folder, ending)
 
 
-def _room(session: Session) -> MemoryBackoff:
+def _memory_backoff(session: Session) -> MemoryBackoff:
     ranks, stage = session.world.size, stage_of(session.engine_config)
     return MemoryBackoff(
         pads=session.feed.settings.pads,
         ranks=ranks,
         sequence_parallel=session.world.sequence_parallel,
-        advice=tuple(lighter(session.job.config, stage, ranks)),
+        advice=tuple(memory_savers(session.job.config, stage, ranks)),
     )
 
 

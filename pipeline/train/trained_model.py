@@ -21,7 +21,7 @@ from ...stages.model.save import (
 from ...stages.report.model_card import Lineage, model_card
 from ...stages.storage.bucket.local_copies import origin_of
 from ...stages.storage.run.run_folder import save_model
-from .checkpointer import require_room_for_model
+from .checkpointer import require_space_for_model
 from .resume import Start, versions
 from .run_recorder import RunRecords, used_settings
 from .training_job import Session
@@ -37,7 +37,7 @@ def write_model(session: Session, start: Start, records: RunRecords, *, steps: i
 
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
     job, folder = session.job, start.folder
-    require_room_for_model(session, folder)
+    require_space_for_model(session, folder)
     lora, source = job.config.lora, Path(job.policy.path)
     stops = Stops.of(job.manifest.fingerprint).of_template
     own, value_head = parted(weights)

@@ -120,7 +120,7 @@ def _refuse_free_text(found: Mapping[str, ColumnSample], shape: Shape) -> None:
 
 
 def _ways(name: str, sample: ColumnSample, shape: Shape) -> str:
-    """How a column is read, and how it is left out."""
+    """A hint for the user: the flag that reads a column, or leaves it out."""
     left_out = f"or leave it out with --map {shlex.quote(f'{name}=')}."
     if ours := _readable_as(name, sample, shape):
         return f"read it with --map {shlex.quote(f'{ours}={name}')}, {left_out}"

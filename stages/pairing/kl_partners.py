@@ -114,7 +114,7 @@ def _blocks(prompt_keys: Keys, forget: Callable[[], object]) -> _Blocks:
         if pending.stop - pending.start >= max(SMALLEST_BLOCK, 4 * pending.longest):
             blocks.append(pending)
             pending = None
-    _require_room(largest, len(prompt_keys))
+    _require_other_prompts(largest, len(prompt_keys))
     while pending and len(blocks) and pending.stop - pending.start < 4 * pending.longest:
         pending = _joined(blocks.pop(), pending)
     if pending:
@@ -122,7 +122,7 @@ def _blocks(prompt_keys: Keys, forget: Callable[[], object]) -> _Blocks:
     return blocks
 
 
-def _require_room(largest: int, total: int) -> None:
+def _require_other_prompts(largest: int, total: int) -> None:
     if 2 * largest > total:
         raise BadDataError(
             f"One prompt holds {largest} of all {total} completions, so they cannot all be paired "
@@ -274,7 +274,7 @@ def _first_after(
 
 @dataclass(frozen=True)
 class CutRule:
-    """How a mismatched completion is cut to fit its prompt."""
+    """Rule for cutting a mismatched completion to fit its prompt."""
 
     max_length: int
     stops: frozenset[int]  # the tokens that what was cut never ends with

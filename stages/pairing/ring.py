@@ -56,7 +56,7 @@ class Ring:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is complete, with all of its files in place."""
+        """Whether it is complete, with all of its files."""
         record = find_commit(RingRecord, self.spool.ring)
         return record is not None and all(map(Path.exists, self._files(record)))
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("align")
 
 
 class Callback(Protocol):
-    """Hears of every line of a training run's journal; what it raises ends the run."""
+    """Observer of every line of a training run's journal; an error it raises ends the run."""
 
     def __call__(self, step: int, metrics: Mapping[str, float], /) -> None:
         """A line that has been written; names of held-out rows' metrics begin with `eval/`."""

@@ -68,7 +68,7 @@ def require_whole(uri: str, error: Exception) -> None:
 
 
 def _count_runs(path: Path) -> int | None:
-    """How many runs a store has, whole or not; None where the file is not a database."""
+    """The number of runs in a store, whole or not; None where the file is no database."""
     try:
         with path.open("rb") as source:
             source.read(1)
@@ -145,7 +145,7 @@ def _unsynchronized() -> Iterator[None]:
 
 
 def artifacts_beside(uri: str, experiment: str) -> str | None:
-    """Where a SQLite file keeps what an experiment uploads: beside itself, in any folder.
+    """The artifact folder of a SQLite store: beside its file, from any working folder.
 
     MLflow would put it below the folder that the first run is started from. None: it decides.
     """

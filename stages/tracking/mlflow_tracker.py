@@ -244,7 +244,7 @@ def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def store_uri(options: TrackingOptions) -> str:
-    """Where runs are recorded: what the config says, else the environment, else a local file."""
+    """The tracking URI of the config, else the environment, else a local file."""
     return options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 

@@ -1,7 +1,7 @@
-"""Trackers: what one is told of a run, the calls that it takes, and which there are.
+"""Trackers: the facts they record of a run, their interface, and the known ones.
 
 The numbers of a run reach it as lines of the run's journal, all else as the record beside it. Both
-are on disk before a tracker hears of them, so a store that is down costs a warning, never a run.
+are on disk before a tracker gets them, so a store that is down costs a warning, never a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAIN = "mlflow"  # whose address `tracking.uri` is, and `--uri` of mlflow-sync
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-KEY_TAG = "align.run_key"  # by which a run is found whose id was never heard here
+KEY_TAG = "align.run_key"  # by which a run is found whose id is unknown here
 GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
@@ -105,7 +105,7 @@ class Tracker(Protocol):
         ...
 
     def end(self, status: str, ended_ms: int) -> None:
-        """How the run ended; its files and models may still follow."""
+        """Sets the status of an ended run; its files and models may still follow."""
         ...
 
 
@@ -144,6 +144,6 @@ def kind_of(name: str) -> TrackerKind:
 
 
 def addresses(options: TrackingOptions) -> Mapping[str, str]:
-    """Where runs are recorded, by tracker; nowhere with `tracking.mlflow=false`."""
+    """The address of each tracker in use; none with `tracking.mlflow=false`."""
     found = {name: kind_of(name).address(options) for name in TRACKERS if options.mlflow}
     return {name: address for name, address in found.items() if address}

@@ -85,7 +85,7 @@ def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(
     training_world, tmp_path, monkeypatch
 ):
     lacks = iter(["no room", "no room", "", "no room", "no room", "no room"])
-    monkeypatch.setattr(checkpointer, "lack_of_room", lambda *_: next(lacks))
+    monkeypatch.setattr(checkpointer, "lack_of_space", lambda *_: next(lacks))
     words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
     often = ("--batch-size", 1, "--max-steps", 9, "--set", "train.save_every=1", "--no-mlflow")
     ended = align("train", *words, *often)
