@@ -83,7 +83,7 @@ def _parameter(setting: str) -> inspect.Parameter:
     if default not in ("", [], {}) and not isinstance(default, bool):
         text = f"{text} (default {default})"
     option = typer.Option(
-        _declared(flag, kind),
+        f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag,
         min=meaning.metadata["ge"],
         max=meaning.metadata["le"],
         help=text,
@@ -99,10 +99,6 @@ def _parameter(setting: str) -> inspect.Parameter:
 def _kind(setting: str) -> Any:
     section, _, name = setting.partition(".")
     return get_type_hints(get_type_hints(Config)[section])[name]
-
-
-def _declared(flag: str, kind: Any) -> str:
-    return f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
 
 
 # What serves in place of a setting is the same for both.

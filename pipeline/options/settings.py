@@ -179,14 +179,12 @@ def template() -> str:
         options: Any = getattr(defaults, section.name)
         if dataclasses.is_dataclass(options):
             lines.append(f"{section.name}:  # {(options.__doc__ or '').rstrip('.')}")
-            lines += [_template_line(options, field) for field in dataclasses.fields(options)]
+            for field in dataclasses.fields(options):
+                value = yaml.safe_dump(getattr(options, field.name), default_flow_style=True)
+                value, meaning = value.replace("...", "").strip(), field.metadata["description"]
+                lines.append(f"  {field.name}: {value}  # {meaning}")
             lines.append("")
     return "\n".join(lines)
-
-
-def _template_line(options: Any, field: dataclasses.Field[Any]) -> str:
-    shown = yaml.safe_dump(getattr(options, field.name), default_flow_style=True)
-    return f"  {field.name}: {shown.replace('...', '').strip()}  # {field.metadata['description']}"
 
 
 def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:

@@ -165,7 +165,10 @@ def _cells(
         if not names:
             return
     if file.format in ARROW:
-        yield from _of_arrow(file, names, count * size)
+        # Batches can only be passed one after the other: every so many is sampled.
+        step = max(1, file.bytes // (count * size))
+        for chunk in islice(iter_chunks([file], names), 0, None, step):
+            yield from _of_payload(chunk.payload, ROWS)
     else:
         yield from _of_parts(list(iter_parts(file, names, count)), size)
 
@@ -174,13 +177,6 @@ def _has_text(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
         return any(_has_text(kind.field(index).type) for index in range(kind.num_fields))
     return any(is_kind(kind) for is_kind in _LETTERS)
-
-
-def _of_arrow(file: InputFile, names: Sequence[str], size: int) -> Iterator[tuple[str, Any]]:
-    """Cells of every so many batches, which can only be passed one after the other."""
-    step = max(1, file.bytes // size)
-    for chunk in islice(iter_chunks([file], names), 0, None, step):
-        yield from _of_payload(chunk.payload, ROWS)
 
 
 def _of_parts(parts: Sequence[Iterator[Payload]], size: int) -> Iterator[tuple[str, Any]]:
