@@ -111,7 +111,7 @@ class Job(Protocol[M, T]):
         ...
 
     def make(self, call: Call[T]) -> M | None:
-        """Does what is missing of its share; None if another part is not done."""
+        """Does the missing work of its share; None if another part is not done."""
         ...
 
     def lines(self, made: M, *, was_complete: bool) -> list[str]:

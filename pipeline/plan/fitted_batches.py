@@ -22,7 +22,7 @@ def planned_tokens(train: TrainOptions, device: str) -> int:
 
 
 def fitting_tokens(folder: RunFolder, planned: int) -> int:
-    """The micro-batch of a run, smaller where memory ran out with what is planned."""
+    """The micro-batch of a run, smaller where memory ran out with the planned one."""
     if not folder.fitted.exists():
         return planned
     try:
@@ -34,7 +34,7 @@ def fitting_tokens(folder: RunFolder, planned: int) -> int:
 
 
 def note_fitting(folder: RunFolder, planned: int, fits: int) -> None:
-    """Notes for the next start that memory ran out, and what is to be run at once instead."""
+    """Notes for the next start that memory ran out, and the token budget to use instead."""
     text = to_signed_json(FittedBatches(planned, fits))
     fs.publish(folder.fitted, text.encode(), label="fitted")
 

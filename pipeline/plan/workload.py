@@ -162,7 +162,7 @@ def _mismatched(one_pass: Pass, plan: StepPlan) -> int:
 
 
 def _scaled(tokens: Sequence[int], share: float) -> int:
-    """The sum over all rows, of which some were looked at."""
+    """The sum over all rows, scaled up from the sampled ones."""
     return round(sum(tokens) * share)
 
 

@@ -237,7 +237,7 @@ def _plan_in(work: WorkFolder) -> Plan | None:
 
 
 def _made_by_another(job: CacheJob) -> Manifest:
-    """The manifest by which another process has ended the work here; ends what is left of it."""
+    """The manifest that another process published meanwhile; refuses if there is none."""
     if job.is_published:
         manifest = load_manifest(job.folder)
         if not is_tidy(job.folder, manifest):

@@ -200,7 +200,7 @@ def _say_unused_template(job: CacheJob, counts: InputCounts, progress: Progress)
 
 
 def remake_ring(job: CacheJob, plan: Plan, executor: Executor, progress: Progress) -> None:
-    """Makes what is missing of the ring of a plan here again."""
+    """Remakes the missing parts of a plan's ring on this machine."""
     job.work.prepare()
     preparation = preparation_of(job)
     runner = _of_preparing(job, executor)

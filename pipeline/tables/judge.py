@@ -105,7 +105,7 @@ class JudgeJob:
         return manifest
 
     def make(self, call: Call[Judged]) -> TableManifest | None:
-        """Judges what is not judged, and publishes the table if no part is missing."""
+        """Judges the unjudged samples, and publishes the table if no part is missing."""
         found = self.judge.judged(self.source.table, self.samples, call)
         run = call.run
         run.log_params({f"judge.{name}": str(value) for name, value in self.settings.items()})

@@ -1,4 +1,4 @@
-"""A language model that is asked for judgments: of what is not known yet its part, or all."""
+"""Judgments of a language model, which is asked for those not known yet."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class _GroupJudge:
     progress: Progress
 
     def ask(self, task: int) -> Judged:
-        """Asks what is missing of a group."""
+        """Asks for the missing judgments of a group."""
         tasks, judged = self.tasks, Judged()
         missing = tasks.missing(task)
         self.progress.advance(tasks.sizes[task] - len(missing))

@@ -1,4 +1,4 @@
-"""Sampling in order: prompts, what is missing of their samples, the table of all of them."""
+"""Sampling in order: prompts, their missing samples, the table of all of them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class SampleJob:
         return None if missing else self._published()
 
     def make(self, call: Call[SampleTally]) -> TableManifest | None:
-        """Draws what is missing of its share, and publishes the table if nothing is then."""
+        """Draws the missing samples of its share, and publishes the table if none is left."""
         self._describe(call.run)
         tasks = self.tasks
         for chat in sorted({not isinstance(prompt.text, str) for prompt in self.prompts.values()}):

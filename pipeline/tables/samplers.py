@@ -214,7 +214,7 @@ class OpenLocalSampler:
     sampling: Sampling
 
     def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
-        """Yields what is refused, then the samples of each batch."""
+        """Yields the refusals, then the samples of each batch."""
         refused = self.sampler.refused([one.prompt for one in wanted], self.sampling)
         if refused:
             yield [

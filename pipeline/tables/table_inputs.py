@@ -1,4 +1,4 @@
-"""Reads what is judged or selected from: a table of align, or a plain file with completions."""
+"""Reads inputs of judging and selection: a table of align, or a plain file of completions."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def require_disk_space(session: Session, folder: RunFolder) -> None:
 
 
 def lack_of_space(session: Session, folder: RunFolder) -> str:
-    """Why one more checkpoint does not fit; empty if it does."""
+    """The reason why one more checkpoint does not fit; empty if it does."""
     needed, free = checkpoint_bytes(session, folder), fs.free_bytes(folder.root)
     if free >= needed:
         return ""
@@ -179,7 +179,7 @@ def require_space_for_model(session: Session, folder: RunFolder) -> None:
 
 
 def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
-    """The size of the newest one; before the first, that of the weights and optimizer state."""
+    """The size of the newest checkpoint; before the first, of weights and optimizer state."""
     for step in folder.steps()[::-1]:
         try:
             return sum(file.bytes for file in read_checkpoint(folder.step(step)).files)

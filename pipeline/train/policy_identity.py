@@ -1,4 +1,4 @@
-"""Digests of the policies to train, made once on each machine, and what they are compared with."""
+"""Digests of the policies to train, made once on each machine, and their comparison."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]
 
 
 def spread_of(identity: RunIdentity) -> dict[str, str]:
-    """Over how many ranks a run is spread and how: from one part to the next both may change."""
+    """The number of ranks and the ZeRO stage, which may both change when a run resumes."""
     return {"ranks": str(identity.world_size), "ZeRO stage": str(identity.zero_stage)}
 
 

@@ -105,7 +105,7 @@ class RunRecords:
         self._progress.say(line)
 
     def begin(self, position: TrainingPosition, total_steps: int) -> None:
-        """The run's settings, and how far it has to go."""
+        """Requires the disk space, records the run's settings, and starts its progress."""
         self._total_steps = total_steps
         run_on_rank_zero(
             self._session.world, lambda: require_disk_space(self._session, self._start.folder)
@@ -129,7 +129,7 @@ class RunRecords:
     def stepped(
         self, position: TrainingPosition, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
-        """An optimizer step is done; after some of them a line covers several."""
+        """Records an optimizer step; `line` is the journal line of several, if one is due."""
         self._run.begin_sending()
         self._measured(position, metrics)
         if line is not None:
@@ -145,7 +145,7 @@ class RunRecords:
     def evaluated(
         self, position: TrainingPosition, metrics: dict[str, float], samples: Sequence[EvalSample]
     ) -> None:
-        """The held-out rows were measured."""
+        """Records an evaluation on the held-out rows."""
         self._measured(position, metrics)
         self._run.log_metrics(metrics, step=position.step)
         if self._checkpointer.has(position):
@@ -158,7 +158,7 @@ class RunRecords:
         self.say(f"step {position.step:,}, held-out rows: {shown(plain)}")
 
     def ran_out(self, step: int, tokens: int) -> None:
-        """Memory ran out; the next start is to know what to run at once instead."""
+        """Records that memory ran out, and the token budget for the next start."""
         train, policy = self._session.job.config.train, self._session.policy
         note_fitting(self._start.folder, planned_tokens(train, policy.device.type), tokens)
         self.say(
@@ -167,7 +167,7 @@ class RunRecords:
         )
 
     def not_applied(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
-        """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
+        """Records a step of NaN or infinity, with the ids of this rank's rows in it."""
         world = self._session.world
         if world.is_first_of_group:
             line = {"step": position.step, "rank": world.rank, "row_ids": row_ids}
@@ -194,7 +194,7 @@ class RunRecords:
                 )
 
     def finish(self, position: TrainingPosition) -> None:
-        """The model is written."""
+        """Records the written model."""
         self.is_finished = True
         folder = self._start.folder
         for path in (folder.metrics, folder.config, folder.engine):
@@ -251,7 +251,7 @@ class RunRecords:
 
 
 def shown(metrics: dict[str, float]) -> str:
-    """The most telling metrics in a line."""
+    """The main metrics, in a line."""
     known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
     return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
 
@@ -262,7 +262,7 @@ def _machine(session: Session, start: Start) -> Machine | None:
 
 
 def _is_evaluated(checkpoint: Checkpoint | None) -> bool:
-    """Whether a checkpoint says what its step was worth on held-out rows."""
+    """Whether a checkpoint has metrics of held-out rows."""
     return checkpoint is not None and any(
         name.startswith(EVAL) for name in checkpoint.position.metrics
     )
@@ -293,7 +293,7 @@ def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
 
 
 class EvaluationTables:
-    """The files of one run; a tokenizer is loaded for the first that is to hold text."""
+    """Writer of a run's evaluation tables; the tokenizer is loaded for the first with text."""
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self._session = session
@@ -301,7 +301,7 @@ class EvaluationTables:
         self._decode: Decode | None = None
 
     def write(self, step: int, samples: Sequence[EvalSample]) -> Path:
-        """One file, of one evaluation."""
+        """Writes the table of one evaluation."""
         job = self._session.job
         if job.config.train.eval_text and not self._decode:
             self._decode = decoder(job.policy.path, Stops.of(job.manifest.fingerprint).tokens)

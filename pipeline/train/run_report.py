@@ -111,7 +111,7 @@ def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Spreads:
-    """Of single completions, and what the charts are of."""
+    """Charts of single completions, with a note on their rows."""
 
     charts: str = ""
     note: str = ""
@@ -136,7 +136,7 @@ def _spreads(folder: RunFolder) -> _Spreads:
 
 @dataclass(frozen=True)
 class _CacheFacts:
-    """Names and what they stand for."""
+    """Facts of the run's cache, by name."""
 
     data: dict[str, str]
     lineage: dict[str, str] = field(default_factory=dict)
@@ -217,7 +217,7 @@ class History:
 
     @property
     def steps(self) -> int:
-        """The last step that a line is of."""
+        """The last step with a line."""
         return int(max([0, *self.learned["step"], *self.held_out["step"]]))
 
     @property
@@ -292,7 +292,7 @@ SUMMARIZED = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that has ended, and what was measured first and last."""
+    """An ended run, with its first and last metrics."""
 
     folder: RunFolder
     ending: Ending
@@ -312,7 +312,7 @@ class Trained:
 
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:
-    """Reads how many steps a run took, and its metrics."""
+    """Reads the number of steps of a run, and its metrics."""
     if not folder.metrics.exists():
         logger.warning("%s is missing: what was measured is lost.", folder.metrics)
         known = read_ending(folder)

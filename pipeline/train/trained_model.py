@@ -96,7 +96,7 @@ def _stops(manifest: Manifest) -> dict[str, str]:
 
 
 def _rows_seen(session: Session, steps: int) -> int:
-    """Over all epochs; the last step of one may hold fewer rows than the others."""
+    """The rows seen over all epochs; an epoch's last step may have fewer than the others."""
     size, per_epoch = session.job.config.train.batch_size, session.feed.steps_per_epoch
     epochs, more = divmod(steps, per_epoch)
     in_epoch = min(session.source.train_rows, per_epoch * size)

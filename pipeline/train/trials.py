@@ -112,7 +112,7 @@ class TrialResult:
 
     @property
     def ending(self) -> str:
-        """`finished`, or why it is not."""
+        """`finished`, or the reason why not."""
         return self.trained.ending if self.trained else "failed"
 
 

@@ -26,7 +26,7 @@ PRIVATE = "_align/"  # a file that was copied there is not part of the run
 
 
 class Delivery:
-    """One store and one run; what is known to have arrived is not sent again."""
+    """Delivery of one run to one store; nothing known to have arrived is sent again."""
 
     def __init__(self, tracker: Tracker, ledger: Ledger, metrics: Path) -> None:
         self._tracker = tracker

@@ -28,7 +28,7 @@ class Callback(Protocol):
     """Observer of every line of a training run's journal; an error it raises ends the run."""
 
     def __call__(self, step: int, metrics: Mapping[str, float], /) -> None:
-        """A line that has been written; names of held-out rows' metrics begin with `eval/`."""
+        """Receives a written line; names of held-out rows' metrics begin with `eval/`."""
         ...
 
 
@@ -47,7 +47,7 @@ POINTS_AT_ONCE = 10_000
 
 
 def open_journal(path: Path, *, keep_through: int, is_evaluated: bool = True) -> Journal:
-    """Goes on after the lines of steps up to `keep_through`; later ones are dropped, -1: all.
+    """Continues after the lines of steps up to `keep_through`; drops later ones, -1: all.
 
     Of a last step that is not evaluated yet, the line of an evaluation is dropped as well.
     """
@@ -81,7 +81,7 @@ class Journal:
         fs.fsync_folder(self._path.parent)
 
     def close(self) -> None:
-        """Nothing is appended after this."""
+        """Closes the file."""
         self._sink.close()
 
 

@@ -200,7 +200,7 @@ class Run:
         return found
 
     def log_params(self, params: Mapping[str, str]) -> None:
-        """Settings, flat; a store keeps the first value, so a later one becomes a tag."""
+        """Records flat settings; a store keeps the first value, so a later one becomes a tag."""
         for ledger in self._ledgers:
             values = {key_of(k): shortened(str(v), MAX_PARAM) for k, v in params.items()}
             known = ledger.record.params
@@ -209,20 +209,20 @@ class Run:
             ledger.add("tags", _labels(changed))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
-        """Numbers at one step, in one line."""
+        """Writes the numbers of one step as one line."""
         if self._journal:
             line = self._journal.append(metrics, step=step)
             for callback in self.callbacks:
                 callback(step, line)
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
-        """The data that went in, under our own digest."""
+        """Records the input data, under our own digest."""
         note = DatasetNote(redacted(name), digest, redacted(source), context)
         for ledger in self._ledgers:
             ledger.append("datasets", note)
 
     def log_artifact(self, path: Location) -> None:
-        """A file or folder to keep with the run; a second time, when it has changed.
+        """Records a file or folder to keep with the run; again when it has changed.
 
         Of a file elsewhere a copy is kept: only files inside the run are sent.
         """
@@ -239,19 +239,19 @@ class Run:
             ledger.renew_artifact(str(whole.relative_to(self._root)))
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
-        """The path of the model that this run made; the model itself stays there."""
+        """Records the path of the model that this run made; the model itself stays there."""
         where = redacted(str(folder.absolute()))
         for ledger in self._ledgers:
             if where not in {link.folder for link in ledger.record.models}:
                 ledger.append("models", ModelLink(where, _labels(tags), ""))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Labels to search by."""
+        """Sets tags to search by."""
         for ledger in self._ledgers:
             ledger.add("tags", _labels(tags))
 
     def begin_sending(self) -> None:
-        """Lets libraries be imported and stores be sent what there is, beside the work."""
+        """Starts the threads that import libraries and send to stores, beside the work."""
         if self._senders:
             self._senders.begin()
 
@@ -261,7 +261,7 @@ class Run:
             self._journal.sync()
 
     def finish(self, status: Status) -> None:
-        """The truth about how it ended; the first word counts."""
+        """Records the final status; only the first call counts."""
         if self._journal:
             self._journal.sync()
             self._journal.close()

@@ -135,7 +135,7 @@ class MlflowTracker:
         return str(model.model_id)
 
     def end(self, status: str, ended_ms: int) -> None:
-        """The truth about how the run ended."""
+        """Sets the final status of the run."""
         self.client.set_terminated(self._run_id, status, ended_ms)
 
     def _make_run(self, record: RunRecord) -> str:

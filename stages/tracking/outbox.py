@@ -61,13 +61,13 @@ class Ledger:
                 self.change(**{field: (*values, value)})
 
     def renew_artifact(self, name: str) -> None:
-        """A file is new or has changed: it has to be sent, again if need be."""
+        """Marks a new or changed file as unsent."""
         with self._lock:
             self.changes[name] += 1
             self.add("artifacts", {name: False})
 
     def artifact_sent(self, name: str, changes: int) -> None:
-        """A file was sent as it was after so many changes, durably."""
+        """Notes durably that a file was sent as of so many changes."""
         with self._lock:
             if self.changes[name] == changes:
                 self.add("artifacts", {name: True})
@@ -107,7 +107,7 @@ class Ledger:
 def open_ledger(
     kind: TrackerKind, folder: RunFolder, *, address: str, experiment: str, run_name: str
 ) -> Ledger:
-    """Goes on with the record of an earlier process, or begins one; without an address, there."""
+    """Continues the record of an earlier process, or begins one; without an address, there."""
     path = folder.ledger(kind.name)
     if path.exists():
         ledger = load_ledger(kind, folder)
@@ -234,7 +234,7 @@ MAX_REASON = 200
 
 
 def address_of(uri: str) -> str:
-    """A store's address as it may be said; its secrets are masked from now on wherever they are."""
+    """A store's address for messages; its secrets are masked from now on wherever they are."""
     mask_secrets_of(uri)
     return masked_address(uri) if "://" in uri else uri
 

@@ -61,7 +61,7 @@ class LineProgress:
             self._stream.flush()
 
     def begin(self, task: str, *, total: int | None, unit: str) -> None:
-        """Says what is about to be done."""
+        """Prints the task that begins."""
         self.end()
         self._meter = TaskProgress(task, total, unit)
         self._last_line = time.monotonic()
@@ -166,7 +166,7 @@ def _plain(text: str, stream: TextIO) -> str:
 
 @dataclass
 class TaskProgress:
-    """Counts what is done of one task."""
+    """Counters of one task."""
 
     task: str
     total: int | None
