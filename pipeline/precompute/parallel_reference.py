@@ -27,7 +27,7 @@ from .precompute import precompute
 
 
 @dataclass(frozen=True)
-class Order:
+class ScoreOrder:
     """An order that rank zero broadcasts; the empty one ends the loop."""
 
     opens: bool = False
@@ -64,7 +64,7 @@ def _require_ranks(config: Config, world: World) -> None:
 def _follow(reference: HfReference, world: World) -> None:
     """Runs the orders that rank zero broadcasts, until the empty one."""
     scorer: TreeScorer | None = None
-    while (order := _broadcast(world, Order())) != Order():
+    while (order := _broadcast(world, ScoreOrder())) != ScoreOrder():
         if order.opens:
             scorer = _opened(reference, world)
             continue
@@ -73,7 +73,7 @@ def _follow(reference: HfReference, world: World) -> None:
             scorer.score(order.trees)
 
 
-def _broadcast(world: World, order: Order) -> Order:
+def _broadcast(world: World, order: ScoreOrder) -> ScoreOrder:
     """Broadcasts rank zero's order; returns it on every rank."""
     return run_on_rank_zero(world, lambda: order)
 
@@ -90,10 +90,10 @@ def _leading(reference: HfReference, world: World) -> Iterator[LeadingReference]
     except RuntimeError:  # of a collective: no other rank would receive the end
         raise
     except BaseException:
-        _broadcast(world, Order())
+        _broadcast(world, ScoreOrder())
         raise
     else:
-        _broadcast(world, Order())
+        _broadcast(world, ScoreOrder())
 
 
 class LeadingReference:
@@ -113,7 +113,7 @@ class LeadingReference:
 
     def open(self) -> LeadingScorer:
         """Loads the weights on all ranks."""
-        _broadcast(self._world, Order(opens=True))
+        _broadcast(self._world, ScoreOrder(opens=True))
         return LeadingScorer(_opened(self._reference, self._world), self._world)
 
 
@@ -131,7 +131,7 @@ class LeadingScorer:
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Log p of every completion token, by all ranks together."""
-        _broadcast(self._world, Order(threads=torch.get_num_threads(), trees=tuple(trees)))
+        _broadcast(self._world, ScoreOrder(threads=torch.get_num_threads(), trees=tuple(trees)))
         try:
             return self._scorer.score(trees)
         except OutOfMemory as error:
