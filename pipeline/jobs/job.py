@@ -8,12 +8,11 @@ job do the same without the lock; whichever is the last finds all of it made, an
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ...schemas.config import Config
 from ...stages.storage.bucket.objects import Location
@@ -22,33 +21,11 @@ from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
 from ..executors.executor import Executor, Share, Tasks
 from ..executors.kinds import executor_of
+from .counts import Counts
 from .recorded_work import recorded_work
 
 M = TypeVar("M")  # the manifest: it names a finished output
-T = TypeVar("T", bound="Counts")
-
-
-class Counts(Protocol):
-    """Counts of one process's work, summed over its tasks."""
-
-    seconds: float
-
-    @property
-    def step(self) -> int:
-        """The number of new items, which is also the step of the metrics."""
-        ...
-
-    def add(self, other: Self) -> None:
-        """Adds the counts of other work."""
-        ...
-
-    def metrics(self) -> Mapping[str, float]:
-        """The counts as metrics of a tracking store."""
-        ...
-
-    def text(self) -> str:
-        """The counts in a sentence."""
-        ...
+T = TypeVar("T", bound=Counts)
 
 
 class Output(Ownable, Protocol):

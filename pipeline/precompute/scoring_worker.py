@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -25,6 +25,7 @@ from ...stages.score.score import BatchDone, ScoringRules, UnitScores, score_uni
 from ...stages.storage.cache.cache_folder import WorkFolder
 from ...stages.storage.cache.commits import UnitFacts, commit_unit
 from ...stages.tracking.progress import Progress
+from ..jobs.counts import Counts
 from .cache_compatibility import open_earlier
 from .precompute_plan import CacheJob, ring_of
 
@@ -32,7 +33,7 @@ ROWS_TRIED = 64  # of rows without a partner, before none is shown
 
 
 @dataclass
-class Tally:
+class Tally(Counts):
     """Counts of the work of this process."""
 
     units: int = 0
@@ -59,11 +60,6 @@ class Tally:
     def step(self) -> int:
         """The units made now."""
         return self.units
-
-    def add(self, other: Tally) -> None:
-        """Adds the counts of other work."""
-        for field in fields(Tally):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def text(self) -> str:
         """The counts in a sentence."""

@@ -48,33 +48,40 @@ def calibrate(
     kind.require(alone, None, has_sampler=sampler is not None)
     pairs = read_gold(gold, alone.data)
     judge = kind.of(alone, pairs.samples.columns, sampler)
-    return carry_out(CalibrationJob(alone, pairs, judge), progress=progress).whole
+    return carry_out(CalibrationJob(config=alone, gold=pairs, judge=judge), progress=progress).whole
 
 
-@dataclass(frozen=True)
-class JudgeJob:
-    """One call's samples, judge and output folder."""
+@dataclass(frozen=True, kw_only=True)
+class JudgingJob:
+    """A judge at work; its judgments are kept in the output folder, or where settings say."""
 
     config: Config
-    named: str  # the samples, as the user names them
-    source: TableInput
-    samples: SampleRows
     judge: Judge
-    share: Share | None
     tally: Judged = field(default_factory=Judged)
 
     stage = "judge"
-    noun = "table"
 
     @property
     def folder(self) -> TableFolder:
-        """The folder of the table."""
+        """The folder of the table, where judgments are kept too."""
         return TableFolder.at(self.config.judge.output, "judged")
 
     @property
     def device(self) -> str:
         """The device of the judge."""
         return self.judge.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeJob(JudgingJob):
+    """One call's samples, and the table that is made of them."""
+
+    named: str  # the samples, as the user names them
+    source: TableInput
+    samples: SampleRows
+    share: Share | None
+
+    noun = "table"
 
     @property
     def made_from(self) -> dict[str, str]:
@@ -95,10 +102,8 @@ class JudgeJob:
         except CorruptionError:  # it is made again
             return None
         is_whole = not manifest.counts.get("questions_not_taken")  # these are asked again
-        is_same = (manifest.made_from, manifest.settings, manifest.sampling) == (
-            *(self.made_from, self.settings),
-            self.source.sampling,
-        )
+        made = (manifest.made_from, manifest.settings, manifest.sampling)
+        is_same = made == (self.made_from, self.settings, self.source.sampling)
         if not (is_whole and is_same):
             return None
         self.tally.known = manifest.counts.get("judgments", manifest.counts["judged"])
@@ -171,28 +176,14 @@ class JudgeJob:
         return [*lines, "no sample has a score, so there is nothing to select"]
 
 
-@dataclass(frozen=True)
-class CalibrationJob:
+@dataclass(frozen=True, kw_only=True)
+class CalibrationJob(JudgingJob):
     """A judge, measured; beside its judgments nothing is kept."""
 
-    config: Config
     gold: Gold
-    judge: Judge
-    tally: Judged = field(default_factory=Judged)
 
-    stage = "judge"
     noun = "calibration"
     share = None
-
-    @property
-    def folder(self) -> TableFolder:
-        """The folder of its judgments, unless the settings name another."""
-        return TableFolder.at(self.config.judge.output, "judged")
-
-    @property
-    def device(self) -> str:
-        """The device of the judge."""
-        return self.judge.device
 
     def finished(self, *, is_prepared: bool) -> None:
         """It is measured each time, of judgments that may be known."""
@@ -224,4 +215,6 @@ def _opened(config: Config, samples: str, share: Share | None, sampler: Sampler 
     source = read_input(config, samples, "samples")
     rows = sample_rows(source.table, samples)
     judge = kind.of(config, source.table.columns, sampler)
-    return JudgeJob(config, samples, source, rows, judge, share)
+    return JudgeJob(
+        config=config, named=samples, source=source, samples=rows, judge=judge, share=share
+    )

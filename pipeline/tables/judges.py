@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
@@ -17,6 +17,7 @@ from ...stages.judge.judged_rows import SampleRows, with_scores
 from ...stages.storage.bucket.objects import Location
 from ...stages.storage.tables import TableFolder
 from ..executors.executor import Share
+from ..jobs.counts import Counts
 from ..jobs.job import Call
 from .judge_inputs import Gold
 
@@ -143,7 +144,7 @@ class RowJudge(Judge):
 
 
 @dataclass
-class Judged:
+class Judged(Counts):
     """Counts of judgments, and of the tokens that a language model was asked for them."""
 
     new: int = 0
@@ -156,11 +157,6 @@ class Judged:
     def step(self) -> int:
         """The judgments made now."""
         return self.new
-
-    def add(self, other: Judged) -> None:
-        """Adds the counts of other work."""
-        for one in fields(Judged):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def metrics(self) -> dict[str, float]:
         """Counts of the requests to a language model so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from ...schemas.errors import AlignError, counted
@@ -19,11 +19,12 @@ from ...schemas.samples import (
 )
 from ...stages.sample.prompts import characters
 from ...stages.tracking.progress import Progress
+from ..jobs.counts import Counts
 from .answer_tasks import AnswerTasks
 
 
 @dataclass
-class SampleTally:
+class SampleTally(Counts):
     """Counts of what was sampled now."""
 
     new: int = 0
@@ -51,12 +52,6 @@ class SampleTally:
             self.empty += is_empty(one.text)
             self.prompt_tokens += one.prompt_tokens
             self.completion_tokens += one.completion_tokens
-
-    def add(self, other: SampleTally) -> None:
-        """Adds the counts of other work."""
-        for name in (one.name for one in fields(self) if one.name != "refused"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.refused |= other.refused
 
     def metrics(self) -> dict[str, float]:
         """The counts as metrics of a tracking store."""

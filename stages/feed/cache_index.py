@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,6 +18,7 @@ from ...schemas.rows import Role
 from ..storage.bucket.objects import Location
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import list_column, number_column, read_columns
+from ..storage.cache.verify_cache import naming_unit
 from .conversions import ReadSpec
 from .row_selection import KindCounts, Selection, context_lengths, select
 
@@ -98,15 +98,6 @@ def build_index(
             rows = read_table(table, sizes, spec, str(folder.root))
             found.add(shard.unit, rows)
     return found.index(spec)
-
-
-@contextmanager
-def naming_unit(unit: int) -> Iterator[None]:
-    """Adds the unit's number to the message of a damaged file."""
-    try:
-        yield
-    except CorruptionError as error:
-        raise CorruptionError(f"unit {unit}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.rows import ScoredBlock
 from ..storage.cache.shards import open_shard, read_block, row_ids
-from .cache_index import GroupLocation, RowTable, naming_unit
+from ..storage.cache.verify_cache import naming_unit
+from .cache_index import GroupLocation, RowTable
 from .row_selection import as_read
 from .smaller_batches import cut_smaller
 from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass

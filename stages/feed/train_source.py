@@ -17,7 +17,8 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import number_column, open_shard
-from .cache_index import SCORES, Index, ShardColumns, build_index, held_out, naming_unit
+from ..storage.cache.verify_cache import naming_unit
+from .cache_index import SCORES, Index, ShardColumns, build_index, held_out
 from .conversions import CONVERSIONS, ReadSpec
 from .row_selection import KindCounts
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ from ....schemas.errors import CorruptionError
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.rows import ScoredBlock
 from ..bucket.objects import Location
-from ..store import store_of
 from .cache_folder import PART_NAME, CacheFolder
 from .commits import counted
 from .manifest_file import load_manifest
@@ -58,9 +58,19 @@ def _wrongly_described(folder: CacheFolder, commit: Commit) -> str:
     return f"unit {commit.unit}: its manifest says {', '.join(lines)}." if lines else ""
 
 
+@contextmanager
+def naming_unit(unit: int) -> Iterator[None]:
+    """Adds the unit's number to the message of a damaged file."""
+    try:
+        yield
+    except CorruptionError as error:
+        raise CorruptionError(f"unit {unit}: {error}") from error
+
+
 def check_shard(folder: CacheFolder, commit: Commit, remember: Remember = digest_anew) -> None:
     """CorruptionError when the shard is not, byte for byte, what was committed."""
-    _check(folder.shard(commit), commit.file, commit, what=f"unit {commit.unit}", remember=remember)
+    with naming_unit(commit.unit):
+        _check(folder.shard(commit), commit.file, commit, folder.store.measure, remember)
 
 
 def check_before_reading(
@@ -70,17 +80,17 @@ def check_before_reading(
 
     It names no unit: who reads a cache names that of any damage.
     """
-    path = folder.shard(commit)
-    _check(path, commit.file, commit, what="", remember=remember, as_read=True)
+    _check(folder.shard(commit), commit.file, commit, folder.store.measure_read, remember)
 
 
 def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
     damage = []
     for entry in manifest.quarantine:
+        name = Path(entry.file).name
         try:
-            _check(folder.rejected(entry), Path(entry.file).name, entry, what="quarantine")
+            _check(folder.rejected(entry), name, entry, folder.store.measure, digest_anew)
         except CorruptionError as error:
-            damage.append(str(error))
+            damage.append(f"quarantine: {error}")
     return damage
 
 
@@ -88,24 +98,16 @@ def _check(
     path: Location,
     name: str,
     expected: Commit | FileEntry,
-    *,
-    what: str,
-    remember: Remember = digest_anew,
-    as_read: bool = False,
+    measure: Callable[[Location, int, Remember], tuple[int, str]],
+    remember: Remember,
 ) -> None:
-    named = f"{what}: " if what else ""
     if not PART_NAME.fullmatch(name):
-        raise CorruptionError(f"{named}{name!r} is not the name of a shard.")
-    store = store_of(path)
-    measure = store.measure_read if as_read else store.measure
-    try:
-        size, sha256 = measure(path, expected.bytes, remember)
-    except CorruptionError as error:
-        raise CorruptionError(f"{named}{error}") from error
+        raise CorruptionError(f"{name!r} is not the name of a shard.")
+    size, sha256 = measure(path, expected.bytes, remember)
     if size != expected.bytes:
-        raise CorruptionError(f"{named}{path} has {size} bytes, not {expected.bytes}.")
+        raise CorruptionError(f"{path} has {size} bytes, not {expected.bytes}.")
     if sha256 != expected.sha256:
-        raise CorruptionError(f"{named}{path} is not what was written (sha256 differs).")
+        raise CorruptionError(f"{path} is not what was written (sha256 differs).")
 
 
 def sample_rows(
