@@ -42,7 +42,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepSize:
-    """The size of a step over all ranks."""
+    """The size of a step, or of several, over all ranks."""
 
     rows: int
     branches: int
@@ -51,17 +51,16 @@ class StepSize:
 
 
 @dataclass(frozen=True)
-class StepBatch:
-    """One rank's part of an optimizer step; every rank has the same number of micro-batches."""
+class StepBatch(StepSize):
+    """One rank's part of an optimizer step; every rank has the same number of micro-batches.
 
+    The counts are of the whole step.
+    """
+
+    mismatched_branches: int
     cursor: Cursor  # of this step
     own: tuple[MicroBatch, ...]  # gradients flow through these
     mismatched: tuple[MicroBatch, ...]  # run without gradients, before the others
-    rows: int  # this and the following: of the whole step, over all ranks
-    branches: int
-    tokens: int
-    chosen_tokens: int
-    mismatched_branches: int
 
 
 @dataclass(frozen=True)

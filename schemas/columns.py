@@ -7,33 +7,51 @@ tokens, tables of their own, mappings of such, or None where a column is not kep
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-Per = Literal["row", "branch", "offsets"]  # offsets: of the branches of each row
+Per = Literal["row", "branch", "token", "offsets"]  # offsets: of the branches of each row
 
 
 @dataclass(frozen=True)
 class Column:
-    """The declaration of a column: what a value belongs to, and its value in added branches."""
+    """The declaration of a column: what a value belongs to, its type, and its name in a shard.
+
+    One per token has a list for each list of tokens, and may be None: it has its missing value
+    everywhere, or is not kept.
+    """
 
     per: Per
+    kind: str = ""  # numpy's name for the type of its numbers
     missing: float | None = None  # None: the caller that adds a branch gives its value
+    of: str = ""  # of a column per token: that of the tokens
+    is_list: bool = False
+    stored: str = ""  # nothing if it is written in a way of its own
+    counted: str = ""  # the name in a shard of the lengths of its lists
 
-    def filled(self, count: int, like: Any) -> NDArray[Any]:
-        """The column of `count` added branches without data."""
+    def __post_init__(self) -> None:
+        is_whole = self.of and self.is_list
+        assert is_whole if self.per == "token" else not self.of, "lists of values of tokens"
+        can_miss = self.per in {"branch", "token"} and self.kind
+        assert self.missing is None or can_miss, "only branches are added"
+
+    def filled(self, count: int) -> NDArray[Any]:
+        """The column of `count` added values without data."""
         assert self.missing is not None, "an added branch needs a value in this column"
-        assert isinstance(like, np.ndarray), "only of numbers something can be missing"
-        return np.full(count, self.missing, like.dtype)
+        return np.full(count, self.missing, self.kind)
+
+    def along(self, tokens: Ragged) -> Ragged:
+        """The column per token of tokens without data."""
+        return Ragged(self.filled(len(tokens.values)), tokens.offsets)
 
 
-def column(per: Per, *, missing: float | None = None) -> Any:
-    """The field of a column."""
-    assert missing is None or per == "branch", "only branches are added"
-    return field(metadata={"column": Column(per, missing)})
+def column(per: Per, kind: str = "", **declared: Any) -> Any:
+    """The field of a column, as Column declares it."""
+    return field(metadata={"column": Column(per, kind, **declared)})
 
 
 class ColumnTable:
@@ -43,6 +61,18 @@ class ColumnTable:
     def columns(cls) -> Mapping[str, Column]:
         """Its columns, by name."""
         return {each.name: each.metadata["column"] for each in fields(cast("Any", cls))}
+
+    def __post_init__(self) -> None:
+        """Refuses a column per token that was left behind where its tokens were replaced."""
+        for name, each in self.columns().items():
+            if each.per == "token" and (values := getattr(self, name)) is not None:
+                tokens = attrgetter(each.of)(self)
+                assert np.array_equal(values.offsets, tokens.offsets), f"{name} of other tokens"
+
+    def whole(self, name: str) -> Ragged:
+        """A column per token, with its missing value where it is None."""
+        each, values = self.columns()[name], getattr(self, name)
+        return each.along(attrgetter(each.of)(self)) if values is None else values
 
     def ends(self) -> NDArray[np.int64] | None:
         """Its column of offsets, or that of a table within; None if its rows have no branches."""
@@ -57,7 +87,7 @@ class ColumnTable:
         self, rows: NDArray[np.int64], branches: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> Self:
         """The rows at `rows`; `offsets` divide the branches at `branches` among them."""
-        at = {"row": rows, "branch": branches}
+        at = {"row": rows, "branch": branches, "token": branches}
         regrouped: dict[str, Any] = {}
         for name, each in self.columns().items():
             value = getattr(self, name)
@@ -94,23 +124,39 @@ class ColumnTable:
         assert not within, "branches are added to the table that has their offsets"
         for name, each in self.columns().items():
             if each.per == "branch":
-                own = changed[name]
-                more = added.pop(name) if name in added else each.filled(count, own)
-                changed[name] = _taken(_joined([own, more], each.per), order)
+                more = added[name] if name in added else each.filled(count)
+                changed[name] = _taken(_joined([changed[name], more], each.per), order)
+            elif each.per == "token" and (changed[name] is not None or name in added):
+                more = added[name] if name in added else each.along(added[each.of])
+                changed[name] = Ragged.concat([self.whole(name), more]).take(order)
             elif each.per == "offsets":
                 changed[name] = offsets
-        assert not added, f"no columns of branches: {added.keys()}"
+        others = added.keys() - self.columns().keys()
+        assert not others, f"no columns of branches: {others}"
         return type(self)(**changed)
+
+    def with_tokens_before(self, name: str, more: Ragged) -> Self:
+        """The same rows; each list of `more` goes to the front of one in the column `name`.
+
+        What belongs to these tokens gets its missing value there.
+        """
+        changed = {name: more.followed_by(getattr(self, name))}
+        for other, each in self.columns().items():
+            if each.of == name and (values := getattr(self, other)) is not None:
+                changed[other] = each.along(more).followed_by(values)
+        longer: Self = replace(cast("Any", self), **changed)
+        return longer
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """The rows of several tables with the same columns, in order."""
-        return cls(
-            **{
-                name: _joined([getattr(part, name) for part in parts], each.per)
-                for name, each in cls.columns().items()
-            }
-        )
+        joined: dict[str, Any] = {}
+        for name, each in cls.columns().items():
+            values = [getattr(part, name) for part in parts]
+            if each.per == "token" and not all(value is None for value in values):
+                values = [part.whole(name) for part in parts]
+            joined[name] = _joined(values, each.per)
+        return cls(**joined)
 
 
 _NOTHING = np.empty(0, np.int64)
@@ -171,6 +217,13 @@ class Ragged:
     def lengths(self) -> NDArray[np.int64]:
         """The length of each list."""
         return np.diff(self.offsets)
+
+    def followed_by(self, other: Ragged) -> Ragged:
+        """Each list with the one of `other` behind it."""
+        count = len(self)
+        order = np.arange(2 * count).reshape(2, count).T.ravel()
+        both = Ragged.concat([self, other]).take(order)
+        return Ragged(both.values, both.offsets[::2])
 
     def take(self, indices: NDArray[np.int64]) -> Ragged:
         """The lists at `indices`, in that order."""

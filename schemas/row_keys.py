@@ -40,8 +40,8 @@ class KeyedRows(ColumnTable):
     """Rows with their ring keys, which are equal for the rows of one prompt."""
 
     rows: RowBlock = column("row")
-    ring_keys: NDArray[np.uint64] = column("row")  # a seeded hash of the prompt's key
-    completion_keys: NDArray[np.uint64] = column("branch")  # hash of the completion's ids
+    ring_keys: NDArray[np.uint64] = column("row", "u8")  # a seeded hash of the prompt's key
+    completion_keys: NDArray[np.uint64] = column("branch", "u8")  # hash of its ids
 
     def __len__(self) -> int:
         return len(self.rows)

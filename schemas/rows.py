@@ -91,9 +91,12 @@ class Record:
 class PromptKeys(ColumnTable):
     """Numbers that identify each row's prompt by its text, not by its token ids."""
 
-    prompt: NDArray[np.bytes_] = column("row")  # S16: a digest, equal only for equal prompts
-    split: NDArray[np.uint64] = column("row")  # decides the side of the held-out split
-    sketch: NDArray[np.uint64] = column("row")  # MinHash: nearly equal prompts share most bytes
+    # A digest, equal only for equal prompts.
+    prompt: NDArray[np.bytes_] = column("row", "S16", stored="prompt_key")
+    # It decides the side of the held-out split.
+    split: NDArray[np.uint64] = column("row", "u8", stored="split_key")
+    # MinHash: nearly equal prompts share most bytes.
+    sketch: NDArray[np.uint64] = column("row", "u8", stored="prompt_sketch")
 
 
 @dataclass(frozen=True)
@@ -113,19 +116,24 @@ class Tree:
 class RowBlock(ColumnTable):
     """Tokenized rows, column by column; branches of row i are `branch_offsets[i]:[i + 1]`."""
 
-    row_id: NDArray[np.bytes_] = column("row")  # S16, raw digest of the row's content
-    copy: NDArray[np.int32] = column("row")  # 0 for the first row with this content, then 1, ...
-    file: NDArray[np.uint64] = column("row")  # its identity
-    row: NDArray[np.int64] = column("row")
+    row_id: NDArray[np.bytes_] = column("row", "S16")  # raw digest of the row's content
+    copy: NDArray[np.int32] = column("row", "i4")  # 0: the first row with this content, then 1, ...
+    file: NDArray[np.uint64] = column("row", "u8")  # its identity
+    row: NDArray[np.int64] = column("row", "i8")
     prompt_keys: PromptKeys = column("row")
-    prompts: Ragged = column("row")  # int32
-    prompt_cut: NDArray[np.int32] = column("row")  # prompt tokens removed by truncation
-    branch_offsets: NDArray[np.int64] = column("offsets")  # (rows + 1,)
-    completions: Ragged = column("branch")  # int32
-    roles: NDArray[np.int8] = column("branch")
-    scores: NDArray[np.float64] = column("branch", missing=math.nan)  # NaN: the data gives none
-    cut: NDArray[np.int32] = column("branch")  # completion tokens removed by truncation
-    carried: Mapping[str, NDArray[np.float64]] = column("row")
+    prompts: Ragged = column(
+        "row", "i4", is_list=True, stored="prompt_ids", counted="prompt_tokens"
+    )
+    prompt_cut: NDArray[np.int32] = column("row", "i4", stored="prompt_cut")  # tokens removed
+    branch_offsets: NDArray[np.int64] = column("offsets", "i8")  # (rows + 1,)
+    completions: Ragged = column(
+        "branch", "i4", is_list=True, stored="completion_ids", counted="num_tokens"
+    )
+    roles: NDArray[np.int8] = column("branch", "i1", stored="role")
+    # NaN: the data gives none.
+    scores: NDArray[np.float64] = column("branch", "f8", missing=math.nan, stored="score")
+    cut: NDArray[np.int32] = column("branch", "i4", stored="cut")  # completion tokens removed
+    carried: Mapping[str, NDArray[np.float64]] = column("row", "f8")
 
     def __len__(self) -> int:
         return len(self.row)
@@ -149,8 +157,50 @@ class ScoredBlock(ColumnTable):
     """Rows with their reference log-probs."""
 
     rows: RowBlock = column("row")
-    logps: NDArray[np.float64] = column("branch")  # sums over completion tokens
-    token_logps: Ragged | None = column("branch")  # float32 lists, when the cache keeps them
+    # Sums over completion tokens.
+    logps: NDArray[np.float64] = column("branch", "f8", stored="ref_logp")
+    # None: the cache does not keep them.
+    token_logps: Ragged | None = column(
+        "token", "f4", of="rows.completions", is_list=True, stored="ref_token_logps"
+    )
+
+
+def sums_of_branches(token_logps: Ragged) -> NDArray[np.float64]:
+    """The sum of each branch's log-probs in float64; no branch is empty."""
+    if not len(token_logps):
+        return np.empty(0, dtype=np.float64)
+    # Infinities of both signs make a NaN, which quarantines the row: no warning is needed.
+    with np.errstate(invalid="ignore"):
+        sums: NDArray[np.float64] = np.add.reduceat(
+            token_logps.values.astype(np.float64), token_logps.offsets[:-1]
+        )
+    return sums
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """Scored rows that were scored again; all three have a value per branch."""
+
+    logps: NDArray[np.float64]
+    gaps: NDArray[np.float64]  # from those of the rows
+    excess: NDArray[np.float64]  # over the tolerance; NaN where a log-prob is
+
+    @staticmethod
+    def of(block: ScoredBlock, token_logps: Ragged, *dtypes: str) -> Rescored:
+        """Compares rows with the log-probs that their tokens have now."""
+        logps = sums_of_branches(token_logps)
+        gaps = np.abs(logps - block.logps)
+        return Rescored(logps, gaps, gaps - allowed_gaps(block.rows.completions.lengths, *dtypes))
+
+    @property
+    def worst(self) -> int:
+        """The branch with the largest excess; NaN counts as the largest."""
+        return int(np.argmax(self.excess))
+
+    @property
+    def is_same(self) -> bool:
+        """Whether every log-prob is within the tolerance."""
+        return bool((self.excess <= 0).all())
 
 
 class OutOfMemory(Exception):  # noqa: N818 - a request to try again with less

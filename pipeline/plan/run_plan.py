@@ -195,19 +195,15 @@ def _of_cache(config: Config, recipe: Recipe) -> _Rows:
     path = local_model(config.train.model or manifest.model)
     read_spec = read_spec_of(recipe, config.train, path)
     index = open_source(cache, manifest, read_spec, ShardColumns(unchecked)).index
-    own = sum(
-        int(table.prompt_tokens.sum(dtype="int64") + table.own_tokens.sum(dtype="int64"))
-        for table in (index.train, index.held_out)
-    )
-    completions = sum(
-        int(table.own_tokens.sum(dtype="int64")) for table in (index.train, index.held_out)
-    )
+    sizes = [table.sizes for table in (index.train, index.held_out)]
+    prompts = sum(int(one.prompt_tokens.sum(dtype="int64")) for one in sizes)
+    completions = sum(int(one.own_tokens.sum(dtype="int64")) for one in sizes)
     return _Rows(
         table=index.train,
         count=len(index.train),
         held_out=len(index.held_out),
         policy=replace(config.model, path=path, adapter="", device_map="", tensor_parallel=1),
-        scoring=Scoring(own, index.num_partners * completions),
+        scoring=Scoring(prompts + completions, index.num_partners * completions),
     )
 
 

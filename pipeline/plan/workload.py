@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...schemas.batches import World
 from ...schemas.rows import Tree
 from ...schemas.train_options import TrainOptions
-from ...stages.feed.cache_index import RowTable
+from ...stages.feed.cache_index import RowSizes, RowTable
 from ...stages.feed.step_plan import BatchAssignment, FeedSettings, Pass, StepPlan, num_steps
 from ...stages.feed.step_plan import training_pass as whole_pass
 from ...stages.methods.recipe import Recipe
@@ -93,19 +93,14 @@ def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
     """Rows of one shape, each completion with so many mismatched partners of its length."""
     branches = len(shape.completions)
     lengths = np.tile(np.array(shape.completions, np.int32), count)
-
-    def each(value: int) -> NDArray[np.int32]:
-        return np.full(count, value, np.int32)
-
-    return RowTable(
-        group_offsets=np.array([0, count]),
-        index_in_group=np.arange(count, dtype=np.int32),
-        prompt_tokens=each(shape.prompt),
-        own_tokens=each(sum(shape.completions)),
-        chosen_tokens=each(shape.completions[0]),
-        branch_offsets=np.arange(count + 1) * branches,
-        mismatched_tokens=np.repeat(lengths[:, None], num_partners, axis=1),
+    sizes = RowSizes.of(
+        np.arange(count),
+        np.full(count, shape.prompt),
+        np.repeat(lengths[:, None], 1 + num_partners, axis=1),
+        np.arange(len(lengths)) % branches == 0,
+        np.arange(count + 1) * branches,
     )
+    return RowTable(np.array([0, count]), sizes)
 
 
 def workload_of(
@@ -117,10 +112,7 @@ def workload_of(
     steps = min(steps, train.max_steps) if train.max_steps else steps
     one_pass = whole_pass(table, settings, epoch=0)
     plans = list(islice(one_pass.plans(0, min(one_pass.num_steps, SAMPLED_STEPS)), SAMPLED_STEPS))
-    own = [
-        table.prompt_tokens[plan.rows].astype(np.int64) + table.own_tokens[plan.rows]
-        for plan in plans
-    ]
+    own = [table.sizes.tokens(plan.rows) for plan in plans]
     loads = [_loads(plan.own, sizes, settings) for plan, sizes in zip(plans, own, strict=True)]
     seen = sum(len(plan.rows) for plan in plans)
     share = min(steps * settings.batch_size, settings.epochs * rows) / seen
@@ -156,9 +148,11 @@ def _mismatched(one_pass: Pass, plan: StepPlan) -> int:
     table, pairs = one_pass.table, plan.pairs
     if not len(pairs):
         return 0
-    branches = table.branch_offsets[plan.rows[pairs.rows]] + pairs.branches
-    prompts = table.prompt_tokens[plan.rows[plan.paired_rows]].sum(dtype=np.int64)
-    return int(prompts + table.mismatched_tokens[branches, pairs.partners].sum(dtype=np.int64))
+    branches = table.sizes.branch_offsets[plan.rows[pairs.rows]] + pairs.branches
+    prompts = table.sizes.prompt_tokens[plan.rows[plan.paired_rows]].sum(dtype=np.int64)
+    return int(
+        prompts + table.sizes.mismatched_tokens[branches, pairs.partners].sum(dtype=np.int64)
+    )
 
 
 def _scaled(tokens: Sequence[int], share: float) -> int:
@@ -167,7 +161,7 @@ def _scaled(tokens: Sequence[int], share: float) -> int:
 
 
 def _mean_row(table: RowTable) -> RowShape:
-    count = max(1, round(len(table.mismatched_tokens) / len(table)))
-    whole = max(count, round(float(table.own_tokens.mean())))
+    count = max(1, round(len(table.sizes.mismatched_tokens) / len(table)))
+    whole = max(count, round(float(table.sizes.own_tokens.mean())))
     sizes = tuple(len(part) for part in np.array_split(np.arange(whole), count))
-    return RowShape(max(1, round(float(table.prompt_tokens.mean()))), sizes)
+    return RowShape(max(1, round(float(table.sizes.prompt_tokens.mean()))), sizes)

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from ...schemas.cache import Manifest
+from ...schemas.columns import Ragged
 from ...schemas.config import ModelOptions
 from ...schemas.errors import CorruptionError, FingerprintError
 from ...schemas.json_codec import digest
-from ...schemas.rows import Reference, ScoredBlock, Scorer, Tree, allowed_gaps
+from ...schemas.rows import Reference, Rescored, ScoredBlock, Scorer, Tree
 from ...stages.model.loading.model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS
 from ...stages.score.score import score_again
 from ...stages.storage.bucket.objects import location
@@ -83,29 +84,25 @@ def _rescore(
 ) -> tuple[float, int]:
     worst, branches = 0.0, 0
     for name, block in sample_rows(folder, manifest, count):
-        again = _score_rows(block, scorer)
-        gaps = np.abs(again - block.logps)
-        allowed = allowed_gaps(block.rows.completions.lengths, dtype)
-        if not (gaps <= allowed).all():
-            at = int(np.argmax(gaps - allowed))  # NaN counts as the largest
-            row = block.rows.row[block.rows.row_of_branch[at]]
+        again = Rescored.of(block, _score_rows(block, scorer), dtype)
+        if not again.is_same:
+            row = block.rows.row[block.rows.row_of_branch[again.worst]]
             raise CorruptionError(
-                f"{name}: a branch of input row {row} is stored as {block.logps[at]:.6f}, and "
-                f"scores {again[at]:.6f} now. The cache does not hold this reference's log-probs."
+                f"{name}: a branch of input row {row} is stored as "
+                f"{block.logps[again.worst]:.6f}, and scores {again.logps[again.worst]:.6f} now. "
+                "The cache does not hold this reference's log-probs."
             )
-        worst, branches = max(worst, float(gaps.max())), branches + len(gaps)
+        worst, branches = max(worst, float(again.gaps.max())), branches + len(again.gaps)
     return worst, branches
 
 
-def _score_rows(block: ScoredBlock, scorer: Scorer) -> np.ndarray:
-    rows = block.rows
-    sums = []
-    for row in range(len(rows)):
-        branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
-        for branch in branches:
-            tree = Tree(rows.prompts[row], (rows.completions[branch],))
-            logps = scorer.score([tree])
-            if not np.isfinite(logps).all():
-                (logps,) = score_again([tree], scorer)
-            sums.append(float(np.sum(logps, dtype=np.float64)))
-    return np.array(sums)
+def _score_rows(block: ScoredBlock, scorer: Scorer) -> Ragged:
+    """The log-probs of the rows' tokens; each branch is scored by itself."""
+    rows, scored = block.rows, []
+    for branch, row in enumerate(rows.row_of_branch.tolist()):
+        tree = Tree(rows.prompts[row], (rows.completions[branch],))
+        logps = scorer.score([tree])
+        if not np.isfinite(logps).all():
+            (logps,) = score_again([tree], scorer)
+        scored.append(logps)
+    return Ragged.of(scored, np.float32)

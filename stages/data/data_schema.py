@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...schemas.errors import UsageError, closest, did_you_mean
-from ..storage.cache.shards import shard_schema
+from ..storage.cache.shards import RESERVED
 from .data_shape import DataShape, Shape
 from .input_files import InputFile, column_names, keys_further_on
 from .known_shapes import DATA_SHAPES
@@ -19,7 +19,6 @@ ALWAYS_CARRIED = ("margin", "weight")
 PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
 _UNUSED = "unused "  # begins our name of a column that the user left out
 _SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
-_RESERVED = {*shard_schema(token_logps=True, carried=()).names}
 _OURS = [one for one in DATA_SHAPES if not one.is_foreign]
 _KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(
     *((*one.columns, *one.scores) for one in _OURS)
@@ -224,7 +223,7 @@ def _renamed(
 
 def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -> None:
     for name in carry:
-        if name in _RESERVED:
+        if name in RESERVED:
             raise UsageError(
                 f"{where}: a column named {name!r} cannot be carried, because shards have one of "
                 f"their own. Rename yours, for example with --map my_{name}={name}."

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...schemas.batches import StepSize
 from ...schemas.cache import Commit, Manifest, StoredKind
-from ...schemas.columns import joined_ranges, offsets_of
+from ...schemas.columns import ColumnTable, column, offsets_of
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
 from ..storage.bucket.objects import Location
@@ -124,40 +125,31 @@ def read_table(
     if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
         raise CorruptionError(f"{source} has lists over branches of different lengths.")
     picked = select(roles.values, scores.values, roles.offsets, spec=spec, source=source)
-    lengths, offsets = tokens.values[picked.own], picked.branch_offsets
+    offsets = picked.branch_offsets
     is_chosen = np.isin(picked.roles, (Role.CHOSEN, Role.DESIRABLE))
     is_rejected = np.isin(picked.roles, (Role.REJECTED, Role.UNDESIRABLE))
-    prompt_tokens = prompt_lengths[picked.rows] + context_lengths(picked, spec)
-    mismatched = tokens.values[picked.mismatched]
     group_of = np.repeat(np.arange(len(sizes)), sizes)[picked.rows]
     group_offsets = offsets_of(np.bincount(group_of, minlength=len(sizes)))
-    index_in_group = np.arange(len(picked.rows)) - group_offsets[group_of]
-    table = RowTable(
-        group_offsets=group_offsets,
-        index_in_group=index_in_group.astype(np.int32),
-        prompt_tokens=prompt_tokens.astype(np.int32),
-        own_tokens=_sums(lengths, offsets),
-        chosen_tokens=_sums(lengths * is_chosen, offsets),
-        branch_offsets=offsets,
-        mismatched_tokens=mismatched if spec.mismatched else mismatched[:, :0],
+    partners = picked.mismatched if spec.mismatched else picked.mismatched[:, :0]
+    lengths = tokens.values[np.column_stack([picked.own, partners])]
+    read = RowSizes.of(
+        np.arange(len(picked.rows)) - group_offsets[group_of],
+        prompt_lengths[picked.rows] + context_lengths(picked, spec),
+        lengths,
+        is_chosen,
+        offsets,
     )
+    longest = np.repeat(read.prompt_tokens, np.diff(offsets)) + lengths.max(axis=1, initial=0)
     return TableRows(
-        table,
+        RowTable(group_offsets, read),
         held_out(keys, spec.eval_fraction)[picked.rows],
         picked.kinds,
         _sums(is_chosen, offsets),
         _sums(is_rejected, offsets),
         _missing(columns, picked, spec),
-        mismatched.shape[1],
-        _longest(table, lengths),
+        num_partners=picked.mismatched.shape[1],
+        longest=int(longest.max(initial=0)),
     )
-
-
-def _longest(table: RowTable, lengths: NDArray[np.int32]) -> int:
-    """The length of the longest prompt with one of its branches, mismatched ones included."""
-    prompts = np.repeat(table.prompt_tokens, np.diff(table.branch_offsets))
-    completions = np.column_stack([lengths, table.mismatched_tokens]).max(axis=1, initial=0)
-    return int((prompts + completions).max(initial=0))
 
 
 def _missing(columns: pa.Table, picked: Selection, spec: ReadSpec) -> dict[str, int]:
@@ -226,29 +218,61 @@ def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np
 
 
 @dataclass(frozen=True)
-class RowTable:
-    """Lengths of rows, numbered as they are stored: 24 bytes a row, 4 a mismatched branch."""
+class RowSizes(ColumnTable):
+    """Lengths of rows: 24 bytes a row, 4 a mismatched branch."""
 
-    group_offsets: NDArray[np.int64]  # (row groups + 1,) into the rows
-    index_in_group: NDArray[np.int32]  # (rows,) of the row in its row group as it is read
-    prompt_tokens: NDArray[np.int32]  # (rows,)
-    own_tokens: NDArray[np.int32]  # (rows,) of completions
-    chosen_tokens: NDArray[np.int32]  # (rows,) of chosen or desirable ones among them
-    branch_offsets: NDArray[np.int64]  # (rows + 1,) into the own branches
-    mismatched_tokens: NDArray[np.int32]  # (branches, partners)
+    index_in_group: NDArray[np.int32] = column("row", "i4")  # of the row group as it is read
+    prompt_tokens: NDArray[np.int32] = column("row", "i4")
+    own_tokens: NDArray[np.int32] = column("row", "i4")  # of completions
+    chosen_tokens: NDArray[np.int32] = column("row", "i4")  # of chosen or desirable ones
+    branch_offsets: NDArray[np.int64] = column("offsets", "i8")  # (rows + 1,) into the own branches
+    mismatched_tokens: NDArray[np.int32] = column("branch", "i4")  # (branches, partners)
+
+    @staticmethod
+    def of(
+        index_in_group: NDArray[np.int64],
+        prompt_tokens: NDArray[np.int64],
+        tokens: NDArray[np.int32],  # (branches, 1 + partners) of own completions, then mismatched
+        is_chosen: NDArray[np.bool_],  # (branches,)
+        branch_offsets: NDArray[np.int64],
+    ) -> RowSizes:
+        """The lengths of rows, of those of their completions."""
+        return RowSizes(
+            index_in_group=index_in_group.astype(np.int32),
+            prompt_tokens=prompt_tokens.astype(np.int32),
+            own_tokens=_sums(tokens[:, 0], branch_offsets),
+            chosen_tokens=_sums(tokens[:, 0] * is_chosen, branch_offsets),
+            branch_offsets=branch_offsets,
+            mismatched_tokens=tokens[:, 1:],
+        )
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
+    def tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of each of these rows, with its own completions."""
+        return self.prompt_tokens[rows].astype(np.int64) + self.own_tokens[rows]
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Lengths of rows, numbered as they are stored."""
+
+    group_offsets: NDArray[np.int64]  # (row groups + 1,) into the rows
+    sizes: RowSizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
     @property
     def num_partners(self) -> int:
         """The number of mismatched partners of each branch."""
-        return int(self.mismatched_tokens.shape[1])
+        return int(self.sizes.mismatched_tokens.shape[1])
 
     @property
     def nbytes(self) -> int:
         """Its bytes in memory."""
-        return sum(column.nbytes for column in vars(self).values())
+        return sum(each.nbytes for each in (self.group_offsets, *vars(self.sizes).values()))
 
     def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of the row group that each row is stored in."""
@@ -256,47 +280,31 @@ class RowTable:
 
     def num_branches(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of own branches of each row."""
-        return self.branch_offsets[rows + 1] - self.branch_offsets[rows]
+        return self.sizes.branch_offsets[rows + 1] - self.sizes.branch_offsets[rows]
+
+    def size_of(self, rows: NDArray[np.int64]) -> StepSize:
+        """The size of a step of these rows."""
+        return StepSize(
+            rows=len(rows),
+            branches=int(self.num_branches(rows).sum()),
+            tokens=int(self.sizes.own_tokens[rows].sum(dtype=np.int64)),
+            chosen_tokens=int(self.sizes.chosen_tokens[rows].sum(dtype=np.int64)),
+        )
 
     def keep(self, kept: NDArray[np.bool_]) -> RowTable:
         """The rows where `kept`, in the same row groups."""
-        rows = np.flatnonzero(kept)
-        counts = self.num_branches(rows)
-        branches = joined_ranges(self.branch_offsets[rows], counts)
-        return RowTable(
-            group_offsets=offsets_of(kept)[self.group_offsets],
-            index_in_group=self.index_in_group[rows],
-            prompt_tokens=self.prompt_tokens[rows],
-            own_tokens=self.own_tokens[rows],
-            chosen_tokens=self.chosen_tokens[rows],
-            branch_offsets=offsets_of(counts),
-            mismatched_tokens=self.mismatched_tokens[branches],
-        )
+        return RowTable(offsets_of(kept)[self.group_offsets], self.sizes.take(np.flatnonzero(kept)))
 
     @staticmethod
     def concat(tables: Sequence[RowTable], *, num_partners: int) -> RowTable:
         """The tables of consecutive row groups as one; there may be none."""
-
-        def joined(columns: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-            return np.concatenate([np.empty(0, dtype=np.int32), *columns])
-
         none = np.empty(0, dtype=np.int64)
-        sizes = [np.diff(table.group_offsets) for table in tables]
-        counts = [np.diff(table.branch_offsets) for table in tables]
-        return RowTable(
-            group_offsets=offsets_of(np.concatenate([none, *sizes])),
-            index_in_group=joined([table.index_in_group for table in tables]),
-            prompt_tokens=joined([table.prompt_tokens for table in tables]),
-            own_tokens=joined([table.own_tokens for table in tables]),
-            chosen_tokens=joined([table.chosen_tokens for table in tables]),
-            branch_offsets=offsets_of(np.concatenate([none, *counts])),
-            mismatched_tokens=np.concatenate(
-                [
-                    np.empty((0, num_partners), np.int32),
-                    *(table.mismatched_tokens for table in tables),
-                ]
-            ),
+        no_rows = RowSizes.of(
+            none, none, np.empty((0, 1 + num_partners), "i4"), none > 0, offsets_of(none)
         )
+        groups = [np.diff(table.group_offsets) for table in tables]
+        sizes = RowSizes.concat([no_rows, *(table.sizes for table in tables)])
+        return RowTable(offsets_of(np.concatenate([none, *groups])), sizes)
 
 
 def held_out(split_keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:

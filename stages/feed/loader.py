@@ -179,7 +179,8 @@ def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]
     pieces = []
     for group in np.unique(groups).tolist():
         here = np.sort(numbers[groups == group])
-        block = _read_group(source, locations[group], table.index_in_group[here].astype(np.int64))
+        indices = table.sizes.index_in_group[here].astype(np.int64)
+        block = _read_group(source, locations[group], indices)
         pieces.append(Piece(here, block))
     return pieces
 
@@ -215,17 +216,14 @@ def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int)
     """The batch of one rank, whose rows are all in the buffer."""
     own_offsets = offsets_of(table.num_branches(plan.rows))
     return StepBatch(
+        **vars(table.size_of(plan.rows)),
+        mismatched_branches=len(plan.pairs),
         cursor=plan.cursor,
         own=tuple(_own_batch(plan, buffer, rows, own_offsets) for rows in plan.own.of_rank(rank)),
         mismatched=tuple(
             _mismatched_batch(plan, buffer, plan.paired_rows[trees], own_offsets)
             for trees in plan.mismatched.of_rank(rank)
         ),
-        rows=len(plan.rows),
-        branches=int(own_offsets[-1]),
-        tokens=int(table.own_tokens[plan.rows].sum(dtype=np.int64)),
-        chosen_tokens=int(table.chosen_tokens[plan.rows].sum(dtype=np.int64)),
-        mismatched_branches=len(plan.pairs),
     )
 
 

@@ -90,13 +90,7 @@ class Pass:
 
     def size(self) -> StepSize:
         """The size of all its steps together."""
-        rows = self.order.rows(0, self.end(self.num_steps - 1))
-        return StepSize(
-            rows=len(rows),
-            branches=int(self.table.num_branches(rows).sum()),
-            tokens=int(self.table.own_tokens[rows].sum(dtype=np.int64)),
-            chosen_tokens=int(self.table.chosen_tokens[rows].sum(dtype=np.int64)),
-        )
+        return self.table.size_of(self.order.rows(0, self.end(self.num_steps - 1)))
 
     def plans(self, start: int, stop: int) -> Iterator[StepPlan]:
         """The plans of steps `start` to `stop`."""
@@ -111,10 +105,11 @@ class Pass:
     def _plan(self, step: int, rows: NDArray[np.int64]) -> StepPlan:
         pairs = self._pairs(step, rows)
         trees, tree_of_pair = np.unique(pairs.rows, return_inverse=True)
-        branches = self.table.branch_offsets[rows[pairs.rows]] + pairs.branches
-        lengths = self.table.prompt_tokens[rows[trees]].astype(np.int64)
-        np.add.at(lengths, tree_of_pair, self.table.mismatched_tokens[branches, pairs.partners])
-        own_lengths = self.table.prompt_tokens[rows].astype(np.int64) + self.table.own_tokens[rows]
+        sizes = self.table.sizes
+        branches = sizes.branch_offsets[rows[pairs.rows]] + pairs.branches
+        lengths = sizes.prompt_tokens[rows[trees]].astype(np.int64)
+        np.add.at(lengths, tree_of_pair, sizes.mismatched_tokens[branches, pairs.partners])
+        own_lengths = sizes.tokens(rows)
         return StepPlan(
             cursor=Cursor(self.epoch, step),
             rows=rows,

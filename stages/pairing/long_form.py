@@ -120,22 +120,25 @@ def _common_length(
 def _with_prompts(keyed: KeyedRows, shared: dict[int, _Shared]) -> KeyedRows:
     """These prompts in the rows from each start on, and what they lack in the completions."""
     rows = keyed.rows
-    prompts, completions = list(rows.prompts), list(rows.completions)
-    prompt_cut, keys = rows.prompt_cut.copy(), keyed.completion_keys.copy()
+    prompts, prompt_cut = list(rows.prompts), rows.prompt_cut.copy()
+    before = [_NO_TOKENS] * len(rows.completions)
     for start, found in shared.items():
         for row, moved in enumerate(found.moved, start=start):
             prompts[row], prompt_cut[row] = found.prompt, found.cut
-            branches = slice(rows.branch_offsets[row], rows.branch_offsets[row + 1])
-            if len(moved):
-                longer = [np.append(moved, ids) for ids in completions[branches]]
-                completions[branches], keys[branches] = longer, completion_keys(longer)
+            for branch in range(rows.branch_offsets[row], rows.branch_offsets[row + 1]):
+                before[branch] = moved
     joined = replace(
-        rows,
+        rows.with_tokens_before("completions", Ragged.of(before, np.int32)),
         prompts=Ragged.of(prompts, np.int32),
         prompt_cut=prompt_cut,
-        completions=Ragged.of(completions, np.int32),
     )
+    longer = [branch for branch, moved in enumerate(before) if len(moved)]
+    keys = keyed.completion_keys.copy()
+    keys[longer] = completion_keys(joined.completions[branch] for branch in longer)
     return replace(keyed, rows=joined, completion_keys=keys)
+
+
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 def _joined_ids(

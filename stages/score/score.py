@@ -12,7 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.columns import Ragged, offsets_of
-from ...schemas.rows import OutOfMemory, Rejected, Role, RowBlock, ScoredBlock, Scorer, Tree
+from ...schemas.rows import (
+    OutOfMemory,
+    Rejected,
+    Role,
+    RowBlock,
+    ScoredBlock,
+    Scorer,
+    Tree,
+    sums_of_branches,
+)
 from .batch_plan import TreeCost, TreePlan, plan_batches, plan_trees
 
 logger = logging.getLogger("align")
@@ -129,7 +138,7 @@ def _run(
 
 def _rescored_in_float32(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
     """Scores branches without a finite log-prob again, alone and in float32."""
-    is_bad = ~np.isfinite(_sums(run.token_logps)) & ~np.isin(run.branches, run.too_big)
+    is_bad = ~np.isfinite(sums_of_branches(run.token_logps)) & ~np.isin(run.branches, run.too_big)
     if not is_bad.any():
         return run
     row_of_branch, bad = rows.row_of_branch, np.flatnonzero(is_bad)
@@ -196,7 +205,7 @@ def _collect(
     wanted = np.flatnonzero(~known.found)
     index = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
-    logps[wanted] = _sums(run.token_logps)[index]
+    logps[wanted] = sums_of_branches(run.token_logps)[index]
     token_logps = None
     if rules.keep_token_logps:
         assert known.token_logps is not None
@@ -245,18 +254,6 @@ def _reject(rows: RowBlock, row: int, reason: str, detail: str) -> Rejected:
 def _named(rows: RowBlock, branch: int) -> str:
     index = branch - int(rows.branch_offsets[rows.row_of_branch[branch]])
     return f"branch {index} ({Role(rows.roles[branch]).name.lower()})"
-
-
-def _sums(token_logps: Ragged) -> NDArray[np.float64]:
-    """The sum of each list in float64; no list is empty."""
-    if not len(token_logps):
-        return np.empty(0, dtype=np.float64)
-    # Infinities of both signs make a NaN, which quarantines the row: no warning is needed.
-    with np.errstate(invalid="ignore"):
-        sums: NDArray[np.float64] = np.add.reduceat(
-            token_logps.values.astype(np.float64), token_logps.offsets[:-1]
-        )
-    return sums
 
 
 def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64]:

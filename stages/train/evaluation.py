@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ...schemas.batches import Engine, EvalSample, MicroBatch, StepBatch, StepSize, World
+from ...schemas.columns import Ragged
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
-from ...schemas.rows import Role, ScoredBlock, allowed_gaps
+from ...schemas.rows import Rescored, Role, ScoredBlock
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
 from ..storage.disk.failpoints import reach
@@ -165,29 +166,26 @@ def largest_gap(
     engine.learn_mode(dropout_seed=None)
     worst = 0.0
     for name, block in sample:
-        logps, lengths = _scored(engine, block), block.rows.completions.lengths
-        gaps = np.abs(logps - block.logps)
-        excess = gaps - allowed_gaps(lengths, *dtypes)
-        if not (np.isfinite(gaps).all() if may_differ else (excess <= 0).all()):
-            raise _refusal(name, block, logps, int(np.argmax(excess)))
-        worst = max(worst, float(gaps.max()))
+        again = Rescored.of(block, _scored(engine, block), *dtypes)
+        if not (np.isfinite(again.gaps).all() if may_differ else again.is_same):
+            raise _refusal(name, block, again)
+        worst = max(worst, float(again.gaps.max()))
     return worst
 
 
 @torch.no_grad()
-def _scored(engine: Engine, block: ScoredBlock) -> np.ndarray:
-    sums = []
-    for tree in block.rows.trees():
-        tokens = torch.split(engine.forward((tree,))["logps"], [len(one) for one in tree.branches])
-        sums += [float(logps.double().sum()) for logps in tokens]
-    return np.array(sums)
+def _scored(engine: Engine, block: ScoredBlock) -> Ragged:
+    logps = [engine.forward((tree,))["logps"].cpu().numpy() for tree in block.rows.trees()]
+    return Ragged(np.concatenate(logps), block.rows.completions.offsets)
 
 
-def _refusal(name: str, block: ScoredBlock, logps: np.ndarray, at: int) -> FingerprintError:
+def _refusal(name: str, block: ScoredBlock, again: Rescored) -> FingerprintError:
+    at = again.worst
     row = block.rows.row[block.rows.row_of_branch[at]]
     return FingerprintError(
         f"{name}: the policy is the reference of this cache, yet it scores a branch of input row "
-        f"{row} as {logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. `align verify` says "
-        "whether the cache is damaged. If it is not, this machine computes other numbers than the "
-        "one it was made on: make the cache again here, or with --dtype float32."
+        f"{row} as {again.logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. "
+        "`align verify` says whether the cache is damaged. If it is not, this machine computes "
+        "other numbers than the one it was made on: make the cache again here, or with "
+        "--dtype float32."
     )

@@ -15,7 +15,7 @@ import sides
 
 from align.schemas.batches import World
 from align.schemas.columns import offsets_of
-from align.stages.feed.cache_index import RowTable
+from align.stages.feed.cache_index import RowSizes, RowTable
 from align.stages.feed.step_plan import FeedSettings, training_pass
 
 ROWS_PER_GROUP = 512
@@ -119,7 +119,7 @@ def table_of(rows, *, is_held):
         columns["mismatched_tokens"] = columns["mismatched_tokens"][:, None]
     sizes = np.full(-(-rows // ROWS_PER_GROUP), ROWS_PER_GROUP)
     sizes[-1] -= sizes.sum() - rows
-    return RowTable(group_offsets=offsets_of(sizes), **columns)
+    return RowTable(offsets_of(sizes), RowSizes(**columns))
 
 
 def lengths(places, *, key, median, most):
@@ -139,11 +139,13 @@ def loads_of(plan, one_pass, *, mismatched):
     table, pads = one_pass.table, one_pass.settings.pads
     rows = plan.rows[plan.paired_rows] if mismatched else plan.rows
     dealt = plan.mismatched if mismatched else plan.own
-    tokens = table.own_tokens[rows]
+    tokens = table.sizes.own_tokens[rows]
     if mismatched:
-        first = table.branch_offsets[rows]
-        tokens = table.mismatched_tokens[first, 0] + table.mismatched_tokens[first + 1, 0]
-    sizes = table.prompt_tokens[rows].astype(np.int64) + tokens
+        first = table.sizes.branch_offsets[rows]
+        tokens = (
+            table.sizes.mismatched_tokens[first, 0] + table.sizes.mismatched_tokens[first + 1, 0]
+        )
+    sizes = table.sizes.prompt_tokens[rows].astype(np.int64) + tokens
     loads = np.zeros((one_pass.settings.world.size, dealt.num_turns), dtype=np.int64)
     places = (dealt.ranks, dealt.turns)
     if not pads:

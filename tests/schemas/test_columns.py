@@ -22,11 +22,12 @@ from support.made_caches import block_of
 
 @dataclass(frozen=True)
 class MarkedRows(RowBlock):
-    """Rows with a number, and branches with marks of their tokens and a guess."""
+    """Rows with a number, branches with a name and a guess, tokens with marks."""
 
     number: NDArray[np.int64] = column("row")
-    marks: Ragged = column("branch")
-    guess: NDArray[np.float64] = column("branch", missing=-1.0)
+    name: NDArray[np.int64] = column("branch")
+    guess: NDArray[np.float64] = column("branch", "f8", missing=-1.0)
+    marks: Ragged | None = column("token", "i4", missing=-2, of="completions", is_list=True)
 
 
 def marked(rows):
@@ -34,7 +35,9 @@ def marked(rows):
     ids = rows.completions
     columns = {name: getattr(rows, name) for name in RowBlock.columns()}
     marks = Ragged(ids.values * 2, ids.offsets)
-    return MarkedRows(**columns, number=rows.row + 1, marks=marks, guess=rows.roles + 0.5)
+    return MarkedRows(
+        **columns, number=rows.row + 1, name=ids.lengths * 3, guess=rows.roles + 0.5, marks=marks
+    )
 
 
 def require_marked(rows):
@@ -43,6 +46,7 @@ def require_marked(rows):
     assert (rows.number == rows.row + 1).all()
     assert (rows.marks.offsets == rows.completions.offsets).all()
     assert (rows.marks.values == rows.completions.values * 2).all()
+    assert (rows.name == rows.completions.lengths * 3).all()
     assert len(rows.guess) == len(rows.roles)
 
 
@@ -81,13 +85,56 @@ def test_a_branch_that_is_added_has_a_value_in_every_column():
         "cut": np.array([4], np.int32),
     }
     with pytest.raises(AssertionError, match="an added branch needs a value"):
-        rows.with_branches(order, offsets, **given)  # no marks
+        rows.with_branches(order, offsets, **given)  # no name
+    given["name"] = np.array([6])
     more = rows.with_branches(order, offsets, **given, marks=Ragged.of([[14, 16]], np.int32))
     require_marked(more)
     assert more.guess[-1] == -1
     assert np.isnan(more.scores[-1])
     with pytest.raises(AssertionError, match="no columns of branches"):
-        rows.with_branches(order, offsets, **given, marks=given["completions"], other=order[:1])
+        rows.with_branches(order, offsets, **given, other=order[:1])
+
+
+def test_a_token_without_a_value_has_the_missing_one():
+    rows = marked(block_of(3, 1).rows)
+    unmarked = replace(rows, marks=None)
+    count, ids = len(rows.roles), rows.completions
+    both = MarkedRows.concat([unmarked, rows])
+    assert both.marks.values.tolist() == [-2] * len(ids.values) + rows.marks.values.tolist()
+    assert MarkedRows.concat([unmarked, unmarked]).marks is None
+    order, offsets = np.arange(count + 1), rows.branch_offsets + np.array([0, 0, 0, 1])
+    given = {
+        "completions": Ragged.of([[7, 8]], np.int32),
+        "roles": np.array([Role.MISMATCHED], np.int8),
+        "cut": np.array([4], np.int32),
+        "name": np.array([6]),
+    }
+    assert rows.with_branches(order, offsets, **given).marks[count].tolist() == [-2, -2]
+    assert unmarked.with_branches(order, offsets, **given).marks is None
+    more = unmarked.with_branches(order, offsets, **given, marks=Ragged.of([[5, 6]], np.int32))
+    assert more.marks.values.tolist() == [-2] * len(ids.values) + [5, 6]
+
+
+@given(st.lists(st.integers(0, 3), min_size=6, max_size=6))
+def test_what_goes_before_tokens_goes_before_what_belongs_to_them(lengths):
+    rows = marked(block_of(3, 1).rows)
+    front = [[100 + index] * length for index, length in enumerate(lengths)]
+    front = front[: len(rows.completions)] + [[]] * (len(rows.completions) - len(front))
+    longer = rows.with_tokens_before("completions", Ragged.of(front, np.int32))
+    for index, before in enumerate(front):
+        assert longer.completions[index].tolist() == [*before, *rows.completions[index]]
+        assert longer.marks[index].tolist() == [-2] * len(before) + rows.marks[index].tolist()
+    assert longer.completions.values.dtype == np.int32
+
+
+def test_tokens_are_not_replaced_without_what_belongs_to_them():
+    block = scored(3)
+    fewer = block.rows.completions.head(np.ones(len(block.rows.completions), np.int64))
+    with pytest.raises(AssertionError, match="marks of other tokens"):
+        replace(block.rows, completions=fewer)
+    shorter = replace(block.rows, completions=fewer, marks=None)
+    with pytest.raises(AssertionError, match="token_logps of other tokens"):
+        replace(block, rows=shorter)
 
 
 def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
@@ -106,7 +153,8 @@ def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
     require_marked(read.rows)
     micro = MicroBatch(read, np.arange(2), ("a",))
     sizes = {"rows": 1, "branches": 2, "tokens": 2, "chosen_tokens": 1, "mismatched_branches": 0}
-    (again,) = cut_smaller(StepBatch(None, (micro,), (), **sizes), 1, pads=False).own
+    batch = StepBatch(cursor=None, own=(micro,), mismatched=(), **sizes)
+    (again,) = cut_smaller(batch, 1, pads=False).own
     require_marked(again.block.rows)
     assert [tree.prompt.tolist() for tree in again.trees] == [[5]]
     assert again.block.logps.tolist() == read.logps.tolist()

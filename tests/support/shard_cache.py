@@ -10,7 +10,7 @@ from align.schemas.batches import World
 from align.schemas.columns import Ragged, offsets_of
 from align.schemas.file_version import FileVersion
 from align.schemas.rows import PromptKeys, Role, RowBlock, ScoredBlock
-from align.stages.feed.cache_index import RowTable, ShardColumns
+from align.stages.feed.cache_index import RowSizes, RowTable, ShardColumns
 from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
@@ -48,8 +48,7 @@ def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
     rows = int(np.sum(sizes))
     branch_offsets = offsets_of(draw.integers(1, most_branches + 1, rows))
     own = draw.integers(1, longest + 1, rows)
-    return RowTable(
-        group_offsets=offsets_of(sizes),
+    sizes_of_rows = RowSizes(
         index_in_group=np.concatenate(
             [np.empty(0, np.int32), *(np.arange(size) for size in sizes)]
         ),
@@ -61,6 +60,7 @@ def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
             np.int32
         ),
     )
+    return RowTable(offsets_of(sizes), sizes_of_rows)
 
 
 def block_of(rows, *, seed=0, levels=1, roles=PAIR, tokens=(3, 12), token_logps=True):

@@ -8,7 +8,7 @@ wrappers: thirty megabytes for nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ....schemas.columns import Ragged, offsets_of
+from ....schemas.columns import Column, ColumnTable, Ragged, offsets_of
 from ....schemas.errors import CorruptionError, storage_error
 from ....schemas.rows import PromptKeys, RowBlock, ScoredBlock
 from ..bucket.objects import Location
@@ -128,140 +128,144 @@ def _settings(schema: pa.Schema) -> dict[str, Any]:
     }
 
 
-def shard_schema(*, token_logps: bool, carried: Sequence[str]) -> pa.Schema:
+# The format's order. What is declared and not named here follows, and then what the data carry.
+_ORDER = (
+    *("row_id", "source", "prompt_key", "split_key", "prompt_sketch", "prompt_tokens"),
+    *("prompt_ids", "prompt_cut", "completion_ids", "role", "score", "cut", "num_tokens"),
+    *("ref_logp", "ref_token_logps"),
+)
+_SOURCE = pa.struct(
+    [pa.field("file", pa.string(), nullable=False), pa.field("row", pa.int64(), nullable=False)]
+)
+_TABLES = (PromptKeys, RowBlock, ScoredBlock)
+_STORED = {
+    each.stored: each for table in _TABLES for each in table.columns().values() if each.stored
+}
+# Columns with the lengths of other columns' lists.
+_COUNTS = {
+    each.counted: Column(each.per, "i4", stored=each.stored)
+    for each in _STORED.values()
+    if each.counted
+}
+OPTIONAL = tuple(name for name, each in _STORED.items() if each.per == "token")
+
+
+def _per_branch(item: pa.DataType, *, nullable: bool = False) -> pa.DataType:
+    return pa.list_(pa.field("element", item, nullable=nullable))
+
+
+def _type_of(each: Column) -> pa.DataType:
+    number = pa.binary(16) if each.kind == "S16" else pa.from_numpy_dtype(np.dtype(each.kind))
+    value = _per_branch(number) if each.is_list else number
+    is_nullable = each.per == "branch" and each.missing is not None
+    return value if each.per == "row" else _per_branch(value, nullable=is_nullable)
+
+
+def shard_schema(optional: Collection[str] = (), carried: Sequence[str] = ()) -> pa.Schema:
     """Columns of a shard, the same in every shard of a cache."""
+    columns = {name: _type_of(each) for name, each in (_STORED | _COUNTS).items()}
+    columns |= {"row_id": pa.string(), "source": _SOURCE}
+    names = [*_ORDER, *(name for name in columns if name not in _ORDER)]
+    kept = [name for name in names if name in optional or name not in OPTIONAL]
+    columns |= dict.fromkeys(carried, pa.float64())
+    return pa.schema([pa.field(name, columns[name], nullable=False) for name in (*kept, *carried)])
 
-    def per_branch(item: pa.DataType, *, nullable: bool = False) -> pa.DataType:
-        return pa.list_(pa.field("element", item, nullable=nullable))
 
-    file = pa.field("file", pa.string(), nullable=False)
-    row = pa.field("row", pa.int64(), nullable=False)
-    kinds = {
-        "row_id": pa.string(),
-        "source": pa.struct([file, row]),
-        "prompt_key": pa.binary(16),
-        "split_key": pa.uint64(),
-        "prompt_sketch": pa.uint64(),
-        "prompt_tokens": pa.int32(),
-        "prompt_ids": per_branch(pa.int32()),
-        "prompt_cut": pa.int32(),
-        "completion_ids": per_branch(per_branch(pa.int32())),
-        "role": per_branch(pa.int8()),
-        "score": per_branch(pa.float64(), nullable=True),
-        "cut": per_branch(pa.int32()),
-        "num_tokens": per_branch(pa.int32()),
-        "ref_logp": per_branch(pa.float64()),
-    }
-    if token_logps:
-        kinds["ref_token_logps"] = per_branch(per_branch(pa.float32()))
-    kinds |= dict.fromkeys(carried, pa.float64())
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds.items()])
+RESERVED = frozenset(shard_schema(OPTIONAL).names)
 
 
 def schema_of(block: ScoredBlock) -> pa.Schema:
     """The columns a block fills."""
-    kept = block.token_logps is not None
-    return shard_schema(token_logps=kept, carried=list(block.rows.carried))
+    filled = [name for name, values in _values(block).items() if values is not None]
+    return shard_schema(filled, list(block.rows.carried))
 
 
 def carried_names(schema: pa.Schema) -> list[str]:
     """The columns of a shard that its data brought along."""
-    known = shard_schema(token_logps=True, carried=()).names
-    return [name for name in schema.names if name not in known]
+    return [name for name in schema.names if name not in RESERVED]
+
+
+def _values(block: ScoredBlock) -> dict[str, Any]:
+    """The values of declared columns, by their names in a shard; None where one is not kept."""
+    tables: tuple[ColumnTable, ...] = (block.rows.prompt_keys, block.rows, block)
+    values = {
+        each.stored: getattr(table, name)
+        for table in tables
+        for name, each in table.columns().items()
+        if each.stored
+    }
+    return values | {name: values[each.stored].lengths for name, each in _COUNTS.items()}
 
 
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, schema = block.rows, schema_of(block)
+    values = _values(block) | dict(rows.carried)
     sources = [_text(_hex(rows.file.astype(">u8"), _FILE_DIGITS)), arrow_of(rows.row, pa.int64())]
     columns = {
         "row_id": _text(row_ids(rows)),
-        "source": pa.StructArray.from_arrays(sources, fields=list(schema.field("source").type)),
+        "source": pa.StructArray.from_arrays(sources, fields=list(_SOURCE)),
     }
-    of_rows: dict[str, Values] = {
-        "prompt_key": rows.prompt_keys.prompt,
-        "split_key": rows.prompt_keys.split,
-        "prompt_sketch": rows.prompt_keys.sketch,
-        "prompt_tokens": rows.prompts.lengths,
-        "prompt_ids": rows.prompts,
-        "prompt_cut": rows.prompt_cut,
-        **rows.carried,
-    }
-    for name, values in of_rows.items():
-        columns[name] = arrow_of(values, schema.field(name).type)
-    for name, values in _branch_columns(block).items():
+    of_rows = {name for name, each in (_STORED | _COUNTS).items() if each.per == "row"}
+    for name in [name for name in schema.names if name not in columns]:
         kind = schema.field(name).type
-        inner = arrow_of(values, kind.value_type, nan_is_null=kind.value_field.nullable)
-        columns[name] = lists_over(rows.branch_offsets, inner, kind)
+        if name in of_rows or name in rows.carried:
+            columns[name] = arrow_of(values[name], kind)
+        else:
+            nullable = kind.value_field.nullable
+            inner = arrow_of(values[name], kind.value_type, nan_is_null=nullable)
+            columns[name] = lists_over(rows.branch_offsets, inner, kind)
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
-
-
-def _branch_columns(block: ScoredBlock) -> dict[str, Values]:
-    rows, logps = block.rows, block.token_logps
-    return {
-        "completion_ids": rows.completions,
-        "role": rows.roles,
-        "score": rows.scores,
-        "cut": rows.cut,
-        "num_tokens": rows.completions.lengths,
-        "ref_logp": block.logps,
-        **({} if logps is None else {"ref_token_logps": logps}),
-    }
 
 
 def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     """The block behind a table of all shard columns; the table may be a slice of another."""
     _require_schema(table.schema, source)
-    kept = "ref_token_logps" in table.column_names
-    nested = _column(table, "completion_ids")
-    branch_offsets, completions = offsets_of(_lengths(nested)), ragged_of(_flattened(nested))
-    names = ("role", "score", "cut", "num_tokens", "ref_logp")
-    lists = {name: list_column(table, name) for name in names}
-    same = all(np.array_equal(column.offsets, branch_offsets) for column in lists.values())
-    _require(same, source, "has lists over branches of different lengths")
-    flat = {name: column.values for name, column in lists.items()}
-    counted = np.array_equal(flat["num_tokens"], completions.lengths)
-    _require(counted, source, "counts tokens wrongly")
-    token_logps = ragged_of(_flattened(_column(table, "ref_token_logps"))) if kept else None
-    same = token_logps is None or np.array_equal(token_logps.offsets, completions.offsets)
-    _require(same, source, "holds other token log-probs than tokens")
-    rows = _row_block(table, source, branch_offsets, completions, flat)
-    return ScoredBlock(rows, flat["ref_logp"], token_logps)
+    branch_offsets = offsets_of(_lengths(_column(table, "completion_ids")))
+    found: dict[str, Any] = dict.fromkeys(OPTIONAL)
+    for name, each in (_STORED | _COUNTS).items():
+        if name in table.column_names:
+            values = _column(table, name)
+            if each.per != "row":
+                same = np.array_equal(offsets_of(_lengths(values)), branch_offsets)
+                _require(same, source, "has lists over branches of different lengths")
+                values = _flattened(values)
+            found[name] = ragged_of(values) if each.is_list else numpy_of(values)
+    for name, each in _COUNTS.items():
+        counted = np.array_equal(found[name], found[each.stored].lengths)
+        _require(counted, source, f"has {name} that are not the lengths of {each.stored}")
+    for name in [name for name in OPTIONAL if found[name] is not None]:
+        same = np.array_equal(found[name].offsets, found["completion_ids"].offsets)
+        _require(same, source, f"has {name} of other tokens than completion_ids")
+    return _block_of(table, source, branch_offsets, found)
 
 
 def _require_schema(schema: pa.Schema, source: str, with_columns: Sequence[str] = ()) -> None:
-    kept, carried = "ref_token_logps" in schema.names, carried_names(schema)
-    expected = shard_schema(token_logps=kept, carried=carried)
+    expected = shard_schema(schema.names, carried_names(schema))
     is_as_made = schema.equals(expected) and {*with_columns} <= {*schema.names}
     _require(is_as_made, source, "has other columns than a shard")
 
 
-def _row_block(
-    table: pa.Table,
-    source: str,
-    branch_offsets: NDArray[np.int64],
-    completions: Ragged,
-    flat: dict[str, NDArray[Any]],
-) -> RowBlock:
+def _block_of(
+    table: pa.Table, source: str, branch_offsets: NDArray[np.int64], found: Mapping[str, Any]
+) -> ScoredBlock:
+    keys, of_rows, of_scores = (
+        {name: found[each.stored] for name, each in one.columns().items() if each.stored}
+        for one in _TABLES
+    )
     ids, copies = parse_row_ids(_column(table, "row_id"), source)
-    sources, prompts = _column(table, "source"), list_column(table, "prompt_ids")
-    counted = np.array_equal(number_column(table, "prompt_tokens"), prompts.lengths)
-    _require(counted, source, "counts prompt tokens wrongly")
-    return RowBlock(
+    sources = _column(table, "source")
+    rows = RowBlock(
         row_id=ids,
         copy=copies,
         file=_files(sources.field("file"), source),
         row=numpy_of(sources.field("row")),
-        prompt_keys=PromptKeys(*(number_column(table, name) for name in _PROMPT_KEYS)),
-        prompts=prompts,
-        prompt_cut=number_column(table, "prompt_cut"),
+        prompt_keys=PromptKeys(**keys),
         branch_offsets=branch_offsets,
-        completions=completions,
-        roles=flat["role"],
-        scores=flat["score"],
-        cut=flat["cut"],
         carried={name: number_column(table, name) for name in carried_names(table.schema)},
+        **of_rows,
     )
+    return ScoredBlock(rows, **of_scores)
 
 
 def _require(good: bool, source: str, what: str) -> None:
@@ -270,7 +274,6 @@ def _require(good: bool, source: str, what: str) -> None:
 
 
 _RESTORE = "Restore it from a copy, or make the cache again."
-_PROMPT_KEYS = ("prompt_key", "split_key", "prompt_sketch")
 _ID_DIGITS, _FILE_DIGITS = 32, 16  # hex digits of a row's digest and of a data file's
 _ROW_ID = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
 _FILE = re.compile(rf"[0-9a-f]{{{_FILE_DIGITS}}}", re.ASCII)

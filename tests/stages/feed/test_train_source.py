@@ -40,8 +40,8 @@ def test_a_table_cut_from_another_is_read_alone():
     """`.values` of a sliced list array is the whole array."""
     whole = to_table(block_of(30, seed=5, levels=2)).select(COLUMNS)
     spec = ReadSpec("paired", mismatched=True, eval_fraction=0.0)
-    every = read_table(whole, np.array([30]), spec, "here").table
-    part = read_table(whole.slice(11, 7), np.array([7]), spec, "here").table
+    every = read_table(whole, np.array([30]), spec, "here").table.sizes
+    part = read_table(whole.slice(11, 7), np.array([7]), spec, "here").table.sizes
     assert part.index_in_group.tolist() == list(range(7))
     for name in ("prompt_tokens", "own_tokens", "chosen_tokens"):
         assert getattr(part, name).tolist() == getattr(every, name)[11:18].tolist()
@@ -94,7 +94,10 @@ def test_labels_are_counted_over_training_rows(scored_rows, mixed, tmp_path):
     assert opened(mixed, kind="labelled").labels == Labels(10 + 14, 10 + 7)
     split = opened(mixed, kind="labelled", eval_fraction=0.4)
     assert 0 < split.eval_rows < 17
-    assert split.labels.desirable + split.labels.undesirable == split.index.train.branch_offsets[-1]
+    assert (
+        split.labels.desirable + split.labels.undesirable
+        == split.index.train.sizes.branch_offsets[-1]
+    )
     blocks = [block_of(3, roles=(Role.UNDESIRABLE,)), block_of(2, roles=(Role.DESIRABLE,))]
     source = opened(write_cache(tmp_path / "labels", blocks), kind="imitated")
     assert (source.train_rows, source.labels) == (2, Labels(2, 0))
@@ -129,8 +132,8 @@ def test_no_prompt_stands_on_both_sides_of_a_split(tmp_path):
     keys = dataclasses.replace(keys, split=keys.split[ids])
     block = dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=keys))
     source = opened(write_cache(tmp_path / "cache", [block]), eval_fraction=0.3)
-    train = set(ids[source.index.train.index_in_group].tolist())
-    kept = set(ids[source.index.held_out.index_in_group].tolist())
+    train = set(ids[source.index.train.sizes.index_in_group].tolist())
+    kept = set(ids[source.index.held_out.sizes.index_in_group].tolist())
     assert train | kept == set(range(40))
     assert not train & kept
     assert source.train_rows + source.eval_rows == 400

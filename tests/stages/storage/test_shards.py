@@ -125,7 +125,7 @@ def test_long_rows_and_chosen_columns_are_read_group_by_group(tmp_path):
         ("row_id", "0" * 31, "row id"),
         ("row_id", "0" * 32 + "-0", "row id"),
         ("num_tokens", [99], "tokens"),
-        ("prompt_tokens", 99, "prompt tokens"),
+        ("prompt_tokens", 99, "prompt_tokens"),
         ("role", [0, 0], "lengths"),
     ],
 )
