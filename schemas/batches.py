@@ -32,7 +32,11 @@ class MicroBatch:
 
     block: ScoredBlock  # in the order of the step, with the roles that the method reads
     step_indices: NDArray[np.int64]  # (branches,) index in the step, over all ranks
-    row_ids: tuple[str, ...]  # (rows,)
+
+    @cached_property
+    def row_ids(self) -> tuple[str, ...]:
+        """The id of each row as text."""
+        return self.block.rows.ids()
 
     @cached_property
     def trees(self) -> tuple[Tree, ...]:

@@ -143,6 +143,12 @@ class RowBlock(ColumnTable):
         """The index of each branch's row."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.branch_offsets))
 
+    def ids(self) -> tuple[str, ...]:
+        """Row ids as text: the hex of the digest, and `-<copy>` from the second copy on."""
+        copies = (f"-{copy}" if copy else "" for copy in self.copy.tolist())
+        digests = hex_texts(self.row_id, ID_DIGITS)
+        return tuple(digest + copy for digest, copy in zip(digests, copies, strict=True))
+
     def trees(self) -> tuple[Tree, ...]:
         """The prompt tree of each row."""
         ends = self.branch_offsets.tolist()
@@ -150,6 +156,15 @@ class RowBlock(ColumnTable):
             Tree(prompt, tuple(self.completions[branch] for branch in range(start, end)))
             for prompt, start, end in zip(self.prompts, ends, ends[1:], strict=False)
         )
+
+
+ID_DIGITS = 32  # hex digits of a row's digest
+
+
+def hex_texts(values: NDArray[Any], digits: int) -> list[str]:
+    """The hex of each value's bytes."""
+    text = np.ascontiguousarray(values).tobytes().hex()
+    return [text[start : start + digits] for start in range(0, len(text), digits)]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...schemas.arrow_columns import list_column, number_column
 from ...schemas.batches import StepSize
 from ...schemas.cache import Commit, Manifest, StoredKind
 from ...schemas.columns import ColumnTable, column, offsets_of
@@ -18,7 +19,7 @@ from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
 from ..storage.bucket.objects import Location
 from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.shards import list_column, number_column, read_columns
+from ..storage.cache.shards import read_columns
 from ..storage.cache.verify_cache import naming_unit
 from .conversions import ReadSpec
 from .row_selection import KindCounts, Selection, context_lengths, select

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -18,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
-from ...schemas.columns import joined_ranges, offsets_of
+from ...schemas.columns import ColumnTable, column, joined_ranges, offsets_of
 from ...schemas.rows import ScoredBlock
-from ..storage.cache.shards import open_shard, read_block, row_ids
+from ..storage.cache.shards import open_shard, read_block
 from ..storage.cache.verify_cache import naming_unit
 from .cache_index import GroupLocation, RowTable
 from .row_selection import as_read
@@ -76,7 +77,7 @@ class _Load:
 
     one_pass: Pass
     plans: list[StepPlan]
-    buffer: RowBuffer
+    buffer: NumberedRows
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor)
 
 def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Load]:
     """Loads of steps, window by window; rows of a step that continues in the next are kept."""
-    planned, waiting, pieces = first_step, list[StepPlan](), list[Piece]()
+    planned, waiting, pieces = first_step, list[StepPlan](), list[NumberedRows]()
     order, size = one_pass.order, one_pass.settings.batch_size
     for window in range(order.window_at(first_step * size), order.num_windows):
         end = int(order.window_offsets[window + 1])
@@ -117,7 +118,7 @@ def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Lo
         pieces += _pieces_of_window(source, one_pass, window, waiting)
         whole = sum(one_pass.end(plan.cursor.step) <= end for plan in waiting)
         if whole:
-            load = _Load(one_pass, waiting[:whole], fill_buffer(source, pieces))
+            load = _Load(one_pass, waiting[:whole], joined_rows(source, pieces))
             waiting = waiting[whole:]
             wanted = _wanted(one_pass, waiting)
             kept = (piece.keep(wanted) for piece in pieces)
@@ -127,7 +128,7 @@ def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Lo
 
 def _pieces_of_window(
     source: TrainSource, one_pass: Pass, window: int, plans: list[StepPlan]
-) -> list[Piece]:
+) -> list[NumberedRows]:
     wanted = _wanted(one_pass, plans)
     groups = one_pass.order.groups_of(window)
     here = np.isin(one_pass.table.group_of(wanted), groups)
@@ -142,33 +143,28 @@ def _wanted(one_pass: Pass, plans: list[StepPlan]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some rows of a row group."""
+class NumberedRows(ColumnTable):
+    """Some rows of a table as the method reads them, in any order."""
 
-    numbers: NDArray[np.int64]  # (rows,) row numbers, in the order of the block
-    block: ScoredBlock
+    numbers: NDArray[np.int64] = column("row", "i8")  # in the table
+    block: ScoredBlock = column("row")
 
-    def keep(self, numbers: NDArray[np.int64]) -> Piece:
-        """The piece with only the rows that are in `numbers`."""
-        kept = np.flatnonzero(np.isin(self.numbers, numbers))
-        return Piece(self.numbers[kept], self.block.take(kept))
-
-
-@dataclass(frozen=True)
-class RowBuffer:
-    """Rows by their numbers, as the method reads them."""
-
-    numbers: NDArray[np.int64]  # (rows,) ascending
-    order: NDArray[np.int64]  # (rows,) index of each in the block
-    block: ScoredBlock
-    row_ids: Sequence[str]  # (rows,) in the order of the block
+    def keep(self, numbers: NDArray[np.int64]) -> NumberedRows:
+        """Only the rows that are in `numbers`."""
+        return self.take(np.flatnonzero(np.isin(self.numbers, numbers)))
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The indices of these rows in the block."""
-        return self.order[np.searchsorted(self.numbers, numbers)]
+        """The indices of these rows."""
+        return self._order[np.searchsorted(self.numbers, numbers, sorter=self._order)]
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64]:
+        return np.argsort(self.numbers)
 
 
-def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]) -> list[Piece]:
+def read_pieces(
+    source: TrainSource, table: RowTable, numbers: NDArray[np.int64]
+) -> list[NumberedRows]:
     """These rows of a table, read group by group; a row group is freed once its rows are copied."""
     groups = table.group_of(numbers)
     locations = source.index.group_locations
@@ -181,17 +177,13 @@ def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]
         here = np.sort(numbers[groups == group])
         indices = table.sizes.index_in_group[here].astype(np.int64)
         block = _read_group(source, locations[group], indices)
-        pieces.append(Piece(here, block))
+        pieces.append(NumberedRows(here, block))
     return pieces
 
 
-def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
-    """The rows of all pieces in one buffer; there may be none."""
-    numbers = np.concatenate([np.empty(0, dtype=np.int64), *(piece.numbers for piece in pieces)])
-    order = np.argsort(numbers)
-    blocks = [piece.block for piece in pieces] or [_no_rows(source)]
-    joined = ScoredBlock.concat(blocks)
-    return RowBuffer(numbers[order], order, joined, row_ids(joined.rows))
+def joined_rows(source: TrainSource, pieces: Sequence[NumberedRows]) -> NumberedRows:
+    """The rows of all pieces; there may be none."""
+    return NumberedRows.concat(pieces or [NumberedRows(np.empty(0, np.int64), _no_rows(source))])
 
 
 def _read_group(
@@ -212,7 +204,7 @@ def _no_rows(source: TrainSource) -> ScoredBlock:
         return read_block(file.schema_arrow.empty_table(), source=str(path))
 
 
-def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int) -> StepBatch:
+def step_batch(plan: StepPlan, buffer: NumberedRows, table: RowTable, *, rank: int) -> StepBatch:
     """The batch of one rank, whose rows are all in the buffer."""
     own_offsets = offsets_of(table.num_branches(plan.rows))
     return StepBatch(
@@ -227,32 +219,17 @@ def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int)
     )
 
 
-@dataclass(frozen=True)
-class _Picked:
-    """The indices of the rows and branches of one micro-batch."""
-
-    rows: NDArray[np.int64]  # (rows,) in the block of the buffer
-    counts: NDArray[np.int64]  # (rows,) branches of each
-    branches: NDArray[np.int64]  # (branches,) in the block of the buffer, row by row
-    step_indices: NDArray[np.int64]  # (branches,) in the step
-
-
 def _own_batch(
-    plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
+    plan: StepPlan, buffer: NumberedRows, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
 ) -> MicroBatch:
     """The micro-batch of rows of the step, by ascending indices."""
     found, counts = buffer.find(plan.rows[rows]), np.diff(own_offsets)[rows]
-    picked = _Picked(
-        rows=found,
-        counts=counts,
-        branches=joined_ranges(buffer.block.rows.branch_offsets[found], counts),
-        step_indices=joined_ranges(own_offsets[rows], counts),
-    )
-    return _micro_batch(buffer, picked)
+    branches = joined_ranges(buffer.block.rows.branch_offsets[found], counts)
+    return _micro_batch(buffer, found, counts, branches, joined_ranges(own_offsets[rows], counts))
 
 
 def _mismatched_batch(
-    plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
+    plan: StepPlan, buffer: NumberedRows, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
 ) -> MicroBatch:
     """The micro-batch of mismatched pairs of rows of the step, by ascending indices."""
     indices = np.flatnonzero(np.isin(plan.pairs.rows, rows))
@@ -261,20 +238,20 @@ def _mismatched_batch(
     row_of_pair = found[np.searchsorted(rows, pairs.rows)]
     num_own = np.diff(own_offsets)[pairs.rows]
     first = buffer.block.rows.branch_offsets[row_of_pair]
-    picked = _Picked(
-        rows=found,
-        counts=np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs))),
-        branches=first + (1 + pairs.partners) * num_own + pairs.branches,
-        step_indices=indices,
-    )
-    return _micro_batch(buffer, picked)
+    counts = np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs)))
+    branches = first + (1 + pairs.partners) * num_own + pairs.branches
+    return _micro_batch(buffer, found, counts, branches, indices)
 
 
-def _micro_batch(buffer: RowBuffer, picked: _Picked) -> MicroBatch:
+def _micro_batch(
+    buffer: NumberedRows,
+    rows: NDArray[np.int64],
+    counts: NDArray[np.int64],  # branches of each row
+    branches: NDArray[np.int64],  # row by row
+    step_indices: NDArray[np.int64],  # of the branches
+) -> MicroBatch:
     # Copies: a batch that is kept must not keep the whole buffer alive.
-    block = buffer.block.gather(picked.rows, picked.branches, offsets_of(picked.counts))
-    row_ids = tuple(buffer.row_ids[row] for row in picked.rows.tolist())
-    return MicroBatch(block, picked.step_indices, row_ids)
+    return MicroBatch(buffer.block.gather(rows, branches, offsets_of(counts)), step_indices)
 
 
 T = TypeVar("T")

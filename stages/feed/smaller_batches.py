@@ -24,16 +24,11 @@ def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[Micr
         return ()
     whole = ScoredBlock.concat([micro.block for micro in micros])
     indices = np.concatenate([micro.step_indices for micro in micros])
-    row_ids = [row_id for micro in micros for row_id in micro.row_ids]
     ends = whole.rows.branch_offsets
     order = np.argsort(indices[ends[:-1]])  # in step order, as they were planned
     lengths = np.array([tree.num_tokens for micro in micros for tree in micro.trees], np.int64)
     plan = assign_batches(lengths[order], world_size=1, budget=budget, pads=pads)
     return tuple(
-        MicroBatch(
-            whole.take(rows),
-            indices[joined_ranges(ends[rows], np.diff(ends)[rows])],
-            tuple(row_ids[row] for row in rows.tolist()),
-        )
+        MicroBatch(whole.take(rows), indices[joined_ranges(ends[rows], np.diff(ends)[rows])])
         for rows in (order[turn] for turn in plan.of_rank(0))
     )

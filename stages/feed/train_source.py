@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schemas.arrow_columns import number_column
 from ...schemas.cache import Manifest, StoredKind
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
 from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.shards import number_column, open_shard
+from ..storage.cache.shards import open_shard
 from ..storage.cache.verify_cache import naming_unit
 from .cache_index import SCORES, Index, ShardColumns, build_index, held_out
 from .conversions import CONVERSIONS, ReadSpec

@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...schemas.arrow_columns import arrow_of, numpy_of
 from ...schemas.preparing import ArrangedPart, RingRecord
 from ...schemas.row_keys import KeyedRows
-from ..storage.cache.shards import arrow_of, group_bounds, numpy_of
+from ..storage.cache.shards import group_bounds
 from ..storage.cache.spool import (
     NewPart,
     Spool,

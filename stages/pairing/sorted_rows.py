@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...schemas.arrow_columns import Values, arrow_of, lists_over, numpy_of, ragged_of
 from ...schemas.columns import Ragged
 from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.row_keys import KeyedRows
 from ...schemas.rows import PromptKeys, RowBlock
-from ..storage.cache.shards import Values, arrow_of, lists_over, numpy_of, ragged_of
 from ..storage.cache.spool import damaged_part
 
 # Where a batch is in its file: the schema's bytes at the file's beginning, and its own.

@@ -151,7 +151,7 @@ def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
     spec = ReadSpec("paired", mismatched=False, eval_fraction=0.0)
     read = as_read(block, np.array([0]), spec=spec, source="here")
     require_marked(read.rows)
-    micro = MicroBatch(read, np.arange(2), ("a",))
+    micro = MicroBatch(read, np.arange(2))
     sizes = {"rows": 1, "branches": 2, "tokens": 2, "chosen_tokens": 1, "mismatched_branches": 0}
     batch = StepBatch(cursor=None, own=(micro,), mismatched=(), **sizes)
     (again,) = cut_smaller(batch, 1, pads=False).own

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ....schemas.arrow_columns import list_column
 from ....schemas.cache import Commit, FileEntry
 from ....schemas.errors import CorruptionError, NonFiniteError, StorageError
 from ....schemas.json_codec import CodecError, digest_of, from_json, to_json
@@ -28,7 +29,7 @@ from ..disk import fs
 from ..disk.failpoints import reach
 from ..store import store_of
 from .cache_folder import COMMIT_NAME, WorkFolder, part_name
-from .shards import group_bounds, list_column, open_shard, row_ids, schema_of, write_shard
+from .shards import group_bounds, open_shard, schema_of, write_shard
 
 logger = logging.getLogger("align")
 
@@ -88,7 +89,7 @@ def counted(block: ScoredBlock) -> dict[str, Any]:
 
 def _ids_digest(block: ScoredBlock) -> str:
     """One sha256 over row ids in order, each on its own line."""
-    return hashlib.sha256("".join(f"{name}\n" for name in row_ids(block.rows)).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{name}\n" for name in block.rows.ids()).encode()).hexdigest()
 
 
 def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:

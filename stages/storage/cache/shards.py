@@ -1,8 +1,6 @@
 """Reads and writes shards: Parquet files, the same bytes for the same block.
 
-Blocks of rows (numpy) become columns (Arrow), and columns blocks, without copies. Arrow's own
-conversions import pandas, where it is installed, and its functions come with eight megabytes of
-wrappers: thirty megabytes for nothing.
+Blocks of rows (numpy) become columns (Arrow), and columns blocks, without copies.
 """
 
 from __future__ import annotations
@@ -11,21 +9,29 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ....schemas.columns import Column, ColumnTable, Ragged, offsets_of
+from ....schemas.arrow_columns import (
+    arrow_column,
+    arrow_of,
+    flattened,
+    lengths_of,
+    lists_over,
+    number_column,
+    numpy_of,
+    ragged_of,
+)
+from ....schemas.columns import Column, ColumnTable, offsets_of
 from ....schemas.errors import CorruptionError, storage_error
-from ....schemas.rows import PromptKeys, RowBlock, ScoredBlock
+from ....schemas.rows import ID_DIGITS, PromptKeys, RowBlock, ScoredBlock, hex_texts
 from ..bucket.objects import Location
 from ..disk import fs
 from ..store import store_of
-
-Values: TypeAlias = "NDArray[Any] | Ragged"
 
 ROWS_PER_GROUP = 512
 TOKENS_PER_GROUP = 512 * 1024
@@ -201,9 +207,12 @@ def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, schema = block.rows, schema_of(block)
     values = _values(block) | dict(rows.carried)
-    sources = [_text(_hex(rows.file.astype(">u8"), _FILE_DIGITS)), arrow_of(rows.row, pa.int64())]
+    sources = [
+        _text(hex_texts(rows.file.astype(">u8"), _FILE_DIGITS)),
+        arrow_of(rows.row, pa.int64()),
+    ]
     columns = {
-        "row_id": _text(row_ids(rows)),
+        "row_id": _text(rows.ids()),
         "source": pa.StructArray.from_arrays(sources, fields=list(_SOURCE)),
     }
     of_rows = {name for name, each in (_STORED | _COUNTS).items() if each.per == "row"}
@@ -221,15 +230,15 @@ def to_table(block: ScoredBlock) -> pa.Table:
 def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     """The block behind a table of all shard columns; the table may be a slice of another."""
     _require_schema(table.schema, source)
-    branch_offsets = offsets_of(_lengths(_column(table, "completion_ids")))
+    branch_offsets = offsets_of(lengths_of(arrow_column(table, "completion_ids")))
     found: dict[str, Any] = dict.fromkeys(OPTIONAL)
     for name, each in (_STORED | _COUNTS).items():
         if name in table.column_names:
-            values = _column(table, name)
+            values = arrow_column(table, name)
             if each.per != "row":
-                same = np.array_equal(offsets_of(_lengths(values)), branch_offsets)
+                same = np.array_equal(offsets_of(lengths_of(values)), branch_offsets)
                 _require(same, source, "has lists over branches of different lengths")
-                values = _flattened(values)
+                values = flattened(values)
             found[name] = ragged_of(values) if each.is_list else numpy_of(values)
     for name, each in _COUNTS.items():
         counted = np.array_equal(found[name], found[each.stored].lengths)
@@ -253,8 +262,8 @@ def _block_of(
         {name: found[each.stored] for name, each in one.columns().items() if each.stored}
         for one in _TABLES
     )
-    ids, copies = parse_row_ids(_column(table, "row_id"), source)
-    sources = _column(table, "source")
+    ids, copies = parse_row_ids(arrow_column(table, "row_id"), source)
+    sources = arrow_column(table, "source")
     rows = RowBlock(
         row_id=ids,
         copy=copies,
@@ -274,16 +283,9 @@ def _require(good: bool, source: str, what: str) -> None:
 
 
 _RESTORE = "Restore it from a copy, or make the cache again."
-_ID_DIGITS, _FILE_DIGITS = 32, 16  # hex digits of a row's digest and of a data file's
-_ROW_ID = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
+_FILE_DIGITS = 16  # hex digits of a data file's identity
+_ROW_ID = re.compile(rf"[0-9a-f]{{{ID_DIGITS}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
 _FILE = re.compile(rf"[0-9a-f]{{{_FILE_DIGITS}}}", re.ASCII)
-
-
-def row_ids(rows: RowBlock) -> list[str]:
-    """Row ids as text: the hex of the digest, and `-<copy>` from the second copy on."""
-    digests = _hex(rows.row_id, _ID_DIGITS)
-    copies = (f"-{copy}" if copy else "" for copy in rows.copy.tolist())
-    return [digest + copy for digest, copy in zip(digests, copies, strict=True)]
 
 
 def parse_row_ids(ids: pa.Array, source: str) -> tuple[NDArray[np.bytes_], NDArray[np.int32]]:
@@ -291,8 +293,8 @@ def parse_row_ids(ids: pa.Array, source: str) -> tuple[NDArray[np.bytes_], NDArr
     names = ids.to_pylist()
     good = all(name is not None and _ROW_ID.fullmatch(name) for name in names)
     _require(good, source, "holds a malformed row id")
-    digests = bytes.fromhex("".join(name[:_ID_DIGITS] for name in names))
-    copies = np.array([int(name[_ID_DIGITS + 1 :] or 0) for name in names], dtype=np.int32)
+    digests = bytes.fromhex("".join(name[:ID_DIGITS] for name in names))
+    copies = np.array([int(name[ID_DIGITS + 1 :] or 0) for name in names], dtype=np.int32)
     return np.frombuffer(digests, dtype="S16"), copies
 
 
@@ -301,80 +303,6 @@ def _files(names: pa.Array, source: str) -> NDArray[np.uint64]:
     text = names.to_pylist()
     _require(all(map(_FILE.fullmatch, text)), source, "holds a malformed name of a data file")
     return np.frombuffer(bytes.fromhex("".join(text)), dtype=">u8").astype(np.uint64)
-
-
-def _hex(values: NDArray[Any], digits: int) -> list[str]:
-    text = np.ascontiguousarray(values).tobytes().hex()
-    return [text[start : start + digits] for start in range(0, len(text), digits)]
-
-
-def list_column(table: pa.Table, name: str) -> Ragged:
-    """The lists of one column; the table may be a slice of another."""
-    return ragged_of(_column(table, name))
-
-
-def number_column(table: pa.Table, name: str) -> NDArray[Any]:
-    """The values of one column; the table may be a slice of another."""
-    return numpy_of(_column(table, name))
-
-
-def _column(table: pa.Table, name: str) -> pa.Array:
-    column = table.column(name).combine_chunks()
-    return pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
-
-
-def ragged_of(lists: pa.Array) -> Ragged:
-    """Lists of numbers; of a slice its own part only."""
-    return Ragged(numpy_of(_flattened(lists)), offsets_of(_lengths(lists)))
-
-
-def _lengths(lists: pa.Array) -> NDArray[Any]:
-    return np.diff(numpy_of(lists.offsets))
-
-
-def _flattened(lists: pa.Array) -> pa.Array:
-    """The values of lists, end to end; of a slice its own part only."""
-    if not len(lists):
-        return lists.values.slice(0, 0)
-    offsets = numpy_of(lists.offsets)
-    return lists.values.slice(offsets[0], offsets[-1] - offsets[0])
-
-
-_NUMBERS = ("int8", "int32", "int64", "uint64", "float32", "float64")
-_DTYPES = {pa.from_numpy_dtype(name): np.dtype(name) for name in _NUMBERS}
-_DTYPES[pa.binary(16)] = np.dtype("S16")
-
-
-def numpy_of(values: pa.Array) -> NDArray[Any]:
-    """The values of an array over its memory; NaN, in memory of its own, where one is null."""
-    validity, content = values.buffers()
-    dtype = _DTYPES[values.type]
-    if content is None:
-        return np.empty(0, dtype)
-    array: NDArray[Any] = np.frombuffer(content, dtype)[values.offset :][: len(values)]
-    if not values.null_count:
-        return array
-    bits = np.unpackbits(np.frombuffer(validity, np.uint8), bitorder="little")
-    filled = array.copy()
-    filled[bits[values.offset :][: len(values)] == 0] = np.nan
-    return filled
-
-
-def arrow_of(values: Values, kind: pa.DataType, *, nan_is_null: bool = False) -> pa.Array:
-    """Values, or lists of them, over the same memory where type and layout allow it."""
-    if isinstance(values, Ragged):
-        return lists_over(values.offsets, arrow_of(values.values, kind.value_type), kind)
-    plain = np.ascontiguousarray(values, dtype=_DTYPES[kind])
-    validity = None
-    if nan_is_null and (missing := np.isnan(plain)).any():
-        validity = pa.py_buffer(np.packbits(~missing, bitorder="little"))
-    return pa.Array.from_buffers(kind, len(plain), [validity, pa.py_buffer(plain)])
-
-
-def lists_over(offsets: NDArray[np.int64], inner: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Lists over what they hold, end to end."""
-    assert offsets[-1] == len(inner) < 2**31, (offsets[-1], len(inner))
-    return pa.ListArray.from_arrays(arrow_of(offsets, pa.int32()), inner, type=kind)
 
 
 def _text(lines: Sequence[str]) -> pa.Array:

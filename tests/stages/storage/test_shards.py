@@ -20,7 +20,6 @@ from align.stages.storage.cache.shards import (
     read_block,
     read_columns,
     read_shard,
-    row_ids,
     to_table,
     write_shard,
 )
@@ -78,7 +77,7 @@ def test_the_row_id_of_a_copy_differs_from_the_first():
         row_id=np.array([b"\x00" * 16, b"\xff" * 16, b"a" + b"\x00" * 15], dtype="S16"),
         copy=np.array([0, 1, 12], dtype=np.int32),
     )
-    assert row_ids(rows) == ["00" * 16, "ff" * 16 + "-1", "61" + "00" * 15 + "-12"]
+    assert rows.ids() == ("00" * 16, "ff" * 16 + "-1", "61" + "00" * 15 + "-12")
 
 
 def test_a_missing_score_is_null_and_minus_zero_stays(tmp_path):
