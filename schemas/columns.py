@@ -50,8 +50,11 @@ class Column:
 
 
 def column(per: Per, kind: str = "", **declared: Any) -> Any:
-    """The field of a column, as Column declares it."""
-    return field(metadata={"column": Column(per, kind, **declared)})
+    """The field of a column; one per token is None unless it is given, if it can be missing."""
+    made = Column(per, kind, **declared)
+    if per == "token" and made.missing is not None:
+        return field(default=None, kw_only=True, metadata={"column": made})
+    return field(metadata={"column": made})
 
 
 class ColumnTable:
@@ -73,6 +76,17 @@ class ColumnTable:
         """A column per token, with its missing value where it is None."""
         each, values = self.columns()[name], getattr(self, name)
         return each.along(attrgetter(each.of)(self)) if values is None else values
+
+    def told(self, name: str) -> Any:
+        """A column; None if it is one per token and has its missing value everywhere."""
+        each, values = self.columns()[name], getattr(self, name)
+        is_untold = (
+            each.per == "token"
+            and each.missing is not None
+            and values is not None
+            and (values.values == each.missing).all()
+        )
+        return None if is_untold else values
 
     def ends(self) -> NDArray[np.int64] | None:
         """Its column of offsets, or that of a table within; None if its rows have no branches."""

@@ -81,11 +81,12 @@ class ShardColumns:
         found = {name: self._kept[path, name] for name in names if (path, name) in self._kept}
         if missing := [name for name in names if name not in found]:
             table, sizes = read_columns(path, missing)
-            found |= {name: (table.column(name), sizes) for name in missing}
+            found |= {name: (table.column(name), sizes) for name in table.column_names}
         if self._keeps:
             self._kept |= {(path, name): column for name, column in found.items()}
-        columns = [found[name][0] for name in names]
-        return pa.Table.from_arrays(columns, names=list(names)), found[names[0]][1]
+        there = [name for name in names if name in found]  # an optional one may be missing
+        columns = [found[name][0] for name in there]
+        return pa.Table.from_arrays(columns, names=there), found[there[0]][1]
 
 
 def build_index(

@@ -131,6 +131,7 @@ class EvalSamples:
     ) -> Iterator[_Seen]:
         logps = iter(branches.logps.detach().cpu().tolist())
         rewards = repeat(None) if compared is None else iter(compared.cpu().tolist())
+        counts = iter(branches.num_tokens.long().cpu().tolist())
         block, index = micro.block, 0
         for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
             first = index
@@ -140,7 +141,7 @@ class EvalSamples:
                     row=0,
                     row_id=row_id,
                     role=Role(int(block.rows.roles[index])),
-                    num_tokens=len(completion),
+                    num_tokens=next(counts),
                     logp=next(logps),
                     reference_logp=float(block.logps[index]),
                     reward=next(rewards),

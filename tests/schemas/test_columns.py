@@ -102,6 +102,9 @@ def test_a_token_without_a_value_has_the_missing_one():
     both = MarkedRows.concat([unmarked, rows])
     assert both.marks.values.tolist() == [-2] * len(ids.values) + rows.marks.values.tolist()
     assert MarkedRows.concat([unmarked, unmarked]).marks is None
+    whole = Ragged(np.full(len(ids.values), -2), ids.offsets)
+    assert replace(rows, marks=whole).told("marks") is None
+    assert rows.told("marks") is rows.marks
     order, offsets = np.arange(count + 1), rows.branch_offsets + np.array([0, 0, 0, 1])
     given = {
         "completions": Ragged.of([[7, 8]], np.int32),

@@ -63,12 +63,16 @@ def iter_row_groups(path: Location, columns: Sequence[str] | None = None) -> Ite
 
 
 def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Some columns of a whole shard, and how many rows each row group has."""
+    """Some columns of a whole shard, and how many rows each row group has.
+
+    Optional ones that the shard does not have are left out.
+    """
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
         sizes = [file.metadata.row_group(group).num_rows for group in groups]
         # The names and types of columns have no checksum.
-        _require_schema(file.schema_arrow, str(path), with_columns=columns)
+        needed = [name for name in columns if name not in OPTIONAL]
+        _require_schema(file.schema_arrow, str(path), with_columns=needed)
         return file.read(columns=list(columns), use_threads=False), np.array(sizes, np.int64)
 
 
@@ -195,7 +199,7 @@ def _values(block: ScoredBlock) -> dict[str, Any]:
     """The values of declared columns, by their names in a shard; None where one is not kept."""
     tables: tuple[ColumnTable, ...] = (block.rows.prompt_keys, block.rows, block)
     values = {
-        each.stored: getattr(table, name)
+        each.stored: table.told(name)
         for table in tables
         for name, each in table.columns().items()
         if each.stored
