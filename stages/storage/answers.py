@@ -28,6 +28,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -167,6 +168,7 @@ class Answers:
             del self._read[name]
         for _ in self._store.each(lambda name: self._store.remove(self.folder / name), spent):
             pass
+        self.look()  # a smaller line may be in what others have merged meanwhile
 
     def _in_no_large(self, payload: bytes) -> list[tuple[str, bytes]]:
         """The lines of a small segment, by their keys, but those that count in large ones.
@@ -257,13 +259,11 @@ class Answers:
             return None
 
     def _answer(self, key: str, span: _Span, line: bytes) -> Answer:
-        try:
+        with suppress(KeyError, TypeError, ValueError):
             record = json.loads(line)
             if record["key"] == key:
                 answer: Answer = record["answer"]
                 return answer
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(self.folder / span.segment) from error
         raise _damaged(self.folder / span.segment)
 
 
