@@ -98,16 +98,16 @@ def answer(
     groups = _groups(questions, _group_count(len(questions), call, model.sampler.device))
     tasks = JudgeTasks(kept_by(model.config), model, groups)
     answers = tasks.answers
-    if not call.share:
-        answers.merge()
     missing = answers.missing(questions)
     call.tally.known += len(questions) - len(missing)
     if missing:
         require_same_server(model.sampler, model.config.server, answers, chat=True)
         call.work(tasks)
         answers.look()
-    readings = judge.read(questions.keys(), answers)
-    return readings if len(readings.verdicts) == len(questions) else None
+    if len(answers.refused(questions)) < len(answers.missing(questions)):
+        return None
+    answers.merge()
+    return judge.read(questions.keys(), answers)
 
 
 def _groups(questions: Mapping[str, Asked], count: int) -> tuple[dict[str, Asked], ...]:

@@ -140,8 +140,6 @@ class SampleJob:
         if not is_prepared:
             return None
         answers = self.tasks.answers
-        if not self.share:
-            answers.merge()
         missing = sum(len(answers.missing(keys)) for keys in self.keys.values())
         self.tally.known = len(self.prompts) * self.tasks.n - missing
         return None if missing else self._published()
@@ -181,8 +179,13 @@ class SampleJob:
     def _published(self) -> TableManifest | None:
         """Writes the table, if no sample is missing but those that were refused."""
         tasks, answers = self.tasks, self.tasks.answers
-        found = ((key, answers.refused(keys).values()) for key, keys in self.keys.items())
-        refused = {key: next(iter(reasons)) for key, reasons in found if reasons}
+        reasons = answers.refused(key for keys in self.keys.values() for key in keys)
+        refused = {
+            prompt: reasons[key]
+            for prompt, keys in self.keys.items()
+            for key in reversed(keys)  # of several reasons the first
+            if key in reasons
+        }
         prompts = {key: prompt for key, prompt in self.prompts.items() if key not in refused}
         if not prompts:
             raise BadDataError(
@@ -192,6 +195,7 @@ class SampleJob:
         keys = [key for prompt in prompts for key in self.keys[prompt]]
         if answers.missing(keys):
             return None
+        answers.merge()
         samples = [Sample(**answer) for _, answer in answers.of(keys)]
         table = sample_table(prompts, {(one.prompt, one.number): one for one in samples}, tasks.n)
         counts = {

@@ -1,12 +1,22 @@
 """Answers that were paid for: a folder of segments, each durable once `add` has returned.
 
-A segment is a file of JSON lines, `{"key": …, "answer": …}`, named by the digest of its bytes. Any
-number of processes may add to one folder. An answer that two of them received is kept once, the
-one whose line is the smaller, whoever was first. Many small segments are merged into larger ones;
-a process that reads one of them meanwhile looks again.
+A segment is a file of JSON lines, `{"key": …, "answer": …}`, named by the digest of its bytes. They
+are compared with it when a process first reads them; an answer is then read by its place. Of two
+answers with one key the one counts whose line is the smaller, whoever was first. A refusal is kept
+too, under a key of its own, so that other processes know it; an answer that comes after all
+replaces it.
 
-A refusal is kept too, under a key of its own, so that other processes know it; an answer that comes
-after all replaces it.
+Processes of many machines add, read and merge at the same time, and no lock holds them apart:
+
+- To add is to put one new segment. No other is read or written for it.
+- To merge, which is done where a table is about to be published, is to put large segments of the
+  lines of small ones, and then to remove these. A large segment is never merged or removed. So
+  whoever finds a small one gone knows that its lines are in large ones, and were before it went;
+  those who merge the same at once at worst both put them; and one that is killed midway leaves
+  small ones whose lines are elsewhere too, which the next who merges removes.
+- A listing that takes its time may come too early for a large segment and too late for the small
+  ones. It was there when that listing ended, so the next has it: everybody lists twice, and again
+  as long as answers, or segments that were listed, have gone.
 """
 
 from __future__ import annotations
@@ -14,15 +24,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import random
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from ...schemas.errors import CorruptionError, PathError, counted
 from ...schemas.json_codec import digest, to_json
@@ -35,26 +43,21 @@ logger = logging.getLogger("align")
 Answer: TypeAlias = "Mapping[str, Any]"
 
 NAME = re.compile(r"[0-9a-f]{64}\.jsonl")
-MOST_SMALL = 256  # more of them are merged
-SMALL_BYTES = 1 << 20
-MERGED_BYTES = 16 << 20
-KEPT_SEGMENTS = 4  # in memory, to read answers from
+SMALL_BYTES = 256 << 10  # of what is not large; the same for all who share a folder
+MERGED_BYTES = 4 << 20  # of small segments, for one large
 TRIES = 100  # of a look while others merge
-PAUSE = 0.002  # seconds after the first of them; more after each
+PAUSE = 0.002  # seconds after the second of them; more after each
 _COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The segment of a line, and its bytes in it."""
+    """The place of a line."""
 
     segment: str
     start: int
     size: int
-
-
-class _GoneError(Exception):
-    """Another process has merged a segment away."""
+    mark: int  # a hash of the line: equal ones need not be read again
 
 
 class Answers:
@@ -66,9 +69,6 @@ class Answers:
         self._spans: dict[str, _Span] = {}
         self._read: dict[str, int] = {}  # bytes of each segment
         self._unusable: set[str] = set()  # keys of answers that no table can hold
-        self._contents: OrderedDict[str, bytes] = OrderedDict()
-        self.look()
-        # A listing may come too early for what is merged, and too late for what it is merged from.
         self.look()
         if unusable := self._unusable - self._spans.keys():
             logger.warning(
@@ -87,9 +87,10 @@ class Answers:
     def look(self) -> None:
         """Reads the segments that other processes have added or merged."""
         for tried in range(TRIES):
-            if self._has_seen_all():
+            has_read_all = self._has_read_all()
+            if tried and has_read_all:
                 return
-            time.sleep(PAUSE * random.uniform(0, tried))
+            time.sleep(PAUSE * tried)
         raise CorruptionError(
             f"{self.folder}: segments come and go faster than they can be read. See that only "
             "align writes there, then run the same command again."
@@ -101,161 +102,176 @@ class Answers:
 
     def refused(self, keys: Iterable[str]) -> dict[str, str]:
         """Why there is no answer, for those of these keys whose question was refused."""
-        left = ((key, _of_refusal(key)) for key in keys if key not in self._spans)
-        return {key: self.get(name)["refused"] for key, name in left if name in self._spans}
+        names = {_of_refusal(key): key for key in self.missing(keys)}
+        return {names[name]: answer["refused"] for name, answer in self.of(names)}
 
     def get(self, key: str) -> Answer:
         """The answer of a key that is there."""
-        while key in self._spans:
-            try:
-                answer: Answer = json.loads(self._line(self._spans[key]))["answer"]
-            except _GoneError:
-                self.look()
-            else:
-                return answer
-        raise CorruptionError(
-            f"{self.folder}: an answer that was there is gone. Run the same command again: it is "
-            "asked for again."
-        )
+        span = self._span(key)
+        line = self._bytes(span.segment, span)
+        if line is None:
+            self.look()
+            return self.get(key)
+        return self._answer(key, span, line)
 
-    def of(self, keys: Collection[str]) -> Iterator[tuple[str, Answer]]:
+    def of(self, keys: Iterable[str]) -> Iterator[tuple[str, Answer]]:
         """The answers of these keys that are there, segment by segment."""
-        found = [(self._spans[key], key) for key in keys if key in self._spans]
-        for _, key in sorted(found, key=lambda one: (one[0].segment, one[0].start)):
-            yield key, self.get(key)
+        spans: dict[str, dict[str, _Span]] = defaultdict(dict)
+        for key in keys:
+            if key in self._spans:
+                spans[self._spans[key].segment][key] = self._spans[key]
+        left: list[str] = []
+        for name, payload in self._segments(sorted(spans)):
+            if payload is None:
+                left += spans[name]
+            else:
+                for key, span in spans[name].items():
+                    line = payload[span.start : span.start + span.size]
+                    yield key, self._answer(key, span, line)
+        if left:
+            self.look()
+            for key in left:
+                self._span(key)  # is there
+            yield from self.of(left)
 
     def add(self, answers: Mapping[str, Answer], refused: Mapping[str, str] | None = None) -> None:
         """Makes them durable, and why others were refused, as one segment."""
         refusals = {_of_refusal(key): {"refused": why} for key, why in (refused or {}).items()}
         if every := {**answers, **refusals}:
             lines = [to_json({"key": key, "answer": dict(one)}) for key, one in every.items()]
-            try:
-                self._put([line.encode() for line in lines])
-            except _GoneError:
-                self._forget_all()
-                self.look()
-            self._merge_small()
+            self._put([line.encode() for line in lines])
 
     def merge(self) -> None:
-        """Removes what killed writers left, and merges small segments where there are many."""
+        """Removes what killed writers left, and makes large segments of small ones."""
         self._store.drop_drafts(self.folder)
-        self._merge_small()
+        small = sorted(name for name in self._read if not self._is_large(name))
+        least: dict[str, bytes] = {}  # the smallest line of each key
+        size = 0
+        merged: list[str] = []  # segments whose lines these are
+        spent: list[str] = []  # whose lines are all in large ones
+        for name, payload in self._segments(small):
+            if payload is not None:  # else another process has merged it
+                lines = self._in_no_large(payload)
+                (merged if lines else spent).append(name)
+                for key, line in lines:
+                    before = least.get(key, b"")
+                    if not before or line < before:
+                        least[key] = line
+                        size += len(line) - len(before)
+            if size >= (SMALL_BYTES if name == small[-1] else MERGED_BYTES):
+                self._put([*least.values()])
+                spent += merged
+                least, size, merged = {}, 0, []
+        if spent:  # of a large one that another has put, the name may not be durable yet
+            self._store.sync_names(self.folder)
+        for name in spent:
+            del self._read[name]
+        for _ in self._store.each(lambda name: self._store.remove(self.folder / name), spent):
+            pass
+        self.look()  # a smaller line may be in what others have merged meanwhile
 
-    def _merge_small(self) -> None:
-        small = sorted(name for name, size in self._read.items() if size < SMALL_BYTES)
-        if len(small) <= MOST_SMALL:
-            return
-        ends = np.cumsum([self._read[name] for name in small])
-        some = small[: int(np.searchsorted(ends, MERGED_BYTES, side="right"))]
-        try:
-            # Also lines that are in another segment too: others may remove that meanwhile.
-            merged = self._put(self._lines_of(some))
-        except _GoneError:  # another process merges them
-            self._forget_all()
-            self.look()
-            return
-        left = {*some} - {merged}
-        self._forget(left)
-        for name in left:  # only now: what was in it is durable elsewhere
-            self._store.remove(self.folder / name)
+    def _in_no_large(self, payload: bytes) -> list[tuple[str, bytes]]:
+        """The lines of a small segment, by their keys, but those that count in large ones.
 
-    def _lines_of(self, segments: Collection[str]) -> list[bytes]:
-        """A line for each key in the segments, the smallest."""
-        least: dict[str, bytes] = {}
-        for name in segments:
-            for line in self._content(name).splitlines(keepends=True):
-                key, is_usable = _looked_at(line)
-                if is_usable:
-                    least[key] = min(line, least.get(key, line))
-        return [*least.values()]
+        Those of other small ones go along: another process may know them as the ones that count.
+        """
+        found = []
+        for line in payload.splitlines(keepends=True):
+            key, is_usable = _looked_at(line)
+            if is_usable and not (key in self and self._is_large(self._spans[key].segment)):
+                found.append((key, line))
+        return found
 
-    def _put(self, lines: list[bytes]) -> str:
-        # Sorted, so that segments of the same answers are one: of two that only differ in their
-        # order, one process could remove the first for the second, and another the reverse.
-        payload = b"".join(sorted(lines))
+    def _put(self, lines: list[bytes]) -> None:
+        payload = b"".join(sorted(lines))  # segments of the same answers are one
         name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
         if self._store.has_folders and not self.folder.is_dir():
             self._store.make_folder(self.folder)
         self._store.put_if_absent(self.folder / name, payload, label="answers")
         self._index(name, payload)
-        return name
 
-    def _has_seen_all(self) -> bool:
-        """Whether all segments could be read; not while another process merges some of them."""
-        names = self._names()
-        gone = self._read.keys() - names
-        if gone and names != self._names():
-            return False
-        forgotten = self._forget(gone)
-        try:
-            for name in sorted(names - self._read.keys()):
-                self._index(name, self._content(name))
-        except _GoneError:  # and a segment may be read in part
-            self._forget_all()
-            return False
-        if all(key in self._spans for key in forgotten):
-            return True
-        self._forget_all()  # a segment that was read before may hold them too
-        return False
-
-    def _names(self) -> set[str]:
+    def _has_read_all(self) -> bool:
+        """Whether no answer has gone with what was merged before it could be read."""
         found = self._store.listed(self.folder) if self.folder.is_dir() else []
-        return {path.name for path in found if NAME.fullmatch(path.name)}
-
-    def _forget_all(self) -> None:
-        self._spans.clear()
-        self._read.clear()
-        self._contents.clear()
-
-    def _forget(self, segments: Collection[str]) -> list[str]:
-        """Returns the keys whose answers were read there."""
-        if not segments:
-            return []
-        for name in segments:
-            self._read.pop(name, None)
-            self._contents.pop(name, None)
-        held = [key for key, span in self._spans.items() if span.segment in segments]
-        for key in held:
+        names = {path.name for path in found if NAME.fullmatch(path.name)}
+        gone = self._read.keys() - names
+        lost = [key for key, span in self._spans.items() if span.segment in gone] if gone else []
+        for name in gone:
+            del self._read[name]
+        for key in lost:
             del self._spans[key]
-        return held
+        has_read_all = not lost
+        for name, payload in self._segments(sorted(names - self._read.keys())):
+            has_read_all &= payload is not None and self._index(name, payload)
+        return has_read_all
 
-    def _index(self, name: str, payload: bytes) -> None:
-        start = 0
+    def _index(self, name: str, payload: bytes) -> bool:
+        """Whether each line could be compared with the one that counted before."""
+        self._read[name] = len(payload)
+        start, has_compared = 0, True
         for line in payload.splitlines(keepends=True):
             key, is_usable = _looked_at(line)
-            known = self._spans.get(key)
+            span, known = _Span(name, start, len(line), hash(line)), self._spans.get(key)
+            start += len(line)
             if not is_usable:
                 self._unusable.add(key)
-            # Of equal lines the new one: what it is merged from is about to go.
-            elif known is None or line <= self._line(known):
-                self._spans[key] = _Span(name, start, len(line))
-            start += len(line)
-        self._read[name] = len(payload)
+            elif known is None:
+                self._spans[key] = span
+            elif known.mark == span.mark:  # of equal lines the one that stays
+                self._spans[key] = span if self._is_large(name) else known
+            else:
+                before = self._bytes(known.segment, known)
+                has_compared &= before is not None
+                self._spans[key] = span if before is None or line < before else known
+        return has_compared
 
-    def _line(self, span: _Span) -> bytes:
-        return self._content(span.segment)[span.start : span.start + span.size]
+    def _is_large(self, name: str) -> bool:
+        return self._read[name] >= SMALL_BYTES
 
-    def _content(self, name: str) -> bytes:
-        """A segment's bytes, checked against its name."""
-        if name in self._contents:
-            self._contents.move_to_end(name)
-            return self._contents[name]
-        path = self.folder / name
+    def _span(self, key: str) -> _Span:
+        if key in self._spans:
+            return self._spans[key]
+        raise CorruptionError(
+            f"{self.folder}: an answer that was there is gone. Run the same command again: it is "
+            "asked for again."
+        )
+
+    def _segments(self, names: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
+        """The bytes of segments, compared with their names; of a bucket several at once."""
+        return zip(names, self._store.each(self._whole, names), strict=True)
+
+    def _whole(self, name: str) -> bytes | None:
+        payload = self._bytes(name)
+        if payload is not None and f"{hashlib.sha256(payload).hexdigest()}.jsonl" != name:
+            raise _damaged(self.folder / name)
+        return payload
+
+    def _bytes(self, segment: str, span: _Span | None = None) -> bytes | None:
+        """Those of a segment or of a line; None once another process has merged it."""
+        path = self.folder / segment
         try:
-            payload = self._store.read(path)
-        except PathError as error:
+            if span:
+                return self._store.read_part(path, span.start, span.size)
+            return self._store.read(path)
+        except PathError:
             if path.is_file():
                 raise
-            raise _GoneError(name) from error
-        if f"{hashlib.sha256(payload).hexdigest()}.jsonl" != name:
-            raise CorruptionError(
-                f"{path} is damaged: its bytes are not those that it is named by. Remove it, and "
-                "run the same command again: the answers in it are asked for again."
-            )
-        self._contents[name] = payload
-        while len(self._contents) > KEPT_SEGMENTS:
-            self._contents.popitem(last=False)
-        return payload
+            return None
+
+    def _answer(self, key: str, span: _Span, line: bytes) -> Answer:
+        with suppress(KeyError, TypeError, ValueError):
+            record = json.loads(line)
+            if record["key"] == key:
+                answer: Answer = record["answer"]
+                return answer
+        raise _damaged(self.folder / span.segment)
+
+
+def _damaged(path: Location) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is damaged: its bytes are not those that it is named by. Remove it, and "
+        "run the same command again: the answers in it are asked for again."
+    )
 
 
 def _looked_at(line: bytes) -> tuple[str, bool]:

@@ -14,6 +14,7 @@ from .disk.disk_store import DiskStore
 
 P = TypeVar("P")
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Store(Protocol[P]):
@@ -48,6 +49,10 @@ class Store(Protocol[P]):
         """The bytes of a file."""
         ...
 
+    def read_part(self, path: P, start: int, size: int) -> bytes:
+        """So many bytes of a file from a place on; fewer if it ends before."""
+        ...
+
     def open(self, path: P) -> BufferedReader:
         """A file to read from; of a bucket a copy, compared with the bytes it has to hold."""
         ...
@@ -64,8 +69,8 @@ class Store(Protocol[P]):
         """The paths right below, sorted."""
         ...
 
-    def each(self, function: Callable[[P], T], paths: Sequence[P]) -> Iterator[T]:
-        """The function's result for each path; of a bucket several at once."""
+    def each(self, function: Callable[[U], T], things: Sequence[U]) -> Iterator[T]:
+        """The function's result for each thing, such as a path; of a bucket several at once."""
         ...
 
     def size(self, path: P) -> int | None:

@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import polars as pl
 import pytest
 
 from align.pipeline.executors.executor import Share
-from align.schemas.errors import BadDataError, LockedError, UsageError
+from align.schemas.errors import BadDataError, LockedError, StorageError, UsageError
+from align.stages.storage import answers
+from align.stages.storage.disk.disk_store import DiskStore
 from align.stages.storage.disk.failpoints import OF_A_TABLE
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
@@ -135,6 +138,27 @@ def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_re
     willing = CountingSampler(tmp_path / "willing-log")
     again = run_sampling(config, willing)  # what was refused is asked again
     assert (again.tally.new, again.manifest.counts["prompts_refused"]) == (3 * 4, 0)
+
+
+@pytest.mark.parametrize("part", [None, Share(1, 1)])
+def test_who_publishes_the_table_merges_the_answers_also_after_one_who_was_stopped(
+    tmp_path, config, prompts_file, counting, monkeypatch, part
+):
+    whole = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting).manifest
+    monkeypatch.setattr(answers, "SMALL_BYTES", 1000)
+    before = len(counting.drawn())
+    full = StorageError("the disk")
+    with mock.patch.object(DiskStore, "remove", side_effect=full), pytest.raises(StorageError):
+        run_sampling(config, counting, share=part)
+    folder = TableFolder(tmp_path / "out", "samples")
+    assert not folder.manifest.is_file()
+    segments = [*folder.answers("").iterdir()]
+    (merged,) = (path for path in segments if path.stat().st_size >= answers.SMALL_BYTES)
+    assert len(segments) == 1 + -(-len(TEXTS) * 4 // BATCH)
+    for _ in range(2):
+        assert run_sampling(config, counting, share=part).manifest == whole
+        assert [*folder.answers("").iterdir()] == [merged]
+    assert len(counting.drawn()) - before == len(TEXTS) * 4
 
 
 def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):

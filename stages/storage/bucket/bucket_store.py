@@ -6,8 +6,9 @@ of the requests is the order in which others see them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from . import local_copies, objects
 from .objects import ObjectPath
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 AT_ONCE = 16  # requests to a store
 
@@ -30,6 +32,7 @@ class BucketStore:
     is_near = False
 
     read = staticmethod(objects.read)
+    read_part = staticmethod(objects.read_part)
     open = staticmethod(local_copies.open_copy)
     local = staticmethod(local_copies.copy_of)
     ahead = staticmethod(local_copies.fetched_ahead)
@@ -70,10 +73,16 @@ class BucketStore:
         return [*path.iterdir()]
 
     @staticmethod
-    def each(function: Callable[[ObjectPath], T], paths: Sequence[ObjectPath]) -> Iterator[T]:
-        """Several at once."""
+    def each(function: Callable[[U], T], things: Sequence[U]) -> Iterator[T]:
+        """Several at once, and no more results than that wait to be taken."""
         with ThreadPoolExecutor(AT_ONCE, "align-objects") as pool:
-            yield from pool.map(function, paths)
+            waiting: deque[Future[T]] = deque()
+            for thing in things:
+                waiting.append(pool.submit(function, thing))
+                if len(waiting) > AT_ONCE:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
     @staticmethod
     def size(path: ObjectPath) -> int | None:

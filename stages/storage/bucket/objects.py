@@ -154,8 +154,21 @@ def read(path: ObjectPath) -> bytes:
     """The bytes of an object; StorageError if there is none."""
     found = look(path)
     if found is None:
-        raise PathError(f"{path}: there is no such object. See that the location is right.")
+        raise _missing(path)
     return found.content
+
+
+def _missing(path: ObjectPath) -> PathError:
+    return PathError(f"{path}: there is no such object. See that the location is right.")
+
+
+def read_part(path: ObjectPath, start: int, size: int) -> bytes:
+    """So many bytes of an object from a place on; fewer if it ends before."""
+    version = version_of(path)
+    if version is None:
+        raise _missing(path)
+    end = min(start + size, version.size)
+    return _read_range(path, version, start, end) if start < end else b""
 
 
 def look(path: ObjectPath) -> Seen | None:
@@ -174,16 +187,17 @@ def read_chunks(path: ObjectPath, version: Version) -> Iterator[bytes]:
     with ThreadPoolExecutor(CHUNKS_AHEAD, "align-objects") as pool:
         waiting: deque[Future[bytes]] = deque()
         for start in starts:
-            waiting.append(pool.submit(_read_range, path, version, start))
+            end = min(start + CHUNK, version.size)
+            waiting.append(pool.submit(_read_range, path, version, start, end))
             if len(waiting) >= CHUNKS_AHEAD:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
 
-def _read_range(path: ObjectPath, version: Version, start: int) -> bytes:
+def _read_range(path: ObjectPath, version: Version, start: int, end: int) -> bytes:
     with _reported("read", path):
-        return path.home.get_range(path.key, start, min(start + CHUNK, version.size), version)
+        return path.home.get_range(path.key, start, end, version)
 
 
 def put(path: ObjectPath, payload: bytes | Path) -> None:

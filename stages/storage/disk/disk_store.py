@@ -11,12 +11,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
-from ....schemas.errors import CorruptionError, StorageError
+from ....schemas.errors import CorruptionError, StorageError, os_errors_as_storage_errors
 from ....schemas.file_version import Remember
 from . import fs
 from .digest_memory import shard_sha256
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 TRASH = ".trash-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -36,6 +37,13 @@ class DiskStore:
     sync_names = staticmethod(fs.fsync_folder)
     remove_if_empty = staticmethod(fs.remove_folder)
     free_bytes = staticmethod(fs.free_bytes)
+
+    @staticmethod
+    def read_part(path: Path, start: int, size: int) -> bytes:
+        """Opens the file for each part."""
+        with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
+            source.seek(start)
+            return source.read(size)
 
     @staticmethod
     def replace(
@@ -70,9 +78,9 @@ class DiskStore:
         return sorted(path.iterdir(), key=str)
 
     @staticmethod
-    def each(function: Callable[[Path], T], paths: Sequence[Path]) -> Iterator[T]:
+    def each(function: Callable[[U], T], things: Sequence[U]) -> Iterator[T]:
         """One after another."""
-        yield from map(function, paths)
+        yield from map(function, things)
 
     @staticmethod
     def size(path: Path) -> int | None:

@@ -1,9 +1,13 @@
 """Answers: durable once added, kept once, read whoever merges them, on a disk and in a store."""
 
 import hashlib
-import json
+import itertools
+import multiprocessing
+import os
 import random
 import shutil
+import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -14,6 +18,11 @@ from align.schemas.errors import CorruptionError
 from align.stages.storage import answers as module
 from align.stages.storage.answers import Answers
 from align.stages.storage.disk.disk_store import DiskStore
+from align.stages.storage.disk.failpoints import watch
+from align.stages.storage.store import store_of
+from support.patience import PATIENCE
+
+CHILDREN = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture
@@ -36,10 +45,22 @@ def segments(answers_folder):
     return sorted(answers_folder.glob("[!.]*"))
 
 
+@pytest.fixture(params=["disk", "store"])
+def place(request, answers_folder):
+    """A folder of answers, on a disk and in a store."""
+    if request.param == "disk":
+        return answers_folder
+    return request.getfixturevalue("bucket") / "answers"
+
+
+def line(key, text):
+    return b'{"answer":{"text":"%s"},"key":"%s"}\n' % (text.encode(), key.encode())
+
+
 @pytest.fixture
-def few_segments(monkeypatch):
-    """From its call on, three small segments are many."""
-    return lambda: monkeypatch.setattr(module, "MOST_SMALL", 2)
+def three_fill_one(monkeypatch):
+    """Three lines of one letter make a segment that is not small."""
+    monkeypatch.setattr(module, "SMALL_BYTES", 3 * len(line("a", "a")))
 
 
 def test_an_answer_is_there_for_every_process_once_it_is_added(answers_folder):
@@ -67,10 +88,9 @@ def test_a_refusal_is_known_to_every_process_until_there_is_an_answer(answers_fo
 
 def test_the_order_of_answers_is_of_no_account_and_of_two_the_smaller_line_counts(tmp_path):
     for order in ("xb", "bx"):
-        for text in order:
-            added(tmp_path / order, a=text)
-        assert all_of(Answers(tmp_path / order)) == {"a": "b"}
-    # Were there two, one process could remove the first for the second, another the reverse.
+        for text, key in itertools.product(order, "abcdefgh"):
+            added(tmp_path / order, **{key: text})
+        assert all_of(Answers(tmp_path / order)) == dict.fromkeys("abcdefgh", "b")
     for order in ("ab", "ba", "ba"):
         added(tmp_path / "same", **{key: key for key in order})
     assert len(segments(tmp_path / "same")) == 1
@@ -91,27 +111,101 @@ def test_a_segment_is_named_by_its_bytes_and_a_damaged_one_is_refused(answers_fo
         Answers(answers_folder)
 
 
-@pytest.mark.parametrize("place", ["disk", "store"])
-def test_small_segments_are_merged_while_answers_are_added_and_read(
-    answers_folder, few_segments, monkeypatch, request, place
-):
-    if place == "store":
-        answers_folder = request.getfixturevalue("bucket") / "answers"
-    monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)  # so that a reader reads them again
-    assert all_of(Answers(answers_folder)) == {}
-    few_segments()
+def test_a_line_that_changed_since_it_was_read_is_refused(answers_folder):
+    Answers(answers_folder).add({"a": {"text": "x"}, "b": {"text": "y"}})
+    (segment,), answers = segments(answers_folder), Answers(answers_folder)
+    whole = segment.read_bytes()
+    assert whole == line("a", "x") + line("b", "y")
+    for changed in (whole.replace(b"x", b'"'), line("b", "x") + line("a", "y"), whole[:20], b""):
+        segment.write_bytes(changed)
+        with pytest.raises(CorruptionError, match=f"{segment.name}.*run the same command again"):
+            answers.get("a")
+    segment.unlink()
+    with pytest.raises(CorruptionError, match="an answer that was there is gone"):
+        answers.get("a")
+
+
+def test_to_add_is_to_put_one_segment_and_to_read_or_remove_none(answers_folder, three_fill_one):
+    answers = Answers(answers_folder)
+    ops = []
+    with watch(ops.append), mock.patch.object(DiskStore, "read", side_effect=AssertionError):
+        for number in range(20):
+            answers.add({str(number): {"text": "x"}})
+    assert len(segments(answers_folder)) == 20
+    assert Counter(op.name for op in ops)["link"] == 20
+    assert {op.path.suffix for op in ops if op.name == "unlink"} == {".tmp"}
+
+
+def test_small_segments_are_merged_once_they_fill_a_large_one(place, three_fill_one):
+    assert all_of(Answers(place)) == {}
     for key in "ab":
-        added(answers_folder, **{key: key})
-    reader, writer = Answers(answers_folder), Answers(answers_folder)
-    for key in "cdef":
-        added(answers_folder, **{key: key})
-        assert len([*answers_folder.iterdir()]) <= 2
+        added(place, **{key: key})
+    Answers(place).merge()
+    assert len([*place.iterdir()]) == 2
+    reader, writer = Answers(place), Answers(place)
+    added(place, c="c", d="d")
+    Answers(place).merge()
+    (large,) = place.iterdir()
     assert [reader.get(key)["text"] for key in "ab"] == ["a", "b"]
-    reader.look()
-    assert all_of(reader) == {key: key for key in "abcdef"} == all_of(Answers(answers_folder))
+    assert all_of(reader) == {key: key for key in "abcd"} == all_of(Answers(place))
     assert dict(reader.of("abc")) == {key: {"text": key} for key in "abc"}
-    writer.add({"a": {"text": "A"}})  # what it knew of it was merged away
-    assert all_of(writer) == {key: key for key in "abcdef"} | {"a": "A"}
+    writer.add({"a": {"text": "A"}, "e": {"text": "e"}})  # what it knew of a was merged away
+    assert writer.missing("abcde") == ["c", "d"]
+    whole = {key: key for key in "bcde"} | {"a": "A"}
+    assert dict(writer.of("abe")) == {key: {"text": whole[key]} for key in "abe"}
+    assert all_of(writer) == whole
+    added(place, f="f")
+    Answers(place).merge()
+    assert large in {*place.iterdir()}  # it stays, whatever is merged
+    assert len([*place.iterdir()]) == 2
+    assert all_of(Answers(place)) == whole | {"f": "f"}
+
+
+def test_what_is_merged_while_it_is_read_is_read_all_the_same(place, three_fill_one):
+    for key in "abcd":
+        added(place, **{key: key})
+    readers = [Answers(place) for _ in range(3)]
+    Answers(place).merge()
+    assert readers[0].get("d") == {"text": "d"}
+    assert dict(readers[1].of("abcd")) == {key: {"text": key} for key in "abcd"}
+    readers[2].merge()  # what another has merged
+    assert len([*place.iterdir()]) == 1
+    for reader in (*readers, Answers(place)):
+        reader.look()
+        assert all_of(reader) == {key: key for key in "abcd"}
+
+
+@pytest.mark.parametrize("known", ["", "abcd"])
+def test_a_listing_that_was_made_while_others_merged_hides_nothing(
+    answers_folder, three_fill_one, known
+):
+    """It came too early for what was put, and too late for what was removed."""
+    for key in "abcd":
+        added(answers_folder, **{key: key})
+    answers = Answers(answers_folder) if known else Answers(answers_folder / "none")
+    answers.folder = answers_folder
+    Answers(answers_folder).merge()
+    listed, missed = DiskStore.listed, [True]
+
+    def late(path):
+        return [] if missed and missed.pop() else listed(path)
+
+    with mock.patch.object(DiskStore, "listed", side_effect=late):
+        answers.look()
+    assert not missed
+    assert all_of(answers) == {key: key for key in "abcd"}
+
+
+def test_segments_that_are_never_there_end_the_search(answers_folder, monkeypatch):
+    added(answers_folder, a="a")
+    monkeypatch.setattr(module, "PAUSE", 0)
+    (segment,) = segments(answers_folder)
+    segment.unlink()
+    with (
+        mock.patch.object(DiskStore, "listed", return_value=[segment]),
+        pytest.raises(CorruptionError, match="come and go"),
+    ):
+        Answers(answers_folder)
 
 
 def test_an_answer_is_kept_though_its_folder_went_meanwhile(answers_folder):
@@ -122,24 +216,148 @@ def test_an_answer_is_kept_though_its_folder_went_meanwhile(answers_folder):
     assert all_of(Answers(answers_folder)) == {"b": "b"}
 
 
-def test_what_is_merged_holds_every_key_of_what_it_is_merged_from(answers_folder, few_segments):
-    added(answers_folder, a="a", large="x")
-    added(answers_folder, a="a", b="b")
+def test_what_is_merged_holds_every_key_of_what_it_is_merged_from(answers_folder, three_fill_one):
+    added(answers_folder, a="a", l="x")
+    added(answers_folder, a="A", b="b")
     added(answers_folder, c="c")
-    few_segments()
     with mock.patch.object(DiskStore, "remove") as removed:  # as if it were killed before
         Answers(answers_folder).merge()
     gone = {Path(call.args[0]).name for call in removed.call_args_list}
     assert len(gone) == 3
     (merged,) = [path for path in segments(answers_folder) if path.name not in gone]
-    lines = merged.read_text().splitlines()
-    assert sorted(json.loads(line)["key"] for line in lines) == ["a", "b", "c", "large"]
-    Answers(answers_folder).merge()
+    assert merged.read_bytes() == line("a", "A") + line("b", "b") + line("c", "c") + line("l", "x")
+    added(answers_folder, c="c")  # again, by one that did not know
+    ops = []
+    with watch(ops.append):
+        Answers(answers_folder).merge()
     assert segments(answers_folder) == [merged]
+    # Whoever put it may have died before its name was durable.
+    assert [op.name for op in ops] == ["fsync_folder", *["unlink"] * 3]
+
+
+def test_lines_of_small_segments_go_along_whichever_of_them_counts(answers_folder, three_fill_one):
+    """Of two who merge, each may know another of two equal lines as the one that counts."""
+    for text in "xy":
+        added(answers_folder, a="a", **{text: text})
+    first, second = Answers(answers_folder), Answers(answers_folder)
+    read = {}
+    for answers in (first, second):
+        taken = mock.patch.object(answers, "_put", wraps=answers._put)
+        with taken as put, mock.patch.object(DiskStore, "remove"):
+            answers.merge()
+        read[answers] = put.call_args.args[0]
+    assert sorted(read[first]) == sorted(read[second])
+    assert len(read[first]) == 3
+
+
+KILLS = (
+    *("answers.before_link", "answers.before_link@2", "answers.after_link", "answers.after_link@2"),
+    *range(1, 7),  # at which removal
+)
+
+
+def merges(folder, environment, kill):
+    """Six small segments into two, killed at a failpoint or before a removal."""
+    os.environ.update(environment)
+    module.SMALL_BYTES = module.MERGED_BYTES = 3 * len(line("a", "a"))
+    if isinstance(kill, str):
+        name, _, visit = kill.partition("@")
+        os.environ["ALIGN_FAILPOINTS"] = f"{name}=kill@{visit or 1}"
+    store, answers = store_of(folder), Answers(folder)
+    remove, visits = store.remove, itertools.count(1)
+
+    def removed(path):
+        if next(visits) == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        remove(path)
+
+    with mock.patch.object(type(store), "remove", side_effect=removed):
+        answers.merge()
+
+
+def environment_of(place):
+    """What a process of its own needs to find a place."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")
+    return {} if isinstance(place, Path) else {name: os.environ[name] for name in names}
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_whoever_dies_while_merging_loses_nothing_and_the_next_ends_it(
+    place, three_fill_one, monkeypatch, kill
+):
+    monkeypatch.setattr(module, "MERGED_BYTES", module.SMALL_BYTES)
+    for key in "abcdef":
+        added(place, **{key: key})
+    reader, whole = Answers(place), {key: key for key in "abcdef"}
+    process = CHILDREN.Process(target=merges, args=(place, environment_of(place), kill))
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == -signal.SIGKILL
+    assert all_of(reader) == whole == all_of(Answers(place))
+    Answers(place).merge()
+    sizes = [store_of(place).size(path) for path in place.iterdir()]
+    assert len([size for size in sizes if size]) <= 3  # a draft without content may be a living one
+    assert sum(size for size in sizes if size < module.SMALL_BYTES) < module.SMALL_BYTES
+    assert all_of(reader) == whole == all_of(Answers(place))
+
+
+LIVES, STEPS, ADDERS = 5, 6, 3
+
+
+def pays(folder, environment, own, log):
+    """Asks for what is missing, in several lives that each begin with what is stored."""
+    os.environ.update(environment)
+    module.SMALL_BYTES, module.MERGED_BYTES = 300, 900
+    for life in range(1, LIVES + 1):
+        answers = Answers(folder)
+        for key in own[: life * STEPS]:
+            if answers.missing([key]):
+                with log.open("a") as paid:
+                    paid.write(f"{key}\n")
+                answers.add({key: {"text": f"of {key}"}, "of all": {"text": own[0]}})
+                answers.look()
+            assert answers.get(key) == {"text": f"of {key}"}
+        read = dict(answers.of(own[: life * STEPS]))
+        assert read == {key: {"text": f"of {key}"} for key in own[: life * STEPS]}
+
+
+def merges_until(folder, environment, stop):
+    os.environ.update(environment)
+    module.SMALL_BYTES, module.MERGED_BYTES = 300, 900
+    while not stop.is_set():
+        Answers(folder).merge()
+
+
+def test_processes_that_add_while_others_merge_lose_nothing_and_pay_once(
+    place, tmp_path, monkeypatch
+):
+    stop, told = CHILDREN.Event(), environment_of(place)
+    own = [[f"{one}-{number}" for number in range(LIVES * STEPS)] for one in range(ADDERS)]
+    logs = [tmp_path / f"log-{one}" for one in range(ADDERS)]
+    adders = [
+        CHILDREN.Process(target=pays, args=(place, told, keys, log))
+        for keys, log in zip(own, logs, strict=True)
+    ]
+    mergers = [CHILDREN.Process(target=merges_until, args=(place, told, stop)) for _ in range(2)]
+    for process in (*adders, *mergers):
+        process.start()
+    for process in adders:
+        process.join(PATIENCE)
+    stop.set()
+    for process in mergers:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in (*adders, *mergers)] == [0] * 5
+    assert [log.read_text().split() for log in logs] == own
+    answers, keys = Answers(place), [key for some in own for key in some]
+    assert dict(answers.of(keys)) == {key: {"text": f"of {key}"} for key in keys}
+    assert answers.get("of all") == {"text": "0-0"}
+    monkeypatch.setattr(module, "SMALL_BYTES", 300)
+    answers.merge()
+    assert len(store_of(place).listed(place)) < len(keys) / 2
 
 
 def test_many_that_add_and_merge_at_once_lose_nothing(answers_folder, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SMALL", 8)
+    monkeypatch.setattr(module, "SMALL_BYTES", 500)
     answers_folder.mkdir()
 
     def work(number):
@@ -148,6 +366,7 @@ def test_many_that_add_and_merge_at_once_lose_nothing(answers_folder, monkeypatc
             # Some keys are of all of them.
             keys = [f"{number}-{step}", str(draw.randrange(50)), str(draw.randrange(50))]
             answers.add({key: {"text": f"{key} of {number}"} for key in keys})
+            answers.merge()
             mine += keys
             key = draw.choice(mine)
             assert answers.get(key)["text"].startswith(f"{key} of ")

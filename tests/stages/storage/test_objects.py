@@ -11,6 +11,7 @@ import pytest
 from align.schemas.errors import CorruptionError, LockedError, PathError, StorageError, UsageError
 from align.schemas.file_version import FileVersion
 from align.stages.storage.bucket import local_copies, objects
+from align.stages.storage.bucket.bucket_store import AT_ONCE
 from align.stages.storage.bucket.objects import ObjectPath, location
 from align.stages.storage.cache.shards import write_shard
 from align.stages.storage.disk.digest_memory import own_digests
@@ -84,6 +85,15 @@ def test_a_replaced_object_whose_answer_is_lost_holds_the_new_bytes(
     faults.waiting[:] = ["409"] * 2
     with pytest.raises(StorageError, match=rf"{far_bucket}/never: write failed"):
         objects.put_new(far_bucket / "never", b"")
+
+
+def test_of_many_objects_no_more_are_read_ahead_than_are_read_at_once(bucket):
+    read = []
+    results = store_of(bucket).each(read.append, range(100))
+    next(results)
+    assert len(read) <= AT_ONCE + 1
+    assert len([*results]) == 99
+    assert sorted(read) == [*range(100)]
 
 
 def test_a_large_object_is_read_back_in_order_and_never_mixed_with_the_next(
