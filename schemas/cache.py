@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import Literal, TypeAlias, cast
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .columns import joined_ranges, offsets_of
 from .errors import CorruptionError
-from .json_codec import if_known
+from .json_codec import if_known, signature
 from .rows import Role
 from .samples import Drawing
 
@@ -77,7 +77,7 @@ class Commit:
     """One finished unit: its shard file, and the counts and digests to verify it."""
 
     unit: int
-    digest: str  # sha256 over all other fields
+    digest: str = field(metadata=signature())
     file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
     bytes: int
     sha256: str
