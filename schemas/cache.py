@@ -55,7 +55,6 @@ class Plan:
     """The rows to score and their units, fixed before scoring begins."""
 
     format_version: int
-    digest: str  # sha256 over all other fields
     plan_key: str  # sha256 over the fingerprint
     fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
     reference_key: str  # sha256 over the part of the fingerprint that decides a score
@@ -104,7 +103,8 @@ class Manifest:
 
     format_version: int
     align_version: str
-    root: str  # sha256 over all that follows `adapter`: the name of the cache
+    # The name of the cache.
+    root: str = field(metadata=signature("align_version", "model", "adapter", "sampling"))
     model: str  # the path of the reference
     adapter: str
     plan_key: str
