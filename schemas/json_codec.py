@@ -52,11 +52,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(to_json(value).encode()).hexdigest()
 
 
-def digest_of(record: Any, *without: str) -> str:
-    """The digest of a dataclass without some of its fields, such as the digest itself."""
-    return digest({name: of for name, of in _plain(record).items() if name not in without})
-
-
 def signed(record: T) -> T:
     """The record with its digest in the field that is its signature."""
     (field,) = _signatures(type(record))

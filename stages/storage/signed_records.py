@@ -27,8 +27,8 @@ class SignedRecords(Generic[T]):
     """One kind of record; each is named by its path."""
 
     kind: type[T]
-    label: str  # of the failpoints of writing one
     remedy: str  # what to do about a damaged one
+    label: str = ""  # of the failpoints of writing one, where it is written by itself
     faults: Callable[[T, Location], Iterable[str]] = _nothing  # what is wrong in a signed one
     refuse: Callable[[bytes, Location], object] = _nothing  # raises for one of another format
 
