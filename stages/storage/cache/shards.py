@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ....schemas.columns import Column, ColumnTable, Ragged, offsets_of
-from ....schemas.errors import CorruptionError, storage_error
+from ....schemas.errors import CorruptionError, damaged, storage_error
 from ....schemas.rows import PromptKeys, RowBlock, ScoredBlock
 from ..bucket.objects import Location
 from ..disk import fs
@@ -90,7 +90,7 @@ def open_shard(path: Location) -> Iterator[pq.ParquetFile]:
             if isinstance(error, OSError) and error.errno is not None:
                 raise storage_error("read", Path(str(path)), error) from error
             said = str(error).partition("\n")[0]
-            raise CorruptionError(f"{path} is damaged: {said}. {_RESTORE}") from error
+            raise damaged(path, said, _RESTORE) from error
 
 
 def group_bounds(rows: RowBlock, tokens: int = TOKENS_PER_GROUP) -> list[tuple[int, int]]:
