@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -172,7 +172,7 @@ class RunRecords:
         world = self._session.world
         if world.is_first_of_group:
             line = {"step": position.step, "rank": world.rank, "row_ids": row_ids}
-            with Lines(self._start.folder.nonfinite) as lines:
+            with closing(Lines(self._start.folder.nonfinite)) as lines:
                 lines.append(json.dumps(line).encode())
         self.say(f"step {position.step:,} gave NaN or infinity and was not applied")
 

@@ -18,10 +18,6 @@ from .store import store_of
 T = TypeVar("T")
 
 
-def _nothing(record: object, path: Location) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class SignedRecords(Generic[T]):
     """One kind of record; each is named by its path."""
@@ -29,8 +25,9 @@ class SignedRecords(Generic[T]):
     kind: type[T]
     remedy: str  # what to do about a damaged one
     label: str = ""  # of the failpoints of writing one, where it is written by itself
-    faults: Callable[[T, Location], Iterable[str]] = _nothing  # what is wrong in a signed one
-    refuse: Callable[[bytes, Location], object] = _nothing  # raises for one of another format
+    # What is wrong in a signed one; and raises for one of another format.
+    faults: Callable[[T, Location], Iterable[str]] = lambda record, path: ()
+    refuse: Callable[[bytes, Location], None] = lambda text, path: None
 
     def find(self, path: Location) -> T | None:
         """The record; None if there is none."""

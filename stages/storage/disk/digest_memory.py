@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import astuple, dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -77,7 +77,7 @@ class DigestMemory:
         kept = self._file_of(file.parent)
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
-            with Lines(kept) as lines:
+            with closing(Lines(kept)) as lines:
                 # The first newline ends a line that was cut off.
                 lines.append(f"\n{_checksum(text)} {text}".encode())
         except (OSError, StorageError) as error:

@@ -17,12 +17,6 @@ class Lines:
         self._path = path
         self._sink = fs.append(path)
 
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def append(self, text: bytes) -> None:
         """Writes a line, to which its end is added."""
         # A buffer's own flush passes the seam as well.

@@ -180,9 +180,11 @@ def verify_checkpoint(path: Path) -> Checkpoint:
             relative = str(prefix / name)
             if relative == RECORD_NAME:
                 continue
-            if relative not in missing:
+            known = missing.pop(relative, None)
+            if known is None:
                 raise CHECKPOINTS.damaged(path, f"{relative!r} is not one of its files")
-            _check(path, descriptor, name, missing.pop(relative))
+            if fault := _fault_of(path, descriptor, name, known):
+                raise CHECKPOINTS.damaged(path, fault)
     if missing:
         raise CHECKPOINTS.damaged(path, f"{next(iter(missing))} is missing")
     return checkpoint
@@ -241,23 +243,19 @@ def _in_order(folder: RunFolder) -> list[int]:
     return steps
 
 
-def _check(path: Path, descriptor: int, name: str, expected: CheckpointFile) -> None:
+def _fault_of(path: Path, descriptor: int, name: str, expected: CheckpointFile) -> str:
+    """Why a file of a checkpoint is not whole; empty if it is."""
     try:
         source = fs.open_regular(Path(name), folder=descriptor)
     except StorageError as error:
-        raise CHECKPOINTS.damaged(
-            path, f"{expected.path} cannot be opened: {error.__cause__}"
-        ) from error
+        return f"{expected.path} cannot be opened: {error.__cause__}"
     with source:
         found = os.fstat(source.fileno()).st_size
         if found != expected.bytes:
-            raise CHECKPOINTS.damaged(
-                path, f"{expected.path} has {found} bytes, not {expected.bytes}"
-            )
+            return f"{expected.path} has {found} bytes, not {expected.bytes}"
         if fs.sha256_of_open(source, path / expected.path) != expected.sha256:
-            raise CHECKPOINTS.damaged(
-                path, f"{expected.path} is not what was written (sha256 differs)"
-            )
+            return f"{expected.path} is not what was written (sha256 differs)"
+    return ""
 
 
 def _is_link(name: str, descriptor: int) -> bool:

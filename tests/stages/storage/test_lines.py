@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ TEXTS = [b"first", b"", b"\xff\x00third" * 3000, b"last"]
 @pytest.fixture(name="path")
 def _path(tmp_path):
     path = tmp_path / "lines"
-    with Lines(path) as lines:
+    with closing(Lines(path)) as lines:
         for text in TEXTS:
             lines.append(text)
     return path
@@ -47,14 +48,14 @@ def test_a_torn_last_line_is_passed_over_and_cut_away_with_what_is_not_kept(path
     before = path.stat()
     keep_lines(path, [*read_lines(path)], label="metrics")  # all: nothing is written
     assert path.stat() == before
-    with Lines(path) as lines:
+    with closing(Lines(path)) as lines:
         lines.append(b"again")
     assert texts(path) == [b"first", TEXTS[2], b"again"]
 
 
 def test_lines_of_many_writers_are_whole(path):
     def write(writer):
-        with Lines(path) as lines:
+        with closing(Lines(path)) as lines:
             for number in range(50):
                 lines.append(b"%d of %d " % (number, writer) * 20)
 
@@ -65,7 +66,7 @@ def test_lines_of_many_writers_are_whole(path):
 
 def test_a_line_is_handed_over_at_once_and_durable_once_it_is_synced(tmp_path):
     path, seen = tmp_path / "lines", []
-    with watch(lambda op: seen.append(op.name)), Lines(path) as lines:
+    with watch(lambda op: seen.append(op.name)), closing(Lines(path)) as lines:
         lines.append(b"one")
         assert texts(path) == [b"one"]
         lines.sync()
@@ -88,7 +89,7 @@ def test_a_kill_leaves_all_lines_before_it_and_a_cut_the_old_ones_or_the_new(pat
             work()
 
     def grow():
-        with Lines(path) as lines:
+        with closing(Lines(path)) as lines:
             lines.append(b"more")
             lines.append(b"most")
 
