@@ -289,6 +289,7 @@ def replaced(path, old, new):
         ("file", b"PAR1", b"PAR2", CorruptionError, "is not what"),
         ("file", b"PAR1", b"PAR1 ", CorruptionError, "is not what"),
         ("manifest", b"}", b"", CorruptionError, "damaged"),
+        ("manifest", b'"rows":2', b'"rows":3', CorruptionError, "not what was written"),
         ("manifest", b'"format_version":1', b'"format_version":2', FingerprintError, "format 2"),
     ],
 )
