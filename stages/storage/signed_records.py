@@ -25,8 +25,9 @@ class SignedRecords(Generic[T]):
     kind: type[T]
     remedy: str  # what to do about a damaged one
     label: str = ""  # of the failpoints of writing one, where it is written by itself
-    # What is wrong in a signed one; and raises for one of another format.
+    # What a signed one says that cannot be; the first is told.
     faults: Callable[[T, Location], Iterable[str]] = lambda record, path: ()
+    # Raises for one of another format.
     refuse: Callable[[bytes, Location], None] = lambda text, path: None
 
     def find(self, path: Location) -> T | None:
@@ -46,7 +47,7 @@ class SignedRecords(Generic[T]):
         return record
 
     def put(self, path: Location, record: T) -> T:
-        """Writes a record unless there is one; returns the one that counts, this very one or it."""
+        """Writes a record unless there is one; returns the one that counts, itself if it is new."""
         payload = to_signed_json(record).encode()
         is_first = store_of(path).put_if_absent(path, payload, label=self.label)
         return record if is_first else self.read(path)
