@@ -139,7 +139,8 @@ def _round(
         trained=trained_metrics(job.recipe, one.run),
         held_out=held_out,
     )
-    return ROUNDS.put(one.record, record)
+    ROUNDS.put(one.record, record)
+    return ROUNDS.read(one.record)  # in the order of its names, as a later command has it
 
 
 def _scored(job: RoundsJob, one: OneRound, progress: Progress) -> Manifest:
