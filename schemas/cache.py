@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import Literal, TypeAlias, cast
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .columns import joined_ranges, offsets_of
 from .errors import CorruptionError
-from .json_codec import if_known
+from .json_codec import if_known, signature
 from .rows import Role
 from .samples import Drawing
 
@@ -55,7 +55,6 @@ class Plan:
     """The rows to score and their units, fixed before scoring begins."""
 
     format_version: int
-    digest: str  # sha256 over all other fields
     plan_key: str  # sha256 over the fingerprint
     fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
     reference_key: str  # sha256 over the part of the fingerprint that decides a score
@@ -77,7 +76,7 @@ class Commit:
     """One finished unit: its shard file, and the counts and digests to verify it."""
 
     unit: int
-    digest: str  # sha256 over all other fields
+    digest: str = field(metadata=signature())
     file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
     bytes: int
     sha256: str
@@ -104,7 +103,8 @@ class Manifest:
 
     format_version: int
     align_version: str
-    root: str  # sha256 over all that follows `adapter`: the name of the cache
+    # The name of the cache.
+    root: str = field(metadata=signature("align_version", "model", "adapter", "sampling"))
     model: str  # the path of the reference
     adapter: str
     plan_key: str

@@ -74,7 +74,6 @@ class Checkpoint:
 
     format_version: int
     align_version: str
-    digest: str  # sha256 over all other fields
     position: Position
     files: tuple[CheckpointFile, ...]  # in the order of their paths
 

@@ -64,6 +64,11 @@ class CorruptionError(AlignError):
     exit_code = 5
 
 
+def damaged(path: object, why: str, remedy: str) -> CorruptionError:
+    """The error of a damaged file, with what to do about it."""
+    return CorruptionError(f"{path} is damaged: {why}. {remedy}")
+
+
 class NonFiniteError(AlignError):
     """A computed number is NaN or infinite."""
 

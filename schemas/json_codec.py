@@ -25,6 +25,14 @@ def if_known(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={IF_KNOWN: True})
 
 
+SIGNS_ALL_BUT = "signs all but"  # of a field's metadata
+
+
+def signature(*without: str) -> dict[str, tuple[str, ...]]:
+    """The metadata of a field with the digest of the other fields of its record, but for some."""
+    return {SIGNS_ALL_BUT: without}
+
+
 class CodecError(ValueError):
     """A value that does not fit its field; the message names the field, and so does `where`."""
 
@@ -44,13 +52,18 @@ def digest(value: Any) -> str:
     return hashlib.sha256(to_json(value).encode()).hexdigest()
 
 
-def digest_of(record: Any, *without: str) -> str:
-    """The digest of a dataclass without some of its fields, such as the digest itself."""
-    return digest({name: of for name, of in _plain(record).items() if name not in without})
+def signed(record: T) -> T:
+    """The record with its digest in the field that is its signature."""
+    (field,) = _signatures(type(record))
+    left_out = {field.name, *field.metadata[SIGNS_ALL_BUT]}
+    plain = {name: of for name, of in _plain(record).items() if name not in left_out}
+    return dataclasses.replace(record, **{field.name: digest(plain)})  # type: ignore[type-var]
 
 
 def to_signed_json(value: Any) -> str:
-    """The canonical JSON with a digest over all of it, for records that are rewritten."""
+    """The canonical JSON with a digest: in the record's own field for it, or added over all."""
+    if _signatures(type(value)):
+        return to_json(signed(value))
     plain = _plain(value)
     return to_json({**plain, "digest": digest(plain)})
 
@@ -63,7 +76,7 @@ def from_json(cls: type[T], text: str | bytes) -> T:
 def from_signed_json(cls: type[T], text: str | bytes) -> T:
     """The record that `to_signed_json` wrote; any other byte is a CodecError."""
     plain = _parsed(text)
-    if isinstance(plain, dict):
+    if isinstance(plain, dict) and not _signatures(cls):
         plain.pop("digest", None)
     return _as_written(cls, plain, text, to_signed_json)
 
@@ -144,6 +157,11 @@ def _plain(record: Any) -> dict[str, Any]:
         if IF_KNOWN in one.metadata and getattr(record, one.name) == one.default
     ]
     return {name: value for name, value in plain.items() if name not in unknown}
+
+
+def _signatures(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The field for the digest; empty if the digest is none of the record's fields."""
+    return [one for one in dataclasses.fields(cls) if SIGNS_ALL_BUT in one.metadata]
 
 
 def _parsed(text: str | bytes) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
-from .json_codec import if_known
+from .json_codec import if_known, signature
 from .samples import Drawing
 
 TABLE_FORMAT = 1
@@ -18,7 +18,7 @@ class TableManifest:
 
     format_version: int
     align_version: str
-    root: str  # the digest of all below: names the table
+    root: str = field(metadata=signature("align_version", "sampling"))  # the table's name
     kind: TableKind
     made_from: dict[str, str]  # a digest for each name, such as prompts, model, samples
     settings: dict[str, Any]

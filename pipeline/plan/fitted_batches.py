@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 from ...schemas.checkpoint import FittedBatches
 from ...schemas.config import Config
-from ...schemas.errors import CorruptionError
-from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.train_options import TrainOptions
-from ...stages.storage.disk import fs
 from ...stages.storage.run.run_folder import RunFolder
+from ...stages.storage.signed_records import SignedRecords
 
 # A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.
 TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
@@ -23,20 +21,17 @@ def planned_tokens(train: TrainOptions, device: str) -> int:
 
 def fitting_tokens(folder: RunFolder, planned: int) -> int:
     """The micro-batch of a run, smaller where memory ran out with the planned one."""
-    if not folder.fitted.exists():
-        return planned
-    try:
-        known = from_signed_json(FittedBatches, fs.read_bytes(folder.fitted))
-    except CodecError as error:
-        raise CorruptionError(f"{folder.fitted}: {error}. Remove it.") from error
+    known = _FITTED.find(folder.fitted)
     # Whoever asks for another size wants to know anew.
-    return known.fits if known.planned == planned else planned
+    return known.fits if known and known.planned == planned else planned
 
 
 def note_fitting(folder: RunFolder, planned: int, fits: int) -> None:
     """Notes for the next start that memory ran out, and the token budget to use instead."""
-    text = to_signed_json(FittedBatches(planned, fits))
-    fs.publish(folder.fitted, text.encode(), label="fitted")
+    _FITTED.replace(folder.fitted, FittedBatches(planned, fits))
+
+
+_FITTED = SignedRecords(FittedBatches, label="fitted", remedy="Remove it.")
 
 
 def memory_savers(config: Config, stage: int, ranks: int) -> Iterator[str]:

@@ -25,7 +25,7 @@ from ...stages.storage.bucket.objects import Location, location
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.cleanup import Superseded, remove_superseded, superseded
 from ...stages.storage.cache.commits import read_commits
-from ...stages.storage.cache.manifest_file import load_manifest, load_plan
+from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.cache.shards import iter_row_groups, parse_row_ids, read_shard
 from ...stages.storage.disk.digest_memory import user_folder
 from ...stages.storage.disk.locks import owner_lock
@@ -255,7 +255,7 @@ def _finished(folder: CacheFolder, plan: Plan) -> list[EarlierCache]:
 
 
 def _begun(work: WorkFolder, plan: Plan) -> list[EarlierCache]:
-    other = load_plan(work)
+    other = PLANS.find(work.plan)
     if other is None or other.plan_key == plan.plan_key or not _alike(other, plan):
         return []
     commits = read_commits(work, len(other.unit_offsets) - 1)

@@ -24,9 +24,9 @@ from ...stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder, WorkFol
 from ...stages.storage.cache.cleanup import collect, is_tidy, superseded
 from ...stages.storage.cache.commits import read_commits
 from ...stages.storage.cache.manifest_file import (
+    PLANS,
     build_manifest,
     load_manifest,
-    load_plan,
     write_manifest,
 )
 from ...stages.storage.disk.locks import try_owner_lock
@@ -229,7 +229,7 @@ def _finished(job: CacheJob) -> Manifest | None:
 def _plan_in(work: WorkFolder) -> Plan | None:
     """The plan of unfinished work, unless another process completes it just now."""
     try:
-        return load_plan(work)
+        return PLANS.find(work.plan)
     except StorageError:
         if work.plan.exists():
             raise

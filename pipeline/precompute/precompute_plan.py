@@ -39,7 +39,7 @@ from ...stages.storage.bucket.local_copies import origin_of
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.commits import write_quarantine
-from ...stages.storage.cache.manifest_file import load_manifest, load_plan, write_plan
+from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.cache.spool import Spool
 from ...stages.storage.tables import drawing_of
 from ..executors.cores import usable_cores
@@ -173,7 +173,8 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
     try:
         counts = preparation.input_counts()
     except CorruptionError:
-        if plan := load_plan(job.work):  # another was faster, and has removed what it had read
+        # Another was faster, and has removed what it had read.
+        if plan := PLANS.find(job.work.plan):
             preparation.ring.spool.forget_encoded()
             return plan
         raise
@@ -188,7 +189,7 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
         long_form = job.shape.declared.is_long
         require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
     _require_space(job, ring)
-    plan = write_plan(job.work, _plan(job, ring, counts, quarantine))
+    plan = PLANS.put(job.work.plan, _plan(job, ring, counts, quarantine))
     ring.spool.forget_encoded()
     return plan
 
@@ -320,7 +321,6 @@ def _plan(
     ]
     return Plan(
         format_version=FORMAT_VERSION,
-        digest="",  # set when it is written
         plan_key=job.plan_key,
         fingerprint=job.fingerprint,
         reference_key=job.reference_key,

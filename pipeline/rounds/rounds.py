@@ -18,7 +18,7 @@ from ...stages.model.reference import HfReference
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.disk.locks import owner_lock
-from ...stages.storage.run.rounds_folder import OneRound
+from ...stages.storage.run.rounds_folder import ROUNDS, OneRound
 from ...stages.storage.tables import TableFolder
 from ...stages.tracking.journaled_run import Run, tagged
 from ...stages.tracking.progress import Progress
@@ -139,7 +139,8 @@ def _round(
         trained=trained_metrics(job.recipe, one.run),
         held_out=held_out,
     )
-    return one.finish(record)
+    ROUNDS.put(one.record, record)
+    return ROUNDS.read(one.record)  # in the order of its names, as a later command has it
 
 
 def _scored(job: RoundsJob, one: OneRound, progress: Progress) -> Manifest:

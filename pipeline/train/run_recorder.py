@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ...stages.data.tokenizer import decoder
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.report.eval_table import Decode, Kind, evaluation_csv
 from ...stages.storage.disk import fs
+from ...stages.storage.disk.lines import Lines
 from ...stages.storage.run.run_folder import RunFolder, write_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.journaled_run import Run, open_training_run
@@ -171,8 +172,8 @@ class RunRecords:
         world = self._session.world
         if world.is_first_of_group:
             line = {"step": position.step, "rank": world.rank, "row_ids": row_ids}
-            with fs.append(self._start.folder.nonfinite) as sink:
-                sink.write((json.dumps(line) + "\n").encode())
+            with closing(Lines(self._start.folder.nonfinite)) as lines:
+                lines.append(json.dumps(line).encode())
         self.say(f"step {position.step:,} gave NaN or infinity and was not applied")
 
     def save(self, position: TrainingPosition) -> None:

@@ -11,18 +11,19 @@ import hashlib
 import io
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...schemas.errors import CorruptionError, FingerprintError, UsageError
-from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
+from ...schemas.json_codec import signed, to_json, version_in
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from .bucket.local_copies import origin_of
 from .bucket.objects import Location, location
 from .cache.cache_folder import OutputFolder
+from .signed_records import SignedRecords
 from .store import Store, store_of
 
 if TYPE_CHECKING:
@@ -90,8 +91,14 @@ class TableFolder:
                 self.find()
 
     def find(self) -> TableManifest | None:
-        """The manifest, if there is one."""
-        return read_manifest(self) if self.manifest.is_file() else None
+        """The manifest, if there is one; it has to be of a table of this kind."""
+        found = _MANIFESTS.find(self.manifest)
+        if found and found.kind != self.kind:
+            raise UsageError(
+                f"{self.root} holds {NAMES[found.kind]}, not {NAMES[self.kind]}. Name a folder "
+                f"that `{COMMANDS[self.kind]}` made."
+            )
+        return found
 
     def publish(
         self,
@@ -107,7 +114,7 @@ class TableFolder:
         # Row groups follow chunks, and these follow the number of threads that made the table.
         table.rechunk().write_parquet(payload, compression="zstd", statistics=False)
         content = payload.getvalue()
-        unnamed = TableManifest(
+        unsigned = TableManifest(
             TABLE_FORMAT,
             __version__,
             "",
@@ -121,7 +128,7 @@ class TableFolder:
             hashlib.sha256(content).hexdigest(),
             sampling,
         )
-        manifest = replace(unnamed, root=digest_of(unnamed, "root", "align_version", "sampling"))
+        manifest = signed(unsigned)
         for path, text in ((self.file, content), (self.manifest, to_json(manifest).encode())):
             known = self.store.read(path) if path.is_file() else None
             if known != text:
@@ -130,31 +137,29 @@ class TableFolder:
 
 
 def read_manifest(folder: TableFolder) -> TableManifest:
-    """The manifest of a table, which has to be of its kind."""
-    wanted, command = NAMES[folder.kind], COMMANDS[folder.kind]
-    if not folder.manifest.is_file():
-        raise UsageError(
-            f"{folder.root} holds no {MANIFEST}, so it is not a finished table of {wanted}. Run "
-            f"`{command}` to its end, or name another folder."
-        )
-    text = folder.store.read(folder.manifest)
+    """The manifest of a finished table."""
+    if found := folder.find():
+        return found
+    raise UsageError(
+        f"{folder.root} holds no {MANIFEST}, so it is not a finished table of "
+        f"{NAMES[folder.kind]}. Run `{COMMANDS[folder.kind]}` to its end, or name another folder."
+    )
+
+
+def _refuse_other_format(text: bytes, path: Location) -> None:
     if (version := version_in(text)) not in {None, TABLE_FORMAT}:
         raise FingerprintError(
-            f"{folder.manifest} has format {version}, and this align reads {TABLE_FORMAT}. Run "
-            "the command that made it again, with another --output."
+            f"{path} has format {version}, and this align reads {TABLE_FORMAT}. Run the command "
+            "that made it again, with another --output."
         )
-    try:
-        found = from_json(TableManifest, text)
-    except CodecError as error:
-        raise CorruptionError(
-            f"{folder.manifest} is damaged: {error}. Run the command that made it again."
-        ) from error
-    if found.kind != folder.kind:
-        raise UsageError(
-            f"{folder.root} holds {NAMES[found.kind]}, not {wanted}. Name a folder that "
-            f"`{command}` made."
-        )
-    return found
+
+
+_MANIFESTS = SignedRecords(
+    TableManifest,
+    label="table",
+    remedy="Run the command that made it again.",
+    refuse=_refuse_other_format,
+)
 
 
 def drawing_of(path: Path, sha256: str) -> Drawing | None:

@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
 from ...schemas.safe_text import redacted
-from .journal import line_start, read_entries
+from ..storage.disk.lines import line_start
+from .journal import read_entries
 from .outbox import Ledger, address_of, reason_of
 from .tracker import RunRecord, Tracker
 

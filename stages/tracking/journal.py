@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.safe_text import redacted
-from ..storage.disk import fs
+from ..storage.disk.lines import Line, Lines, keep_lines, read_lines
 
 logger = logging.getLogger("align")
 
@@ -60,8 +59,7 @@ class Journal:
 
     def __init__(self, path: Path, dropped: int = 0) -> None:
         self.dropped = dropped  # whole lines that were left out when it was opened
-        self._path = path
-        self._sink = fs.append(path)
+        self._lines = Lines(path)
 
     def append(self, metrics: Mapping[str, float], *, step: int) -> dict[str, float]:
         """Writes one line and returns its numbers; a NaN or infinite value is left out of it."""
@@ -69,20 +67,16 @@ class Journal:
         assert not set(RESERVED) & set(named), sorted(named)
         finite = {name: value for name, value in named.items() if math.isfinite(value)}
         line = {"step": step, "time": round(time.time(), 3), **finite}
-        # A buffer's own flush passes the seam as well.
-        with os_errors_as_storage_errors("write", self._path):
-            self._sink.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
-            self._sink.flush()
+        self._lines.append(json.dumps(line, separators=(",", ":")).encode())
         return finite
 
     def sync(self) -> None:
         """Makes all lines durable; a checkpoint must not know of more steps than this file."""
-        fs.fsync(self._path)
-        fs.fsync_folder(self._path.parent)
+        self._lines.sync()
 
     def close(self) -> None:
         """Closes the file."""
-        self._sink.close()
+        self._lines.close()
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,12 @@ class Entry:
 def read_entries(path: Path, start: int, *, max_points: int) -> list[Entry]:
     """Whole lines from a byte on, until they hold so many points; unreadable ones are empty."""
     entries: list[Entry] = []
-    points, end = 0, start
-    with fs.open_regular(path) as source:
-        source.seek(start)
-        while points < max_points and (line := source.readline()).endswith(b"\n"):
-            end += len(line)
-            entries.append(_entry(line, end))
-            points += len(entries[-1].points)
+    points = 0
+    for line in read_lines(path, start):
+        entries.append(_entry(line))
+        points += len(entries[-1].points)
+        if points >= max_points:
+            break
     return entries
 
 
@@ -115,48 +108,36 @@ def entry_batches(path: Path) -> Iterator[list[Entry]]:
         start = entries[-1].end
 
 
-def line_start(path: Path, wanted: int) -> int:
-    """The byte, if a line begins there; else 0."""
-    if wanted <= 0 or wanted > path.stat().st_size:
-        return 0
-    with fs.open_regular(path) as source:
-        source.seek(wanted - 1)
-        return wanted if source.read(1) == b"\n" else 0
-
-
 def _drop_after(path: Path, step: int, is_evaluated: bool) -> int:
-    lines = fs.read_bytes(path).splitlines(keepends=True)
-    plain = [_parsed(line) for line in lines]
+    lines = [*read_lines(path)]
+    plain = [_parsed(line.text) for line in lines]
     kept = [
         line
         for line, fields in zip(lines, plain, strict=True)
         if fields is not None
-        and line.endswith(b"\n")
         and (fields["step"] < step or (fields["step"] == step and _stays(fields, is_evaluated)))
     ]
-    if lost := plain[:-1].count(None):
+    if lost := plain.count(None):
         logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
-    if len(kept) < len(lines):
-        fs.publish(path, b"".join(kept), label="metrics")
-    whole = sum(line.endswith(b"\n") for line in lines)
-    return whole - len(kept)
+    keep_lines(path, kept, label="metrics")
+    return len(lines) - len(kept)
 
 
 def _stays(fields: dict[str, Any], is_evaluated: bool) -> bool:
     return is_evaluated or not any(name.startswith(EVAL) for name in fields)
 
 
-def _entry(line: bytes, end: int) -> Entry:
-    fields = _parsed(line)
+def _entry(line: Line) -> Entry:
+    fields = _parsed(line.text)
     if fields is None:
-        return Entry((), -1, end)
+        return Entry((), -1, line.end)
     step, time_ms = fields["step"], round(fields["time"] * 1000)
     points = [
         MetricPoint(name, float(value), step, time_ms)
         for name, value in fields.items()
         if name not in RESERVED and isinstance(value, int | float)
     ]
-    return Entry(tuple(points), step, end)
+    return Entry(tuple(points), step, line.end)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

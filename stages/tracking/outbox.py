@@ -12,17 +12,18 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import CorruptionError, StorageError, UsageError, log_failure
-from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ...schemas.errors import StorageError, UsageError, log_failure
 from ...schemas.safe_text import mask_secrets_of, masked_address, redacted, shown
+from ..storage.bucket.objects import Location
 from ..storage.cache.cache_folder import CacheFolder, make_place
 from ..storage.disk import fs
 from ..storage.disk.locks import try_owner_lock
 from ..storage.run.run_folder import RunFolder
+from ..storage.signed_records import SignedRecords
 from .tracker import GOES_ON_TAG, TRACKERS, RunRecord, TrackerKind, kind_of
 
 FORMAT_VERSION = 1
@@ -101,7 +102,7 @@ class Ledger:
 
     def store(self) -> None:
         """Writes the record as it is."""
-        fs.publish(self._path, to_signed_json(self.record).encode(), label="mlflow")
+        _records_for(self.kind).replace(self._path, self.record)
 
 
 def open_ledger(
@@ -143,20 +144,29 @@ def open_ledger(
 def load_ledger(kind: TrackerKind, folder: RunFolder) -> Ledger:
     """The ledger of a run for a tracker."""
     path = folder.ledger(kind.name)
-    if not path.exists():
+    record = _records_for(kind).find(path)
+    if record is None:
         raise UsageError(
             f"{folder.root} has nothing left for {kind.title}: another process has sent the run."
         )
-    try:
-        record = from_signed_json(RunRecord, fs.read_bytes(path))
-        if not KEY.fullmatch(record.key):  # it is part of a query to the store
-            raise CodecError(f"key {record.key!r:.40} is not sixteen hexadecimal digits")
-        return Ledger(kind, path, record)
-    except CodecError as error:
-        raise CorruptionError(
-            f"{path} is damaged: {error}. Remove it: {kind.title} then does not get the rest of "
-            "the run, and a training that continues is recorded as a new run."
-        ) from error
+    return Ledger(kind, path, record)
+
+
+def _records_for(kind: TrackerKind) -> SignedRecords[RunRecord]:
+    return SignedRecords(
+        RunRecord,
+        label="mlflow",
+        remedy=(
+            f"Remove it: {kind.title} then does not get the rest of the run, and a training that "
+            "continues is recorded as a new run."
+        ),
+        faults=_faults,
+    )
+
+
+def _faults(record: RunRecord, path: Location) -> Iterator[str]:
+    if not KEY.fullmatch(record.key):  # it is part of a query to the store
+        yield f"key {record.key!r:.40} is not sixteen hexadecimal digits"
 
 
 def kinds_in(folder: RunFolder) -> list[TrackerKind]:
@@ -180,9 +190,7 @@ def new_record(home: Path, *, is_alone: bool = True) -> RunFolder:
 
 def close_record(ledger: Ledger, folder: RunFolder) -> None:
     """Marks a run of an outbox as sent to a tracker; its owner calls it."""
-    path = folder.ledger(ledger.kind.name)
-    fs.unlink(path)
-    fs.fsync_folder(path.parent)
+    _records_for(ledger.kind).drop(folder.ledger(ledger.kind.name))
 
 
 def remove_if_sent(folder: RunFolder, *, is_alone: bool = True) -> None:

@@ -1,6 +1,7 @@
 """Rounds as a person gives them: what they pay for, once, and what they refuse."""
 
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -147,6 +148,8 @@ def test_rounds_stop_below_the_win_rate_and_show_texts_where_they_are_asked_for(
     page = (played.folder / "rounds.html").read_text()
     assert "Assistant:" not in page
     for number in (1, 2, 3):
+        names = re.findall(rf"<th>round {number} from ([^<]+)</th>", page)
+        assert names == sorted(names) != []  # as a command writes it that makes none of them
         rates = record(played.folder, number)["held_out"]["against_previous"]
         for bound in ("low", "high"):
             assert f"{bound}: {plain(rates[bound])} at {number}" in page

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from align.schemas.json_codec import digest_of, to_json
+from align.schemas.json_codec import to_signed_json
 from align.stages.storage.run.checkpoints import read_checkpoint
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder, read_ending
 from support.command import align, refusal
@@ -77,9 +77,8 @@ def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_writte
     known = read_checkpoint(step)
     made_with = {**known.position.made_with, "torch": "2.0.1"}
     position = dataclasses.replace(known.position, made_with=made_with)
-    unsigned = dataclasses.replace(known, position=position)
-    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
-    (step / RECORD_NAME).write_text(to_json(record))
+    record = dataclasses.replace(known, position=position)
+    (step / RECORD_NAME).write_text(to_signed_json(record))
 
     said = refused(course, 4, broken_run, *RESUME, *changes)
     names = re.findall("  (.*): begun with .*, now", said)

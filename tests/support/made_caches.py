@@ -19,11 +19,10 @@ from align.stages.storage.cache.commits import (
     write_quarantine,
 )
 from align.stages.storage.cache.manifest_file import (
+    PLANS,
     build_manifest,
     load_manifest,
-    load_plan,
     write_manifest,
-    write_plan,
 )
 from align.stages.storage.disk.locks import owner_lock
 
@@ -69,7 +68,6 @@ def plan_of(units):
     """The plan of a cache with one seed per unit."""
     return Plan(
         format_version=FORMAT_VERSION,
-        digest="",
         plan_key=hashlib.sha256(str(units).encode()).hexdigest(),
         fingerprint={"seeds": str(units)},
         reference_key="0" * 64,
@@ -117,14 +115,14 @@ def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None, rejects=T
 def _make(folder, plan, units, told, rejects):
     work = folder.work(plan.plan_key)
     work.prepare()
-    stored = load_plan(work)
+    stored = PLANS.find(work.plan)
     if stored is None:
         if rejects:
             lost = [Rejected(0, 7, "null", "no prompt")]
             entry = write_quarantine(work, "run", 0, lost, FACTS.input_names)
             rows_in = plan.rows_in + 1
             plan = replace(plan, rows_in=rows_in, quarantine=(entry,), quarantined={"null": 1})
-        stored = write_plan(work, plan)
+        stored = PLANS.put(work.plan, plan)
     told("plan", plan.plan_key)
     commits = read_commits(work, len(units))
     for unit in sorted(set(range(len(units))) - set(commits)):

@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from align.schemas.cache import Commit, Manifest, Plan
-from align.schemas.json_codec import CodecError, from_json, from_signed_json
+from align.schemas.json_codec import CodecError, from_signed_json
 from align.schemas.preparing import EncodedPart
 from align.stages.storage.cache.cache_folder import COMMIT_NAME, ROOT_NAME, WORK_NAME
 from align.stages.storage.disk import failpoints, fs
@@ -336,6 +336,6 @@ def sha256(held):
 def parsed(kind, held):
     """What a file says; None where it cannot be read."""
     try:
-        return from_json(kind, held or b"")
+        return from_signed_json(kind, held or b"")
     except ValueError:
         return None

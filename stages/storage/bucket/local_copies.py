@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ....schemas.errors import CorruptionError, StorageError, UsageError
+from ....schemas.errors import CorruptionError, StorageError, UsageError, damaged
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.json_codec import digest
 from ....schemas.plain_names import is_plain_path
@@ -43,6 +43,7 @@ GIB = 1 << 30
 FETCHED_AHEAD = 4  # files
 ROOM_LOCK = ".room.lock"
 WAIT = 0.05  # seconds
+_REMEDY = "Restore it from a copy, or make it again."
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,9 @@ def receive(path: ObjectPath, sink: io.BufferedWriter) -> None:
     """Writes an object's bytes to a file; CorruptionError if they are not those it has to hold."""
     version = _version_of(path)
     if path.bytes != version.size:
-        raise _damaged(path, f"it has {version.size} bytes, not {path.bytes}")
+        raise damaged(path, f"it has {version.size} bytes, not {path.bytes}", _REMEDY)
     if _sha256_of(path, version, sink.write) != path.sha256:
-        raise _damaged(path, "it is not what was written (sha256 differs)")
+        raise damaged(path, "it is not what was written (sha256 differs)", _REMEDY)
 
 
 def sha256_of(path: ObjectPath) -> tuple[int, str]:
@@ -197,7 +198,7 @@ def sha256_of(path: ObjectPath) -> tuple[int, str]:
 def _version_of(path: ObjectPath) -> Version:
     version = objects.version_of(path)
     if version is None:
-        raise CorruptionError(f"{path} is missing. Restore it from a copy, or make it again.")
+        raise CorruptionError(f"{path} is missing. {_REMEDY}")
     return version
 
 
@@ -208,10 +209,6 @@ def _sha256_of(path: ObjectPath, version: Version, take: Callable[[bytes], objec
         sha256.update(chunk)
         take(chunk)
     return sha256.hexdigest()
-
-
-def _damaged(path: ObjectPath, why: str) -> CorruptionError:
-    return CorruptionError(f"{path}: {why}. Restore it from a copy, or make it again.")
 
 
 _held: dict[Path, int] = {}  # locks of the folders that this process reads

@@ -5,12 +5,11 @@ Rejected rows go to the quarantine: where each was and why it cannot be used.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ import pyarrow.parquet as pq
 from ....schemas.arrow_columns import list_column
 from ....schemas.cache import Commit, FileEntry
 from ....schemas.errors import CorruptionError, NonFiniteError, StorageError
-from ....schemas.json_codec import CodecError, digest_of, from_json, to_json
+from ....schemas.json_codec import signed
 from ....schemas.rows import Rejected, ScoredBlock
 from ..bucket.objects import Location
 from ..disk import fs
 from ..disk.failpoints import reach
+from ..signed_records import SignedRecords
 from ..store import store_of
 from .cache_folder import COMMIT_NAME, WorkFolder, part_name
 from .shards import group_bounds, open_shard, schema_of, write_shard
@@ -65,11 +65,12 @@ def commit_unit(
     except BaseException:
         fs.discard(draft)
         raise
-    store = work.cache.store
-    if store.put_if_absent(work.commit(unit), to_json(ours).encode(), label="commit"):
+    kept = COMMITS.put(work.commit(unit), ours)
+    if kept is ours:
         reach("commit.done")
-        return ours
-    return _yield_to(_read_commit(work.commit(unit), unit), ours, final, is_new=is_new)
+    else:
+        _yield_to(kept, ours, final, is_new=is_new)
+    return kept
 
 
 def counted(block: ScoredBlock) -> dict[str, Any]:
@@ -94,23 +95,19 @@ def _ids_digest(block: ScoredBlock) -> str:
 
 def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
     """The finished units of a plan, each with its shard in place."""
-    if not work.commits.is_dir():
-        return {}
 
     def read(path: Location) -> Commit:
         name = COMMIT_NAME.fullmatch(path.name)
         if name is None or int(name[1]) >= num_units:
-            raise _damaged(path, f"none of the {num_units} units of this plan has this name")
-        commit = _read_commit(path, int(name[1]))
+            raise COMMITS.damaged(path, f"none of the {num_units} units of this plan has this name")
+        commit = COMMITS.read(path)
         _require_file(work.cache.data / commit.file, commit.bytes, path)
         for entry in commit.quarantine:
             _require_file(work.cache.root / entry.file, entry.bytes, path)
         return commit
 
-    # Those with a dot are drafts of runs that were killed.
-    store = work.cache.store
-    paths = [path for path in store.listed(work.commits) if not path.name.startswith(".")]
-    return {commit.unit: commit for commit in store.each(read, paths)}
+    found = work.cache.store.each(read, COMMITS.names(work.commits))
+    return {commit.unit: commit for commit in found}
 
 
 def _quarantine(
@@ -141,7 +138,7 @@ def _describe(
     """The commit of a shard, once the file is read back and compared."""
     _require_written(draft, block, len(group_bounds(block.rows)))
     sha256 = fs.sha256_of(draft)
-    unsigned = Commit(
+    commit = Commit(
         unit=unit,
         digest="",
         file=part_name(unit, sha256),
@@ -156,7 +153,7 @@ def _describe(
         notes=facts.notes,
         numerics=facts.numerics,
     )
-    return dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
+    return signed(commit)
 
 
 def _require_written(draft: Path, block: ScoredBlock, num_groups: int) -> None:
@@ -193,7 +190,7 @@ def _install(draft: Path, final: Location) -> None:
     store_of(final).sync_names(final.parent)
 
 
-def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> Commit:
+def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> None:
     if theirs.file != ours.file:
         logger.warning(
             "unit %d: another worker's shard is kept; this worker's has other bytes "
@@ -204,37 +201,32 @@ def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) ->
         )
         if is_new:  # else it may belong to the manifest this plan will replace
             store_of(final).remove(final)
-    return theirs
 
 
-def _read_commit(path: Location, unit: int) -> Commit:
-    text = store_of(path).read(path)
-    try:
-        commit = from_json(Commit, text)
-    except CodecError as error:
-        raise _damaged(path, str(error)) from error
-    if commit.digest != digest_of(commit, "digest"):
-        raise _damaged(path, "its digest does not fit its content")
-    if commit.unit != unit or commit.file != part_name(unit, commit.sha256):
-        raise _damaged(path, f"it names unit {commit.unit} and file {commit.file!r}")
+def _faults(commit: Commit, path: Location) -> Iterator[str]:
+    """What it names under other names than its own."""
+    unit = commit.unit
+    if path.name != f"{unit:08d}.json" or commit.file != part_name(unit, commit.sha256):
+        yield f"it names unit {unit} and file {commit.file!r}"
     for entry in commit.quarantine:
         if entry.file != f"quarantine/{part_name(unit, entry.sha256)}":
-            raise _damaged(path, f"it names the quarantine {entry.file!r}")
-    return commit
+            yield f"it names the quarantine {entry.file!r}"
+
+
+COMMITS = SignedRecords(
+    Commit,
+    label="commit",
+    remedy="Remove this file and run the same command again.",
+    faults=_faults,
+)
 
 
 def _require_file(named: Location, size: int, path: Location) -> None:
     found = store_of(named).size(named)
     if found is None:
-        raise _damaged(path, f"{named} is missing")
+        raise COMMITS.damaged(path, f"{named} is missing")
     if found != size:
-        raise _damaged(path, f"{named} has {found} bytes instead of {size}")
-
-
-def _damaged(path: Location, why: str) -> CorruptionError:
-    return CorruptionError(
-        f"{path} is damaged: {why}. Remove this file and run the same command again."
-    )
+        raise COMMITS.damaged(path, f"{named} has {found} bytes instead of {size}")
 
 
 SCHEMA = pa.schema(

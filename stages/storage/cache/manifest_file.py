@@ -5,30 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .... import __version__
 from ....schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from ....schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
-from ....schemas.errors import CorruptionError, FingerprintError, OlderFormatError, UsageError
-from ....schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
+from ....schemas.errors import FingerprintError, OlderFormatError, UsageError
+from ....schemas.json_codec import signed, version_in
 from ..bucket.objects import Location
 from ..disk.failpoints import reach
-from ..store import store_of
+from ..signed_records import SignedRecords
 from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, CacheFolder, WorkFolder, part_name
-
-T = TypeVar("T", Plan, Manifest)
 
 _SECTIONS = {
     "model": ModelOptions,
     "tokens": TokenOptions,
     "cache": CacheOptions,
     "scoring": ScoringOptions,
-}
-_REMEDY = {  # by whether it is a plan
-    True: "Remove this file and run the same command again: no finished shard is lost.",
-    False: "Restore it from a copy, or make the cache again.",
 }
 
 
@@ -37,7 +31,7 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
     num_units = len(plan.unit_offsets) - 1
     assert sorted(commits) == list(range(num_units)), "a manifest needs every unit"
     shards = tuple(commits[unit] for unit in range(num_units))
-    unnamed = Manifest(
+    manifest = Manifest(
         format_version=FORMAT_VERSION,
         align_version=__version__,
         root="",
@@ -57,17 +51,12 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
         notes=_total([plan.notes, *(shard.notes for shard in shards)]),
         sampling=plan.sampling,
     )
-    return dataclasses.replace(unnamed, root=root_of(unnamed))
+    return signed(manifest)
 
 
 def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]:
     """The file of the preparation, then those of the units."""
     return (*plan.quarantine, *(entry for shard in shards for entry in shard.quarantine))
-
-
-def root_of(manifest: Manifest) -> str:
-    """The digest that names a cache: of its content, not of what it came from."""
-    return digest_of(manifest, "root", "align_version", "model", "adapter", "sampling")
 
 
 def write_manifest(
@@ -85,8 +74,8 @@ def write_manifest(
         return False
     if known:
         _keep_earlier(folder, manifest)
-    payload, draft_in = to_json(manifest).encode(), work.root if work else None
-    folder.store.replace(folder.manifest, payload, known=known, label="manifest", draft_in=draft_in)
+    draft_in = work.root if work else None
+    _MANIFESTS.replace(folder.manifest, manifest, known=known, draft_in=draft_in)
     return True
 
 
@@ -95,8 +84,7 @@ def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
     earlier = load_manifest(folder)
     if earlier.root != manifest.root:
         folder.store.make_folder(folder.roots)
-        kept = to_json(earlier).encode()
-        folder.store.put_if_absent(folder.earlier(earlier.root), kept, label="root")
+        _EARLIER.put(folder.earlier(earlier.root), earlier)
 
 
 def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
@@ -110,7 +98,7 @@ def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
             f"{folder.root} is not a finished cache: it has no manifest.json. "
             "Make it with `align precompute-ref`, or let that finish."
         )
-    manifest = _read_manifest(path)
+    manifest = _MANIFESTS.read(path)
     if root and root != manifest.root:
         kept = (earlier for earlier in earlier_manifests(folder) if earlier.root == root)
         return next(kept, manifest)
@@ -119,59 +107,13 @@ def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
 
 def earlier_manifests(folder: CacheFolder) -> list[Manifest]:
     """The manifests the cache had before it grew, until `align gc` removes them."""
-    if not folder.roots.is_dir():
-        return []
-    paths = [path for path in folder.store.listed(folder.roots) if ROOT_NAME.fullmatch(path.name)]
-    return [_read_manifest(path) for path in paths]
-
-
-def _read_manifest(path: Location) -> Manifest:
-    manifest = _load(Manifest, path)
-    _require(_is_named(manifest), path, "its root digest does not fit its content")
-    for unit, shard in enumerate(manifest.shards):
-        good = shard.unit == unit and shard.file == part_name(unit, shard.sha256)
-        _require(good and bool(PART_NAME.fullmatch(shard.file)), path, f"shard {unit} is misnamed")
-    for entry in manifest.quarantine:
-        _require(_is_quarantine(entry), path, f"it names the file {entry.file!r}")
-    _require(_adds_up(manifest), path, "its totals are not those of its shards")
-    told = len(manifest.sampling) in {0, len(manifest.inputs)}
-    _require(told, path, "it says how the samples of other files were drawn")
-    return manifest
-
-
-def write_plan(work: WorkFolder, plan: Plan) -> Plan:
-    """Stores the plan unless there is one; returns the stored plan."""
-    signed = dataclasses.replace(plan, digest=digest_of(plan, "digest"))
-    if work.cache.store.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
-        return signed
-    return _load_plan(work.plan)
-
-
-def load_plan(work: WorkFolder) -> Plan | None:
-    """The plan of the unfinished work, if there is one."""
-    return _load_plan(work.plan) if work.plan.exists() else None
-
-
-def _load_plan(path: Location) -> Plan:
-    plan = _load(Plan, path)
-    _require(plan.digest == digest_of(plan, "digest"), path, "its digest does not fit its content")
-    return plan
+    found = _EARLIER.names(folder.roots)
+    return [_EARLIER.read(path) for path in found if ROOT_NAME.fullmatch(path.name)]
 
 
 def _total(counts: list[dict[str, int]]) -> dict[str, int]:
     names = sorted({name for count in counts for name in count})
     return {name: sum(count.get(name, 0) for count in counts) for name in names}
-
-
-def _load(kind: type[T], path: Location) -> T:
-    text = store_of(path).read(path)
-    _refuse_other_version(text, path)
-    try:
-        value = from_json(kind, text)
-    except CodecError as error:
-        raise _damaged(path, str(error)) from error
-    _require(value.format_version == FORMAT_VERSION, path, "its format version is unknown")
-    return value
 
 
 def _refuse_other_version(text: bytes, path: Location) -> None:
@@ -225,8 +167,25 @@ def _defaults() -> dict[str, str]:
     }
 
 
-def _is_named(manifest: Manifest) -> bool:
-    return manifest.root == root_of(manifest)
+def _version_faults(record: Plan | Manifest, path: Location) -> Iterator[str]:
+    if record.format_version != FORMAT_VERSION:
+        yield "its format version is unknown"
+
+
+def _faults(manifest: Manifest, path: Location) -> Iterator[str]:
+    """Everything it says about itself that does not fit."""
+    yield from _version_faults(manifest, path)
+    for unit, shard in enumerate(manifest.shards):
+        good = shard.unit == unit and shard.file == part_name(unit, shard.sha256)
+        if not (good and PART_NAME.fullmatch(shard.file)):
+            yield f"shard {unit} is misnamed"
+    for entry in manifest.quarantine:
+        if not _is_quarantine(entry):
+            yield f"it names the file {entry.file!r}"
+    if not _adds_up(manifest):
+        yield "its totals are not those of its shards"
+    if len(manifest.sampling) not in {0, len(manifest.inputs)}:
+        yield "it says how the samples of other files were drawn"
 
 
 def _is_quarantine(entry: FileEntry) -> bool:
@@ -245,13 +204,19 @@ def _adds_up(manifest: Manifest) -> bool:
     )
 
 
-def _require(good: bool, path: Location, why: str) -> None:
-    if not good:
-        raise _damaged(path, why)
-
-
-def _damaged(path: Location, why: str) -> CorruptionError:
-    return CorruptionError(f"{path} is damaged: {why}. {_REMEDY[path.name == PLAN_NAME]}")
-
-
+PLANS = SignedRecords(
+    Plan,
+    label="plan",
+    remedy="Remove this file and run the same command again: no finished shard is lost.",
+    faults=_version_faults,
+    refuse=_refuse_other_version,
+)
+_MANIFESTS = SignedRecords(
+    Manifest,
+    label="manifest",
+    remedy="Restore it from a copy, or make the cache again.",
+    faults=_faults,
+    refuse=_refuse_other_version,
+)
+_EARLIER = dataclasses.replace(_MANIFESTS, label="root")
 _DEFAULTS = _defaults()

@@ -27,7 +27,7 @@ from ....schemas.arrow_columns import (
     ragged_of,
 )
 from ....schemas.columns import Column, ColumnTable, offsets_of
-from ....schemas.errors import CorruptionError, storage_error
+from ....schemas.errors import CorruptionError, damaged, storage_error
 from ....schemas.rows import ID_DIGITS, PromptKeys, RowBlock, ScoredBlock, hex_texts
 from ..bucket.objects import Location
 from ..disk import fs
@@ -100,7 +100,7 @@ def open_shard(path: Location) -> Iterator[pq.ParquetFile]:
             if isinstance(error, OSError) and error.errno is not None:
                 raise storage_error("read", Path(str(path)), error) from error
             said = str(error).partition("\n")[0]
-            raise CorruptionError(f"{path} is damaged: {said}. {_RESTORE}") from error
+            raise damaged(path, said, _RESTORE) from error
 
 
 def group_bounds(rows: RowBlock, tokens: int = TOKENS_PER_GROUP) -> list[tuple[int, int]]:

@@ -13,13 +13,15 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import astuple, dataclass
 from io import BufferedReader
 from pathlib import Path
 
-from ....schemas.errors import os_errors_as_storage_errors
+from ....schemas.errors import StorageError, os_errors_as_storage_errors
 from ....schemas.file_version import FileVersion, Remember
 from . import fs
+from .lines import Lines, read_lines
 
 logger = logging.getLogger("align")
 
@@ -75,12 +77,13 @@ class DigestMemory:
         kept = self._file_of(file.parent)
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
-            with kept.open("ab", buffering=0) as lines:
+            with closing(Lines(kept)) as lines:
                 # The first newline ends a line that was cut off.
-                lines.write(f"\n{_checksum(text)} {text}\n".encode())
-        except OSError as error:
+                lines.append(f"\n{_checksum(text)} {text}".encode())
+        except (OSError, StorageError) as error:
             if not self._has_warned:
-                logger.warning("%s: digests are not remembered: %s", kept.parent, error)
+                why = error.__cause__ or error
+                logger.warning("%s: digests are not remembered: %s", kept.parent, why)
             self._has_warned = True
 
 
@@ -114,16 +117,13 @@ def _footer_sha256(source: BufferedReader, path: Path) -> str:
 
 
 def _parsed(file: Path) -> dict[str, _Line]:
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # nothing has been remembered
-        return {}
     found: dict[str, _Line] = {}
-    for line in text.splitlines():
-        checksum, _, content = line.partition(" ")
-        if checksum and checksum == _checksum(content):
-            name, *version, digests = json.loads(content)
-            found[name] = _Line(FileVersion(*version), digests)
+    with suppress(StorageError):  # nothing has been remembered
+        for line in read_lines(file):
+            checksum, _, content = line.text[:-1].decode(errors="replace").partition(" ")
+            if checksum and checksum == _checksum(content):
+                name, *version, digests = json.loads(content)
+                found[name] = _Line(FileVersion(*version), digests)
     return found
 
 

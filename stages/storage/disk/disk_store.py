@@ -85,7 +85,7 @@ class DiskStore:
     @staticmethod
     def size(path: Path) -> int | None:
         """Of the file itself, not of what a link names."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             return path.stat(follow_symlinks=False).st_size
         return None
 

@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -35,11 +35,12 @@ from ....schemas.checkpoint import (
     Saved,
 )
 from ....schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
-from ....schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
+from ....schemas.json_codec import to_signed_json, version_in
 from ....schemas.plain_names import is_plain_path
 from ..bucket.objects import Location
 from ..disk import fs
 from ..disk.failpoints import reach
+from ..signed_records import SignedRecords
 from .run_folder import RECORD_NAME, STEP_NAME, RunFolder, described, trash_name
 
 logger = logging.getLogger("align")
@@ -118,15 +119,14 @@ def _commit(
     folder: RunFolder, draft: Path, position: Position, shares: Sequence[RankFiles]
 ) -> None:
     files = sorted((file for share in shares for file in share.files), key=lambda file: file.path)
-    unsigned = Checkpoint(
+    checkpoint = Checkpoint(
         format_version=FORMAT_VERSION,
         align_version=__version__,
-        digest="",
         position=dataclasses.replace(position, metrics=_finite(position.metrics)),
         files=tuple(files),
     )
     reach("checkpoint.before_json")
-    _write_record(draft, unsigned)
+    write_record(draft, checkpoint)
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
         fs.fsync_folder(path)
     final = folder.step(position.global_step)
@@ -143,9 +143,9 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _write_record(draft: Path, unsigned: Checkpoint) -> None:
-    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
-    fs.write_new(draft / RECORD_NAME, to_json(record).encode())
+def write_record(draft: Path, checkpoint: Checkpoint) -> None:
+    """Writes the record of a checkpoint into the draft of its folder."""
+    fs.write_new(draft / RECORD_NAME, to_signed_json(checkpoint).encode())
 
 
 def _abandon(folder: RunFolder, draft: Path) -> None:
@@ -180,39 +180,55 @@ def verify_checkpoint(path: Path) -> Checkpoint:
             relative = str(prefix / name)
             if relative == RECORD_NAME:
                 continue
-            if relative not in missing:
-                raise _damaged(path, f"{relative!r} is not one of its files")
-            _check(path, descriptor, name, missing.pop(relative))
+            known = missing.pop(relative, None)
+            if known is None:
+                raise CHECKPOINTS.damaged(path, f"{relative!r} is not one of its files")
+            if fault := _fault_of(path, descriptor, name, known):
+                raise CHECKPOINTS.damaged(path, fault)
     if missing:
-        raise _damaged(path, f"{next(iter(missing))} is missing")
+        raise CHECKPOINTS.damaged(path, f"{next(iter(missing))} is missing")
     return checkpoint
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The record of a checkpoint, without a check of its files."""
     try:
-        text = fs.read_bytes(path / RECORD_NAME)
+        return CHECKPOINTS.read(path / RECORD_NAME)
     except StorageError as error:
-        raise _damaged(path, f"{RECORD_NAME} cannot be read: {error.__cause__}") from error
-    name = STEP_NAME.fullmatch(path.name)
-    return parse_record(text, path, step=int(name[1]) if name else None)
+        why = f"{RECORD_NAME} cannot be read: {error.__cause__}"
+        raise CHECKPOINTS.damaged(path, why) from error
 
 
-def parse_record(text: bytes, path: Location, *, step: int | None) -> Checkpoint:
-    """The record of the checkpoint of this step."""
-    _refuse_another_format(text, path)
-    try:
-        checkpoint = from_json(Checkpoint, text)
-    except CodecError as error:
-        raise _damaged(path, str(error)) from error
-    if checkpoint.digest != digest_of(checkpoint, "digest"):
-        raise _damaged(path, "its record was edited")
-    if checkpoint.position.global_step != step:
-        raise _damaged(path, f"it is of step {checkpoint.position.global_step}")
+def _of(path: Location) -> Location:
+    """The checkpoint of a record: the folder it is in, or in a bucket the record itself."""
+    return path.parent if path.name == RECORD_NAME else path
+
+
+def _faults(checkpoint: Checkpoint, path: Location) -> Iterator[str]:
+    name = STEP_NAME.fullmatch(_of(path).name.removesuffix(".json"))
+    if not name or checkpoint.position.global_step != int(name[1]):
+        yield f"it is of step {checkpoint.position.global_step}"
     paths = [file.path for file in checkpoint.files]
     if paths != sorted(set(paths)) or not all(map(is_plain_path, paths)):
-        raise _damaged(path, "its record names impossible paths")
-    return checkpoint
+        yield "its record names impossible paths"
+
+
+def _refuse_another_format(text: bytes, path: Location) -> None:
+    version = version_in(text)
+    if version is not None and version != FORMAT_VERSION:
+        newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
+        raise FingerprintError(
+            f"{_of(path)} has format version {version}; this align resumes from {FORMAT_VERSION} "
+            f"only. Install {newer_or_older} align, or begin a new run in another --output."
+        )
+
+
+CHECKPOINTS = SignedRecords(
+    Checkpoint,
+    remedy="Without it a run resumes from an older one.",
+    faults=_faults,
+    refuse=_refuse_another_format,
+)
 
 
 def _in_order(folder: RunFolder) -> list[int]:
@@ -227,39 +243,27 @@ def _in_order(folder: RunFolder) -> list[int]:
     return steps
 
 
-def _check(path: Path, descriptor: int, name: str, expected: CheckpointFile) -> None:
+def _fault_of(path: Path, descriptor: int, name: str, expected: CheckpointFile) -> str:
+    """Why a file of a checkpoint is not whole; empty if it is."""
     try:
         source = fs.open_regular(Path(name), folder=descriptor)
     except StorageError as error:
-        raise _damaged(path, f"{expected.path} cannot be opened: {error.__cause__}") from error
+        return f"{expected.path} cannot be opened: {error.__cause__}"
     with source:
         found = os.fstat(source.fileno()).st_size
         if found != expected.bytes:
-            raise _damaged(path, f"{expected.path} has {found} bytes, not {expected.bytes}")
+            return f"{expected.path} has {found} bytes, not {expected.bytes}"
         if fs.sha256_of_open(source, path / expected.path) != expected.sha256:
-            raise _damaged(path, f"{expected.path} is not what was written (sha256 differs)")
+            return f"{expected.path} is not what was written (sha256 differs)"
+    return ""
 
 
 def _is_link(name: str, descriptor: int) -> bool:
     return stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
 
 
-def _refuse_another_format(text: bytes, path: Location) -> None:
-    version = version_in(text)
-    if version is not None and version != FORMAT_VERSION:
-        newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
-        raise FingerprintError(
-            f"{path} has format version {version}; this align resumes from {FORMAT_VERSION} only. "
-            f"Install {newer_or_older} align, or begin a new run in another --output."
-        )
-
-
 def _cannot_list(error: OSError) -> NoReturn:
     raise CorruptionError(f"{error.filename} cannot be listed: {error.strerror}.") from error
-
-
-def _damaged(path: Location, why: str) -> CorruptionError:
-    return CorruptionError(f"The checkpoint {path} is damaged: {why}.")
 
 
 # A metric with one of these between its slashes is best where it is lowest.
@@ -339,12 +343,12 @@ def add_checkpoint_metrics(
     prune(folder, retention, newest=step)
 
 
-def _replace(folder: RunFolder, unsigned: Checkpoint, run_id: str) -> None:
-    step = unsigned.position.global_step
+def _replace(folder: RunFolder, checkpoint: Checkpoint, run_id: str) -> None:
+    step = checkpoint.position.global_step
     # Not in the checkpoint: a draft left there would be a file that the record does not name.
     draft = folder.draft(step, run_id)
     fs.make_folder(draft)
-    _write_record(draft, unsigned)
+    write_record(draft, checkpoint)
     fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
     # Not synced: a run that resumes from a checkpoint without its evaluation evaluates again.
     fs.remove_folder(draft)

@@ -18,11 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....schemas.errors import CorruptionError
-from ....schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ....schemas.round_record import RoundRecord
 from ..cache.cache_folder import Below, OutputFolder
 from ..disk import fs
+from ..signed_records import SignedRecords
 from .run_folder import RunFolder
 
 
@@ -49,22 +48,15 @@ class OneRound:
         """The training of the round."""
         return RunFolder(self.root / "run")
 
-    def find(self) -> RoundRecord | None:
-        """The record of a finished round; None before."""
-        if not self.record.is_file():
-            return None
-        try:
-            return from_signed_json(RoundRecord, fs.read_bytes(self.record))
-        except CodecError as error:
-            raise CorruptionError(
-                f"{self.record} is damaged: {error}. Remove it and run the same command again: "
-                "what the round has made stays, and the record is written again."
-            ) from error
 
-    def finish(self, record: RoundRecord) -> RoundRecord:
-        """Writes the record unless there is one; returns the one that is there."""
-        fs.put_if_absent(self.record, to_signed_json(record).encode(), label="round")
-        return self.find() or record
+ROUNDS = SignedRecords(
+    RoundRecord,
+    label="round",
+    remedy=(
+        "Remove it and run the same command again: what the round has made stays, and the record "
+        "is written again."
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class RoundsFolder:
     def finished(self) -> list[RoundRecord]:
         """The records of the finished rounds, from the first on."""
         found: list[RoundRecord] = []
-        while record := self.round(len(found) + 1).find():
+        while record := ROUNDS.find(self.round(len(found) + 1).record):
             found.append(record)
         return found
 

@@ -24,22 +24,18 @@ import dataclasses
 import hashlib
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....schemas.checkpoint import CheckpointFile, Ending
-from ....schemas.errors import (
-    CorruptionError,
-    StorageError,
-    UsageError,
-    os_errors_as_storage_errors,
-)
-from ....schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ....schemas.errors import StorageError, UsageError, os_errors_as_storage_errors
 from ....schemas.plain_names import is_plain_path
+from ..bucket.objects import Location
 from ..cache.cache_folder import Below, is_output, make_place, refuse_foreign
 from ..disk import fs
 from ..disk.failpoints import reach
+from ..signed_records import SignedRecords
 
 RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
@@ -209,14 +205,13 @@ def write_ending(folder: RunFolder, ending: Ending) -> None:
     vouching = dataclasses.replace(
         ending, files=tuple(described(folder.root, path) for path in files)
     )
-    fs.publish(folder.ending, to_signed_json(vouching).encode(), label="ending")
+    _endings(folder).replace(folder.ending, vouching)
 
 
 def forget_ending(folder: RunFolder) -> None:
     """Removes the ending of a run that is resumed."""
     if folder.ending.exists():
-        fs.unlink(folder.ending)
-        fs.fsync_folder(folder.private)
+        _endings(folder).drop(folder.ending)
 
 
 def read_ending(folder: RunFolder) -> Ending | None:
@@ -225,19 +220,31 @@ def read_ending(folder: RunFolder) -> Ending | None:
     CorruptionError if a file differs from what the run left. A missing file is not damage: what
     needs it reports it.
     """
-    if not folder.ending.exists():
-        return None
-    try:
-        ending = from_signed_json(Ending, fs.read_bytes(folder.ending))
-    except CodecError as error:
-        raise _damaged(folder, folder.ending, str(error)) from error
-    for file in ending.files:
+    endings = _endings(folder)
+    ending = endings.find(folder.ending)
+    for file in ending.files if ending else ():
         path = folder.root / file.path
-        if not is_plain_path(file.path):
-            raise _damaged(folder, folder.ending, f"it names the file {file.path!r}")
         if path.exists() and described(folder.root, path) != file:
-            raise _damaged(folder, path, "it differs from what the run left")
+            raise endings.damaged(path, "it differs from what the run left")
     return ending
+
+
+def _endings(folder: RunFolder) -> SignedRecords[Ending]:
+    return SignedRecords(
+        Ending,
+        label="ending",
+        remedy=(
+            f"Restore it from a copy, or remove {folder.ending}: the run then counts as killed, "
+            "and --resume auto continues from its last checkpoint."
+        ),
+        faults=_faults,
+    )
+
+
+def _faults(ending: Ending, path: Location) -> Iterator[str]:
+    for file in ending.files:
+        if not is_plain_path(file.path):
+            yield f"it names the file {file.path!r}"
 
 
 def described(root: Path, path: Path) -> CheckpointFile:
@@ -254,13 +261,6 @@ def begins_as(path: Path, known: CheckpointFile) -> bool:
             sha256.update(chunk)
             left -= len(chunk)
     return not left and sha256.hexdigest() == known.sha256
-
-
-def _damaged(folder: RunFolder, path: Path, why: str) -> CorruptionError:
-    return CorruptionError(
-        f"{path} is damaged: {why}. Restore it from a copy, or remove {folder.ending}: the run "
-        "then counts as killed, and --resume auto continues from its last checkpoint."
-    )
 
 
 def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> None:

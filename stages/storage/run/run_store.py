@@ -19,14 +19,15 @@ from pathlib import Path
 
 from ....schemas.checkpoint import Checkpoint, CheckpointFile
 from ....schemas.errors import CorruptionError, UsageError
-from ....schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ....schemas.json_codec import to_signed_json
 from ....schemas.plain_names import is_plain_path
 from ..bucket import local_copies, objects
 from ..bucket.objects import ObjectPath, location, object_at
 from ..disk import fs
 from ..disk.locks import held
+from ..signed_records import SignedRecords
 from ..store import store_of
-from .checkpoints import parse_record, read_checkpoint
+from .checkpoints import CHECKPOINTS, read_checkpoint, write_record
 from .run_folder import RECORD_NAME, RunFolder, described, trash_name
 
 logger = logging.getLogger("align")
@@ -56,6 +57,9 @@ class StoredModel:
     """The files of a trained model in a store."""
 
     files: tuple[CheckpointFile, ...]
+
+
+_STORED_MODELS = SignedRecords(StoredModel, remedy="Train again, or restore it.")
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,7 @@ class RunStore:
         return self.folder.root.joinpath(*parts)
 
     def _pull_checkpoint(self, step: int, path: ObjectPath) -> None:
-        record = objects.read(path)
-        checkpoint = parse_record(record, path, step=step)
+        checkpoint = CHECKPOINTS.read(path)
         final = self.folder.step(step)
         if final.exists():
             if _has(final, checkpoint):
@@ -162,7 +165,7 @@ class RunStore:
         for file in checkpoint.files:
             target = self._target(f"checkpoints/{draft.name}/{file.path}")
             _download((self._files / file.sha256).pinned(file.sha256, file.bytes), target)
-        fs.write_new(draft / RECORD_NAME, record)
+        write_record(draft, checkpoint)
         fs.rename(draft, final)
         fs.fsync_folder(self.folder.checkpoints)
         fs.publish(self.folder.latest, f"{final.name}\n".encode(), label="latest")
@@ -184,9 +187,8 @@ class RunStore:
 
     def _pull_model(self) -> None:
         listed = self.root / "_align" / "model.json"
-        if (seen := objects.look(listed)) is None:
-            return
-        for file in _model_of(seen.content, listed).files:
+        model = _STORED_MODELS.find(listed)
+        for file in model.files if model else ():
             _download(
                 (self.root / file.path).pinned(file.sha256, file.bytes), self._target(file.path)
             )
@@ -218,13 +220,6 @@ def _has(folder: Path, checkpoint: Checkpoint) -> bool:
         return read_checkpoint(folder).files == checkpoint.files
     except CorruptionError:
         return False
-
-
-def _model_of(content: bytes, path: ObjectPath) -> StoredModel:
-    try:
-        return from_signed_json(StoredModel, content)
-    except CodecError as error:
-        raise CorruptionError(f"{path} is damaged: {error}. Train again, or restore it.") from error
 
 
 def _download(path: ObjectPath, target: Path) -> None:

@@ -24,7 +24,7 @@ from align.schemas.rows import Rejected
 from align.stages.storage.cache import commits
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.commits import commit_unit, read_commits
-from align.stages.storage.cache.manifest_file import load_plan, write_plan
+from align.stages.storage.cache.manifest_file import PLANS
 from align.stages.storage.cache.shards import read_shard, write_shard
 from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.storage.disk import failpoints, fs
@@ -334,10 +334,10 @@ def test_a_commit_of_what_is_not_there_is_refused(work, lossy, harm, said):
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
 def test_a_commit_or_a_plan_with_a_flipped_bit_is_refused(work, lossy, flips):
     commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
-    plan = write_plan(work, plan_of([1]))
+    plan = PLANS.put(work.plan, plan_of([1]))
     for path, read, held in [
         (work.commit(0), lambda: read_commits(work, 1), {0: commit}),
-        (work.plan, lambda: load_plan(work), plan),
+        (work.plan, lambda: PLANS.find(work.plan), plan),
     ]:
         good = path.read_bytes()
         for damaged in flipped(good, flips):

@@ -16,7 +16,7 @@ from align.schemas.json_codec import digest, to_json
 from align.schemas.samples import Drawing
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.cleanup import collect, is_tidy, remove_superseded, superseded
-from align.stages.storage.cache.manifest_file import load_manifest, root_of, write_manifest
+from align.stages.storage.cache.manifest_file import load_manifest, write_manifest
 from align.stages.storage.cache.verify_cache import damaged_units
 from align.stages.storage.tables import TableFolder, read_table
 from support.flips import flipped
@@ -125,7 +125,7 @@ def _refused_with(cache, said, **fields):
     whole = cache.manifest.read_bytes()
     wrong = dataclasses.replace(load_manifest(cache), **fields)
     cache.manifest.unlink()
-    write_manifest(cache, dataclasses.replace(wrong, root=root_of(wrong)))
+    write_manifest(cache, wrong)
     with pytest.raises(CorruptionError, match=said):
         load_manifest(cache)
     cache.manifest.write_bytes(whole)
@@ -289,6 +289,7 @@ def replaced(path, old, new):
         ("file", b"PAR1", b"PAR2", CorruptionError, "is not what"),
         ("file", b"PAR1", b"PAR1 ", CorruptionError, "is not what"),
         ("manifest", b"}", b"", CorruptionError, "damaged"),
+        ("manifest", b'"rows":2', b'"rows":3', CorruptionError, "not what was written"),
         ("manifest", b'"format_version":1', b'"format_version":2', FingerprintError, "format 2"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from align.schemas.columns import Ragged
 from align.schemas.errors import CorruptionError
-from align.stages.storage.cache.manifest_file import load_manifest, root_of, write_manifest
+from align.stages.storage.cache.manifest_file import load_manifest, write_manifest
 from align.stages.storage.cache.shards import (
     ROWS_PER_GROUP,
     TOKENS_PER_GROUP,
@@ -272,6 +272,6 @@ def test_a_manifest_that_describes_its_shards_wrongly_is_refused(cache, name, va
     totals = {total: sum(getattr(shard, total) for shard in shards) for total in sums}
     wrong = dataclasses.replace(manifest, shards=tuple(shards), **totals)
     cache.manifest.unlink()
-    write_manifest(cache, dataclasses.replace(wrong, root=root_of(wrong)))
+    write_manifest(cache, wrong)
     with pytest.raises(CorruptionError, match=rf"unit 1: its manifest says {name} {value} instead"):
         verify_cache(cache)

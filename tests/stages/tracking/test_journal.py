@@ -6,11 +6,11 @@ import json
 import pytest
 
 from align.stages.storage.disk import failpoints
+from align.stages.storage.disk.lines import line_start
 from align.stages.tracking import progress as progress_module
 from align.stages.tracking.journal import (
     MetricPoint,
     key_of,
-    line_start,
     open_journal,
     read_entries,
     shortened,

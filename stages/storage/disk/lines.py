@@ -1,0 +1,67 @@
+"""Files of lines that grow at their end: a last line that was cut off counts as not written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....schemas.errors import os_errors_as_storage_errors
+from . import fs
+
+
+class Lines:
+    """A file that lines are appended to; each is handed to the system at once and as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sink = fs.append(path)
+
+    def append(self, text: bytes) -> None:
+        """Writes a line, to which its end is added."""
+        # A buffer's own flush passes the seam as well.
+        with os_errors_as_storage_errors("write", self._path):
+            self._sink.write(text + b"\n")
+            self._sink.flush()
+
+    def sync(self) -> None:
+        """Makes all lines durable."""
+        fs.fsync(self._path)
+        fs.fsync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._sink.close()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line, read back."""
+
+    text: bytes  # with its end
+    end: int  # where the next line begins, in bytes
+
+
+def read_lines(path: Path, start: int = 0) -> Iterator[Line]:
+    """The whole lines from a byte on."""
+    with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
+        source.seek(start)
+        while (text := source.readline()).endswith(b"\n"):
+            start += len(text)
+            yield Line(text, start)
+
+
+def line_start(path: Path, wanted: int) -> int:
+    """The byte, if a line begins there; else 0."""
+    if wanted <= 0 or wanted > path.stat().st_size:
+        return 0
+    with fs.open_regular(path) as source:
+        source.seek(wanted - 1)
+        return wanted if source.read(1) == b"\n" else 0
+
+
+def keep_lines(path: Path, kept: Sequence[Line], *, label: str) -> None:
+    """Cuts out all other lines, and a last one that was cut off; the file is old or new."""
+    content = b"".join(line.text for line in kept)
+    if len(content) < path.stat().st_size:
+        fs.publish(path, content, label=label)

@@ -1,0 +1,108 @@
+"""Lines at the end of a file: each is whole or not there, whoever is killed, whatever is torn."""
+
+import os
+import signal
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from align.schemas.errors import StorageError
+from align.stages.storage.disk.failpoints import watch
+from align.stages.storage.disk.lines import Lines, keep_lines, line_start, read_lines
+from support.made_caches import at_once, in_child
+
+TEXTS = [b"first", b"", b"\xff\x00third" * 3000, b"last"]
+
+
+@pytest.fixture(name="path")
+def _path(tmp_path):
+    path = tmp_path / "lines"
+    with closing(Lines(path)) as lines:
+        for text in TEXTS:
+            lines.append(text)
+    return path
+
+
+def texts(path, start=0):
+    return [line.text.removesuffix(b"\n") for line in read_lines(path, start)]
+
+
+def test_what_is_appended_is_read_from_any_lines_beginning_on(path):
+    starts = [0, *(line.end for line in read_lines(path))]
+    assert [texts(path, start) for start in starts] == [TEXTS[number:] for number in range(5)]
+    assert [line_start(path, start) for start in starts] == starts
+    assert {line_start(path, wanted) for wanted in (-1, 1, starts[2] + 7, 10**9)} == {0}
+    with pytest.raises(StorageError):
+        next(read_lines(path.with_name("nothing")))
+
+
+def test_a_torn_last_line_is_passed_over_and_cut_away_with_what_is_not_kept(path):
+    whole = path.read_bytes()
+    for cut in range(1, len(TEXTS[-1]) + 2):
+        path.write_bytes(whole[:-cut])
+        assert texts(path) == TEXTS[:-1]
+    first, _, third = read_lines(path)
+    keep_lines(path, [first, third], label="metrics")
+    assert path.read_bytes() == b"first\n" + TEXTS[2] + b"\n"
+    before = path.stat()
+    keep_lines(path, [*read_lines(path)], label="metrics")  # all: nothing is written
+    assert path.stat() == before
+    with closing(Lines(path)) as lines:
+        lines.append(b"again")
+    assert texts(path) == [b"first", TEXTS[2], b"again"]
+
+
+def test_lines_of_many_writers_are_whole(path):
+    def write(writer):
+        with closing(Lines(path)) as lines:
+            for number in range(50):
+                lines.append(b"%d of %d " % (number, writer) * 20)
+
+    assert at_once(4, write) == [0] * 4
+    written = {b"%d of %d " % (number, writer) * 20 for writer in range(4) for number in range(50)}
+    assert {*texts(path)[len(TEXTS) :]} == written
+
+
+def test_a_line_is_handed_over_at_once_and_durable_once_it_is_synced(tmp_path):
+    path, seen = tmp_path / "lines", []
+    with watch(lambda op: seen.append(op.name)), closing(Lines(path)) as lines:
+        lines.append(b"one")
+        assert texts(path) == [b"one"]
+        lines.sync()
+    assert seen == ["append", "write", "fsync", "fsync_folder"]
+
+
+def test_a_kill_leaves_all_lines_before_it_and_a_cut_the_old_ones_or_the_new(path):
+    whole = path.read_bytes()
+    first, *_ = read_lines(path)
+
+    def killed_before(number, work):
+        left = [number]
+
+        def count(_):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watch(count):
+            work()
+
+    def grow():
+        with closing(Lines(path)) as lines:
+            lines.append(b"more")
+            lines.append(b"most")
+
+    def cut():
+        keep_lines(path, [first], label="metrics")
+
+    grown = [[*TEXTS, *more] for more in ([], [b"more"], [b"more", b"most"])]
+    for work, wanted in ((grow, grown), (cut, [TEXTS, [b"first"]])):
+        seen, number, code = [], 0, -signal.SIGKILL
+        while code:
+            path.write_bytes(whole)
+            code = in_child(partial(killed_before, number, work))
+            assert code in (0, -signal.SIGKILL)
+            seen += [texts(path)] if texts(path) not in seen else []
+            number += 1
+        assert seen == wanted

@@ -1,0 +1,188 @@
+"""Records on a disk and in a bucket: one writer wins, each is whole, and damage is loud."""
+
+import os
+import signal
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+
+from align.schemas.errors import AlignError, CorruptionError, FingerprintError, LockedError
+from align.schemas.json_codec import signature, signed, to_json, to_signed_json
+from align.stages.storage.disk.failpoints import watch
+from align.stages.storage.signed_records import SignedRecords
+from align.stages.storage.store import store_of
+from support.flips import flipped
+from support.made_caches import in_child
+from support.store_contract import at_the_same_time
+
+
+@dataclass(frozen=True)
+class Plain:
+    number: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Named:
+    version: int
+    root: str = field(metadata=signature("version"))
+    number: int
+
+
+NOT_SIGNED = b'"version":1}'
+
+
+def named(version, number=0):
+    return Named(version, "", number)
+
+
+def faults(record, _):
+    if record.number < 0:
+        yield f"it has the number {record.number}"
+        yield "and more, which is not said"
+
+
+def refuse(text, path):
+    if b'"version":9' in text:
+        raise FingerprintError(f"{path} is newer.")
+
+
+PLAIN = SignedRecords(Plain, label="round", remedy="Remove it.", faults=faults)
+NAMED = SignedRecords(Named, label="round", remedy="Make it again.", refuse=refuse)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def folder(request, tmp_path):
+    root = tmp_path if request.param == "disk" else request.getfixturevalue("bucket")
+    store_of(root).make_folder(root / "records")
+    return root / "records"
+
+
+def write(path, text):
+    store_of(path).remove(path)
+    store_of(path).put_if_absent(path, text, label="round")
+
+
+def test_of_those_who_put_at_the_same_time_one_wins_and_all_are_told_what_counts(folder):
+    path, told = folder / "one.json", {}
+
+    def put(writer):
+        ours = Plain(writer)
+        told[writer] = (ours, PLAIN.put(path, ours))
+
+    at_the_same_time(put)
+    kept = PLAIN.read(path)
+    assert {counts for _, counts in told.values()} == {kept}
+    assert [ours for ours, counts in told.values() if counts is ours] == [kept]
+
+
+def test_a_record_is_found_replaced_listed_and_dropped(folder):
+    first, second = folder / "1.json", folder / "2.json"
+    assert PLAIN.names(folder / "elsewhere") == PLAIN.names(folder) == []
+    assert PLAIN.find(first) is None
+    with pytest.raises(AlignError):
+        PLAIN.read(first)
+    for path in (second, first):
+        assert PLAIN.put(path, Plain(1, ("a",))) == PLAIN.find(path) == Plain(1, ("a",))
+    write(folder / ".1.json.0123456789abcdef.tmp", b"half")  # of a writer that was killed
+    assert PLAIN.names(folder) == [first, second]
+    assert PLAIN.put(first, Plain(2)) == Plain(1, ("a",))
+    PLAIN.replace(first, Plain(3), known=store_of(first).read(first))
+    assert PLAIN.read(first) == Plain(3)
+    PLAIN.drop(first)
+    PLAIN.drop(first)  # which is none
+    assert PLAIN.find(first) is None
+    assert PLAIN.names(folder) == [second]
+
+
+def test_in_a_bucket_what_another_has_replaced_since_is_not_replaced(bucket):
+    path = bucket / "one.json"
+    known = to_signed_json(PLAIN.put(path, Plain(1))).encode()
+    PLAIN.replace(path, Plain(2), known=known)
+    with pytest.raises(LockedError, match="changed by another process"):
+        PLAIN.replace(path, Plain(3), known=known)
+    assert PLAIN.read(path) == Plain(2)
+
+
+def test_every_flipped_bit_is_loud_with_the_file_and_the_remedy(folder):
+    path = folder / "one.json"
+    for kind, record in ((PLAIN, Plain(1, ("a", "b"))), (NAMED, signed(named(1)))):
+        good = to_signed_json(record).encode()
+        for damaged in (*flipped(good, 60), b"", good[:-1], good + b"\n"):
+            if kind is NAMED and NOT_SIGNED not in damaged:
+                continue
+            write(path, damaged)
+            with pytest.raises(CorruptionError) as refused:
+                kind.read(path)
+            assert str(refused.value).startswith(f"{path} is damaged: ")
+            assert str(refused.value).endswith(f". {kind.remedy}")
+        write(path, good)
+        assert kind.find(path) == record
+
+
+def test_a_record_signs_all_but_what_it_says_in_the_field_it_has_for_that(tmp_path):
+    one, other = signed(named(1)), signed(named(2))
+    assert one.root == other.root != signed(replace(one, number=1)).root
+    path = tmp_path / "one.json"
+    assert NAMED.put(path, named(1)).root == ""  # as it was given
+    assert NAMED.read(path) == one
+    assert to_json(one) == to_signed_json(named(1))
+
+
+def test_a_signed_record_that_says_what_cannot_be_and_another_format_are_refused(folder):
+    path = folder / "one.json"
+    PLAIN.put(path, Plain(-3))
+    for read in (PLAIN.find, PLAIN.read, lambda path: PLAIN.put(path, Plain(1))):
+        with pytest.raises(CorruptionError, match=r"damaged: it has the number -3\. Remove it\.$"):
+            read(path)
+    for text in (b'{"version":9', to_signed_json(named(9)).encode()):
+        write(path, text)
+        with pytest.raises(FingerprintError, match=r"one\.json is newer"):
+            NAMED.find(path)
+
+
+def test_a_link_or_a_folder_is_no_record_and_not_none(tmp_path):
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder.json").mkdir()
+    for name in ("gone.json", "folder.json"):
+        with pytest.raises(AlignError, match=name):
+            PLAIN.find(tmp_path / name)
+    (tmp_path / "file").touch()
+    assert PLAIN.find(tmp_path / "file" / "one.json") is None
+
+
+@pytest.mark.parametrize("operation", ["put", "replace", "drop"])
+def test_a_kill_before_any_operation_leaves_the_old_record_or_the_new_one(tmp_path, operation):
+    path, old, new = tmp_path / "one.json", Plain(1), Plain(2)
+    before, after = {"put": (None, new), "replace": (old, new), "drop": (old, None)}[operation]
+    work = {
+        "put": lambda: PLAIN.put(path, new),
+        "replace": lambda: PLAIN.replace(path, new),
+        "drop": lambda: PLAIN.drop(path),
+    }[operation]
+
+    def killed_before(number):
+        left = [number]
+
+        def count(_):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watch(count):
+            work()
+
+    seen, number, code = [], 0, -signal.SIGKILL
+    while code:
+        path.unlink(missing_ok=True)
+        if before:
+            PLAIN.replace(path, before)
+        code = in_child(partial(killed_before, number))
+        seen.append(PLAIN.find(path))
+        assert code in (0, -signal.SIGKILL)
+        work()
+        assert PLAIN.find(path) == after
+        assert PLAIN.names(tmp_path) == ([path] if after else [])
+        number += 1
+    assert [*dict.fromkeys(seen)] == [before, after]
