@@ -108,7 +108,7 @@ def write_range(part: NewPart, keyed: KeyedRows | None, notes: Counter[str]) -> 
 
     Behind the pages are what pairing needs of the completions and the sizes of the rows.
     """
-    pages = PageWriter(part, ROWS_PAGE)
+    pages = PageWriter(part)
     keys, sizes = np.empty((2, 0), _KEYS), np.empty((2, 0), _SIZES)
     if keyed:
         write_rows(pages, keyed)

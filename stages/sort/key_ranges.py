@@ -95,8 +95,8 @@ class PartitionedRows:
     first_row: int  # rows of all data before those of its file range
     file_start: int  # rows of all data before its file of data
 
-    def read(self, number: int) -> Iterator[KeyedRows]:
-        """The rows of a key range, numbered through all data, portion by portion."""
+    def read(self, number: int) -> list[pa.RecordBatch]:
+        """The pages of a key range."""
         size = PAGE.itemsize
         wanted = range(number, self.directory.bytes // size, self.num_ranges)
         start = self.directory.start
@@ -108,10 +108,7 @@ class PartitionedRows:
         within = [entries[name] <= start for name in ("schema", "start", "size")]
         if entries["number"].tolist() != [*wanted] or not np.all(within):
             raise damaged_part(self.path)
-        for page in read_pages(self.path, entries):
-            keyed = from_page(KeyedRows, page)
-            rows = replace(keyed.rows, row=keyed.rows.row + self.first_row)
-            yield replace(keyed, rows=rows)
+        return read_pages(self.path, entries)
 
 
 def sorted_partition(files: Sequence[PartitionedRows], number: int) -> KeyedRows | None:
@@ -119,15 +116,23 @@ def sorted_partition(files: Sequence[PartitionedRows], number: int) -> KeyedRows
 
     Rows of equal content are in the order of the data.
     """
-    parts = [keyed for file in files for keyed in file.read(number)]
-    if not parts:
+    parts = [file.read(number) for file in files]
+    pages = [page for part in parts for page in part]
+    if not pages:
         return None
-    rows = KeyedRows.concat(parts)
-    parts.clear()  # so that no row is held three times
-    keyed = rows.in_ring_order()
+    lengths = [sum(map(len, part)) for part in parts]
+    first_rows = np.repeat([file.first_row for file in files], lengths)
+    joined = pa.Table.from_batches(pages).combine_chunks()
+    del parts, pages  # so that no row is held three times
+    keyed = from_page(KeyedRows, *joined.to_batches())
+    del joined
+    keyed = _with_numbers(keyed, keyed.rows.row + first_rows).in_ring_order()
     starts = np.unique([file.file_start for file in files])
     row = keyed.rows.row
-    row = row - starts[np.searchsorted(starts, row, side="right") - 1]
+    return _with_numbers(keyed, row - starts[np.searchsorted(starts, row, side="right") - 1])
+
+
+def _with_numbers(keyed: KeyedRows, row: NDArray[np.int64]) -> KeyedRows:
     return replace(keyed, rows=replace(keyed.rows, row=row))
 
 

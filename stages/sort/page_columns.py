@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...schemas.columns import Column, ColumnTable
+from ...schemas.columns import Column, ColumnTable, Ragged
 from ..storage.cache.shards import arrow_of, lists_over, numpy_of, ragged_of
 
 Table = TypeVar("Table", bound=ColumnTable)
@@ -60,7 +60,7 @@ def _type_of(each: Column) -> pa.DataType:
 
 
 def from_page(kind: type[Table], page: pa.RecordBatch) -> Table:
-    """The table of a page, over its memory."""
+    """The table of a page or of several that were joined, over their memory."""
     *of_rows, lists = page.columns
     arrays = dict(zip(page.schema.names, of_rows, strict=False))
     names = [each.name for each in lists.type.value_type]
@@ -81,8 +81,20 @@ def _filled(
         elif each.is_named:
             found = [key for key in arrays if key.startswith(f"{path}.")]
             values[name] = {key[len(path) + 1 :]: numpy_of(arrays[key]) for key in found}
-        elif each.per == "token" and arrays[path].null_count:
-            values[name] = None
+        elif each.per == "token":
+            values[name] = _of_tokens(each, arrays[path], arrays[f"{above}{each.of}"])
         else:
             values[name] = (ragged_of if each.is_list else numpy_of)(arrays[path])
     return kind(**values)
+
+
+def _of_tokens(each: Column, lists: pa.Array, tokens: pa.Array) -> Ragged | None:
+    """A column per token; where pages without it were joined to others, its missing value."""
+    if lists.null_count == len(lists):
+        return None
+    found, count = ragged_of(lists), np.arange(len(lists))
+    if not lists.null_count:
+        return found
+    whole = each.along(ragged_of(tokens))
+    is_there = found.lengths == whole.lengths
+    return Ragged.concat([found, whole]).take(np.where(is_there, count, count + len(lists)))

@@ -34,33 +34,26 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class PageWriter:
-    """Writes pages to the beginning of a file, and then their directory.
+    """Writes pages to the beginning of a file, and then their directory."""
 
-    `entry` is PAGE, or begins with its fields: the facts of a page are entered with it.
-    """
-
-    def __init__(self, part: NewPart, entry: np.dtype[Any] = PAGE) -> None:
-        self._part, self._entry = part, entry
+    def __init__(self, part: NewPart) -> None:
+        self._part = part
         self._directory = bytearray()
         self._schema = b""
         self._number = 0
 
-    def append(self, page: pa.RecordBatch, **facts: Any) -> None:
-        """Writes one page."""
+    def append(self, page: pa.RecordBatch, entry: NDArray[Any] | None = None) -> None:
+        """Writes one page; its entry may have more fields than those of PAGE, which are filled."""
         if not self._schema:
             self._schema = page.schema.serialize().to_pybytes()
             self._part.write(self._schema)
         content = memoryview(page.serialize() if len(page) else b"")
-        facts |= {
-            "number": self._number,
-            "schema": len(self._schema),
-            "start": self._part.size,
-            "size": len(content),
-            "crc": _checksum(self._number, self._schema, content),
-        }
+        entry = np.zeros(1, PAGE) if entry is None else entry
+        entry["number"], entry["schema"] = self._number, len(self._schema)
+        entry["start"], entry["size"] = self._part.size, len(content)
+        entry["crc"] = _checksum(self._number, self._schema, content)
         self._part.write(content)
-        entry = tuple(facts[name] for name in self._entry.names or ())
-        self._directory += np.array(entry, self._entry).tobytes()
+        self._directory += entry.tobytes()
         self._number += 1
 
     def end(self) -> Block:

@@ -35,21 +35,20 @@ ROWS_PAGE = np.dtype(
 
 def write_rows(pages: PageWriter, keyed: KeyedRows) -> None:
     """Writes rows in pages, whose entries count the rows and completions of each page alone."""
-    for start, stop in group_bounds(keyed.rows):
-        page = keyed.between(start, stop)
-        rows = page.rows
-        pages.append(
-            to_page(page),
-            file=0,
-            row=len(rows),
-            completion=len(rows.completions),
-            prompt_tokens=len(rows.prompts.values),
-            completion_tokens=len(rows.completions.values),
-            first_key=page.ring_keys[0],
-            last_key=page.ring_keys[-1],
-            first_id=rows.row_id[0],
-            last_id=rows.row_id[-1],
-        )
+    bounds, rows = group_bounds(keyed.rows), keyed.rows
+    edges = np.array([0, *(stop for _, stop in bounds)])
+    firsts, lasts = edges[:-1], edges[1:] - 1
+    branches = rows.branch_offsets[edges]
+    entries = np.zeros(len(bounds), dtype=ROWS_PAGE)
+    entries["row"] = np.diff(edges)
+    entries["completion"] = np.diff(branches)
+    entries["prompt_tokens"] = np.diff(rows.prompts.offsets[edges])
+    entries["completion_tokens"] = np.diff(rows.completions.offsets[branches])
+    entries["first_key"], entries["last_key"] = keyed.ring_keys[firsts], keyed.ring_keys[lasts]
+    entries["first_id"], entries["last_id"] = rows.row_id[firsts], rows.row_id[lasts]
+    every = to_page(keyed)
+    for number, (start, stop) in enumerate(bounds):
+        pages.append(every.slice(start, stop - start), entries[number : number + 1])
 
 
 def joined_directory(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

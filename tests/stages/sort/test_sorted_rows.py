@@ -35,7 +35,7 @@ def write_files(folder, parts):
     for number, part in enumerate(parts):
         files.append(folder / f"rows-{number}.arrows")
         with files[-1].open("wb") as sink:
-            pages = PageWriter(NewPart(files[-1], sink), ROWS_PAGE)
+            pages = PageWriter(NewPart(files[-1], sink))
             write_rows(pages, part)
             block = pages.end()
         directories.append(read_directory(files[-1], block, ROWS_PAGE))
@@ -109,7 +109,7 @@ def test_every_byte_of_the_pages_and_of_their_directory_has_a_checksum(tmp_path,
     path = tmp_path / "rows.arrows"
     with path.open("wb") as sink, pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "ROWS_PER_GROUP", 4)
-        pages = PageWriter(NewPart(path, sink), ROWS_PAGE)
+        pages = PageWriter(NewPart(path, sink))
         write_rows(pages, keyed)
         block = pages.end()
     good, expected = path.read_bytes(), plain(keyed)
