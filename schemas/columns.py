@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Literal, Self, cast
 
@@ -30,6 +32,8 @@ class Column:
     missing: float | None = None  # None: the caller that adds a branch gives its value
     of: str = ""  # of a column per token: that of the tokens
     is_list: bool = False
+    is_named: bool = False  # a mapping of columns, by names that the data bring
+    within: type[ColumnTable] | None = None  # a table of its own
     stored: str = ""  # nothing if it is written in a way of its own
     counted: str = ""  # the name in a shard of the lengths of its lists
 
@@ -61,6 +65,7 @@ class ColumnTable:
     """A table that can be regrouped."""
 
     @classmethod
+    @cache
     def columns(cls) -> Mapping[str, Column]:
         """Its columns, by name."""
         return {each.name: each.metadata["column"] for each in fields(cast("Any", cls))}
@@ -113,6 +118,24 @@ class ColumnTable:
                 regrouped[name] = _taken(value, at[each.per])
         return type(self)(**regrouped)
 
+    def between(self, start: int, stop: int) -> Self:
+        """Rows `start` to `stop`, without copying values."""
+        ends = self.ends()
+        branches = slice(0, 0) if ends is None else slice(*ends[[start, stop]].tolist())
+        return self._cut_out(slice(start, stop), branches)
+
+    def _cut_out(self, rows: slice, branches: slice) -> Self:
+        kept: dict[str, Any] = {}
+        for name, each in self.columns().items():
+            value = getattr(self, name)
+            if each.per == "offsets":
+                kept[name] = value[rows.start : rows.stop + 1] - branches.start
+            elif isinstance(value, ColumnTable):
+                kept[name] = value._cut_out(rows, branches)
+            else:
+                kept[name] = _sliced(value, rows if each.per == "row" else branches)
+        return type(self)(**kept)
+
     def take(self, rows: NDArray[np.int64]) -> Self:
         """The rows at `rows`, in that order, with all of their branches."""
         ends = self.ends()
@@ -120,6 +143,16 @@ class ColumnTable:
             return self.gather(rows, _NOTHING, _NOTHING)
         counts = np.diff(ends)[rows]
         return self.gather(rows, joined_ranges(ends[rows], counts), offsets_of(counts))
+
+    def brought_along(self) -> dict[str, Any]:
+        """What its branches bring into other rows: all but what has a missing value for that."""
+        found: dict[str, Any] = {}
+        for name, each in self.columns().items():
+            value = getattr(self, name)
+            is_kept = each.per == "token" and value is not None
+            if is_kept or (each.per == "branch" and each.missing is None):
+                found[name] = value
+        return found
 
     def with_branches(
         self, order: NDArray[np.int64], offsets: NDArray[np.int64], **added: Any
@@ -161,6 +194,18 @@ class ColumnTable:
         longer: Self = replace(cast("Any", self), **changed)
         return longer
 
+    def with_heads(self, name: str, limits: NDArray[np.int64]) -> Self:
+        """The same rows; list i of the column `name` is cut to at most `limits[i]` leading values.
+
+        What belongs to these tokens is cut with them.
+        """
+        changed = {name: getattr(self, name).head(limits)}
+        for other, each in self.columns().items():
+            if each.of == name and (values := getattr(self, other)) is not None:
+                changed[other] = values.head(limits)
+        shorter: Self = replace(cast("Any", self), **changed)
+        return shorter
+
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """The rows of several tables with the same columns, in order."""
@@ -184,6 +229,14 @@ def _taken(value: Any, indices: NDArray[np.int64]) -> Any:
     return None if value is None else value[indices]
 
 
+def _sliced(value: Any, part: slice) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _sliced(each, part) for name, each in value.items()}
+    if isinstance(value, Ragged):
+        return value.slice(part.start, part.stop)
+    return None if value is None else value[part]
+
+
 def _joined(values: Sequence[Any], per: Per) -> Any:
     first = values[0]
     if isinstance(first, ColumnTable | Ragged):
@@ -195,6 +248,9 @@ def _joined(values: Sequence[Any], per: Per) -> Any:
     if per == "offsets":
         return offsets_of(np.concatenate([np.diff(value) for value in values]))
     return np.concatenate(values)
+
+
+VALUES_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -242,8 +298,14 @@ class Ragged:
     def take(self, indices: NDArray[np.int64]) -> Ragged:
         """The lists at `indices`, in that order."""
         lengths = self.lengths[indices]
-        kept = joined_ranges(self.offsets[indices], lengths)
-        return Ragged(self.values[kept], offsets_of(lengths))
+        offsets, starts = offsets_of(lengths), self.offsets[indices]
+        values = np.empty(offsets[-1], self.values.dtype)
+        # An index of eight bytes for each value is made for some of them at a time.
+        bounds = np.searchsorted(offsets, np.arange(0, offsets[-1], VALUES_AT_ONCE)).tolist()
+        for first, stop in pairwise([*bounds, len(lengths)]):
+            kept = joined_ranges(starts[first:stop], lengths[first:stop])
+            values[offsets[first] : offsets[stop]] = self.values.take(kept)
+        return Ragged(values, offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Lists `start` to `stop`, without copying values."""

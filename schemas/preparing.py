@@ -17,12 +17,20 @@ class PartFile:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Consecutive bytes of such a file, and their CRC-32."""
+
+    start: int
+    bytes: int
+    crc: int
+
+
+@dataclass(frozen=True)
 class EncodedPart:
-    """The tokenized rows of one slice of the data, in sorted runs, partitioned by key range."""
+    """The tokenized rows of one slice of the data, in pages, partitioned by key range."""
 
     file: PartFile
-    batches: int
-    runs: int
+    directory: Block
     rows_passed: int  # all rows of the slice's file range, which other slices may share
     rows_in: int  # read, good and bad
     notes: dict[str, int]
@@ -35,21 +43,20 @@ class ArrangedPart:
     """The rows of one key range, a contiguous part of the ring."""
 
     file: PartFile
-    batches: int
+    directory: Block
+    keys: Block  # of the completions
+    sizes: Block  # of the rows
     rows: int
     completions: int
-    keys_crc: int  # of the completions' keys, which follow the batches
-    sizes_crc: int  # of the rows' sizes, which follow the keys
-    index_crc: int  # of the index, which follows the sizes
     notes: dict[str, int]
 
 
 @dataclass(frozen=True)
 class RingRecord:
-    """The ring as a whole: its parts, and the file of its partners and its index."""
+    """The ring as a whole: its parts, and the file of its partners."""
 
     file: PartFile
-    batches: int
-    index_crc: int  # of the index, which follows the partners
+    partners: Block  # the directory of their pages
+    rows: Block  # the directory of all parts
     parts: tuple[PartFile, ...]
     notes: dict[str, int]

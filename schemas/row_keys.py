@@ -39,7 +39,7 @@ class EncodedRecord:
 class KeyedRows(ColumnTable):
     """Rows with their ring keys, which are equal for the rows of one prompt."""
 
-    rows: RowBlock = column("row")
+    rows: RowBlock = column("row", within=RowBlock)
     ring_keys: NDArray[np.uint64] = column("row", "u8")  # a seeded hash of the prompt's key
     completion_keys: NDArray[np.uint64] = column("branch", "u8")  # hash of its ids
 

@@ -120,7 +120,7 @@ class RowBlock(ColumnTable):
     copy: NDArray[np.int32] = column("row", "i4")  # 0: the first row with this content, then 1, ...
     file: NDArray[np.uint64] = column("row", "u8")  # its identity
     row: NDArray[np.int64] = column("row", "i8")
-    prompt_keys: PromptKeys = column("row")
+    prompt_keys: PromptKeys = column("row", within=PromptKeys)
     prompts: Ragged = column(
         "row", "i4", is_list=True, stored="prompt_ids", counted="prompt_tokens"
     )
@@ -133,7 +133,7 @@ class RowBlock(ColumnTable):
     # NaN: the data gives none.
     scores: NDArray[np.float64] = column("branch", "f8", missing=math.nan, stored="score")
     cut: NDArray[np.int32] = column("branch", "i4", stored="cut")  # completion tokens removed
-    carried: Mapping[str, NDArray[np.float64]] = column("row", "f8")
+    carried: Mapping[str, NDArray[np.float64]] = column("row", "f8", is_named=True)
 
     def __len__(self) -> int:
         return len(self.row)
@@ -171,7 +171,7 @@ def hex_texts(values: NDArray[Any], digits: int) -> list[str]:
 class ScoredBlock(ColumnTable):
     """Rows with their reference log-probs."""
 
-    rows: RowBlock = column("row")
+    rows: RowBlock = column("row", within=RowBlock)
     # Sums over completion tokens.
     logps: NDArray[np.float64] = column("branch", "f8", stored="ref_logp")
     # None: the cache does not keep them.

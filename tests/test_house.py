@@ -13,7 +13,7 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 VERBS = {"data", "feed", "judge", "pairing", "sample", "score", "select", "train"}
 # Rooms that any verb uses, and which further rooms of this kind each of them may use.
 NOUNS = {name: set() for name in ("engine", "methods", "model", "server", "storage")}
-NOUNS |= {name: {"storage"} for name in ("demo", "report", "tracking")}
+NOUNS |= {name: {"storage"} for name in ("demo", "report", "sort", "tracking")}
 # The rooms of pipeline/: each may import those before it.
 ORDER = (
     *("options", "executors", "jobs", "precompute", "tables", "plan", "train", "rounds"),

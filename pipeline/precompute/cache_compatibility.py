@@ -19,8 +19,8 @@ from ...schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan
 from ...schemas.config import CacheOptions, Config
 from ...schemas.errors import AlignError, FingerprintError, OlderFormatError, UsageError
 from ...schemas.rows import Role, RowBlock
-from ...stages.pairing.sorted_rows import SortedRows
 from ...stages.score.reuse import EarlierCache, look_up
+from ...stages.sort.sorted_rows import SortedRows
 from ...stages.storage.bucket.objects import Location, location
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.cleanup import Superseded, remove_superseded, superseded

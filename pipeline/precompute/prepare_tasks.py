@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ...schemas.errors import CorruptionError
 from ...schemas.preparing import ArrangedPart, EncodedPart
 from ...schemas.row_keys import InputCounts
 from ...stages.data.input_files import Digested, InputFile, Slice, require_same_version
 from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
-from ...stages.pairing.key_ranges import RunsFile, arranged, write_runs
 from ...stages.pairing.long_form import merge_same_prompts
 from ...stages.pairing.ring import Ring, write_range
+from ...stages.sort.key_ranges import (
+    PartitionedRows,
+    sorted_partition,
+    with_copies_numbered,
+    write_partitions,
+)
 from ...stages.storage.bucket.objects import Location
 from ...stages.storage.cache.commits import printable
 from ...stages.storage.cache.spool import damaged_part, find_commit, new_part, put_commit
@@ -105,12 +110,11 @@ def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
     commit = preparation.ring.spool.encoded(task)
     with new_part(commit) as file:
         rows = encoder.rows(preparation.inputs, part, counts)
-        written = write_runs(file, rows, preparation.num_ranges)
+        directory = write_partitions(file, rows, preparation.num_ranges)
         require_same_version(preparation.inputs[part.file], preparation.digested[part.file])
     record = EncodedPart(
         file=file.file,
-        batches=written.batches,
-        runs=written.runs,
+        directory=directory,
         rows_passed=counts.rows_passed,
         rows_in=counts.rows_in,
         notes=dict(counts.notes),
@@ -123,7 +127,7 @@ def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
 
 @dataclass(frozen=True)
 class ArrangeTasks:
-    """Puts the encoded rows of each key range in ring order."""
+    """Sorts the encoded rows of each key range."""
 
     preparation: Preparation
     name: str = "sorting"
@@ -146,12 +150,12 @@ class ArrangeTasks:
 
     def open(self, progress: Progress) -> Callable[[int], int]:
         """A function that makes and commits a task, and returns how many rows it sorted."""
-        files: list[RunsFile] = []
+        files: list[PartitionedRows] = []
 
         def make(task: int) -> int:
             rows = 0
             try:
-                files.extend(() if files else _runs_files(self.preparation))
+                files.extend(() if files else _partitions(self.preparation))
                 rows = _arrange(self.preparation, task, files)
             except CorruptionError:
                 if not self.is_committed(task):  # else what it needs went when another had made it
@@ -162,26 +166,28 @@ class ArrangeTasks:
         return make
 
 
-def _runs_files(preparation: Preparation) -> list[RunsFile]:
-    folder = preparation.ring.spool.encoded(0).parent
-    files: list[RunsFile] = []
+def _partitions(preparation: Preparation) -> list[PartitionedRows]:
+    folder, num_ranges = preparation.ring.spool.encoded(0).parent, preparation.num_ranges
+    files: list[PartitionedRows] = []
     file = start = stop = 0
     for part, first_row, found in preparation.encoded_parts():
         if part.file != file:
             file, start = part.file, stop
         stop = start + first_row + found.rows_passed
-        kept = replace(found, rejected=())
-        files.append(RunsFile(folder / found.file.name, kept, start + first_row, start))
+        path = folder / found.file.name
+        files.append(PartitionedRows(path, found.directory, num_ranges, start + first_row, start))
     return files
 
 
-def _arrange(preparation: Preparation, task: int, files: list[RunsFile]) -> int:
+def _arrange(preparation: Preparation, task: int, files: list[PartitionedRows]) -> int:
     notes = Counter[str]()
-    join = partial(merge_same_prompts, notes=notes, prompt_side=preparation.prompt_side)
-    is_long = preparation.encoding.shape.declared.is_long
     commit = preparation.ring.spool.arranged(task)
     with new_part(commit) as file:
-        rows = arranged(files, task, preparation.num_ranges, notes, join=join if is_long else None)
+        rows = sorted_partition(files, task)
+        if rows and preparation.encoding.shape.declared.is_long:
+            rows = merge_same_prompts(rows, notes, prompt_side=preparation.prompt_side)
+        if rows:
+            rows = with_copies_numbered(rows, notes)
         record = write_range(file, rows, notes)
     put_commit(commit, record)
     return record.rows

@@ -17,7 +17,7 @@ from ...schemas.errors import FingerprintError
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Scorer
 from ...stages.data.shown_row import lines_of
-from ...stages.pairing.kl_partners import CutRule
+from ...stages.pairing.fitted_partners import CutRule
 from ...stages.pairing.ring import Ring
 from ...stages.pairing.units import build_unit
 from ...stages.score.reuse import ReuseIndex
@@ -125,10 +125,10 @@ class ScoreTasks:
     @cached_property
     def costs(self) -> Sequence[float]:
         """The tokens of each unit, its mismatched completions taken for as long as its own."""
-        index = self.ring.rows.index
-        completions = (1 + self.ring.num_pairs) * index["completion_tokens"]
-        tokens = np.cumsum(index["prompt_tokens"] + completions)
-        ends = np.interp(self.plan.unit_offsets, [0, *index["row"]], [0, *tokens])
+        pages = self.ring.rows.directory
+        completions = (1 + self.ring.num_pairs) * pages["completion_tokens"]
+        tokens = np.cumsum(pages["prompt_tokens"] + completions)
+        ends = np.interp(self.plan.unit_offsets, [0, *pages["row"]], [0, *tokens])
         costs: list[float] = np.diff(ends).tolist()
         return costs
 

@@ -1,1 +1,1 @@
-"""Encoded rows on the ring: sorted, each with its KL partners, cut into units."""
+"""Sorted rows as a ring: each completion with its KL partners, cut into units."""

@@ -11,22 +11,19 @@ Equal completions under different prompts are swapped apart afterwards.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.columns import Ragged, offsets_of
+from ...schemas.columns import offsets_of
 from ...schemas.errors import BadDataError
-from ...schemas.row_keys import KeyedRows
-from .sorted_rows import Completions, SortedRows
 
 PROMPTS_PER_BLOCK = 64  # on average
 SMALLEST_BLOCK = 64  # completions
 SEARCH_WINDOW = 256  # completions looked at together when another partner is searched
 MOST_SWAPPED = 8192  # completions looked at for one to exchange partners with
-MOST_SEARCHED = 4096  # completions looked at for one whose text is another after cutting
 SPAN = 65536  # completions whose keys and partners are held at once
 
 Keys = NDArray[np.uint64]
@@ -233,7 +230,7 @@ def _swappable(
         )
         return both
 
-    return _first_after(index, len(partner), fits, most=MOST_SWAPPED)
+    return first_after(index, len(partner), fits, most=MOST_SWAPPED)
 
 
 def _any_partner(index: int, prompt_keys: Keys, completion_keys: Keys) -> int:
@@ -245,7 +242,7 @@ def _any_partner(index: int, prompt_keys: Keys, completion_keys: Keys) -> int:
         )
         return differs
 
-    found = _first_after(index, len(prompt_keys), fits, most=len(prompt_keys))
+    found = first_after(index, len(prompt_keys), fits, most=len(prompt_keys))
     if found is None:
         raise BadDataError(
             "Every completion of the other prompts is the same text, so a mismatched pair (KTO's "
@@ -255,7 +252,7 @@ def _any_partner(index: int, prompt_keys: Keys, completion_keys: Keys) -> int:
     return found
 
 
-def _first_after(
+def first_after(
     index: int,
     total: int,
     fits: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
@@ -270,112 +267,3 @@ def _first_after(
         if len(found):
             return int(found[0])
     return None
-
-
-@dataclass(frozen=True)
-class CutRule:
-    """Rule for cutting a mismatched completion to fit its prompt."""
-
-    max_length: int
-    stops: frozenset[int]  # the tokens that what was cut never ends with
-
-
-@dataclass(frozen=True)
-class FittedPartners:
-    """The partners of some completions, k by k, cut to fit behind the prompts they come under."""
-
-    numbers: NDArray[np.int64]
-    ids: Ragged
-    cut: NDArray[np.int32]  # tokens each has lost in all
-    missing: Mapping[int, str]  # rows that have none, and why
-
-
-def fit_partners(
-    ring: SortedRows, keyed: KeyedRows, chosen: NDArray[np.int64], rule: CutRule
-) -> FittedPartners:
-    """Cuts the chosen partners to fit.
-
-    Where that leaves nothing, or the real completion, the next on the ring that fits is taken.
-    """
-    own, count = keyed.rows, len(keyed.rows.completions)
-    row_of = own.row_of_branch
-    space = rule.max_length - own.prompts.lengths[row_of]
-    numbers, missing = chosen.copy(), dict[int, str]()
-    fitted = _fitted(ring.at(numbers), np.resize(space, len(numbers)), rule.stops)
-    for index in _alike(own.completions, fitted.ids).tolist():
-        branch = index % count
-        row = int(row_of[branch])
-        search = _Search(
-            ring_key=keyed.ring_keys[row],
-            completion=own.completions[branch],
-            space=int(space[branch]),
-            stops=rule.stops,
-        )
-        found = search.after(int(numbers[index]), ring)
-        if found is not None:
-            numbers[index] = found
-        elif row not in missing:
-            missing[row] = search.failure(branch - int(own.branch_offsets[row]), ring)
-    if (numbers != chosen).any():
-        fitted = _fitted(ring.at(numbers), np.resize(space, len(numbers)), rule.stops)
-    return FittedPartners(numbers, fitted.ids, fitted.cut, missing)
-
-
-def _fitted(
-    completions: Completions, space: NDArray[np.int64], stops: frozenset[int]
-) -> Completions:
-    """Cuts to the space behind each prompt; a cut completion never ends with a stop token."""
-    ids = completions.ids
-    limits = np.minimum(ids.lengths, space)
-    if stops:
-        for index in np.flatnonzero(limits < ids.lengths).tolist():
-            while limits[index] and int(ids[index][limits[index] - 1]) in stops:
-                limits[index] -= 1
-    fitted = ids.head(limits)
-    cut = completions.cut + (ids.lengths - fitted.lengths).astype(np.int32)
-    return replace(completions, ids=fitted, cut=cut)
-
-
-def _alike(own: Ragged, fitted: Ragged) -> NDArray[np.int64]:
-    """Partners that are empty after cutting, or equal to the real completion."""
-    against = np.resize(own.lengths, len(fitted))
-    suspects = np.flatnonzero((fitted.lengths == against) | (fitted.lengths == 0))
-    alike = [
-        index for index in suspects.tolist() if not _differs(fitted[index], own[index % len(own)])
-    ]
-    return np.array(alike, dtype=np.int64)
-
-
-def _differs(ids: NDArray[np.int32], completion: NDArray[np.int32]) -> bool:
-    return len(ids) > 0 and not np.array_equal(ids, completion)
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Searches another partner for a completion whose own equals it after cutting."""
-
-    ring_key: np.uint64  # of the prompt
-    completion: NDArray[np.int32]
-    space: int  # tokens behind the prompt
-    stops: frozenset[int]
-
-    def after(self, partner: int, ring: SortedRows) -> int | None:
-        """The next on the ring with another prompt and, after cutting, another text."""
-
-        def fits(near: NDArray[np.int64]) -> NDArray[np.bool_]:
-            found = ring.at(near)
-            ids = _fitted(found, np.full(len(near), self.space), self.stops).ids
-            differs = np.array([_differs(each, self.completion) for each in ids])
-            another: NDArray[np.bool_] = differs & (found.places != self.ring_key)
-            return another
-
-        return _first_after(partner, ring.num_completions, fits, most=MOST_SEARCHED)
-
-    def failure(self, number: int, ring: SortedRows) -> str:
-        """Why the row is rejected."""
-        return (
-            f"room for {self.space} tokens behind the prompt: cut to that, none of the "
-            f"{min(MOST_SEARCHED, ring.num_completions - 1)} completions after its partner is "
-            f"of another prompt and another text than completion {number}; "
-            "raise max_length or set kl_pairs to 0"
-        )

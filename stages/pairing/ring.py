@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 from ...schemas.arrow_columns import arrow_of, numpy_of
 from ...schemas.preparing import ArrangedPart, RingRecord
 from ...schemas.row_keys import KeyedRows
-from ..storage.cache.shards import group_bounds
+from ...schemas.rows import Role
+from ..sort.pages import PageWriter, read_directory, read_pages
+from ..sort.sorted_rows import (
+    ROWS_PAGE,
+    SortedRows,
+    first_of,
+    joined_directory,
+    pages_between,
+    write_rows,
+)
 from ..storage.cache.spool import (
     NewPart,
     Spool,
@@ -27,22 +36,12 @@ from ..storage.cache.spool import (
     new_map,
     new_part,
     put_commit,
+    read_block,
     read_commit,
-    read_part,
 )
 from .kl_partners import choose_partners
-from .sorted_rows import (
-    INDEX,
-    BatchStream,
-    SortedRows,
-    append_rows,
-    first_of,
-    joined_index,
-    parts_of,
-    read_batch,
-)
 
-BATCHES_HELD = 8  # of the rows that are looked up
+PAGES_HELD = 8  # of the rows that are looked up
 
 _KEYS = np.dtype("<u8")  # two of each completion: its prompt's ring key, and the key of its ids
 _SIZES = np.dtype("<i8")  # two of each row: tokens of its prompt, and of all its completions
@@ -69,21 +68,19 @@ class Ring:
     @cached_property
     def rows(self) -> SortedRows:
         """The rows of a complete ring."""
-        record = self.record
-        size = record.batches * INDEX.itemsize
-        index = _read(self._file, record.file.bytes - size, size, record.index_crc)
-        files = tuple(self._files(record))
-        return SortedRows(files, np.frombuffer(index, dtype=INDEX), BATCHES_HELD)
+        directory = read_directory(self._file, self.record.rows, ROWS_PAGE)
+        return SortedRows(tuple(self._files(self.record)), directory, PAGES_HELD)
 
     def partners(self, first: int, last: int) -> NDArray[np.int64]:
         """Partners of completions `first` to `last`: shape (num_pairs, last - first)."""
         found = np.empty((self.num_pairs, last - first), dtype=np.int64)
+        wanted = [*pages_between(self.rows.directory["completion"], first, last)]
         if self.num_pairs:
+            pages = read_pages(self._file, self._partners[[number for number, _ in wanted]])
             start = 0
-            for number, part in parts_of(self.rows.index["completion"], first, last):
-                batch = read_batch(self._file, self.rows.index["partners"][number])
+            for page, (_, part) in zip(pages, wanted, strict=True):
                 end = start + part.stop - part.start
-                found[:, start:end] = [numpy_of(column)[part] for column in batch.columns]
+                found[:, start:end] = [numpy_of(column)[part] for column in page.columns]
                 start = end
         return found
 
@@ -91,6 +88,11 @@ class Ring:
         """The tokens of each row's prompt and of its completions: (2, rows), range by range."""
         for number in range(len(self.record.parts)):
             yield _RangeFile(self.spool, number).sizes()
+
+    @cached_property
+    def _partners(self) -> NDArray[Any]:
+        """The directory of the partners: the pages of a page of rows have its number."""
+        return read_directory(self._file, self.record.partners)
 
     @property
     def _file(self) -> Path:
@@ -101,126 +103,122 @@ class Ring:
         return (folder / part.name for part in record.parts)
 
 
-def write_range(part: NewPart, rows: Iterable[KeyedRows], notes: Counter[str]) -> ArrangedPart:
-    """Writes the rows of a key range, which arrive in ring order.
+def write_range(part: NewPart, keyed: KeyedRows | None, notes: Counter[str]) -> ArrangedPart:
+    """Writes the rows of a key range in ring order, if there are any.
 
-    Behind the batches are what pairing needs of the completions, the sizes of the rows, the index.
+    Behind the pages are what pairing needs of the completions and the sizes of the rows.
     """
-    stream = BatchStream(part.write)
-    index, keys, sizes = [np.empty(0, INDEX)], [np.empty((2, 0), _KEYS)], [np.empty((2, 0), _SIZES)]
-    for keyed in rows:
-        index.append(append_rows(stream, keyed, group_bounds(keyed.rows)))
+    pages = PageWriter(part)
+    keys, sizes = np.empty((2, 0), _KEYS), np.empty((2, 0), _SIZES)
+    if keyed:
+        write_rows(pages, keyed)
         block = keyed.rows
-        prompts = np.repeat(keyed.ring_keys, np.diff(block.branch_offsets))
-        keys.append(np.stack([prompts, keyed.completion_keys]))
+        keys = np.stack([keyed.ring_keys[block.row_of_branch], keyed.completion_keys])
         tokens = np.diff(block.completions.offsets[block.branch_offsets])
-        sizes.append(np.stack([block.prompts.lengths, tokens]))
-        del keyed, block  # before the next part is made
-    stream.end()
-    behind = [np.concatenate(keys, axis=1), np.concatenate(sizes, axis=1), np.concatenate(index)]
-    contents = [each.tobytes() for each in behind]
-    for content in contents:
-        part.write(content)
-    keys_crc, sizes_crc, index_crc = map(crc32, contents)
+        sizes = np.stack([block.prompts.lengths, tokens])
+        notes["pairs_in_both_orders"] += _in_both_orders(keyed)
     return ArrangedPart(
+        directory=pages.end(),
+        keys=part.write_block(keys.tobytes()),
+        sizes=part.write_block(sizes.tobytes()),
         file=part.file,
-        batches=len(behind[2]),
-        rows=behind[1].shape[1],
-        completions=behind[0].shape[1],
-        keys_crc=keys_crc,
-        sizes_crc=sizes_crc,
-        index_crc=index_crc,
+        rows=sizes.shape[1],
+        completions=keys.shape[1],
         notes=dict(notes),
     )
 
 
+def _in_both_orders(keyed: KeyedRows) -> int:
+    """How many pairs of completions are there as chosen and rejected and the other way round."""
+    rows = keyed.rows
+    starts = rows.branch_offsets[:-1][np.diff(rows.branch_offsets) == 2]
+    firsts = starts[(rows.roles[starts] == Role.CHOSEN) & (rows.roles[starts + 1] == Role.REJECTED)]
+    chosen, rejected = keyed.completion_keys[firsts], keyed.completion_keys[firsts + 1]
+    prompts, is_turned = keyed.ring_keys[rows.row_of_branch[firsts]], chosen > rejected
+    pairs = np.stack([prompts, np.minimum(chosen, rejected), np.maximum(chosen, rejected)])
+    order = np.lexsort((is_turned, *pairs))
+    pairs, is_turned = pairs[:, order], is_turned[order]
+    is_same = (pairs[:, 1:] == pairs[:, :-1]).all(axis=0)
+    return int((is_same & (is_turned[1:] != is_turned[:-1])).sum())
+
+
 class _RangeFile:
-    """Keys, sizes and index of a key range, which its file has behind the batches."""
+    """Keys, sizes and directory of a key range, which its file has behind the pages."""
 
     def __init__(self, spool: Spool, number: int) -> None:
         commit = spool.arranged(number)
         self.part = read_commit(ArrangedPart, commit)
-        self.path = commit.with_name(self.part.file.name)
-        self._index = self.part.file.bytes - self.part.batches * INDEX.itemsize
-        self._sizes = self._index - 2 * self.part.rows * _SIZES.itemsize
-        self._keys = self._sizes - 2 * self.part.completions * _KEYS.itemsize
+        self._path = commit.with_name(self.part.file.name)
 
     def keys(self) -> NDArray[np.uint64]:
         """(2, completions)."""
-        content = _read(self.path, self._keys, self._sizes - self._keys, self.part.keys_crc)
-        return np.frombuffer(content, dtype=_KEYS).reshape(2, -1)
+        return np.frombuffer(read_block(self._path, self.part.keys), dtype=_KEYS).reshape(2, -1)
 
     def sizes(self) -> NDArray[np.int64]:
         """(2, rows)."""
-        content = _read(self.path, self._sizes, self._index - self._sizes, self.part.sizes_crc)
-        return np.frombuffer(content, dtype=_SIZES).reshape(2, -1)
+        return np.frombuffer(read_block(self._path, self.part.sizes), dtype=_SIZES).reshape(2, -1)
 
-    def index(self) -> NDArray[Any]:
-        """The entries of its batches."""
-        size = self.part.file.bytes - self._index
-        return np.frombuffer(_read(self.path, self._index, size, self.part.index_crc), dtype=INDEX)
+    def directory(self) -> NDArray[Any]:
+        """The entries of its pages."""
+        return read_directory(self._path, self.part.directory, ROWS_PAGE)
 
 
 def complete_ring(ring: Ring, num_ranges: int) -> None:
     """Pairs every completion of all ranges, and commits the ring."""
     ranges = [_RangeFile(ring.spool, number) for number in range(num_ranges)]
-    index = joined_index([file.index() for file in ranges])
+    rows = joined_directory([file.directory() for file in ranges])
     notes = Counter[str]()
     for file in ranges:
         notes.update(file.part.notes)
     with new_part(ring.spool.ring) as part:
-        stream = BatchStream(part.write)
+        pages = PageWriter(part)
         if ring.num_pairs:
-            _write_partners(ring, ranges, index, stream, notes)
-        stream.end()
-        content = index.tobytes()
-        part.write(content)
-    record = RingRecord(
-        file=part.file,
-        batches=len(index),
-        index_crc=crc32(content),
-        parts=tuple(file.part.file for file in ranges),
-        notes=dict(notes),
-    )
+            _write_partners(ring, ranges, rows["completion"], pages, notes)
+        record = RingRecord(
+            partners=pages.end(),
+            rows=part.write_block(rows.tobytes()),
+            file=part.file,
+            parts=tuple(file.part.file for file in ranges),
+            notes=dict(notes),
+        )
     put_commit(ring.spool.ring, record)
 
 
 def _write_partners(
     ring: Ring,
     ranges: Sequence[_RangeFile],
-    index: NDArray[Any],
-    stream: BatchStream,
+    ends: NDArray[np.int64],
+    pages: PageWriter,
     notes: Counter[str],
 ) -> None:
-    """Chooses the partners, over keys in a file, and enters their batches in the index."""
-    file, ends = ring.spool.root / "keys.bin", index["completion"]
-    total = first_of(ends, len(index))
+    """Chooses the partners, over keys in a file; those of a page of rows are a page."""
+    file, total = ring.spool.root / "keys.bin", first_of(ends, len(ends))
     with new_map(file, 8 * (2 + ring.num_pairs) * total) as mapped:
         numbers = np.frombuffer(mapped, dtype=np.int64).reshape(2 + ring.num_pairs, total)
         keys, partners = numbers[:2].view(np.uint64), numbers[2:]
         forget = partial(mapped.madvise, mmap.MADV_DONTNEED)
-        for span, range_file in _spans(ranges):
-            keys[:, span] = range_file.keys()
+        for own, range_file in _with_completions(ranges):
+            keys[:, own] = range_file.keys()
             forget()
         repeats = choose_partners(keys[0], keys[1], list(partners), forget=forget)
         names = [f"partner_{k + 1}" for k in range(ring.num_pairs)]
         for number, end in enumerate(ends.tolist()):
-            span = slice(first_of(ends, number), end)
-            chosen = [each[span].copy() for each in partners]
-            if any(not _are_mismatched(each, keys[0], span) for each in chosen):
+            own = slice(first_of(ends, number), end)
+            chosen = [each[own].copy() for each in partners]
+            if any(not _are_mismatched(each, keys[0], own) for each in chosen):
                 raise damaged_part(file)
             columns = [arrow_of(each, pa.int64()) for each in chosen]
-            index["partners"][number] = stream.append(pa.record_batch(columns, names))
+            pages.append(pa.record_batch(columns, names))
             forget()
-        for span, range_file in _spans(ranges):
-            if crc32(keys[:, span].tobytes()) != range_file.part.keys_crc:
+        for own, range_file in _with_completions(ranges):
+            if crc32(keys[:, own].tobytes()) != range_file.part.keys.crc:
                 raise damaged_part(file)
             forget()
     notes["mismatched_completions_used_twice"] += repeats.used_twice
     notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again
 
 
-def _spans(ranges: Sequence[_RangeFile]) -> Iterator[tuple[slice, _RangeFile]]:
+def _with_completions(ranges: Sequence[_RangeFile]) -> Iterator[tuple[slice, _RangeFile]]:
     """Each range, and which completions of the ring are in it."""
     first = 0
     for file in ranges:
@@ -229,14 +227,7 @@ def _spans(ranges: Sequence[_RangeFile]) -> Iterator[tuple[slice, _RangeFile]]:
         first = stop
 
 
-def _read(path: Path, start: int, size: int, checksum: int) -> bytes:
-    content = read_part(path, start, size)
-    if len(content) != size or crc32(content) != checksum:
-        raise damaged_part(path)
-    return content
-
-
-def _are_mismatched(partners: NDArray[np.int64], prompts: NDArray[np.uint64], span: slice) -> bool:
-    """Whether the partners of a span of completions are completions of other prompts."""
+def _are_mismatched(partners: NDArray[np.int64], prompts: NDArray[np.uint64], own: slice) -> bool:
+    """Whether the partners of some completions are completions of other prompts."""
     are_there = bool(((partners >= 0) & (partners < len(prompts))).all())
-    return are_there and bool((prompts[partners] != prompts[span]).all())
+    return are_there and bool((prompts[partners] != prompts[own]).all())

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...schemas.columns import offsets_of
 from ...schemas.rows import Rejected, Role, RowBlock
-from .kl_partners import CutRule, FittedPartners, fit_partners
+from .fitted_partners import CutRule, FittedPartners, fit_partners
 from .ring import Ring
 
 
@@ -82,10 +82,6 @@ def _with_mismatched(own: RowBlock, mismatched: FittedPartners, num_pairs: int) 
     branch_rows = np.tile(own.row_of_branch, 1 + num_pairs)
     k = np.repeat(np.arange(1 + num_pairs), count)
     order = np.lexsort((np.arange(len(branch_rows)), k, branch_rows))
-    return own.with_branches(
-        order,
-        own.branch_offsets * (1 + num_pairs),
-        completions=mismatched.ids,
-        roles=np.full(len(mismatched.ids), Role.MISMATCHED, dtype=np.int8),
-        cut=mismatched.cut,
-    )
+    added = mismatched.rows.brought_along()
+    added["roles"] = np.full_like(mismatched.rows.roles, Role.MISMATCHED)
+    return own.with_branches(order, own.branch_offsets * (1 + num_pairs), **added)

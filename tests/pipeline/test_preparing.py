@@ -18,7 +18,7 @@ from align.pipeline.precompute.prepare_tasks import ArrangeTasks, EncodeTasks
 from align.schemas.config import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError, Interrupted
 from align.stages.data import input_files
-from align.stages.pairing import key_ranges
+from align.stages.sort import key_ranges
 from align.stages.tracking.progress import NoProgress
 from support.encoded_rows import all_rows
 from support.one_process import prepared_at_once

@@ -1,43 +1,24 @@
 """What holds of every column of a table of rows holds of one that somebody adds."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from align.schemas import columns
 from align.schemas.batches import MicroBatch, StepBatch
-from align.schemas.columns import ColumnTable, Ragged, column
+from align.schemas.columns import ColumnTable, Ragged
 from align.schemas.row_keys import key_rows
-from align.schemas.rows import Role, RowBlock, ScoredBlock
+from align.schemas.rows import Role, ScoredBlock
 from align.stages.feed.row_selection import ReadSpec, as_read
 from align.stages.feed.smaller_batches import cut_smaller
 from align.stages.pairing.long_form import merge_same_prompts
 from support.encoded_rows import encoded
 from support.made_caches import block_of
-
-
-@dataclass(frozen=True)
-class MarkedRows(RowBlock):
-    """Rows with a number, branches with a name and a guess, tokens with marks."""
-
-    number: NDArray[np.int64] = column("row")
-    name: NDArray[np.int64] = column("branch")
-    guess: NDArray[np.float64] = column("branch", "f8", missing=-1.0)
-    marks: Ragged | None = column("token", "i4", missing=-2, of="completions", is_list=True)
-
-
-def marked(rows):
-    """The same rows; each added column says what another one says."""
-    ids = rows.completions
-    columns = {name: getattr(rows, name) for name in RowBlock.columns()}
-    marks = Ragged(ids.values * 2, ids.offsets)
-    return MarkedRows(
-        **columns, number=rows.row + 1, name=ids.lengths * 3, guess=rows.roles + 0.5, marks=marks
-    )
+from support.marked_rows import MarkedRows, marked
 
 
 def require_marked(rows):
@@ -128,6 +109,44 @@ def test_what_goes_before_tokens_goes_before_what_belongs_to_them(lengths):
         assert longer.completions[index].tolist() == [*before, *rows.completions[index]]
         assert longer.marks[index].tolist() == [-2] * len(before) + rows.marks[index].tolist()
     assert longer.completions.values.dtype == np.int32
+
+
+@given(st.integers(0, 99), st.integers(0, 5), st.integers(0, 5))
+def test_consecutive_rows_are_cut_out_with_all_of_their_columns(seed, start, stop):
+    block = scored(seed)
+    start, stop = sorted((start, stop))
+    part, taken = block.between(start, stop), block.take(np.arange(start, stop))
+    require_marked(part.rows)
+    for one, other in ((part, taken), (part.rows, taken.rows)):
+        for name, each in one.columns().items():
+            if not each.within and not each.is_named:
+                values = [getattr(table, name) for table in (one, other)]
+                lists = [[*map(list, value)] if each.is_list else value for value in values]
+                np.testing.assert_equal(*lists)
+    assert part.rows.carried["weight"].tolist() == taken.rows.carried["weight"].tolist()
+    assert np.shares_memory(part.rows.row, block.rows.row) or start == stop
+
+
+@given(st.lists(st.integers(0, 4), min_size=20, max_size=20))
+def test_tokens_are_cut_with_what_belongs_to_them(limits):
+    rows = marked(block_of(3, 1).rows)
+    most = np.array(limits[: len(rows.completions)])
+    shorter = rows.with_heads("completions", most)
+    for index, limit in enumerate(most.tolist()):
+        assert shorter.completions[index].tolist() == rows.completions[index][:limit].tolist()
+        assert shorter.marks[index].tolist() == rows.marks[index][:limit].tolist()
+    assert rows.with_heads("prompts", np.zeros(3, np.int64)).marks is rows.marks
+
+
+def test_lists_are_taken_some_at_a_time_and_end_as_if_at_once(monkeypatch):
+    lists = Ragged.of([[*range(size)] for size in (3, 0, 7, 1, 0, 12, 2, 0)], np.int32)
+    indices = np.array([5, 1, 0, 0, 7, 2, 6, 5, 3, 4])
+    for most in (1, 2, 5, 100):
+        monkeypatch.setattr(columns, "VALUES_AT_ONCE", most)
+        taken = lists.take(indices)
+        assert [*map(list, taken)] == [lists[index].tolist() for index in indices]
+        assert taken.values.dtype == np.int32
+    assert len(lists.take(indices[:0])) == 0
 
 
 def test_tokens_are_not_replaced_without_what_belongs_to_them():

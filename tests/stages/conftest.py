@@ -21,3 +21,9 @@ def one_rank(deepspeed):
 
     with joined_world() as world:
         yield world
+
+
+@pytest.fixture
+def new_folder(tmp_path_factory):
+    """A new one for every example."""
+    return lambda: tmp_path_factory.mktemp("example")

@@ -1,17 +1,20 @@
 """Rows of token ids made by hand or by chance, and rings of them; read back as plain Python."""
 
 from collections import Counter
-from functools import partial
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from align.schemas.preparing import EncodedPart
 from align.schemas.row_keys import EncodedRecord, key_rows
 from align.schemas.rows import Record, Role
-from align.stages.pairing.key_ranges import RunsFile, arranged, write_runs
 from align.stages.pairing.long_form import merge_same_prompts
 from align.stages.pairing.ring import Ring, complete_ring, write_range
+from align.stages.sort.key_ranges import (
+    PartitionedRows,
+    sorted_partition,
+    with_copies_numbered,
+    write_partitions,
+)
 from align.stages.storage.cache.spool import Spool, new_part, put_commit
 
 
@@ -96,15 +99,15 @@ def make_ring(
 
 
 def write_encoded(folder, number, chunks, ranges=1):
-    """The file of runs of some encoded rows."""
+    """The partitions of some encoded rows."""
     spool = Spool(folder)
     spool.root.mkdir(parents=True, exist_ok=True)
     spool.prepare()
     commit = spool.encoded(number)
     with new_part(commit) as file:
-        runs = write_runs(file, chunks, ranges)
-    part = EncodedPart(file.file, runs.batches, runs.runs, 0, 0, {}, {}, ())
-    return RunsFile(commit.with_name(file.file.name), part, first_row=0, file_start=0)
+        directory = write_partitions(file, chunks, ranges)
+    path = commit.with_name(file.file.name)
+    return PartitionedRows(path, directory, ranges, first_row=0, file_start=0)
 
 
 def ring_of_files(folder, files, ranges=1, *, num_pairs=0, long_form=False, side="left"):
@@ -112,9 +115,12 @@ def ring_of_files(folder, files, ranges=1, *, num_pairs=0, long_form=False, side
     spool = Spool(folder)
     for number in range(ranges):
         notes = Counter()
-        join = partial(merge_same_prompts, notes=notes, prompt_side=side) if long_form else None
         with new_part(spool.arranged(number)) as file:
-            rows = arranged(files, number, ranges, notes, join=join)
+            rows = sorted_partition(files, number)
+            if rows and long_form:
+                rows = merge_same_prompts(rows, notes, prompt_side=side)
+            if rows:
+                rows = with_copies_numbered(rows, notes)
             record = write_range(file, rows, notes)
         put_commit(spool.arranged(number), record)
     complete_ring(Ring(spool, num_pairs), ranges)

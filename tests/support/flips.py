@@ -3,6 +3,8 @@
 import os
 import random
 
+from align.schemas.errors import CorruptionError
+
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))
 
 
@@ -29,3 +31,20 @@ def flipped(content, count):
         damaged = bytearray(content)
         damaged[byte] ^= 1 << bit
         yield bytes(damaged)
+
+
+def noticed(read, places):
+    """How many flips are refused by the file's name; the others change nothing that is read."""
+    whole, found = read(), 0
+    for file, byte, bit in places:
+        good = file.read_bytes()
+        damaged = bytearray(good)
+        damaged[byte] ^= 1 << bit
+        file.write_bytes(damaged)
+        try:
+            assert read() == whole
+        except CorruptionError as error:
+            assert f"/{file.name} is damaged: " in str(error)  # noqa: PT017
+            found += 1
+        file.write_bytes(good)
+    return found

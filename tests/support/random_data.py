@@ -4,7 +4,7 @@ import random
 import shutil
 
 from align.stages.data import input_files
-from align.stages.pairing import key_ranges
+from align.stages.sort import key_ranges
 from support.read_rows import write_rows
 
 WORDS = ["alpha", "Beta", "gamma,", "δelta", "  ", "eps\nilon", "42", "is", "yes", "👋", "a" * 40]
@@ -13,15 +13,13 @@ ENDINGS = (".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def small_sizes(draw: random.Random):
-    """Sizes of slices, ranges, runs and merges, most of them tiny: module, name and size."""
+    """Sizes of slices, ranges and portions, most of them tiny: module, name and size."""
     return [
         (input_files, "LEAST_SLICE", draw.choice([300, 2000, 1 << 21])),
         (input_files, "SLICES", draw.choice([2, 64, 10**6])),
         (key_ranges, "BYTES_PER_RANGE", draw.choice([500, 3000, 8 << 20])),
         (key_ranges, "MOST_RANGES", draw.choice([3, 20])),
-        (key_ranges, "TOKENS_PER_RUN", draw.choice([300, 3000, 1 << 22])),
-        (key_ranges, "TOKENS_PER_MERGE", draw.choice([300, 3000, 1 << 22])),
-        (key_ranges, "TOKENS_PER_BATCH_OF_A_RUN", draw.choice([60, 1 << 16])),
+        (key_ranges, "TOKENS_PER_PORTION", draw.choice([300, 3000, 1 << 22])),
     ]
 
 

@@ -7,7 +7,7 @@ _align/LOCK                          held by the owner of the folder
 _align/outbox/<time>-<id>/           a run that a tracker was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
-    plan.json  commits/<unit>.json  spool/  tmp/<run id>/
+    plan.json  commits/<unit>.json  spool-2/  tmp/<run id>/
 
 Of a cache in an object store LOCK, outbox, spool and tmp are in a local work folder.
 """
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from ....schemas.errors import UsageError
 from ..bucket.objects import Location
 from ..disk import fs
+from ..disk.disk_store import TRASH
 from ..store import Store, store_of
 
 if TYPE_CHECKING:  # it imports numpy
@@ -35,6 +36,9 @@ Root_co = TypeVar("Root_co", Path, Location, covariant=True)
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
+# The number of the format of its files; the columns of rows are part of it.
+SPOOL_NAME = "spool-2"
+OLDER_SPOOLS = ("spool",)
 ROOT_NAME = re.compile(r"[0-9a-f]{16}\.json")
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -156,7 +160,7 @@ class WorkFolder:
     @property
     def spool(self) -> Path:
         """Tokenized rows on their way to the scorer, see spool.py."""
-        return self.local / "spool"
+        return self.local / SPOOL_NAME
 
     def commit(self, unit: int) -> Location:
         """The path of the commit of a unit."""
@@ -171,6 +175,11 @@ class WorkFolder:
         fs.make_folder(self.local)
         fs.fsync_folder(self.local.parent)
         self.cache.store.make_folder(self.commits)
+        for name in OLDER_SPOOLS:
+            if (self.local / name).is_dir():
+                store_of(self.local).retire(self.local / name, first="ring.json")
+        for gone in self.local.glob(f"{TRASH}*"):
+            fs.remove_tree(gone)
 
     def new_draft(self, run_id: str, name: str) -> Path:
         """A free name in the folder of one run's drafts."""

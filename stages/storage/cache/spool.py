@@ -1,8 +1,8 @@
 """The spool: the files of preparing, named by their content, and the commits that name them.
 
 encoded/<slice>.json and -<sha256>.arrows   rows of a slice of the data, until the ring is whole
-arranged/<range>.json and -<sha256>.arrows  a stretch of the ring
-ring.json and -<sha256>.arrows              the partners and the index of the whole ring
+arranged/<range>.json and -<sha256>.arrows  the rows of a key range, sorted
+ring.json and -<sha256>.arrows              the partners, and the directory of all sorted rows
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+from zlib import crc32
 
 from ....schemas.errors import CorruptionError, StorageError, os_errors_as_storage_errors
 from ....schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ....schemas.plain_names import is_plain_name
-from ....schemas.preparing import ArrangedPart, EncodedPart, PartFile, RingRecord
+from ....schemas.preparing import ArrangedPart, Block, EncodedPart, PartFile, RingRecord
 from ..disk import fs
 from ..disk.failpoints import operate, reach
 
@@ -72,11 +73,17 @@ class NewPart:
     size: int = 0
     _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
-    def write(self, content: memoryview | bytes) -> None:
+    def write(self, content: memoryview | bytes | bytearray) -> None:
         """Appends."""
         self.sink.write(content)
         self._digest.update(content)
         self.size += len(content)
+
+    def write_block(self, content: bytes | bytearray) -> Block:
+        """Appends, and returns what reads it again."""
+        block = Block(self.size, len(content), crc32(content))
+        self.write(content)
+        return block
 
     @property
     def file(self) -> PartFile:
@@ -152,6 +159,14 @@ def read_part(path: Path, start: int, size: int) -> bytes:
                 return file.read(size)
         except FileNotFoundError:
             raise damaged_part(path) from None
+
+
+def read_block(path: Path, block: Block) -> bytes:
+    """The bytes of a block."""
+    content = read_part(path, block.start, block.bytes)
+    if len(content) != block.bytes or crc32(content) != block.crc:
+        raise damaged_part(path)
+    return content
 
 
 def damaged_part(path: Path) -> CorruptionError:

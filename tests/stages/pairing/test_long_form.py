@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.pairing import key_ranges as module
 from align.stages.pairing.long_form import merge_same_prompts
+from align.stages.sort import key_ranges
 from support.encoded_rows import all_rows, encoded, make_ring, plain, token_lists
 
 PLAIN = {"seed": 0, "carried": ()}
@@ -39,7 +39,7 @@ def long_rows(draw):
     ]
 
 
-# Three rows of each of four prompts, one after the other: a merge in parts meets all its bounds.
+# Three rows of each of four prompts, one after the other: every portion has some of a prompt.
 THRICE = [long_row((n % 4,), (n,), 0.5, row=n) for n in range(12)]
 
 
@@ -64,8 +64,7 @@ def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffle
     shuffled = records[:]
     shuffler.shuffle(shuffled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "TOKENS_PER_RUN", tokens)
-        patch.setattr(module, "TOKENS_PER_MERGE", tokens)
+        patch.setattr(key_ranges, "TOKENS_PER_PORTION", tokens)
         how = {"chunk": chunk, "per_file": 7, "ranges": chunk, "long_form": True}
         again, _ = make_ring(new_folder(), shuffled, **how, carried=("weight",))
     once, twice = ([row._replace(source=None) for row in some] for some in (rows, all_rows(again)))

@@ -13,7 +13,8 @@ from align.schemas.row_keys import KeyedRows
 from align.schemas.rows import Role
 from align.stages.pairing import kl_partners
 from align.stages.pairing import kl_partners as module
-from align.stages.pairing.kl_partners import CutRule, Repeats, choose_partners
+from align.stages.pairing.fitted_partners import CutRule
+from align.stages.pairing.kl_partners import Repeats, choose_partners
 from align.stages.pairing.units import build_unit, unit_offsets
 from align.stages.storage.cache import shards
 from align.stages.storage.cache.spool import new_map

@@ -11,7 +11,7 @@ import pytest
 from align.schemas.checkpoint import CheckpointFile, Ending, RunIdentity
 from align.schemas.errors import CorruptionError, LockedError, UsageError
 from align.schemas.json_codec import to_signed_json
-from align.schemas.preparing import EncodedPart, PartFile
+from align.schemas.preparing import Block, EncodedPart, PartFile
 from align.stages.storage.cache import spool
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk import fs
@@ -136,7 +136,7 @@ def place(tmp_path):
 def encode(place):
     with spool.new_part(place.encoded(0)) as part:
         part.write(b"rows")
-    spool.put_commit(place.encoded(0), EncodedPart(part.file, 0, 0, 0, 0, {}, {}, ()))
+    spool.put_commit(place.encoded(0), EncodedPart(part.file, Block(0, 0, 0), 0, 0, {}, {}, ()))
 
 
 OF_PLAN = hashlib.sha256(b"rows").hexdigest()
@@ -145,7 +145,7 @@ OF_PLAN = hashlib.sha256(b"rows").hexdigest()
 def test_a_commit_of_a_part_that_is_damaged_or_names_a_file_elsewhere_is_refused(place):
     commit = place.encoded(0)
     known, whole = spool.find_commit(EncodedPart, commit), commit.read_bytes()
-    commit.write_bytes(whole.replace(b'"runs":0', b'"runs":1'))
+    commit.write_bytes(whole.replace(b'"rows_in":0', b'"rows_in":1'))
     with pytest.raises(CorruptionError, match=r"00000000\.json is damaged: .* Remove this file"):
         spool.find_commit(EncodedPart, commit)
     elsewhere = {"../plan.json": OF_PLAN, "00000000-/../../plan.arrows": "/../../plan"}
@@ -170,3 +170,21 @@ def test_a_part_that_another_made_and_removed_meanwhile_is_no_longer_needed(plac
     monkeypatch.setattr(fs, "put_if_absent", put_late)
     encode(place)
     assert not [*place.encoded(0).parent.iterdir()]
+
+
+def test_the_spool_of_an_older_version_goes_and_the_rest_of_the_work_stays(tmp_path):
+    work = CacheFolder(tmp_path / "cache").work("c" * 64)
+    work.cache.prepare()
+    work.prepare()
+    commit = spool.Spool(work.spool).encoded(0)
+    kept = [commit, work.root / "plan.json", work.root / "commits" / "00000000.json"]
+    older = work.local / "spool" / "encoded" / "00000000.json"
+    trash = work.local / ".trash-spool-01234567" / "ring.json"  # of one that was killed at it
+    for path in (*kept, older, trash):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (work.local / "spool" / "link").symlink_to(work.root / "commits")
+    for _ in range(2):
+        work.prepare()
+        assert all(path.exists() for path in kept)
+        assert {path.name for path in work.local.iterdir()} == {"commits", "plan.json", "spool-2"}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from align.schemas.checkpoint import Retention
-from align.schemas.preparing import EncodedPart
+from align.schemas.preparing import Block, EncodedPart
 from align.stages.storage.cache import spool
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.cleanup import remove_superseded
@@ -59,7 +59,7 @@ def prepare_parts(base, told):
         if spool.find_commit(EncodedPart, commit) is None:
             with spool.new_part(commit) as part:
                 part.write(b"rows of %d" % number)
-            spool.put_commit(commit, EncodedPart(part.file, 0, 0, 0, 0, {}, {}, ()))
+            spool.put_commit(commit, EncodedPart(part.file, Block(0, 0, 0), 0, 0, {}, {}, ()))
             told("encoded", commit.stem)  # what is found is not: it is made again where it is lost
 
 
