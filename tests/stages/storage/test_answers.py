@@ -20,6 +20,7 @@ from align.stages.storage.answers import Answers
 from align.stages.storage.disk.disk_store import DiskStore
 from align.stages.storage.disk.failpoints import watch
 from align.stages.storage.store import store_of
+from support.answer_folders import LIVES, STEPS, line, merges, merges_until, pays
 from support.patience import PATIENCE
 
 CHILDREN = multiprocessing.get_context("forkserver")
@@ -51,10 +52,6 @@ def place(request, answers_folder):
     if request.param == "disk":
         return answers_folder
     return request.getfixturevalue("bucket") / "answers"
-
-
-def line(key, text):
-    return b'{"answer":{"text":"%s"},"key":"%s"}\n' % (text.encode(), key.encode())
 
 
 @pytest.fixture
@@ -256,25 +253,6 @@ KILLS = (
 )
 
 
-def merges(folder, environment, kill):
-    """Six small segments into two, killed at a failpoint or before a removal."""
-    os.environ.update(environment)
-    module.SMALL_BYTES = module.MERGED_BYTES = 3 * len(line("a", "a"))
-    if isinstance(kill, str):
-        name, _, visit = kill.partition("@")
-        os.environ["ALIGN_FAILPOINTS"] = f"{name}=kill@{visit or 1}"
-    store, answers = store_of(folder), Answers(folder)
-    remove, visits = store.remove, itertools.count(1)
-
-    def removed(path):
-        if next(visits) == kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-        remove(path)
-
-    with mock.patch.object(type(store), "remove", side_effect=removed):
-        answers.merge()
-
-
 def environment_of(place):
     """What a process of its own needs to find a place."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")
@@ -301,31 +279,7 @@ def test_whoever_dies_while_merging_loses_nothing_and_the_next_ends_it(
     assert all_of(reader) == whole == all_of(Answers(place))
 
 
-LIVES, STEPS, ADDERS = 5, 6, 3
-
-
-def pays(folder, environment, own, log):
-    """Asks for what is missing, in several lives that each begin with what is stored."""
-    os.environ.update(environment)
-    module.SMALL_BYTES, module.MERGED_BYTES = 300, 900
-    for life in range(1, LIVES + 1):
-        answers = Answers(folder)
-        for key in own[: life * STEPS]:
-            if answers.missing([key]):
-                with log.open("a") as paid:
-                    paid.write(f"{key}\n")
-                answers.add({key: {"text": f"of {key}"}, "of all": {"text": own[0]}})
-                answers.look()
-            assert answers.get(key) == {"text": f"of {key}"}
-        read = dict(answers.of(own[: life * STEPS]))
-        assert read == {key: {"text": f"of {key}"} for key in own[: life * STEPS]}
-
-
-def merges_until(folder, environment, stop):
-    os.environ.update(environment)
-    module.SMALL_BYTES, module.MERGED_BYTES = 300, 900
-    while not stop.is_set():
-        Answers(folder).merge()
+ADDERS = 3
 
 
 def test_processes_that_add_while_others_merge_lose_nothing_and_pay_once(
