@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import TypeVar
 from zlib import crc32
 
-from ....schemas.errors import CorruptionError, StorageError, os_errors_as_storage_errors
-from ....schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ....schemas.errors import CorruptionError, StorageError, damaged, os_errors_as_storage_errors
+from ....schemas.json_codec import to_signed_json
 from ....schemas.plain_names import is_plain_name
 from ....schemas.preparing import ArrangedPart, Block, EncodedPart, PartFile, RingRecord
+from ..bucket.objects import Location
 from ..disk import fs
 from ..disk.failpoints import operate, reach
+from ..signed_records import SignedRecords
 
 T = TypeVar("T", EncodedPart, ArrangedPart, RingRecord)
 
@@ -89,7 +91,7 @@ class NewPart:
     def file(self) -> PartFile:
         """The file as it is written by now."""
         sha256 = self._digest.hexdigest()
-        return PartFile(f"{self.commit.stem}-{sha256[:16]}.arrows", self.size, sha256)
+        return PartFile(_name_of(self.commit, sha256), self.size, sha256)
 
 
 @contextmanager
@@ -123,31 +125,38 @@ def put_commit(commit: Path, record: T) -> None:
         return
     if first.file.name != record.file.name:
         if not commit.with_name(first.file.name).exists():
-            raise _damaged(commit, f"{first.file.name}, which it names, is missing")
+            raise damaged(commit, f"{first.file.name}, which it names, is missing", _REMEDY)
         fs.unlink(commit.with_name(record.file.name))
 
 
 def read_commit(kind: type[T], commit: Path) -> T:
     """The record of a finished task."""
-    try:
-        record = from_signed_json(kind, fs.read_bytes(commit))
-    except CodecError as error:
-        raise _damaged(commit, str(error)) from error
-    name = record.file.name
-    if not is_plain_name(name) or name != f"{commit.stem}-{record.file.sha256[:16]}.arrows":
-        raise _damaged(commit, f"it names the file {record.file.name!r}")
-    return record
+    return _records(kind).read(commit)
 
 
 def find_commit(kind: type[T], commit: Path) -> T | None:
     """The record of a task that is done and whose file is there; another may remove both."""
     try:
-        record = read_commit(kind, commit) if commit.exists() else None
+        record = _records(kind).find(commit)
     except StorageError:
         if commit.exists():
             raise
         return None
     return record if record and commit.with_name(record.file.name).exists() else None
+
+
+def _records(kind: type[T]) -> SignedRecords[T]:
+    return SignedRecords(kind, _REMEDY, faults=_misnamed)
+
+
+def _misnamed(record: EncodedPart | ArrangedPart | RingRecord, commit: Location) -> Iterator[str]:
+    file = record.file
+    if not is_plain_name(file.name) or file.name != _name_of(commit, file.sha256):
+        yield f"it names the file {file.name!r}"
+
+
+def _name_of(commit: Location, sha256: str) -> str:
+    return f"{commit.name.removesuffix('.json')}-{sha256[:16]}.arrows"
 
 
 def read_part(path: Path, start: int, size: int) -> bytes:
@@ -171,17 +180,14 @@ def read_block(path: Path, block: Block) -> bytes:
 
 def damaged_part(path: Path) -> CorruptionError:
     """The error of a file that is missing or holds other bytes than were written."""
-    return _damaged(
-        path,
-        "its bytes are not those that were written (a checksum differs, or it is missing)",
-    )
+    why = "its bytes are not those that were written (a checksum differs, or it is missing)"
+    return damaged(path, why, _REMEDY)
 
 
-def _damaged(path: Path, why: str) -> CorruptionError:
-    return CorruptionError(
-        f"{path} is damaged: {why}. Remove this file and run the same command again: rows are "
-        "prepared again, and no finished shard is lost."
-    )
+_REMEDY = (
+    "Remove this file and run the same command again: rows are prepared again, and no finished "
+    "shard is lost."
+)
 
 
 @contextmanager
