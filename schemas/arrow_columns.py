@@ -82,6 +82,11 @@ def arrow_of(values: Values, kind: pa.DataType, *, nan_is_null: bool = False) ->
     return pa.Array.from_buffers(kind, len(plain), [validity, pa.py_buffer(plain)])
 
 
+def number_type(kind: str) -> pa.DataType:
+    """Arrow's type of numpy's numbers; digests are bytes of one length."""
+    return pa.binary(16) if kind == "S16" else pa.from_numpy_dtype(np.dtype(kind))
+
+
 def lists_over(offsets: NDArray[np.int64], inner: pa.Array, kind: pa.DataType) -> pa.Array:
     """Lists over what they hold, end to end."""
     assert offsets[-1] == len(inner) < 2**31, (offsets[-1], len(inner))

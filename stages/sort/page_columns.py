@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...schemas.arrow_columns import arrow_of, lists_over, numpy_of, ragged_of
+from ...schemas.arrow_columns import arrow_of, lists_over, number_type, numpy_of, ragged_of
 from ...schemas.columns import Column, ColumnTable, Ragged
 
 Table = TypeVar("Table", bound=ColumnTable)
@@ -55,7 +55,7 @@ def _declared(table: ColumnTable, above: str = "") -> Iterator[tuple[str, Column
 
 @cache
 def _type_of(each: Column) -> pa.DataType:
-    number = pa.binary(16) if each.kind == "S16" else pa.from_numpy_dtype(np.dtype(each.kind))
+    number = number_type(each.kind)
     return pa.list_(number) if each.is_list else number
 
 

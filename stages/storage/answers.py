@@ -43,6 +43,7 @@ logger = logging.getLogger("align")
 Answer: TypeAlias = "Mapping[str, Any]"
 
 NAME = re.compile(r"[0-9a-f]{64}\.jsonl")
+MOST_SMALL = 256  # segments; fewer are left as they are
 SMALL_BYTES = 256 << 10  # of what is not large; the same for all who share a folder
 MERGED_BYTES = 4 << 20  # of small segments, for one large
 TRIES = 100  # of a look while others merge
@@ -142,16 +143,19 @@ class Answers:
             self._put([line.encode() for line in lines])
 
     def merge(self) -> None:
-        """Removes what killed writers left, and makes large segments of small ones."""
-        self._store.drop_drafts(self.folder)
+        """Removes what killed writers left, and makes large segments of many small ones."""
         small = sorted(name for name in self._read if not self._is_large(name))
+        self._store.drop_drafts(self.folder)
+        if len(small) <= MOST_SMALL:
+            return
         least: dict[str, bytes] = {}  # the smallest line of each key
         size = 0
         merged: list[str] = []  # segments whose lines these are
         spent: list[str] = []  # whose lines are all in large ones
+        relied_on: set[str] = set()  # these large ones
         for name, payload in self._segments(small):
             if payload is not None:  # else another process has merged it
-                lines = self._in_no_large(payload)
+                lines = self._in_no_large(payload, relied_on)
                 (merged if lines else spent).append(name)
                 for key, line in lines:
                     before = least.get(key, b"")
@@ -159,36 +163,47 @@ class Answers:
                         least[key] = line
                         size += len(line) - len(before)
             if size >= (SMALL_BYTES if name == small[-1] else MERGED_BYTES):
-                self._put([*least.values()])
+                relied_on.add(self._put([*least.values()]))
                 spent += merged
                 least, size, merged = {}, 0, []
-        if spent:  # of a large one that another has put, the name may not be durable yet
-            self._store.sync_names(self.folder)
+        if spent:
+            self._remove(spent, relied_on)
+
+    def _remove(self, spent: Sequence[str], relied_on: Iterable[str]) -> None:
+        """Removes segments, once those that hold their lines are seen to be whole."""
+        # Of one that another process has put, the name may not be durable yet.
+        self._store.sync_names(self.folder)
+        for name, payload in self._segments(sorted(relied_on)):
+            if payload is None:
+                raise _damaged(self.folder / name)
         for name in spent:
             del self._read[name]
         for _ in self._store.each(lambda name: self._store.remove(self.folder / name), spent):
             pass
-        self.look()  # a smaller line may be in what others have merged meanwhile
 
-    def _in_no_large(self, payload: bytes) -> list[tuple[str, bytes]]:
+    def _in_no_large(self, payload: bytes, relied_on: set[str]) -> list[tuple[str, bytes]]:
         """The lines of a small segment, by their keys, but those that count in large ones.
 
         Those of other small ones go along: another process may know them as the ones that count.
+        The large ones are added to `relied_on`.
         """
         found = []
         for line in payload.splitlines(keepends=True):
             key, is_usable = _looked_at(line)
-            if is_usable and not (key in self and self._is_large(self._spans[key].segment)):
+            if is_usable and key in self and self._is_large(self._spans[key].segment):
+                relied_on.add(self._spans[key].segment)
+            elif is_usable:
                 found.append((key, line))
         return found
 
-    def _put(self, lines: list[bytes]) -> None:
+    def _put(self, lines: list[bytes]) -> str:
         payload = b"".join(sorted(lines))  # segments of the same answers are one
         name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
         if self._store.has_folders and not self.folder.is_dir():
             self._store.make_folder(self.folder)
         self._store.put_if_absent(self.folder / name, payload, label="answers")
         self._index(name, payload)
+        return name
 
     def _has_read_all(self) -> bool:
         """Whether no answer has gone with what was merged before it could be read."""

@@ -1,7 +1,8 @@
 """Records: small signed JSON files, each written whole, on a disk or in a bucket.
 
 A kind of record is declared once, where it is used: its type, the failpoints of writing it, what
-it must not say, and what a person does about a damaged one. A byte that differs is damage.
+it must not say, and what a person does about a damaged one. A byte that differs is damage, but for
+what a kind leaves out of its signature.
 """
 
 from __future__ import annotations

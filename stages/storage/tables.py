@@ -170,7 +170,8 @@ def drawing_of(path: Path, sha256: str) -> Drawing | None:
     origin = origin_of(str(path))
     home = location(origin).parent if origin != str(path) else location(origin_of(str(path.parent)))
     try:
-        manifest = TableFolder(home, kind).find()
+        folder = TableFolder(home, kind)
+        manifest = folder.find() if folder.manifest.is_file() else None
     except (CorruptionError, FingerprintError, UsageError):  # it is data all the same
         return None
     return manifest.drawing if manifest and manifest.sha256 == sha256 else None

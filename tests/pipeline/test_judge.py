@@ -146,6 +146,7 @@ def test_judgments_are_merged_once_all_are_there(tmp_path, samples, judged, monk
 
     judged(samples, StubJudge(), by="rubric", output=tmp_path / "whole")
     whole = b"".join(sorted(b"".join(kept("whole")).splitlines(keepends=True)))
+    monkeypatch.setattr(answers, "MOST_SMALL", 0)
     monkeypatch.setattr(answers, "SMALL_BYTES", len(whole))
     first, _ = judged(samples, StubJudge(), by="rubric", share=Share(1, 2))
     assert not first.manifest

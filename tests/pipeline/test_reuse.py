@@ -16,7 +16,7 @@ from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.schemas.json_codec import to_json
 from align.schemas.row_keys import prompt_keys_of
 from align.schemas.rows import Record, Role
-from align.stages.storage.cache.cache_folder import OLDER_SPOOLS, CacheFolder
+from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from support.patience import PATIENCE
 from support.stage_one import child, contents, run
@@ -230,7 +230,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
 def test_rows_that_an_older_version_prepared_are_prepared_again_and_no_score_is_lost(config, clean):
     child(config, "commit.done=kill@4").join(PATIENCE)
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    work.spool.rename(work.local / OLDER_SPOOLS[0])
+    work.spool.rename(work.local / "spool")
     shards = [name for name in clean if name.startswith("data/")]
     assert run(config).tally.units == len(shards) - 4
     assert contents(config.cache.output) == clean

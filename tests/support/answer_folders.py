@@ -17,6 +17,7 @@ def line(key, text):
 def merges(folder, environment, kill):
     """Six small segments into two, killed at a failpoint or before a removal."""
     os.environ.update(environment)
+    module.MOST_SMALL = 0
     module.SMALL_BYTES = module.MERGED_BYTES = 3 * len(line("a", "a"))
     if isinstance(kill, str):
         name, _, visit = kill.partition("@")
@@ -39,7 +40,7 @@ LIVES, STEPS = 5, 6
 def pays(folder, environment, own, log):
     """Asks for what is missing, in several lives that each begin with what is stored."""
     os.environ.update(environment)
-    module.SMALL_BYTES, module.MERGED_BYTES = 300, 900
+    module.MOST_SMALL, module.SMALL_BYTES, module.MERGED_BYTES = 0, 300, 900
     for life in range(1, LIVES + 1):
         answers = Answers(folder)
         for key in own[: life * STEPS]:
@@ -55,6 +56,6 @@ def pays(folder, environment, own, log):
 
 def merges_until(folder, environment, stop):
     os.environ.update(environment)
-    module.SMALL_BYTES, module.MERGED_BYTES = 300, 900
+    module.MOST_SMALL, module.SMALL_BYTES, module.MERGED_BYTES = 0, 300, 900
     while not stop.is_set():
         Answers(folder).merge()

@@ -38,7 +38,6 @@ COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
 # The number of the format of its files; the columns of rows are part of it.
 SPOOL_NAME = "spool-2"
-OLDER_SPOOLS = ("spool",)
 ROOT_NAME = re.compile(r"[0-9a-f]{16}\.json")
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -175,9 +174,9 @@ class WorkFolder:
         fs.make_folder(self.local)
         fs.fsync_folder(self.local.parent)
         self.cache.store.make_folder(self.commits)
-        for name in OLDER_SPOOLS:
-            if (self.local / name).is_dir():
-                store_of(self.local).retire(self.local / name, first="ring.json")
+        for spool in self.local.glob("spool*"):  # one of another version is not read
+            if spool.name != SPOOL_NAME:
+                store_of(self.local).retire(spool, first="ring.json")
         for gone in self.local.glob(f"{TRASH}*"):
             fs.remove_tree(gone)
 

@@ -23,6 +23,7 @@ from ....schemas.arrow_columns import (
     lengths_of,
     lists_over,
     number_column,
+    number_type,
     numpy_of,
     ragged_of,
 )
@@ -165,7 +166,7 @@ def _per_branch(item: pa.DataType, *, nullable: bool = False) -> pa.DataType:
 
 
 def _type_of(each: Column) -> pa.DataType:
-    number = pa.binary(16) if each.kind == "S16" else pa.from_numpy_dtype(np.dtype(each.kind))
+    number = number_type(each.kind)
     value = _per_branch(number) if each.is_list else number
     is_nullable = each.per == "branch" and each.missing is not None
     return value if each.per == "row" else _per_branch(value, nullable=is_nullable)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from align.schemas.errors import CorruptionError
+from align.schemas.errors import CorruptionError, StorageError
 from align.stages.storage import answers as module
 from align.stages.storage.answers import Answers
 from align.stages.storage.disk.disk_store import DiskStore
@@ -57,6 +57,7 @@ def place(request, answers_folder):
 @pytest.fixture
 def three_fill_one(monkeypatch):
     """Three lines of one letter make a segment that is not small."""
+    monkeypatch.setattr(module, "MOST_SMALL", 0)
     monkeypatch.setattr(module, "SMALL_BYTES", 3 * len(line("a", "a")))
 
 
@@ -305,12 +306,40 @@ def test_processes_that_add_while_others_merge_lose_nothing_and_pay_once(
     answers, keys = Answers(place), [key for some in own for key in some]
     assert dict(answers.of(keys)) == {key: {"text": f"of {key}"} for key in keys}
     assert answers.get("of all") == {"text": "0-0"}
+    monkeypatch.setattr(module, "MOST_SMALL", 0)
     monkeypatch.setattr(module, "SMALL_BYTES", 300)
     answers.merge()
     assert len(store_of(place).listed(place)) < len(keys) / 2
 
 
+def test_small_segments_stay_until_a_large_one_that_holds_their_lines_is_whole(
+    answers_folder, three_fill_one
+):
+    for key in "abc":
+        added(answers_folder, **{key: key})
+    small = segments(answers_folder)
+    killed = mock.patch.object(DiskStore, "remove", side_effect=StorageError("killed"))
+    with killed, pytest.raises(StorageError, match="killed"):
+        Answers(answers_folder).merge()
+    (large,) = {*segments(answers_folder)} - {*small}
+    known = Answers(answers_folder)
+    large.write_bytes(large.read_bytes().replace(b'"text":"a"', b'"text":"A"'))
+    with pytest.raises(CorruptionError, match="is damaged"):
+        known.merge()
+    assert {*small} <= {*segments(answers_folder)}
+
+
+def test_few_segments_are_left_as_they_are(answers_folder, monkeypatch):
+    monkeypatch.setattr(module, "SMALL_BYTES", 3 * len(line("a", "a")))
+    for key in "abcdef":
+        added(answers_folder, **{key: key})
+    before = segments(answers_folder)
+    Answers(answers_folder).merge()
+    assert segments(answers_folder) == before
+
+
 def test_many_that_add_and_merge_at_once_lose_nothing(answers_folder, monkeypatch):
+    monkeypatch.setattr(module, "MOST_SMALL", 0)
     monkeypatch.setattr(module, "SMALL_BYTES", 500)
     answers_folder.mkdir()
 
