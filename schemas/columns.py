@@ -188,9 +188,8 @@ class ColumnTable:
         What belongs to these tokens gets its missing value there.
         """
         changed = {name: more.followed_by(getattr(self, name))}
-        for other, each in self.columns().items():
-            if each.of == name and (values := getattr(self, other)) is not None:
-                changed[other] = each.along(more).followed_by(values)
+        for other, values in self._belonging_to(name):
+            changed[other] = self.columns()[other].along(more).followed_by(values)
         longer: Self = replace(cast("Any", self), **changed)
         return longer
 
@@ -200,11 +199,16 @@ class ColumnTable:
         What belongs to these tokens is cut with them.
         """
         changed = {name: getattr(self, name).head(limits)}
-        for other, each in self.columns().items():
-            if each.of == name and (values := getattr(self, other)) is not None:
-                changed[other] = values.head(limits)
+        for other, values in self._belonging_to(name):
+            changed[other] = values.head(limits)
         shorter: Self = replace(cast("Any", self), **changed)
         return shorter
+
+    def _belonging_to(self, name: str) -> Iterator[tuple[str, Ragged]]:
+        """The columns per token of the tokens in the column `name`, but those that are None."""
+        for other, each in self.columns().items():
+            if each.of == name and (values := getattr(self, other)) is not None:
+                yield other, values
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:

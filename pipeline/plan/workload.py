@@ -145,14 +145,11 @@ def _loads(
 
 
 def _mismatched(one_pass: Pass, plan: StepPlan) -> int:
-    table, pairs = one_pass.table, plan.pairs
+    sizes, pairs = one_pass.table.sizes, plan.pairs
     if not len(pairs):
         return 0
-    branches = table.sizes.branch_offsets[plan.rows[pairs.rows]] + pairs.branches
-    prompts = table.sizes.prompt_tokens[plan.rows[plan.paired_rows]].sum(dtype=np.int64)
-    return int(
-        prompts + table.sizes.mismatched_tokens[branches, pairs.partners].sum(dtype=np.int64)
-    )
+    prompts = sizes.prompt_tokens[plan.rows[plan.paired_rows]].sum(dtype=np.int64)
+    return int(prompts + pairs.tokens(sizes, plan.rows).sum(dtype=np.int64))
 
 
 def _scaled(tokens: Sequence[int], share: float) -> int:

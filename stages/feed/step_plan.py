@@ -19,7 +19,7 @@ from ...schemas.columns import joined_ranges
 from .epoch_order import Order, key_of, shuffled, shuffled_order, stored_order
 
 if TYPE_CHECKING:
-    from .cache_index import RowTable
+    from .cache_index import RowSizes, RowTable
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class MismatchedPairs:
     def take(self, indices: NDArray[np.int64]) -> MismatchedPairs:
         """The pairs at `indices`, in that order."""
         return MismatchedPairs(self.rows[indices], self.branches[indices], self.partners[indices])
+
+    def tokens(self, sizes: RowSizes, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens of each completion; `rows` are the row numbers of the step."""
+        branches = sizes.branch_offsets[rows[self.rows]] + self.branches
+        tokens: NDArray[np.int32] = sizes.mismatched_tokens[branches, self.partners]
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,8 @@ class Pass:
         pairs = self._pairs(step, rows)
         trees, tree_of_pair = np.unique(pairs.rows, return_inverse=True)
         sizes = self.table.sizes
-        branches = sizes.branch_offsets[rows[pairs.rows]] + pairs.branches
         lengths = sizes.prompt_tokens[rows[trees]].astype(np.int64)
-        np.add.at(lengths, tree_of_pair, sizes.mismatched_tokens[branches, pairs.partners])
+        np.add.at(lengths, tree_of_pair, pairs.tokens(sizes, rows))
         own_lengths = sizes.tokens(rows)
         return StepPlan(
             cursor=Cursor(self.epoch, step),

@@ -31,12 +31,12 @@ from ..sort.sorted_rows import (
 from ..storage.cache.spool import (
     NewPart,
     Spool,
+    bytes_of,
     damaged_part,
     find_commit,
     new_map,
     new_part,
     put_commit,
-    read_block,
     read_commit,
 )
 from .kl_partners import choose_partners
@@ -152,11 +152,11 @@ class _RangeFile:
 
     def keys(self) -> NDArray[np.uint64]:
         """(2, completions)."""
-        return np.frombuffer(read_block(self._path, self.part.keys), dtype=_KEYS).reshape(2, -1)
+        return np.frombuffer(bytes_of(self._path, self.part.keys), dtype=_KEYS).reshape(2, -1)
 
     def sizes(self) -> NDArray[np.int64]:
         """(2, rows)."""
-        return np.frombuffer(read_block(self._path, self.part.sizes), dtype=_SIZES).reshape(2, -1)
+        return np.frombuffer(bytes_of(self._path, self.part.sizes), dtype=_SIZES).reshape(2, -1)
 
     def directory(self) -> NDArray[Any]:
         """The entries of its pages."""

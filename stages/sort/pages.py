@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.preparing import Block
-from ..storage.cache.spool import NewPart, damaged_part, read_block
+from ..storage.cache.spool import NewPart, bytes_of, damaged_part
 
 # An entry of a directory. A page without rows has no bytes.
 PAGE = np.dtype(
@@ -64,7 +64,7 @@ class PageWriter:
 
 def read_directory(path: Path, block: Block, entry: np.dtype[Any] = PAGE) -> NDArray[Any]:
     """The entries of all pages of a file."""
-    return np.frombuffer(read_block(path, block), dtype=entry)
+    return np.frombuffer(bytes_of(path, block), dtype=entry)
 
 
 def read_pages(path: Path, entries: NDArray[Any]) -> list[pa.RecordBatch]:

@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ...schemas.errors import CorruptionError, PathError, counted
+from ...schemas.errors import CorruptionError, PathError, counted, damaged
 from ...schemas.json_codec import digest, to_json
 from ...schemas.samples import is_token_count
 from .bucket.objects import Location
@@ -283,9 +283,10 @@ class Answers:
 
 
 def _damaged(path: Location) -> CorruptionError:
-    return CorruptionError(
-        f"{path} is damaged: its bytes are not those that it is named by. Remove it, and "
-        "run the same command again: the answers in it are asked for again."
+    return damaged(
+        path,
+        "its bytes are not those that it is named by",
+        "Remove it, and run the same command again: the answers in it are asked for again.",
     )
 
 

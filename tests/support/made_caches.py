@@ -1,7 +1,10 @@
 """Small caches that are made the way stage 1 makes them, without a model."""
 
 import hashlib
+import itertools
 import multiprocessing
+import os
+import signal
 import warnings
 from dataclasses import replace
 
@@ -24,6 +27,7 @@ from align.stages.storage.cache.manifest_file import (
     load_manifest,
     write_manifest,
 )
+from align.stages.storage.disk.failpoints import watch
 from align.stages.storage.disk.locks import owner_lock
 
 FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
@@ -144,6 +148,21 @@ def tree_of(root):
 def in_child(work):
     """The exit code of a forked process that does `work`, and may kill itself."""
     return at_once(1, lambda _: work())[0]
+
+
+def in_child_killed_before(number, work):
+    """The exit code of a forked process that does `work` until its operation `number`, from 0."""
+    visits = itertools.count()
+
+    def kill(_):
+        if next(visits) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched():
+        with watch(kill):
+            work()
+
+    return in_child(watched)
 
 
 def at_once(count, work):

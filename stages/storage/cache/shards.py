@@ -187,8 +187,12 @@ RESERVED = frozenset(shard_schema(OPTIONAL).names)
 
 def schema_of(block: ScoredBlock) -> pa.Schema:
     """The columns a block fills."""
-    filled = [name for name, values in _values(block).items() if values is not None]
-    return shard_schema(filled, list(block.rows.carried))
+    return _schema_of(_values(block), block.rows)
+
+
+def _schema_of(values: Mapping[str, Any], rows: RowBlock) -> pa.Schema:
+    filled = [name for name, found in values.items() if found is not None]
+    return shard_schema(filled, list(rows.carried))
 
 
 def carried_names(schema: pa.Schema) -> list[str]:
@@ -210,8 +214,9 @@ def _values(block: ScoredBlock) -> dict[str, Any]:
 
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
-    rows, schema = block.rows, schema_of(block)
-    values = _values(block) | dict(rows.carried)
+    rows, values = block.rows, _values(block)
+    schema = _schema_of(values, rows)
+    values |= rows.carried
     sources = [
         _text(hex_texts(rows.file.astype(">u8"), _FILE_DIGITS)),
         arrow_of(rows.row, pa.int64()),

@@ -170,7 +170,7 @@ def read_part(path: Path, start: int, size: int) -> bytes:
             raise damaged_part(path) from None
 
 
-def read_block(path: Path, block: Block) -> bytes:
+def bytes_of(path: Path, block: Block) -> bytes:
     """The bytes of a block."""
     content = read_part(path, block.start, block.bytes)
     if len(content) != block.bytes or crc32(content) != block.crc:

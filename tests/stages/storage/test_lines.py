@@ -1,16 +1,14 @@
 """Lines at the end of a file: each is whole or not there, whoever is killed, whatever is torn."""
 
-import os
 import signal
 from contextlib import closing
-from functools import partial
 
 import pytest
 
 from align.schemas.errors import StorageError
 from align.stages.storage.disk.failpoints import watch
 from align.stages.storage.disk.lines import Lines, keep_lines, line_start, read_lines
-from support.made_caches import at_once, in_child
+from support.made_caches import at_once, in_child_killed_before
 
 TEXTS = [b"first", b"", b"\xff\x00third" * 3000, b"last"]
 
@@ -77,17 +75,6 @@ def test_a_kill_leaves_all_lines_before_it_and_a_cut_the_old_ones_or_the_new(pat
     whole = path.read_bytes()
     first, *_ = read_lines(path)
 
-    def killed_before(number, work):
-        left = [number]
-
-        def count(_):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with watch(count):
-            work()
-
     def grow():
         with closing(Lines(path)) as lines:
             lines.append(b"more")
@@ -101,7 +88,7 @@ def test_a_kill_leaves_all_lines_before_it_and_a_cut_the_old_ones_or_the_new(pat
         seen, number, code = [], 0, -signal.SIGKILL
         while code:
             path.write_bytes(whole)
-            code = in_child(partial(killed_before, number, work))
+            code = in_child_killed_before(number, work)
             assert code in (0, -signal.SIGKILL)
             seen += [texts(path)] if texts(path) not in seen else []
             number += 1

@@ -1,19 +1,16 @@
 """Records on a disk and in a bucket: one writer wins, each is whole, and damage is loud."""
 
-import os
 import signal
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import pytest
 
 from align.schemas.errors import AlignError, CorruptionError, FingerprintError, LockedError
 from align.schemas.json_codec import signature, signed, to_json, to_signed_json
-from align.stages.storage.disk.failpoints import watch
 from align.stages.storage.signed_records import SignedRecords
 from align.stages.storage.store import store_of
 from support.flips import flipped
-from support.made_caches import in_child
+from support.made_caches import in_child_killed_before
 from support.store_contract import at_the_same_time
 
 
@@ -162,23 +159,12 @@ def test_a_kill_before_any_operation_leaves_the_old_record_or_the_new_one(tmp_pa
         "drop": lambda: PLAIN.drop(path),
     }[operation]
 
-    def killed_before(number):
-        left = [number]
-
-        def count(_):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with watch(count):
-            work()
-
     seen, number, code = [], 0, -signal.SIGKILL
     while code:
         path.unlink(missing_ok=True)
         if before:
             PLAIN.replace(path, before)
-        code = in_child(partial(killed_before, number))
+        code = in_child_killed_before(number, work)
         seen.append(PLAIN.find(path))
         assert code in (0, -signal.SIGKILL)
         work()
