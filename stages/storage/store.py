@@ -41,8 +41,8 @@ class Store(Protocol[P]):
         """
         ...
 
-    def install(self, draft: Path, target: P) -> None:
-        """Gives a durable draft its name, which is made of its content."""
+    def install(self, draft: Path, target: P, *, label: str) -> None:
+        """Gives a whole draft its name, which is made of its content."""
         ...
 
     def read(self, path: P) -> bytes:

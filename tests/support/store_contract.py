@@ -71,7 +71,7 @@ def _files_are_written_whole(store, root, drafts):
     assert not store.put_if_absent(path, b"third", label="commit")
     draft = drafts / "draft"
     draft.write_bytes(b"installed")
-    store.install(draft, path)
+    store.install(draft, path, label="shard")
     assert store.read(path) == b"installed"
     assert not draft.exists()
     assert store.work_folder(root).is_dir()
@@ -105,7 +105,7 @@ def _bytes_are_compared(store, root, drafts):
     payload, path = bytes(range(256)) * 50, root / "shard"
     sha256, size = hashlib.sha256(payload).hexdigest(), len(payload)
     (drafts / "shard").write_bytes(payload)
-    store.install(drafts / "shard", path)
+    store.install(drafts / "shard", path, label="shard")
     pinned = store.pinned(path, sha256, size)
     assert [*store.ahead([pinned])] == [pinned]
     assert store.local(pinned).read_bytes() == payload

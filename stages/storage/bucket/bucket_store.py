@@ -62,9 +62,11 @@ class BucketStore:
         reach(f"{label}.after_rename")
 
     @staticmethod
-    def install(draft: Path, target: ObjectPath) -> None:
+    def install(draft: Path, target: ObjectPath, *, label: str) -> None:
         """By an upload."""
+        reach(f"{label}.before_rename")
         objects.put(target, draft)
+        reach(f"{label}.after_rename")
         fs.unlink(draft)
 
     @staticmethod

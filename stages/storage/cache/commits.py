@@ -61,7 +61,7 @@ def commit_unit(
         ours = _describe(draft, unit, block, facts, quarantine)
         final = work.cache.data / ours.file
         is_new = not final.exists()
-        _install(draft, final)
+        store_of(final).install(draft, final, label="shard")
     except BaseException:
         fs.discard(draft)
         raise
@@ -180,16 +180,6 @@ def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
         )
 
 
-def _install(draft: Path, final: Location) -> None:
-    reach("shard.before_fsync")
-    fs.fsync(draft)
-    reach("shard.after_fsync")
-    reach("shard.before_rename")
-    store_of(final).install(draft, final)
-    reach("shard.after_rename")
-    store_of(final).sync_names(final.parent)
-
-
 def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> None:
     if theirs.file != ours.file:
         logger.warning(
@@ -253,15 +243,11 @@ def write_quarantine(
     store.make_folder(folder)
     try:
         _write(draft, rejected, input_names)
-        sha256 = fs.sha256_of(draft)
-        fs.fsync(draft)
-        size = draft.stat().st_size
-        store.install(draft, folder / part_name(part, sha256))
+        sha256, size = fs.sha256_of(draft), draft.stat().st_size
+        store.install(draft, folder / part_name(part, sha256), label="quarantine")
     except BaseException:
         fs.discard(draft)
         raise
-    store.sync_names(folder)
-    reach("quarantine.written")
     return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
 
 

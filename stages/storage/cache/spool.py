@@ -24,8 +24,9 @@ from ....schemas.plain_names import is_plain_name
 from ....schemas.preparing import ArrangedPart, Block, EncodedPart, PartFile, RingRecord
 from ..bucket.objects import Location
 from ..disk import fs
-from ..disk.failpoints import operate, reach
+from ..disk.failpoints import operate
 from ..signed_records import SignedRecords
+from ..store import store_of
 
 T = TypeVar("T", EncodedPart, ArrangedPart, RingRecord)
 
@@ -101,11 +102,7 @@ def new_part(commit: Path) -> Iterator[NewPart]:
         part = NewPart(commit, sink)
         yield part
         sink.flush()
-        fs.fsync(draft)
-        reach("part.before_rename")
-        fs.rename(draft, commit.with_name(part.file.name))
-    reach("part.after_rename")
-    fs.fsync_folder(commit.parent)
+        store_of(commit).install(draft, commit.with_name(part.file.name), label="part")
 
 
 def put_commit(commit: Path, record: T) -> None:

@@ -15,6 +15,7 @@ from ....schemas.errors import CorruptionError, StorageError, os_errors_as_stora
 from ....schemas.file_version import Remember
 from . import fs
 from .digest_memory import shard_sha256
+from .failpoints import reach
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -58,9 +59,13 @@ class DiskStore:
         fs.publish(path, payload, label=label, draft_in=draft_in)
 
     @staticmethod
-    def install(draft: Path, target: Path) -> None:
-        """By a rename."""
+    def install(draft: Path, target: Path, *, label: str) -> None:
+        """By a rename, once its bytes are durable."""
+        fs.fsync(draft)
+        reach(f"{label}.before_rename")
         fs.rename(draft, target)
+        reach(f"{label}.after_rename")
+        fs.fsync_folder(target.parent)
 
     @staticmethod
     def local(path: Path) -> Path:

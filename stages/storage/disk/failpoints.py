@@ -26,13 +26,12 @@ VARIABLE = "ALIGN_FAILPOINTS"
 
 OF_A_RING = ("part.before_rename", "part.after_rename", "part.before_link", "part.after_link")
 OF_A_CACHE = (
-    "quarantine.written",
+    "quarantine.before_rename",
+    "quarantine.after_rename",
     "plan.before_link",
     "plan.after_link",
     "unit.scored",
     "shard.written",
-    "shard.before_fsync",
-    "shard.after_fsync",
     "shard.before_rename",
     "shard.after_rename",
     "commit.before_link",
