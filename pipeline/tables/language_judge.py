@@ -102,6 +102,7 @@ def answer(
     call.tally.known += len(questions) - len(missing)
     if missing:
         require_same_server(model.sampler, model.config.server, answers, chat=True)
+        answers.merge()  # what stopped runs have left, so that each reads less
         call.work(tasks)
         answers.look()
     if len(answers.refused(questions)) < len(answers.missing(questions)):

@@ -150,6 +150,7 @@ class SampleJob:
         tasks = self.tasks
         for chat in sorted({not isinstance(prompt.text, str) for prompt in self.prompts.values()}):
             require_same_server(self.sampler, self.config.server, tasks.answers, chat=chat)
+        tasks.answers.merge()  # what stopped runs have left, so that each reads less
         call.work(tasks)
         tasks.answers.look()
         manifest = self._published()

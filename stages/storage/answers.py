@@ -9,11 +9,11 @@ replaces it.
 Processes of many machines add, read and merge at the same time, and no lock holds them apart:
 
 - To add is to put one new segment. No other is read or written for it.
-- To merge, which is done where a table is about to be published, is to put large segments of the
-  lines of small ones, and then to remove these. A large segment is never merged or removed. So
-  whoever finds a small one gone knows that its lines are in large ones, and were before it went;
-  those who merge the same at once at worst both put them; and one that is killed midway leaves
-  small ones whose lines are elsewhere too, which the next who merges removes.
+- To merge, which is done before more is asked for and before a table is published, is to put large
+  segments of the lines of small ones, and then to remove these. A large segment is never merged or
+  removed. So whoever finds a small one gone knows that its lines are in large ones, and were before
+  it went; those who merge the same at once at worst both put them; and one that is killed midway
+  leaves small ones whose lines are elsewhere too, which the next who merges removes.
 - A listing that takes its time may come too early for a large segment and too late for the small
   ones. It was there when that listing ended, so the next has it: everybody lists twice, and again
   as long as answers, or segments that were listed, have gone.

@@ -191,6 +191,34 @@ def test_alpaca_eval_gets_the_first_sample_of_each_prompt_of_a_single_turn(
         run_sampling(config, counting, **alpaca)
 
 
+class Stopping(CountingSampler):
+    """One whose disk is full after two batches."""
+
+    def draw(self, key, number, sampling):
+        """One sample."""
+        if len(self.drawn()) % (2 * BATCH + 1) == 2 * BATCH:
+            self._note("refused")
+            raise StorageError("full")
+        return super().draw(key, number, sampling)
+
+
+def test_what_stopped_runs_have_left_is_merged_before_more_is_sampled(
+    tmp_path, config, prompts_file, monkeypatch
+):
+    monkeypatch.setattr(answers, "MOST_SMALL", 1)
+    monkeypatch.setattr(answers, "SMALL_BYTES", 1200)  # more than a batch has
+    stopping, left = Stopping(tmp_path / "stopped-log"), []
+    for _ in range(3):
+        with pytest.raises(StorageError, match="full"):
+            run_sampling(config, stopping)
+        folder = TableFolder.at(config.sample.output, "samples").answers(config.sample.answers)
+        left.append([path.stat().st_size for path in folder.glob("*.jsonl")])
+    assert [len(sizes) for sizes in left] == [2, 3, 4]
+    assert [sum(size >= 1200 for size in sizes) for sizes in left] == [0, 1, 2]
+    drawn = [line for line in stopping.drawn() if line != "refused"]
+    assert len(drawn) == len(set(drawn)) == 3 * 2 * BATCH
+
+
 @pytest.mark.parametrize("failpoint", OF_A_TABLE)
 def test_a_kill_at_any_place_of_writing_loses_nothing_that_was_kept(
     tmp_path, config, prompts_file, counting, failpoint
