@@ -70,6 +70,7 @@ class Answers:
         self._spans: dict[str, _Span] = {}
         self._read: dict[str, int] = {}  # bytes of each segment
         self._unusable: set[str] = set()  # keys of answers that no table can hold
+        self._is_made = False  # the folder
         self.look()
         if unusable := self._unusable - self._spans.keys():
             logger.warning(
@@ -199,8 +200,10 @@ class Answers:
     def _put(self, lines: list[bytes]) -> str:
         payload = b"".join(sorted(lines))  # segments of the same answers are one
         name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
-        if self._store.has_folders and not self.folder.is_dir():
+        # Also where there is one: who made it may have died before its name was durable.
+        if not self._is_made or (self._store.has_folders and not self.folder.is_dir()):
             self._store.make_folder(self.folder)
+            self._is_made = True
         self._store.put_if_absent(self.folder / name, payload, label="answers")
         self._index(name, payload)
         return name

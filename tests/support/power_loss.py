@@ -1,6 +1,7 @@
 """A disk that forgets what was not synced, driven by the log of what we did, and what has to hold.
 
-A rule says what is wrong with the files of a cache, a run or a part of preparing.
+A rule says what is wrong with the files of a cache, a run or a part of preparing, or with records,
+lines and answers.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from align.schemas.cache import Commit, Manifest, Plan
 from align.schemas.json_codec import CodecError, from_signed_json
 from align.schemas.preparing import EncodedPart
+from align.stages.storage.answers import NAME
 from align.stages.storage.cache.cache_folder import COMMIT_NAME, ROOT_NAME, WORK_NAME
 from align.stages.storage.disk import failpoints, fs
 from align.stages.storage.run.run_folder import RECORD_NAME
@@ -39,7 +41,14 @@ CONTENTS = {  # what an unsynced file holds
 @dataclasses.dataclass(eq=False)
 class File:
     content: bytes = b""
-    synced: bool = False
+    durable: int = 0  # bytes of it that were synced
+
+    @property
+    def synced(self):
+        return self.durable == len(self.content) != 0
+
+    def after_crash(self, contents):
+        return self.content[: self.durable] + CONTENTS[contents](self.content[self.durable :])
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,12 +87,12 @@ class Disk:
     def do(self, op):
         parent = None if op.path == self.base else self.node(op.path.parent)
         node = parent.now.get(op.path.name) if parent else self.top
-        if op.name == "create":
+        if op.name == "create" or (op.name == "append" and node is None):
             parent.change(**{op.path.name: File()})
         elif op.name == "write":
-            node.content, node.synced = node.content + op.payload, False
+            node.content += op.payload
         elif op.name == "fsync":
-            node.synced = True
+            node.durable = len(node.content)
         elif op.name == "fsync_folder":
             node.durable, node.pending = node.now, []
         elif op.name == "make_folder" and node is None:
@@ -104,6 +113,8 @@ class Disk:
 
     def _move(self, parent, node, op):
         target = self.node(op.target.parent)
+        if op.name == "link" and op.target.name in target.now:
+            return  # the first has won
         gone = {op.path.name: None} if op.name == "rename" else {}
         if target is parent:
             parent.change(**{**gone, op.target.name: node})
@@ -136,8 +147,7 @@ class Disk:
                     left[f"{prefix}{name}/"] = b""
                     visit(node, f"{prefix}{name}/")
                 else:
-                    kept = "whole" if node.synced else contents
-                    left[prefix + name] = CONTENTS[kept](node.content)
+                    left[prefix + name] = node.after_crash(contents)
 
         visit(self.top, "")
         return left
@@ -324,6 +334,54 @@ def broken_spool(left, promises):
                 return f"{path} names a file that is not there"
     gone = [number for _, number in promises if f"spool/encoded/{number}.json" not in left]
     return f"{gone[0]} was promised and is gone" if gone else None
+
+
+def broken_states(states):
+    """The rule for things of which a promise says in what state each may be from there on."""
+
+    def broken(left, promises):
+        found = states(left)
+        for name, may_be in dict(promises).items():  # of each the last
+            if found.get(name, GONE) not in may_be.split():
+                return f"{name} is {found.get(name, GONE)}, not {may_be}"
+        return "one is torn" if TORN in found.values() else None
+
+    return broken
+
+
+GONE, TORN, THERE = "gone", "torn", "there"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A record that is replaced again and again."""
+
+    turn: int
+
+
+def states_of_records(left):
+    """Of each its turn."""
+    records = {path: parsed(Turn, held) for path, held in left.items() if path.endswith(".json")}
+    return {path: str(record.turn) if record else TORN for path, record in records.items()}
+
+
+def states_of_lines(left):
+    """How many whole lines there are, if each is what its place says."""
+    *lines, _ = left.get("lines", b"").split(b"\n")
+    is_whole = lines == [b"line %d" % number for number in range(len(lines))]
+    return {"lines": str(len(lines)) if is_whole else TORN}
+
+
+def states_of_answers(left):
+    """The keys that are there; a segment is what its name says."""
+    found = {}
+    for path, held in left.items():
+        folder, _, name = path.rpartition("/")
+        if folder == "answers" and NAME.fullmatch(name):
+            if f"{sha256(held)}.jsonl" != name:
+                return {path: TORN}
+            found |= {json.loads(line)["key"]: THERE for line in held.splitlines()}
+    return found
 
 
 @cache

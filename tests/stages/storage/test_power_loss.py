@@ -1,24 +1,43 @@
-"""Caches, runs and the parts of preparing, on a disk that forgets what was not synced.
+"""Caches, runs, parts, records, lines and answers, on a disk that forgets what was not synced.
 
 A process that is killed here, before any one of its operations, stands for every kill of it.
 """
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 
 from align.schemas.checkpoint import Retention
 from align.schemas.preparing import Block, EncodedPart
+from align.stages.storage import answers
+from align.stages.storage.answers import Answers
 from align.stages.storage.cache import spool
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.cleanup import remove_superseded
 from align.stages.storage.disk import fs
+from align.stages.storage.disk.lines import Lines, keep_lines, read_lines
 from align.stages.storage.run.run_folder import RunFolder
+from align.stages.storage.signed_records import SignedRecords
 from support.checkpoint_saves import train
 from support.made_caches import make_cache, tree_of
-from support.power_loss import History, broken_cache, broken_run, broken_spool, syncs
+from support.power_loss import (
+    GONE,
+    THERE,
+    History,
+    Turn,
+    broken_cache,
+    broken_run,
+    broken_spool,
+    broken_states,
+    states_of_answers,
+    states_of_lines,
+    states_of_records,
+    syncs,
+)
 
 
 def make_first(base, told):
@@ -63,6 +82,69 @@ def prepare_parts(base, told):
             told("encoded", commit.stem)  # what is found is not: it is made again where it is lost
 
 
+def keep_records(base, told):
+    """Two are put; one of them is replaced twice, and the other one dropped."""
+    first, second = base / "first.json", base / "second.json"
+    is_over = (known := TURNS.find(first)) and known.turn == 3
+    for path in () if is_over else (first, second):
+        told(path.name, f"{GONE} 0 1 2 3")
+        TURNS.put(path, Turn(0))
+        told(path.name, "0 1 2 3")
+    for turn in range(TURNS.read(first).turn + 1, 4):
+        told(first.name, f"{turn - 1} {turn}")
+        TURNS.replace(first, Turn(turn))
+        told(first.name, f"{turn}")
+    told(second.name, f"{GONE} 0")
+    TURNS.drop(second)
+    told(second.name, GONE)
+
+
+def keep_lines_of_run(base, told):
+    """Goes on after the second line, as a run does after a checkpoint; syncs after two more."""
+    path, durable = base / "lines", 0
+
+    def promise(least, most=4):
+        told(path.name, " ".join(map(str, range(least, most + 1))) + f" {GONE}" * (not least))
+
+    known = [*read_lines(path)] if path.exists() else []
+    if len(known) > 2:
+        promise(0)
+        keep_lines(path, known[:2], label="metrics")
+        promise(2, 2)
+        durable = 2
+    with closing(Lines(path)) as lines:
+        for number in range(min(len(known), 2), 4):
+            promise(durable)
+            lines.append(b"line %d" % number)
+            if number % 2:
+                lines.sync()
+                durable = number + 1
+                promise(durable)
+
+
+def keep_answers(base, told):
+    """Two processes add and merge in turn."""
+    few = {"MOST_SMALL": 1, "SMALL_BYTES": 120}  # of which one answer has less, and two more
+    with mock.patch.multiple(answers, **few):
+        processes = [Answers(base / "answers") for _ in range(2)]
+        for number in range(5):
+            one, name = processes[number % 2], f"{number:08}"
+            if name not in one:
+                one.add({name: {"text": "some text of an answer"}})
+                told(name, THERE)
+            one.look()
+            if number > 1:
+                one.merge()
+
+
+TURNS = SignedRecords(Turn, remedy="None.", label="round")
+
+
+def texts_of(base):
+    found = Answers(base / "answers")
+    return dict(found.of(f"{number:08}" for number in range(len(found))))
+
+
 @dataclass(frozen=True)
 class Kind:
     """What is made, and the rule of what may be left of it."""
@@ -70,7 +152,8 @@ class Kind:
     broken: Callable
     brief: Callable  # killed before each of its operations, and done again
     histories: list  # each of what is done one after another
-    undone: tuple  # works, the last of which takes back what was promised before
+    undone: tuple = ()  # works, the last of which takes back what was promised before
+    outcome: Callable = tree_of  # the same for all who were killed and done again
 
 
 KINDS = {
@@ -81,7 +164,14 @@ KINDS = {
         (make_first, make_grown, forget_earlier),
     ),
     "run": Kind(broken_run, train_briefly, [[train_long], [train_briefly]], (train_long, go_back)),
-    "part": Kind(broken_spool, prepare_parts, [[prepare_parts]], ()),
+    "part": Kind(broken_spool, prepare_parts, [[prepare_parts]]),
+    "records": Kind(broken_states(states_of_records), keep_records, [[keep_records]]),
+    "lines": Kind(
+        broken_states(states_of_lines), keep_lines_of_run, [[keep_lines_of_run, keep_lines_of_run]]
+    ),
+    "answers": Kind(
+        broken_states(states_of_answers), keep_answers, [[keep_answers]], outcome=texts_of
+    ),
 }
 
 
@@ -109,7 +199,8 @@ def test_a_power_loss_breaks_no_promise_and_every_sync_is_one_that_must_be_there
     for last in range(len(clean.ops)):
         histories.append(new_history().add(kind.brief, last).add(kind.brief))
         # A run that died between its last save and pruning leaves a checkpoint more.
-        assert tree_of(clean.base).items() <= tree_of(histories[-1].base).items(), last
+        ends = (kind.outcome(one.base).items() for one in (clean, histories[-1]))
+        assert next(ends) <= next(ends), last
     if kind.undone:
         *before, last = kind.undone
         history = new_history(*before)
