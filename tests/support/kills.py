@@ -33,6 +33,8 @@ from support.stub_judge import StubJudge
 from support.stub_reference import StubReference, StubScorer
 from support.trainings import KILLED, Course, Server, learned
 
+EMPTY = hashlib.sha256(b"").hexdigest()
+
 
 @contextlib.contextmanager
 def killed_before(number):
@@ -95,6 +97,8 @@ def kills_on_the_way(command, numbers):
     before = len(command.paid())
     command.run()
     assert {*command.paid()} <= _with_new(command, before, kept), "all of it is kept in the end"
+    # A draft without content stays: its writer may live, and not have locked it yet.
+    assert not [path for path in command.root.rglob(".*.tmp") if path.stat().st_size]
     return kills
 
 
@@ -131,7 +135,7 @@ class Tabling(Forked):
         return self.folder / "paid"
 
     @property
-    def output(self):
+    def root(self):
         """The folder of the table."""
         return self.folder / "out"
 
@@ -151,16 +155,16 @@ class Tabling(Forked):
 
     def kept(self, before, now):
         """Answers are kept in the order in which they come."""
-        stored = len(keys_in(self.output / "_align" / "answers"))
+        stored = len(keys_in(self.root / "_align" / "answers"))
         return before | {*now[: max(0, stored - len(before))]}
 
     def segments(self):
         """The names of the files of answers."""
-        return {path.name for path in (self.output / "_align" / "answers").glob("*.jsonl")}
+        return {path.name for path in (self.root / "_align" / "answers").glob("*.jsonl")}
 
     def outcome(self):
         """The bytes of the table and of its manifest."""
-        folder = TableFolder(self.output, self.kind)
+        folder = TableFolder(self.root, self.kind)
         return folder.file.read_bytes(), folder.manifest.read_bytes()
 
 
@@ -171,7 +175,7 @@ class Sampling(Tabling):
 
     def make(self):
         """Without a model."""
-        run_sampling(config_of(self.source, self.output), CountingSampler(self.log))
+        run_sampling(config_of(self.source, self.root), CountingSampler(self.log))
 
 
 class Judging(Tabling):
@@ -182,7 +186,7 @@ class Judging(Tabling):
     def make(self):
         """Without a model."""
         config = Config(
-            judge=JudgeOptions(output=str(self.output), by="pairwise"),
+            judge=JudgeOptions(output=str(self.root), by="pairwise"),
             tracking=TrackingOptions(mlflow=False),
         )
         judge(config, str(self.source), progress=Silent(), sampler=LoggingJudge(self.log))
@@ -214,9 +218,9 @@ class Precomputing(Forked):
         return self.config.cache.rows_per_shard
 
     @property
-    def folder(self):
-        """The cache."""
-        return CacheFolder(Path(self.config.cache.output))
+    def root(self):
+        """The folder of the cache."""
+        return Path(self.config.cache.output)
 
     def run(self):
         """The whole command."""
@@ -228,7 +232,7 @@ class Precomputing(Forked):
 
     def outcome(self):
         """The bytes of every file."""
-        return contents(self.folder.root)
+        return contents(self.root)
 
     @cached_property
     def units(self):
@@ -252,9 +256,10 @@ class Precomputing(Forked):
 
     def kept(self, before, now):
         """What was scored for the units that are committed; their commits go in the end."""
-        if self.folder.manifest.exists():
+        folder = CacheFolder(self.root)
+        if folder.manifest.exists():
             return set().union(*self.units.values())
-        commits = {path.name for work in self.folder.works() for path in work.commits.glob("*")}
+        commits = {path.name for work in folder.works() for path in work.commits.glob("*")}
         return before.union(*(self.units[name] for name in commits & {*self.units}))
 
 
@@ -292,6 +297,11 @@ class Exporting(Forked):
 
     in_flight = 0
 
+    @property
+    def root(self):
+        """The folder of the file."""
+        return self.target.parent
+
     def run(self):
         """The whole command; a file that is there already is another's, and is refused."""
         if not self.target.exists():
@@ -315,18 +325,18 @@ class Training:
     """`align train` on one rank, which goes on from its last checkpoint."""
 
     course: Course
-    folder: Path
+    root: Path
 
     KIND = ("--deepspeed", "zero0", "--resume", "auto")
     in_flight = 0
 
     def code(self, number):
         """How it ends when it is killed before an operation, if it has so many."""
-        return self.course.start(self.folder, *self.KIND, kill_before=number).answers()[0].code
+        return self.course.start(self.root, *self.KIND, kill_before=number).answers()[0].code
 
     def run(self):
         """The whole command."""
-        self.course.run(self.folder, *self.KIND)
+        self.course.run(self.root, *self.KIND)
 
     def paid(self):
         """Steps since the last checkpoint are made again."""
@@ -334,12 +344,12 @@ class Training:
 
     def kept(self, before, now):
         """The steps that it need not make again."""
-        chosen = choose_checkpoint(RunFolder(self.folder)) if self.folder.exists() else None
+        chosen = choose_checkpoint(RunFolder(self.root)) if self.root.exists() else None
         return {*range(chosen.checkpoint.position.global_step if chosen else 0)}
 
     def outcome(self):
         """All that was learned, and the bytes of the model."""
-        return learned(self.folder), contents(self.folder / "model")
+        return learned(self.root), _without_cards(contents(self.root / "model"))
 
 
 @dataclass(frozen=True)
@@ -352,9 +362,9 @@ class Rounds:
     in_flight = 24  # all samples of a round may be one batch
 
     @property
-    def folder(self):
+    def root(self):
         """The folder of all rounds."""
-        return RoundsFolder(self.settings.parent / "out")
+        return self.settings.parent / "out"
 
     @property
     def log(self):
@@ -376,17 +386,25 @@ class Rounds:
 
     def kept(self, before, now):
         """Samples are kept in the order in which they are drawn."""
-        stored = len(keys_in(self.folder.sample_answers))
+        stored = len(keys_in(RoundsFolder(self.root).sample_answers))
         return before | {*now[: max(0, stored - len(before))]}
 
     def outcome(self):
         """The bytes of tables, caches, models and records, by their paths."""
-        found = contents(self.folder.root)
+        found = _without_cards(contents(self.root))
         apart = re.compile(r"(^|/)(_align|answers|checkpoints|run/[^/]+)(/|$)|^rounds\.html$")
-        kept = re.compile(r"/run/model/")
         return {
-            name: one for name, one in found.items() if kept.search(name) or not apart.search(name)
+            name: one
+            for name, one in found.items()
+            if "/run/model/" in name or not apart.search(name)
         }
+
+
+def _without_cards(found):
+    """Files but those that tell speeds and folders, and drafts whose writer may still live."""
+    return {
+        name: one for name, one in found.items() if not name.endswith("README.md") and one != EMPTY
+    }
 
 
 @contextlib.contextmanager
