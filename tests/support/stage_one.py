@@ -107,5 +107,10 @@ def _terminated(number, _):
 
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload(
-    ["align.pipeline.precompute.precompute", "align.pipeline.tables.sample"]
+    [
+        "align.pipeline.precompute.precompute",
+        "align.pipeline.precompute.export",
+        "align.pipeline.tables.sample",
+        "align.pipeline.tables.judge",
+    ]
 )

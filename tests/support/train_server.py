@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -112,7 +112,7 @@ def become(request):
     os.dup2(nothing, 0)
     sys.argv = ["align", *request["argv"]]
     try:
-        with small_disk(**request["disk"]) if "disk" in request else nullcontext():
+        with meanwhile(request):
             cli.main()
     except SystemExit as end:
         threading._shutdown()
@@ -120,6 +120,23 @@ def become(request):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code or 0)
+
+
+@contextmanager
+def meanwhile(request):
+    """What befalls the command besides: a small disk, a kill before an operation, one who counts.
+
+    These are imported by what they are asked for: most commands meet nothing.
+    """
+    with ExitStack() as stack:
+        if "disk" in request:
+            stack.enter_context(small_disk(**request["disk"]))
+        if "kill_before" in request or "paid_into" in request:
+            kills = importlib.import_module("support.kills")
+            stack.enter_context(kills.killed_before(request.get("kill_before", 0)))
+            if "paid_into" in request:
+                stack.enter_context(kills.paid_into(request["paid_into"]))
+        yield
 
 
 @contextmanager

@@ -94,6 +94,8 @@ class RoundsFolder:
         fs.make_folder(self.held_out)
         fs.make_folder(self.sample_answers.parent)
         fs.fsync_folder(self.root)
+        for path in (self.prompts, self.held_out_prompts, self.page):
+            fs.drop_drafts(path)
 
     def prepare_round(self, number: int) -> OneRound:
         """Makes the folder of a round."""

@@ -16,6 +16,7 @@ from align.stages.storage.cache import spool
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import owner_lock, try_owner_lock
+from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import RunFolder, read_ending, trash_name
 from align.stages.storage.run.run_store import RunStore
 from support.checkpoint_saves import content, save, writer
@@ -96,6 +97,15 @@ def test_what_killed_runs_left_is_swept_up(prepared_run):
     left = {path.name for path in prepared_run.checkpoints.iterdir()}
     assert left == {".bad-step-00000003-0badcafe", "latest", "step-00000001"}
     assert {path.name for path in prepared_run.root.iterdir()} == {"_align", "checkpoints"}
+
+
+def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path):
+    folder = RoundsFolder(tmp_path / "rounds")
+    folder.prepare()
+    for path in (folder.prompts, folder.held_out_prompts, folder.page):
+        path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(b"half")
+    folder.prepare()
+    assert not [*folder.root.rglob(".*.tmp")]
 
 
 def test_an_ending_that_vouches_for_a_file_elsewhere_is_refused(prepared_run):
