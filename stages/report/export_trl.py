@@ -33,6 +33,7 @@ def export_trl(
     folder: CacheFolder, target: Path, *, decode: Decode, overwrite: bool = False
 ) -> int:
     """Writes `target` atomically; returns the number of rows."""
+    fs.drop_drafts(target)  # also one whose writer was killed once the file had its name
     _require_free(target, overwrite=overwrite)
     tables = _flat_tables(folder, decode)
     with fs.new_file(target, replaces=overwrite) as sink:

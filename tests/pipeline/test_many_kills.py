@@ -26,13 +26,13 @@ ANSWERS = {f"Number {index}?": [str(index + step) for step in range(3)] for inde
 # How many processes a part of the campaign kills at least.
 LEAST = {
     "precompute-ref": 120,
-    "sample": 120,
-    "judge": 120,
-    "merge for sample": 60,
-    "merge for judge": 50,
+    "sample": 100,
+    "judge": 80,
+    "merge for sample": 40,
+    "merge for judge": 40,
     "export": 6,
     "train": 20,
-    "rounds": 10,
+    "rounds": 8,
 }
 FEW = 2  # places of a command that are tried where not all of them are
 

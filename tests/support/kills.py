@@ -12,10 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from align.pipeline.precompute.export import export
 from align.pipeline.tables.judge import judge
 from align.pipeline.tables.samplers import OpenLocalSampler
 from align.schemas.config import Config, TrackingOptions
+from align.schemas.errors import UsageError
 from align.schemas.json_codec import digest
 from align.schemas.round_options import JudgeOptions
 from align.schemas.samples import Sample
@@ -303,8 +306,9 @@ class Exporting(Forked):
         return self.target.parent
 
     def run(self):
-        """The whole command; a file that is there already is another's, and is refused."""
-        if not self.target.exists():
+        """The whole command; a file that is there is refused, also one that it has made itself."""
+        is_there = self.target.exists()
+        with pytest.raises(UsageError) if is_there else contextlib.nullcontext():
             export(self.cache, self.target, model=None, overwrite=False)
 
     def paid(self):
