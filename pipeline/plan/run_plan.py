@@ -6,12 +6,14 @@ From the settings, a cache's lengths or given ones, and config.json; no weight i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
 
 from ...schemas.batches import World
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
+from ...schemas.train_options import TrainOptions
 from ...stages.engine.engine_memory import Elements
 from ...stages.feed.cache_index import RowTable, ShardColumns, unchecked
 from ...stages.feed.train_source import open_source
@@ -30,6 +32,8 @@ from ..jobs.object_inputs import local_model
 from ..options.settings import Settings
 from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
+from .memory_search import Trial, search
+from .remedies import Attempt, Situation
 from .train_checks import read_spec_of, require_effect
 from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
 
@@ -56,6 +60,11 @@ class PlanRequest:
     rows: GivenRows | None = None
     tokens_per_second: float = 0.0  # of all GPUs together
     price: float = 0.0  # of a GPU for an hour
+
+    @property
+    def usable_bytes(self) -> int:
+        """The part of a GPU's memory that a training can fill."""
+        return int(USABLE * self.gpu_bytes)
 
 
 @dataclass(frozen=True)
@@ -87,13 +96,18 @@ class RunPlan:
     workload: Workload
     scoring: Scoring
     reference: ReferenceCost
-    memory: tuple[tuple[Way, Components], ...]
+    planner: MemoryPlanner
+    own: Components  # what the settings need
     request: PlanRequest
+    remedy: Trial | None  # if they do not fit: what does, or comes nearest
+    given_by_set: frozenset[str]
 
-    @property
-    def own(self) -> Components:
-        """The memory that the settings need."""
-        return next(components for way, components in self.memory if way == self.own_way)
+    @cached_property
+    def memory(self) -> tuple[tuple[Way, Components], ...]:
+        """The memory of every way to train."""
+        ways = [way for way in self.planner.ways() if self.planner.is_possible(way)]
+        ways = ways if self.own_way in ways else [self.own_way, *ways]
+        return tuple((way, self.planner.components(way)) for way in ways)
 
     @property
     def seconds(self) -> float:
@@ -103,29 +117,7 @@ class RunPlan:
 
     def fits(self, components: Components) -> bool:
         """Whether it fits a GPU of the size that was asked for."""
-        return components.peak <= USABLE * self.request.gpu_bytes
-
-    def nearest_that_fits(self) -> Way | None:
-        """The least changed way that fits."""
-        order = ("full", "lora", "qlora")
-        least = order.index(self.own_way.learning)
-        fitting = [
-            way
-            for way, components in self.memory
-            if order.index(way.learning) >= least and self.fits(components)
-        ]
-        return min(fitting, key=self._change, default=None)
-
-    def _change(self, way: Way) -> tuple[bool, ...]:
-        own = self.own_way
-        return (
-            way.learning == "qlora" and way.learning != own.learning,
-            way.learning != own.learning,
-            way.offloads,
-            way.deepspeed != own.deepspeed and way.spreads_weights,
-            way.deepspeed != own.deepspeed,
-            way.checkpointing != own.checkpointing,
-        )
+        return components.peak <= self.request.usable_bytes
 
 
 def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
@@ -141,13 +133,13 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     dtype = _dtype(rows.policy.path, config.train.dtype)
     device = "cuda" if request.is_for_gpu else chosen_device(config.model)
     layout = "flex" if device == "cuda" else "packed"
-    shared = config.train.sequence_parallel
-    if request.gpus % shared:
-        raise UsageError(f"train.sequence_parallel is {shared}: --gpus has to be a multiple of it.")
-    tokens = planned_tokens(config.train, device)
-    world = World(0, request.gpus, 0, shared)
-    feed = feed_settings(config.train, recipe, world, tokens=tokens, pads=False)
-    workload = workload_of(rows.table, feed, config.train, rows=rows.count, held_out=rows.held_out)
+    if request.gpus % config.train.sequence_parallel:
+        raise UsageError(
+            f"train.sequence_parallel is {config.train.sequence_parallel}: --gpus has to be a "
+            "multiple of it."
+        )
+    work_of = cache(partial(_workload, rows, recipe, request.gpus, device))
+    workload = work_of(config.train)
     planner = MemoryPlanner(
         Planned(
             model=rows.policy,
@@ -163,8 +155,22 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         )
     )
     own = planner.own_way
-    ways = [way for way in planner.ways() if planner.is_possible(way)]
-    ways = ways if own in ways else [own, *ways]
+
+    def planner_of(other: Config) -> MemoryPlanner:
+        work = work_of(other.train)
+        return planner.changed(other.train, other.lora, work.trees(), work.micro_batches)
+
+    components, remedy = planner.components(own), None
+    if request.gpu_bytes and components.peak > request.usable_bytes:
+        now = Situation(
+            config=config,
+            stage=planner.setting(own).stage,
+            ranks=request.gpus,
+            tokens=workload.micro_tokens // workload.sharing,
+            longest=workload.longest,
+        )
+        as_given = Trial(Attempt((), ({},)), {}, own, components)
+        remedy = search(now, planner_of, request.usable_bytes, as_given)
     return RunPlan(
         method=recipe.name,
         policy=rows.policy.path,
@@ -175,9 +181,23 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         workload=workload,
         scoring=rows.scoring,
         reference=_reference(planner, own, workload, request.gpus, dtype),
-        memory=tuple((way, planner.components(way)) for way in ways),
+        planner=planner,
+        own=components,
         request=request,
+        remedy=remedy,
+        given_by_set=frozenset(
+            name for name, origin in settings.origins.items() if origin == "--set"
+        ),
     )
+
+
+def _workload(
+    rows: _Rows, recipe: Recipe, ranks: int, device: str, train: TrainOptions
+) -> Workload:
+    world = World(0, ranks, 0, train.sequence_parallel)
+    tokens = planned_tokens(train, device)
+    feed = feed_settings(train, recipe, world, tokens=tokens, pads=False)
+    return workload_of(rows.table, feed, train, rows=rows.count, held_out=rows.held_out)
 
 
 @dataclass(frozen=True)
