@@ -25,6 +25,7 @@ def plan_text(plan: RunPlan) -> str:
     micro = f"{plan.workload.micro_tokens:,} tokens in a micro-batch"
     blocks = [
         list(_verdict(plan)),
+        *([_wrapped(plan.note)] if plan.note else []),
         [_heading("Training"), *_facts([*_training(plan), *_time(plan)])],
         [_heading("Stage 1"), *_facts(_stage_one(plan))],
         [_heading("Memory of one GPU at its peak, in GiB"), *_parts(plan)],

@@ -33,8 +33,8 @@ from ..options.settings import Settings
 from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
 from .memory_search import Trial, search
-from .remedies import Attempt, Situation
-from .train_checks import read_spec_of, require_effect
+from .remedies import Attempt, Situation, changed
+from .train_checks import learning_rate_note, read_spec_of, require_effect
 from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
@@ -101,6 +101,7 @@ class RunPlan:
     request: PlanRequest
     remedy: Trial | None  # if they do not fit: what does, or comes nearest
     given_by_set: frozenset[str]
+    note: str  # on the learning rate; empty: none
 
     @cached_property
     def memory(self) -> tuple[tuple[Way, Components], ...]:
@@ -160,7 +161,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         work = work_of(other.train)
         return planner.changed(other.train, other.lora, work.trees(), work.micro_batches)
 
-    components, remedy = planner.components(own), None
+    components, remedy, advised = planner.components(own), None, config
     if request.gpu_bytes and components.peak > request.usable_bytes:
         now = Situation(
             config=config,
@@ -171,6 +172,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         )
         as_given = Trial(Attempt((), ({},)), {}, own, components)
         remedy = search(now, planner_of, request.usable_bytes, as_given)
+        advised = changed(config, remedy.changes)
     return RunPlan(
         method=recipe.name,
         policy=rows.policy.path,
@@ -188,6 +190,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         given_by_set=frozenset(
             name for name, origin in settings.origins.items() if origin == "--set"
         ),
+        note=learning_rate_note(advised.train, advised.lora),
     )
 
 

@@ -20,9 +20,11 @@ from align.pipeline.plan.remedies import (
     memory_savers,
 )
 from align.pipeline.plan.run_plan import USABLE, GivenRows, PlanRequest, plan_run
+from align.pipeline.plan.train_checks import learning_rate_note
 from align.pipeline.plan.workload import RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
 from align.schemas.config import Config
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.methods.table import recipe_of
 from support.command import align
 
@@ -43,7 +45,7 @@ ONE_BILLION = {
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 2000,
@@ -101,7 +103,7 @@ def test_eight_billion_parameters_on_eight_gpus_by_hand(eight_billion):
     assert (held.weights, held.optimizer) == (2 * (every + adapter), 12 * adapter // 8)
     # Stage 1 keeps gradients of all weights in float32 on every rank, stage 2 those of a share.
     assert (plan.own.weights, plan.own.gradients) == (2 * every, 4 * every)
-    assert plan.remedy.changes == {"train.tokens_per_batch": 4096, "train.deepspeed": "zero2"}
+    assert plan.remedy.changes == {"train.deepspeed": "zero2"}
     assert plan.fits(plan.remedy.components)
 
 
@@ -120,6 +122,7 @@ def test_the_flags_of_the_verdict_can_be_copied(one_billion):
     verdict, remedy, *_ = first.out.splitlines()
     assert verdict.startswith("Does not fit")
     assert remedy.startswith("Fits with")
+    assert "1e-4 to 2e-4" in first.out  # the rate of the settings is the one for all weights
     again = align(*words, *shlex.split(first.out.split("\n\n")[1]))
     assert again.out.startswith("Fits: "), (first, again)
     for answer in (first, again):
@@ -227,3 +230,11 @@ def test_remedies_are_those_that_are_of_use():
     kept = [not one.startswith("in a new run") for one in advice]
     assert kept == sorted(kept, reverse=True)
     assert any(one.endswith("--lora") for one in advice)
+
+
+def test_lora_at_a_rate_for_all_weights_is_noted():
+    lora, slow = LoraOptions(enabled=True), TrainOptions(lr=1e-5)
+    assert "1e-4 to 2e-4" in learning_rate_note(slow, lora)
+    assert not learning_rate_note(slow, LoraOptions())
+    for train in (TrainOptions(lr=1e-4), TrainOptions(lr=0.0), replace(slow, optimizer="lion")):
+        assert not learning_rate_note(train, lora)
