@@ -11,7 +11,7 @@ from .remedies import Attempt, Changes, Situation, attempts, changed
 
 
 @dataclass(frozen=True)
-class Trial:
+class Tried:
     """Settings that were changed, and the memory that they need."""
 
     attempt: Attempt
@@ -21,8 +21,8 @@ class Trial:
 
 
 def search(
-    now: Situation, planner_of: Callable[[Config], MemoryPlanner], usable: int, own: Trial
-) -> Trial:
+    now: Situation, planner_of: Callable[[Config], MemoryPlanner], usable: int, own: Tried
+) -> Tried:
     """The trial with the least changes that fits into `usable` bytes, or else the smallest one."""
     nearest = own
     for attempt in attempts(now):
@@ -45,9 +45,9 @@ def search(
     return nearest
 
 
-def _trial(attempt: Attempt, changes: Changes, planner: MemoryPlanner) -> Trial:
+def _trial(attempt: Attempt, changes: Changes, planner: MemoryPlanner) -> Tried:
     way = planner.own_way
-    return Trial(attempt, changes, way, planner.components(way))
+    return Tried(attempt, changes, way, planner.components(way))
 
 
 def _update_of(planner: MemoryPlanner) -> int:

@@ -9,7 +9,7 @@ from ...schemas.errors import counted
 from ...stages.engine.engine_memory import Elements
 from ...stages.report.cache_tables import facts, grid, heading
 from .memory_plan import Components, Way
-from .memory_search import Trial
+from .memory_search import Tried
 from .remedies import flags_of
 from .run_plan import USABLE, RunPlan
 from .workload import Workload
@@ -71,7 +71,7 @@ def _verdict(plan: RunPlan) -> Iterator[str]:
     yield from _remedy_lines(plan, plan.remedy)
 
 
-def _remedy_lines(plan: RunPlan, remedy: Trial) -> Iterator[str]:
+def _remedy_lines(plan: RunPlan, remedy: Tried) -> Iterator[str]:
     peak, flags = remedy.components.peak, flags_of(remedy.changes, plan.given_by_set)
     if plan.fits(remedy.components):
         yield from _wrapped(f"Fits with {gib(peak)} GiB: {remedy.attempt}. Add:")

@@ -5,6 +5,7 @@ From the settings, a cache's lengths or given ones, and config.json; no weight i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -32,7 +33,7 @@ from ..jobs.object_inputs import local_model
 from ..options.settings import Settings
 from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
-from .memory_search import Trial, search
+from .memory_search import Tried, search
 from .remedies import Attempt, Situation, changed
 from .train_checks import learning_rate_note, read_spec_of, require_effect
 from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
@@ -99,7 +100,7 @@ class RunPlan:
     planner: MemoryPlanner
     own: Components  # what the settings need
     request: PlanRequest
-    remedy: Trial | None  # if they do not fit: what does, or comes nearest
+    remedy: Tried | None  # if they do not fit: what does, or comes nearest
     given_by_set: frozenset[str]
     note: str  # on the learning rate; empty: none
 
@@ -133,24 +134,19 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     rows = _given(config, recipe, request.rows) if request.rows else _of_cache(config, recipe)
     dtype = _dtype(rows.policy.path, config.train.dtype)
     device = "cuda" if request.is_for_gpu else chosen_device(config.model)
-    layout = "flex" if device == "cuda" else "packed"
-    if request.gpus % config.train.sequence_parallel:
-        raise UsageError(
-            f"train.sequence_parallel is {config.train.sequence_parallel}: --gpus has to be a "
-            "multiple of it."
-        )
+    _require_dealt(request.gpus, config.train.sequence_parallel)
     work_of = cache(partial(_workload, rows, recipe, request.gpus, device))
     workload = work_of(config.train)
     planner = MemoryPlanner(
         Planned(
-            model=rows.policy,
-            train=config.train,
-            lora=config.lora,
+            rows.policy,
+            config.train,
+            config.lora,
             dtype=dtype,
             device=device,
             ranks=request.gpus,
             head=recipe.head,
-            layout=layout,
+            layout="flex" if device == "cuda" else "packed",
             trees=workload.trees(),
             micro_batches=workload.micro_batches,
         )
@@ -161,18 +157,10 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         work = work_of(other.train)
         return planner.changed(other.train, other.lora, work.trees(), work.micro_batches)
 
-    components, remedy, advised = planner.components(own), None, config
-    if request.gpu_bytes and components.peak > request.usable_bytes:
-        now = Situation(
-            config=config,
-            stage=planner.setting(own).stage,
-            ranks=request.gpus,
-            tokens=workload.micro_tokens // workload.sharing,
-            longest=workload.longest,
-        )
-        as_given = Trial(Attempt((), ({},)), {}, own, components)
-        remedy = search(now, planner_of, request.usable_bytes, as_given)
-        advised = changed(config, remedy.changes)
+    as_given = Tried(Attempt((), ({},)), {}, own, planner.components(own))
+    is_small = 0 < request.usable_bytes < as_given.components.peak
+    remedy = _remedy(config, request, workload, planner_of, as_given) if is_small else None
+    advised = changed(config, remedy.changes) if remedy else config
     return RunPlan(
         method=recipe.name,
         policy=rows.policy.path,
@@ -184,7 +172,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         scoring=rows.scoring,
         reference=_reference(planner, own, workload, request.gpus, dtype),
         planner=planner,
-        own=components,
+        own=as_given.components,
         request=request,
         remedy=remedy,
         given_by_set=frozenset(
@@ -192,6 +180,30 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         ),
         note=learning_rate_note(advised.train, advised.lora),
     )
+
+
+def _require_dealt(ranks: int, sharing: int) -> None:
+    if ranks % sharing:
+        raise UsageError(
+            f"train.sequence_parallel is {sharing}: --gpus has to be a multiple of it."
+        )
+
+
+def _remedy(
+    config: Config,
+    request: PlanRequest,
+    work: Workload,
+    planner_of: Callable[[Config], MemoryPlanner],
+    as_given: Tried,
+) -> Tried:
+    now = Situation(
+        config=config,
+        stage=planner_of(config).setting(as_given.way).stage,
+        ranks=request.gpus,
+        tokens=work.micro_tokens // work.sharing,
+        longest=work.longest,
+    )
+    return search(now, planner_of, request.usable_bytes, as_given)
 
 
 def _workload(

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.memory_plan import Way
-from align.pipeline.plan.memory_search import Trial, search
+from align.pipeline.plan.memory_search import Tried, search
 from align.pipeline.plan.plan_text import gib, plan_text
 from align.pipeline.plan.remedies import (
     Attempt,
@@ -171,7 +171,7 @@ def test_the_first_attempt_that_fits_is_the_one_that_is_found(tiny):
             if planner.is_possible(planner.own_way):
                 every.append((changes, planner.components(planner.own_way).peak))
     peaks = sorted({peak for _, peak in every if peak < tiny.own.peak})
-    own = Trial(Attempt((), ({},)), {}, tiny.own_way, tiny.own)
+    own = Tried(Attempt((), ({},)), {}, tiny.own_way, tiny.own)
     for usable in (peaks[0] - 1, *peaks[::5]):
         found = search(now, planner_of, usable, own)
         fitting = [changes for changes, peak in every if peak <= usable]
