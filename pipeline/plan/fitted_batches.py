@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ...schemas.checkpoint import FittedBatches
-from ...schemas.config import Config
 from ...schemas.train_options import TrainOptions
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.storage.signed_records import SignedRecords
@@ -32,25 +29,3 @@ def note_fitting(folder: RunFolder, planned: int, fits: int) -> None:
 
 
 _FITTED = SignedRecords(FittedBatches, label="fitted", remedy="Remove it.")
-
-
-def memory_savers(config: Config, stage: int, ranks: int) -> Iterator[str]:
-    """Memory-saving settings that are not in use, the cheapest first."""
-    train, lora = config.train, config.lora
-    if not train.gradient_checkpointing:
-        yield "--set train.gradient_checkpointing=true"
-    elif not train.checkpoint_offload:
-        yield "--set train.checkpoint_offload=true"
-    spreads = lora.quantize == "none"  # 4 bits are not cut into parts
-    if spreads and stage < 3 and ranks > 1:
-        yield "--deepspeed zero3"
-    if train.sequence_parallel == 1 and ranks > 1:
-        yield f"--set train.sequence_parallel={ranks}"
-    anew = "in a new run, with another --output, "
-    if spreads and train.deepspeed != "zero3-offload":
-        yield f"{anew}--deepspeed zero3-offload"
-    if not lora.enabled:
-        yield f"{anew}LoRA (--set lora.enabled=true)"
-    elif lora.quantize == "none" and stage < 3:
-        yield f"{anew}QLoRA (--set lora.quantize=nf4)"
-    yield f"{anew}a cache with a shorter tokens.max_length"

@@ -6,7 +6,7 @@ Worked out from the settings, the policy's config.json and the lengths of the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -90,12 +90,20 @@ class Planned:
 
 
 class MemoryPlanner:
-    """Plans the memory of ways to train; each policy is traced once."""
+    """Plans the memory of ways to train."""
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: Planned, policy: TracedPolicy | None = None) -> None:
         self._planned = planned
-        self._models: dict[str, nn.Module] = {}
-        self._traces: dict[tuple[bool, bool], Trace] = {}
+        self._policy = policy or TracedPolicy(planned)
+
+    def changed(
+        self, train: TrainOptions, lora: LoraOptions, trees: Sequence[Tree], micro_batches: int
+    ) -> MemoryPlanner:
+        """The planner of other settings for the same policy; what was traced is not traced anew."""
+        planned = replace(
+            self._planned, train=train, lora=lora, trees=trees, micro_batches=micro_batches
+        )
+        return MemoryPlanner(planned, self._policy)
 
     @cached_property
     def own_way(self) -> Way:
@@ -123,31 +131,37 @@ class MemoryPlanner:
     @property
     def vocabulary(self) -> int:
         """Tokens that the policy's head knows."""
-        config = causal_model(self._model(False)).config
+        config = causal_model(self._policy.model(is_adapted=False)).config
         return int(config.get_text_config(decoder=True).vocab_size)
 
     def is_possible(self, way: Way) -> bool:
-        """Whether the optimizer of the settings runs under its ZeRO stage."""
+        """Whether the settings' optimizer, and weights in 4 bits, run under its ZeRO stage."""
         try:
-            self.setting(way)
+            stage = self.setting(way).stage
         except UsageError:
             return False
-        return True
+        return way.learning != "qlora" or stage < 3
 
     def elements(self, learning: Learning) -> Elements:
         """Counts the parameters, those that learn apart."""
-        model = self._model(learning != "full")
-        return elements_of(model, packs=learning == "qlora")
+        return self._policy.elements(learning)
 
     def components(self, way: Way) -> Components:
         """The memory of one GPU at the peak."""
         return at_peak(*self.parts(way), self._planned.micro_batches)
 
+    def constant(self, way: Way) -> EngineMemory:
+        """The memory that does not depend on the micro-batch."""
+        return engine_memory(self.elements(way.learning), self.setting(way))
+
     def parts(self, way: Way) -> tuple[EngineMemory, Trace]:
         """The constant memory, and that of a micro-batch."""
-        elements, setting = self.elements(way.learning), self.setting(way)
-        engine = engine_memory(elements, setting)
-        traced = self._trace(way.learning != "full", checkpointing=way.checkpointing)
+        engine = self.constant(way)
+        traced = self._policy.trace(
+            self._planned.trees,
+            is_adapted=way.learning != "full",
+            checkpointing=way.checkpointing,
+        )
         if way.checkpointing and self._planned.train.checkpoint_offload:
             engine, traced = replace(engine, host=engine.host + traced.kept), traced.without_kept()
         return engine, traced
@@ -156,15 +170,33 @@ class MemoryPlanner:
         """The engine settings for DeepSpeed."""
         planned = self._planned
         train = replace(planned.train, deepspeed=way.deepspeed)
-        size = hidden_size(self._model(way.learning != "full"))
+        size = hidden_size(self._policy.model(is_adapted=way.learning != "full"))
         found = EngineContext(planned.dtype, size, planned.ranks, planned.device)
         config = engine_config(train, found)
         itemsize = DTYPES[planned.dtype].itemsize
         setting = Setting.of(config, ranks=planned.ranks, itemsize=itemsize, device=planned.device)
         return setting.with_optimizer(train)
 
-    def _model(self, is_adapted: bool) -> nn.Module:
-        key = "lora" if is_adapted else "full"
+
+class TracedPolicy:
+    """A policy without weights; each of its micro-batches is traced once."""
+
+    def __init__(self, planned: Planned) -> None:
+        self._planned = planned  # whose way to train and whose trees are not looked at
+        self._models: dict[tuple[bool, bool], nn.Module] = {}
+        self._elements: dict[Learning, Elements] = {}
+        self._traces: dict[Hashable, Trace] = {}
+
+    def elements(self, learning: Learning) -> Elements:
+        """Counts the parameters, those that learn apart."""
+        if learning not in self._elements:
+            model = self.model(is_adapted=learning != "full")
+            self._elements[learning] = elements_of(model, packs=learning == "qlora")
+        return self._elements[learning]
+
+    def model(self, *, is_adapted: bool, checkpointing: bool = False) -> nn.Module:
+        """The model on the meta device."""
+        key = (is_adapted, checkpointing)
         if key not in self._models:
             planned = self._planned
             kind: Any = AutoModelForCausalLM
@@ -173,21 +205,24 @@ class MemoryPlanner:
             model = empty_model(planned.model, planned.dtype, kind)
             if is_adapted:
                 model = add_lora(model, planned.lora, planned.train.seed)
+            if checkpointing:
+                recompute_activations(causal_model(model))
             self._models[key] = model
         return self._models[key]
 
-    def _trace(self, is_adapted: bool, *, checkpointing: bool) -> Trace:
-        key = (is_adapted, checkpointing)
+    def trace(self, trees: Sequence[Tree], *, is_adapted: bool, checkpointing: bool) -> Trace:
+        """The memory of one micro-batch."""
+        shapes = tuple((len(tree.prompt), *map(len, tree.branches)) for tree in trees)
+        key = (is_adapted, checkpointing, shapes)
         if key not in self._traces:
-            planned, model = self._planned, self._model(is_adapted)
-            if checkpointing:
-                self._trace(is_adapted, checkpointing=False)  # it cannot be turned off again
-                recompute_activations(causal_model(model))
-            head: Any = "score" if planned.head == "score" else "fused"
-            layout: Any = planned.layout
-            path = ScoringPath(layout, head, 0.0)
-            self._traces[key] = trace(model, planned.trees, path, device=planned.device)
+            model = self.model(is_adapted=is_adapted, checkpointing=checkpointing)
+            self._traces[key] = trace(model, trees, self._path, device=self._planned.device)
         return self._traces[key]
+
+    @property
+    def _path(self) -> ScoringPath:
+        layout: Any = self._planned.layout
+        return ScoringPath(layout, "score" if self._planned.head == "score" else "fused", 0.0)
 
 
 def elements_of(

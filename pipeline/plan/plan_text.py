@@ -1,36 +1,97 @@
-"""A plan of a training as text: what it runs over, its memory on each GPU, time and cost."""
+"""A plan of a training as text: whether it fits and what would, its work, memory and cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from textwrap import wrap
 
 from ...schemas.errors import counted
 from ...stages.engine.engine_memory import Elements
 from ...stages.report.cache_tables import facts, grid, heading
+from .memory_plan import Components, Way
+from .memory_search import Tried
+from .remedies import flags_of
 from .run_plan import USABLE, RunPlan
 from .workload import Workload
 
 GIB = 2**30
 HOUR = 3600
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "masks", "buffers")
-HEAD = ("", *COLUMNS, "peak", "on CPU")
+WIDTH = 80
 
 
 def plan_text(plan: RunPlan) -> str:
-    """All of it."""
+    """All of it, in lines of 80 columns unless a path or the flags to copy are longer."""
+    micro = f"{plan.workload.micro_tokens:,} tokens in a micro-batch"
     blocks = [
-        [heading("Training"), *facts([*_training(plan), *_time(plan)])],
-        [heading("Stage 1"), *facts(list(_stage_one(plan)))],
-        [heading("Memory of one GPU at its peak, in GiB"), *_memory(plan)],
-        [heading("With a reference beside the policy"), *facts(list(_reference(plan)))],
+        list(_verdict(plan)),
+        *([_wrapped(plan.note)] if plan.note else []),
+        [_heading("Training"), *_facts([*_training(plan), *_time(plan)])],
+        [_heading("Stage 1"), *_facts(_stage_one(plan))],
+        [_heading("Memory of one GPU at its peak, in GiB"), *_parts(plan)],
+        [_heading(f"Other ways, {micro}, in GiB"), *_ways(plan)],
+        [_heading("With a reference beside the policy"), *_facts(_reference(plan))],
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _heading(title: str) -> str:
+    return heading(title)[:WIDTH]
+
+
+def _facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    lines = [
+        (name if not index else "", line)
+        for name, value in pairs
+        for index, line in enumerate(_wrapped(value, WIDTH - 16))
+    ]
+    return facts(lines)
+
+
+def _wrapped(text: str, width: int = WIDTH) -> list[str]:
+    """Lines of words; a path that is longer than a line stays whole, to be copied."""
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _verdict(plan: RunPlan) -> Iterator[str]:
+    """Whether it fits, and the flags to copy if it does not."""
+    request, needs = plan.request, gib(plan.own.peak)
+    if not request.gpu_bytes:
+        yield from _wrapped(
+            f"Needs {needs} GiB on each rank. Pass --gpu 24g (48g, 80g) to be told whether that "
+            "fits, and what would."
+        )
+        return
+    usable = f"{gib(request.usable_bytes)} that can be used ({USABLE:.0%} of"
+    size = f"{gib(request.gpu_bytes)})"
+    if plan.remedy is None:
+        yield from _wrapped(f"Fits: needs {needs} GiB of the {usable} {size}.")
+        return
+    yield from _wrapped(f"Does not fit: needs {needs} GiB of the {usable} {size}.")
+    yield from _remedy_lines(plan, plan.remedy)
+
+
+def _remedy_lines(plan: RunPlan, remedy: Tried) -> Iterator[str]:
+    peak, flags = remedy.components.peak, flags_of(remedy.changes, plan.given_by_set)
+    if plan.fits(remedy.components):
+        yield from _wrapped(f"Fits with {gib(peak)} GiB: {remedy.attempt}. Add:")
+    elif flags:
+        yield from _wrapped(
+            f"Nothing tried fits. {gib(peak - plan.request.usable_bytes)} GiB too large is the "
+            f"nearest: {remedy.attempt}. Use larger GPUs or more of them, or a smaller model. Its "
+            "flags:"
+        )
+    else:
+        yield from _wrapped("Nothing takes less: use larger GPUs, or a smaller model.")
+        return
+    yield from ("", f"  {flags}")
 
 
 def _training(plan: RunPlan) -> Iterator[tuple[str, str]]:
     work = plan.workload
     yield "method", plan.method
-    yield "policy", f"{plan.policy}: {parameters_text(plan.elements)}, {plan.dtype}"
+    yield "policy", plan.policy
+    yield "", f"{parameters_text(plan.elements)}, {plan.dtype}"
     yield "settings", f"{plan.own_way}, {counted(plan.request.gpus, 'ranks')} on {plan.device}"
     yield "rows", f"{work.rows:,} to learn from, {work.held_out:,} held out"
     yield "steps", steps_text(work)
@@ -100,36 +161,45 @@ def _stage_one(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "", "no other method reads them; without: align precompute-ref … --kl-pairs 0"
 
 
-def _memory(plan: RunPlan) -> Iterator[str]:
-    is_sized = bool(plan.request.gpu_bytes)
-    head = (*HEAD, "fits") if is_sized else HEAD
+def _parts(plan: RunPlan) -> list[str]:
+    """The components of the settings, beside those of the flags to copy."""
+    shown = {str(plan.own_way): plan.own}
+    if plan.remedy and plan.remedy.changes:
+        shown = {"as given": plan.own, "with flags": plan.remedy.components}
+    names = {**{name: name for name in COLUMNS}, "peak": "peak", "host": "on the CPU"}
+    rows = [
+        [title, *(gib(getattr(one, name)) for one in shown.values())]
+        for name, title in names.items()
+    ]
+    return grid(("", *shown), rows)
+
+
+def _ways(plan: RunPlan) -> list[str]:
+    """The peak of every way, with activations kept and with recomputed ones."""
+    is_sized, peaks = bool(plan.request.gpu_bytes), dict(plan.memory)
+    names = {"kept": False, "recomputed": True}
+    head = [part for name in names for part in ((name, "fits") if is_sized else (name,))]
     rows = []
-    for way, one in plan.memory:
-        mark = "> " if way == plan.own_way else "  "
-        cells = [*(gib(getattr(one, name)) for name in COLUMNS), gib(one.peak), gib(one.host)]
-        fits = ["yes" if plan.fits(one) else "no"] if is_sized else []
-        rows.append([f"{mark}{way}", *cells, *fits])
-    yield from grid(head, rows)
-    if is_sized:
-        yield ""
-        yield f"  {_verdict(plan)}"
+    for learning, deepspeed in dict.fromkeys((way.learning, way.deepspeed) for way in peaks):
+        pair = [peaks.get(Way(learning, deepspeed, kind)) for kind in names.values()]
+        is_own = (learning, deepspeed) == (plan.own_way.learning, plan.own_way.deepspeed)
+        cells = [cell for one in pair for cell in _cells(plan, one)]
+        host = max(one.host for one in pair if one)
+        way = Way(learning, deepspeed, checkpointing=False)
+        rows.append([f"{'> ' if is_own else '  '}{way}", *cells, gib(host)])
+    return grid(("activations", *head, "on the CPU"), rows)
+
+
+def _cells(plan: RunPlan, one: Components | None) -> list[str]:
+    peak = gib(one.peak) if one else "-"
+    if not plan.request.gpu_bytes:
+        return [peak]
+    return [peak, "-" if one is None else "yes" if plan.fits(one) else "no"]
 
 
 def gib(size: float) -> str:
     """Bytes as GiB."""
     return f"{size / GIB:,.1f}" if size >= 0.05 * GIB or not size else f"{size / GIB:.2f}"
-
-
-def _verdict(plan: RunPlan) -> str:
-    size = plan.request.gpu_bytes
-    usable = f"{gib(USABLE * size)} that can be used ({USABLE:.0%} of {gib(size)})"
-    needs = f"{plan.own_way} needs {gib(plan.own.peak)} GiB of {usable}"
-    if plan.fits(plan.own):
-        return f"Fits: {needs}."
-    way = plan.nearest_that_fits()
-    if way is None:
-        return f"Does not fit: {needs}. Nothing in the table does: use more or larger GPUs."
-    return f"Does not fit: {needs}. Fits with {way}."
 
 
 def _reference(plan: RunPlan) -> Iterator[tuple[str, str]]:

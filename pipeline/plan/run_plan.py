@@ -5,13 +5,16 @@ From the settings, a cache's lengths or given ones, and config.json; no weight i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
 
 from ...schemas.batches import World
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
+from ...schemas.train_options import TrainOptions
 from ...stages.engine.engine_memory import Elements
 from ...stages.feed.cache_index import RowTable, ShardColumns, unchecked
 from ...stages.feed.train_source import open_source
@@ -30,7 +33,9 @@ from ..jobs.object_inputs import local_model
 from ..options.settings import Settings
 from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
-from .train_checks import read_spec_of, require_effect
+from .memory_search import Tried, search
+from .remedies import Attempt, Situation, changed
+from .train_checks import learning_rate_note, read_spec_of, require_effect
 from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
@@ -56,6 +61,11 @@ class PlanRequest:
     rows: GivenRows | None = None
     tokens_per_second: float = 0.0  # of all GPUs together
     price: float = 0.0  # of a GPU for an hour
+
+    @property
+    def usable_bytes(self) -> int:
+        """The part of a GPU's memory that a training can fill."""
+        return int(USABLE * self.gpu_bytes)
 
 
 @dataclass(frozen=True)
@@ -87,13 +97,19 @@ class RunPlan:
     workload: Workload
     scoring: Scoring
     reference: ReferenceCost
-    memory: tuple[tuple[Way, Components], ...]
+    planner: MemoryPlanner
+    own: Components  # what the settings need
     request: PlanRequest
+    remedy: Tried | None  # if they do not fit: what does, or comes nearest
+    given_by_set: frozenset[str]
+    note: str  # on the learning rate; empty: none
 
-    @property
-    def own(self) -> Components:
-        """The memory that the settings need."""
-        return next(components for way, components in self.memory if way == self.own_way)
+    @cached_property
+    def memory(self) -> tuple[tuple[Way, Components], ...]:
+        """The memory of every way to train."""
+        ways = [way for way in self.planner.ways() if self.planner.is_possible(way)]
+        ways = ways if self.own_way in ways else [self.own_way, *ways]
+        return tuple((way, self.planner.components(way)) for way in ways)
 
     @property
     def seconds(self) -> float:
@@ -103,29 +119,7 @@ class RunPlan:
 
     def fits(self, components: Components) -> bool:
         """Whether it fits a GPU of the size that was asked for."""
-        return components.peak <= USABLE * self.request.gpu_bytes
-
-    def nearest_that_fits(self) -> Way | None:
-        """The least changed way that fits."""
-        order = ("full", "lora", "qlora")
-        least = order.index(self.own_way.learning)
-        fitting = [
-            way
-            for way, components in self.memory
-            if order.index(way.learning) >= least and self.fits(components)
-        ]
-        return min(fitting, key=self._change, default=None)
-
-    def _change(self, way: Way) -> tuple[bool, ...]:
-        own = self.own_way
-        return (
-            way.learning == "qlora" and way.learning != own.learning,
-            way.learning != own.learning,
-            way.offloads,
-            way.deepspeed != own.deepspeed and way.spreads_weights,
-            way.deepspeed != own.deepspeed,
-            way.checkpointing != own.checkpointing,
-        )
+        return components.peak <= self.request.usable_bytes
 
 
 def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
@@ -140,31 +134,33 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     rows = _given(config, recipe, request.rows) if request.rows else _of_cache(config, recipe)
     dtype = _dtype(rows.policy.path, config.train.dtype)
     device = "cuda" if request.is_for_gpu else chosen_device(config.model)
-    layout = "flex" if device == "cuda" else "packed"
-    shared = config.train.sequence_parallel
-    if request.gpus % shared:
-        raise UsageError(f"train.sequence_parallel is {shared}: --gpus has to be a multiple of it.")
-    tokens = planned_tokens(config.train, device)
-    world = World(0, request.gpus, 0, shared)
-    feed = feed_settings(config.train, recipe, world, tokens=tokens, pads=False)
-    workload = workload_of(rows.table, feed, config.train, rows=rows.count, held_out=rows.held_out)
+    _require_dealt(request.gpus, config.train.sequence_parallel)
+    work_of = cache(partial(_workload, rows, recipe, request.gpus, device))
+    workload = work_of(config.train)
     planner = MemoryPlanner(
         Planned(
-            model=rows.policy,
-            train=config.train,
-            lora=config.lora,
+            rows.policy,
+            config.train,
+            config.lora,
             dtype=dtype,
             device=device,
             ranks=request.gpus,
             head=recipe.head,
-            layout=layout,
+            layout="flex" if device == "cuda" else "packed",
             trees=workload.trees(),
             micro_batches=workload.micro_batches,
         )
     )
     own = planner.own_way
-    ways = [way for way in planner.ways() if planner.is_possible(way)]
-    ways = ways if own in ways else [own, *ways]
+
+    def planner_of(other: Config) -> MemoryPlanner:
+        work = work_of(other.train)
+        return planner.changed(other.train, other.lora, work.trees(), work.micro_batches)
+
+    as_given = Tried(Attempt((), ({},)), {}, own, planner.components(own))
+    is_small = 0 < request.usable_bytes < as_given.components.peak
+    remedy = _remedy(config, request, workload, planner_of, as_given) if is_small else None
+    advised = changed(config, remedy.changes) if remedy else config
     return RunPlan(
         method=recipe.name,
         policy=rows.policy.path,
@@ -175,9 +171,48 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         workload=workload,
         scoring=rows.scoring,
         reference=_reference(planner, own, workload, request.gpus, dtype),
-        memory=tuple((way, planner.components(way)) for way in ways),
+        planner=planner,
+        own=as_given.components,
         request=request,
+        remedy=remedy,
+        given_by_set=frozenset(
+            name for name, origin in settings.origins.items() if origin == "--set"
+        ),
+        note=learning_rate_note(advised.train, advised.lora),
     )
+
+
+def _require_dealt(ranks: int, sharing: int) -> None:
+    if ranks % sharing:
+        raise UsageError(
+            f"train.sequence_parallel is {sharing}: --gpus has to be a multiple of it."
+        )
+
+
+def _remedy(
+    config: Config,
+    request: PlanRequest,
+    work: Workload,
+    planner_of: Callable[[Config], MemoryPlanner],
+    as_given: Tried,
+) -> Tried:
+    now = Situation(
+        config=config,
+        stage=planner_of(config).setting(as_given.way).stage,
+        ranks=request.gpus,
+        tokens=work.micro_tokens // work.sharing,
+        longest=work.longest,
+    )
+    return search(now, planner_of, request.usable_bytes, as_given)
+
+
+def _workload(
+    rows: _Rows, recipe: Recipe, ranks: int, device: str, train: TrainOptions
+) -> Workload:
+    world = World(0, ranks, 0, train.sequence_parallel)
+    tokens = planned_tokens(train, device)
+    feed = feed_settings(train, recipe, world, tokens=tokens, pads=False)
+    return workload_of(rows.table, feed, train, rows=rows.count, held_out=rows.held_out)
 
 
 @dataclass(frozen=True)

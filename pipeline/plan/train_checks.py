@@ -338,6 +338,20 @@ def require_effect(settings: Settings) -> None:
     _require_read_by_optimizer(settings)
 
 
+FULL_LR = 1e-5  # rates up to this are usual for all weights
+
+
+def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
+    """What is usual for LoRA, where its learning rate is one for training all weights."""
+    is_adam = train.optimizer.startswith("adamw")
+    if not (lora.enabled and is_adam and 0 < train.lr <= FULL_LR):
+        return ""
+    return (
+        f"note: train.lr is {train.lr:g}, which is usual where all weights learn; LoRA usually "
+        "learns at 1e-4 to 2e-4 (--lr 1e-4)."
+    )
+
+
 def _require_read_by_optimizer(settings: Settings) -> None:
     name, given = settings.config.train.optimizer, settings.given("train")
     for option in ("beta1", "beta2", "epsilon"):

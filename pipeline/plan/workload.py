@@ -47,6 +47,7 @@ class Workload:
     micro_batches: int  # of each rank in a step, those without gradients left out
     micro_tokens: int  # of the largest, padding included
     row: RowShape
+    longest: int  # row, in tokens
     sharing: int = 1  # ranks that share a micro-batch
 
     @property
@@ -127,6 +128,7 @@ def workload_of(
         micro_batches=max(plan.own.num_turns for plan in plans),
         micro_tokens=max(int(load.max()) for load in loads),
         row=_mean_row(table),
+        longest=int(table.sizes.tokens(np.arange(len(table))).max(initial=0)),
         sharing=train.sequence_parallel,
     )
 

@@ -43,9 +43,10 @@ from ...stages.train.memory_backoff import MemoryBackoff
 from ...stages.train.synchronized import SaveClock, StopConditions
 from ...stages.train.throughput import Meter, forget_peak
 from ..jobs.signals import add_resume_hint, asked_to_stop
-from ..plan.fitted_batches import fitting_tokens, memory_savers, planned_tokens
+from ..plan.fitted_batches import fitting_tokens, planned_tokens
+from ..plan.remedies import Situation, memory_savers
 from ..plan.short_plan import short_plan
-from ..plan.train_checks import require_positions, sampling_note
+from ..plan.train_checks import learning_rate_note, require_positions, sampling_note
 from ..plan.workload import feed_settings
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
@@ -109,7 +110,8 @@ def open_session(
     recipe, advice = job.recipe.resolve_auto(source.labels)
     if world.rank == 0:
         sampling = sampling_note(recipe, job.manifest)
-        for note in filter(None, (*_source_notes(source, held_out), sampling, *advice)):
+        rate = learning_rate_note(config.train, config.lora)
+        for note in filter(None, (*_source_notes(source, held_out), sampling, rate, *advice)):
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     if policy.routers and world.rank == 0:
@@ -313,11 +315,14 @@ def _learn(
 
 def _memory_backoff(session: Session) -> MemoryBackoff:
     ranks, stage = session.world.size, stage_of(session.engine_config)
+    feed = session.feed
+    longest = feed.source.index.longest
+    now = Situation(session.job.config, stage, ranks, feed.settings.tokens_per_batch, longest)
     return MemoryBackoff(
-        pads=session.feed.settings.pads,
+        pads=feed.settings.pads,
         ranks=ranks,
         sequence_parallel=session.world.sequence_parallel,
-        advice=tuple(memory_savers(session.job.config, stage, ranks)),
+        advice=tuple(memory_savers(now)),
     )
 
 

@@ -153,9 +153,7 @@ def planned(bare_policy, *, is_for_gpu=False, **settings):
     return plan_run(load_settings({}, sets, file=None, command="plan"), request)
 
 
-def test_a_config_alone_is_planned_and_what_does_not_fit_is_told_the_nearest_way_that_does(
-    bare_policy,
-):
+def test_a_config_alone_is_planned(bare_policy):
     plan = planned(bare_policy, is_for_gpu=True, train_dtype="bfloat16")
     sizes = dict(plan.memory)
     assert plan.own_way == Way("full", "zero1", checkpointing=False)
@@ -164,10 +162,5 @@ def test_a_config_alone_is_planned_and_what_does_not_fit_is_told_the_nearest_way
     for way, least in sizes.items():
         if not way.checkpointing:
             assert sizes[replace(way, checkpointing=True)].peak <= least.peak
-    lighter = replace(plan.own_way, checkpointing=True)
-    between = (sizes[lighter].peak + plan.own.peak) / 2 / 0.93  # a GPU has gaps
-    asked = replace(plan, request=replace(plan.request, gpu_bytes=round(between)))
-    assert not asked.fits(asked.own)
     all_of_it = replace(plan, request=replace(plan.request, gpu_bytes=plan.own.peak))
-    assert not all_of_it.fits(plan.own)
-    assert asked.nearest_that_fits() == lighter
+    assert not all_of_it.fits(plan.own)  # a GPU has gaps
