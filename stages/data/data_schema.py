@@ -19,7 +19,10 @@ ALWAYS_CARRIED = ("margin", "weight")
 PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
 _UNUSED = "unused "  # begins our name of a column that the user left out
 _SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
-_OURS = [one for one in DATA_SHAPES if not one.is_foreign]
+_OURS = [one for one in DATA_SHAPES if not (one.is_foreign or one.is_public)]
+_PUBLIC = sorted(
+    (one for one in DATA_SHAPES if one.is_public), key=lambda one: -len(one.columns)
+)  # the one with more columns says more
 _KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(
     *((*one.columns, *one.scores) for one in _OURS)
 )
@@ -74,14 +77,16 @@ def _may_lack(ours: str) -> bool:
 def foreign_shape(columns: Collection[str], renamed: Mapping[str, str]) -> Shape | None:
     """The shape of others that these columns are of; none where stage 1 may read them."""
     for one in DATA_SHAPES:
-        if one.is_foreign and "prompt" not in columns and set(one.columns) <= set(columns):
+        has_other_prompt = "prompt" in columns and "prompt" not in one.columns
+        if one.is_foreign and not has_other_prompt and set(one.columns) <= set(columns):
             if other := sorted(renamed.keys() - {"score"}):
                 raise UsageError(
                     f"--map {other[0]}=…: of a file as {one.name} has it only the score can be "
                     "chosen, for example --map score=overall_score."
                 )
             chosen = {ours: theirs for ours, theirs in renamed.items() if theirs}
-            return Shape(one, {name: name for name in one.columns} | chosen)
+            names = (*one.columns, *one.may_have)
+            return Shape(one, {name: name for name in names} | chosen)
     return None
 
 
@@ -164,8 +169,11 @@ def detect_shape(
     columns: Sequence[str], rename: Mapping[str, str], carry: Sequence[str] = (), *, where: str
 ) -> Shape:
     """Returns the shape of these columns after renaming; `where` names the file in errors."""
+    if public := _public(columns, rename, where):
+        return _public_shape(public, columns, rename, carry, where)
     found = _renamed(columns, rename, _KNOWN.union(carry), where)
     _require_carry(found, carry, where)
+    _require_whole_prompt(found, rename, where)
     declared = _declared(found, where)
     if "prompt" not in found:  # nor among the columns that the shape has
         _require_no_other_prompt(found, where)
@@ -182,6 +190,60 @@ def detect_shape(
         "prompt" in found,
         tuple(column for name, column in found.items() if _is_unread_score(name, source)),
     )
+
+
+def _public(columns: Sequence[str], rename: Mapping[str, str], where: str) -> DataShape | None:
+    """The public shape that a file has; none where columns of it are left out or renamed."""
+    there = {name for name in columns if not rename.get(name, "").startswith(_UNUSED)}
+    for one in _PUBLIC:
+        if not set(one.columns) <= there or ("prompt" in there and "prompt" not in one.columns):
+            continue
+        renamed = [name for name in one.columns if name in rename]
+        if one.one_meaning and renamed:
+            raise UsageError(
+                f"{where} has rows as {one.name} has them ({_listed(one.columns)}), and "
+                f"--map {rename[renamed[0]]}={renamed[0]} would read a part of them alone. "
+                f"{one.refusal or 'They are read as they are: leave --map out.'}"
+            )
+        if renamed:
+            continue
+        if one.refusal:
+            raise UsageError(f"{where} has rows as {one.name} has them. {one.refusal}")
+        return one
+    return None
+
+
+def _public_shape(
+    declared: DataShape,
+    columns: Sequence[str],
+    rename: Mapping[str, str],
+    carry: Sequence[str],
+    where: str,
+) -> Shape:
+    found = _renamed(columns, rename, {*_KNOWN, *declared.columns, *carry}, where)
+    _require_carry(found, carry, where)
+    names = (*declared.columns, *declared.may_have, *OPTIONAL)
+    always = (name for name in ALWAYS_CARRIED if name in found)
+    kept = tuple(dict.fromkeys((*declared.gives, *always, *carry)))
+    source = {name: found.get(name, name) for name in (*names, *kept) if name in found}
+    later = (name for name in names if name not in found and name not in rename)
+    source.update({name: name for name in (*later, *declared.gives) if name not in source})
+    unread = (column for name, column in found.items() if _is_unread_score(name, source))
+    optional = tuple(name for name in OPTIONAL if name in found)
+    return Shape(declared, source, optional, kept, False, tuple(unread))
+
+
+def _require_whole_prompt(found: Mapping[str, str], rename: Mapping[str, str], where: str) -> None:
+    """Refuses a prompt that the user named beside a column that is a part of such prompts."""
+    asked = found.get("prompt", "")
+    parts = {"instruction": ("input", "history"), "query": ("history",), "question": ("context",)}
+    for name in parts.get(asked, ()):
+        if name in found and rename.get(asked) == "prompt":
+            raise UsageError(
+                f"{where} has {name!r} beside {asked!r}, a part of the prompt that --map "
+                f"prompt={asked} would not read. Join the two in your file, or leave it out with "
+                f"--map {name}=."
+            )
 
 
 def _is_unread_score(name: str, source: Mapping[str, str]) -> bool:
@@ -248,10 +310,21 @@ def _require_no_other_prompt(found: Mapping[str, str], where: str) -> None:
 def _declared(found: Mapping[str, str], where: str) -> DataShape:
     fitting = [one for one in _OURS if set(one.columns) <= set(found)]
     if not fitting:
+        _require_not_foreign(found, where)
         raise UsageError(_no_shape(found, where))
     if len(fitting) > 1:
         raise UsageError(_several_shapes(fitting, found, where))
     return fitting[0]
+
+
+def _require_not_foreign(found: Mapping[str, str], where: str) -> None:
+    for one in DATA_SHAPES:
+        if one.is_foreign and set(one.columns) <= set(found):
+            way = "judge" if one.is_single else "select"
+            raise UsageError(
+                f"{where} has rows as {one.name} has them ({_listed(one.columns)}): first "
+                f"`align {way} {where}`, whose output is read here."
+            )
 
 
 def _no_shape(found: Mapping[str, str], where: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ...schemas.rows import Role, Text
@@ -20,6 +20,7 @@ class ReadRow:
     completions: tuple[Text, ...]
     roles: tuple[Role, ...]
     scores: tuple[float | None, ...]
+    more: Cells = field(default_factory=dict)  # cells of ours that stood elsewhere in the row
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class DataShape:
     has_labels: bool = False  # it says which completions are good
     is_single: bool = False  # a completion in a row
     is_foreign: bool = False  # read by the commands before stage 1 alone, by the columns it has
+    is_public: bool = False  # of others too, and read by stage 1 as it is, without --map
+    may_have: tuple[str, ...] = ()  # further columns that are part of its prompt
+    gives: tuple[str, ...] = ()  # numbers of ours that its rows are given
+    one_meaning: bool = False  # read by other names, its columns would be silently wrong
+    refusal: str = ""  # instead of reading it: the ways that are open
 
     @property
     def is_long(self) -> bool:

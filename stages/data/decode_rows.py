@@ -72,6 +72,7 @@ class Template:
 
 def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
     found = shape.declared.read(cells, shape)
+    cells = {**cells, **found.more} if found.more else cells
     template = read_template(cells, shape.source, found.prompt, shape.wrap)
     carried = {
         name: read_number(cells.get(shape.source[name]), shape.source[name])

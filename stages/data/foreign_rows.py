@@ -7,6 +7,7 @@ from typing import Any
 
 from ...schemas.rows import BadRow, Role, Text
 from .data_shape import Cells, ReadRow, Shape
+from .public_rows import joined_input
 from .validate import ASSISTANT, read_list, read_number, read_prompt, read_text, shown
 
 SCORES = ("fine-grained_score", "overall_score")  # of UltraFeedback; the first that there is
@@ -26,6 +27,7 @@ def read_ultrafeedback(cells: Cells, shape: Shape) -> ReadRow:
 def read_alpaca_eval(cells: Cells, _: Shape) -> ReadRow:
     """One answer to an instruction; it has no score."""
     asked = read_prompt(cells.get("instruction"), "instruction")
+    asked = joined_input(asked, cells.get("input")) if isinstance(asked, str) else asked
     return _answered(asked, [(read_text(cells.get("output"), "output"), None)])
 
 

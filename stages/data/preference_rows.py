@@ -16,7 +16,7 @@ from .validate import (
     read_text,
 )
 
-_PAIR = (Role.CHOSEN, Role.REJECTED)
+PAIR = (Role.CHOSEN, Role.REJECTED)
 
 
 def read_pair(cells: Cells, shape: Shape) -> ReadRow:
@@ -27,7 +27,7 @@ def read_pair(cells: Cells, shape: Shape) -> ReadRow:
     chosen, rejected = (
         completion_in(cells, shape, prompt, name) for name in ("chosen", "rejected")
     )
-    return ReadRow(prompt, (chosen, rejected), _PAIR, _pair_scores(cells, shape))
+    return ReadRow(prompt, (chosen, rejected), PAIR, _pair_scores(cells, shape))
 
 
 def read_labelled(cells: Cells, shape: Shape) -> ReadRow:
@@ -97,17 +97,17 @@ def _pair_without_prompt(cells: Cells, shape: Shape) -> ReadRow:
     columns = source["chosen"], source["rejected"]
     chosen, rejected = (read_text(cells.get(column), column) for column in columns)
     shape.wrap.require_prompt_column(chosen, rejected, columns)
-    length = _prompt_length(chosen, rejected)
+    length = prompt_length(chosen, rejected)
     completions = chosen[length:], rejected[length:]
     for completion, column in zip(completions, columns, strict=True):
         if is_blank(completion):
             raise BadRow("empty_completion", f"{column!r} is empty behind the common prompt")
     if is_blank(chosen[:length]):
         raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
-    return ReadRow(chosen[:length], completions, _PAIR, _pair_scores(cells, shape))
+    return ReadRow(chosen[:length], completions, PAIR, _pair_scores(cells, shape))
 
 
-def _prompt_length(chosen: Text, rejected: Text) -> int:
+def prompt_length(chosen: Text, rejected: Text) -> int:
     """The length of what both start with; a continued turn of the assistant is left whole."""
     length = shared_length(chosen, rejected)
     if isinstance(chosen, str) or isinstance(rejected, str):

@@ -133,7 +133,7 @@ def _readable_as(name: str, sample: ColumnSample, shape: Shape) -> str:
     """A column of ours that the data lack and that this one may be, by its name; or nothing."""
     meant = {"system": "system", "tool": "tools", "function": "tools"}
     fitting = [ours for word, ours in meant.items() if word in name.lower()]
-    if not shape.has_prompt and not sample.has_messages:
+    if not (shape.has_prompt or shape.declared.is_public or sample.has_messages):
         fitting.append("prompt")
     return next((ours for ours in fitting if ours not in shape.optional), "")
 

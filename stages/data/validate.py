@@ -85,6 +85,8 @@ def read_text(value: Any, column: str) -> Text:
         value = _conversation_or_text(value, column) if _OBJECTS.match(value) else value
     if isinstance(value, str):
         return value
+    if isinstance(value, dict) and _is_message(value):
+        value = [value]
     if isinstance(value, list):
         return tuple(_message(entry, index, column) for index, entry in enumerate(value))
     if value is None:
@@ -139,6 +141,8 @@ def _message(entry: Any, index: int, column: str) -> Message:
         del message["tool_calls"]
     if "role" not in message and {"from", "value"} <= message.keys():
         message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+    if isinstance(message.get("content"), list):
+        message["content"] = _text_of_blocks(message["content"], index, column)
     for key in ("role", "content"):
         value = message.get(key)
         if type(value) is not str and not (
@@ -160,6 +164,19 @@ def _message(entry: Any, index: int, column: str) -> Message:
     if message["role"] in _ROLES:
         message["role"] = _ROLES[message["role"]]
     return message
+
+
+def _text_of_blocks(blocks: list[Any], index: int, column: str) -> str:
+    """The text of a message whose content is a list of blocks, all of them text."""
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text" or type(block.get("text")) is not str:
+            raise BadRow(
+                "schema",
+                f"message {index} of {column!r} has no text as 'content', but a block of "
+                f"type {shown(kind)}: only blocks with text are read",
+            )
+    return "".join(block["text"] for block in blocks)
 
 
 def _is_call(call: Any) -> bool:
