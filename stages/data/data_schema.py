@@ -76,8 +76,11 @@ def _may_lack(ours: str) -> bool:
 
 def foreign_shape(columns: Collection[str], renamed: Mapping[str, str]) -> Shape | None:
     """The shape of others that these columns are of; none where stage 1 may read them."""
+    is_ours = any({*ours.columns} <= {*columns} for ours in _OURS)
     for one in DATA_SHAPES:
         has_other_prompt = "prompt" in columns and "prompt" not in one.columns
+        if "prompt" in one.columns and (is_ours or renamed.keys() - {"score"}):
+            continue  # it could be either, and ours is what was asked for
         if one.is_foreign and not has_other_prompt and set(one.columns) <= set(columns):
             if other := sorted(renamed.keys() - {"score"}):
                 raise UsageError(

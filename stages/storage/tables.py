@@ -131,8 +131,10 @@ class TableFolder:
         manifest = signed(unsigned)
         for path, text in ((self.file, content), (self.manifest, to_json(manifest).encode())):
             known = self.store.read(path) if path.is_file() else None
-            if known != text:
+            if is_new := known != text:
                 self.store.replace(path, text, known=known, label="table")
+        if not is_new:  # whoever wrote the manifest may have died before its name was durable
+            self.store.sync_names(self.root)
         return manifest
 
 

@@ -133,9 +133,9 @@ def open_ledger(
         models=(),
         metrics_sent=0,
     )
-    if not path.parent.is_dir():
-        fs.make_folder(path.parent)
-        fs.fsync_folder(path.parent.parent)
+    # Also where there is one: who made it may have died before its name was durable.
+    fs.make_folder(path.parent)
+    fs.fsync_folder(path.parent.parent)
     ledger = Ledger(kind, path, record)
     ledger.store()
     return ledger

@@ -4,6 +4,7 @@ import pytest
 
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role
+from align.stages.data.data_schema import foreign_shape
 from support.read_rows import bot, record_of, rejection_of, shape_of, user
 
 HI, GOOD, BAD = user("Hi?"), bot("Yes."), bot("No.")
@@ -121,3 +122,9 @@ def test_the_columns_of_a_shape_can_still_be_named_or_left_out():
     assert record_of(BOTH, rename={"safer_response_id": "unused x"}).completions[0] == (GOOD,)
     row = {"conversations": [HI], "chosen": "Yes.", "rejected": "No."}
     assert shape_of(row, rename={"conversations": "prompt"}).kind == "paired"
+
+
+def test_answers_are_nectars_unless_they_are_ours_or_named():
+    assert foreign_shape(["prompt", "answers"], {}).declared.name == "Nectar"
+    assert foreign_shape(["prompt", "completion", "score", "answers"], {}) is None
+    assert foreign_shape(["prompt", "answers"], {"completions": "answers"}) is None

@@ -1,4 +1,4 @@
-"""Caches, runs, parts, records, lines and answers, on a disk that forgets what was not synced.
+"""Whatever has to be durable, on a disk that forgets what was not synced.
 
 A process that is killed here, before any one of its operations, stands for every kill of it.
 """
@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from unittest import mock
 
+import polars as pl
 import pytest
 
 from align.schemas.checkpoint import Retention
@@ -22,9 +23,11 @@ from align.stages.storage.disk import fs
 from align.stages.storage.disk.lines import Lines, keep_lines, read_lines
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.signed_records import SignedRecords
+from align.stages.storage.tables import TableFolder
 from support.checkpoint_saves import train
 from support.made_caches import make_cache, tree_of
 from support.power_loss import (
+    BEHIND,
     GONE,
     THERE,
     History,
@@ -36,6 +39,7 @@ from support.power_loss import (
     states_of_answers,
     states_of_lines,
     states_of_records,
+    states_of_tables,
     syncs,
 )
 
@@ -137,6 +141,17 @@ def keep_answers(base, told):
                 one.merge()
 
 
+def publish_table(base, told):
+    """Twice in one folder, the second time with other rows."""
+    table = TableFolder(base / "table", "samples")
+    fs.make_folder(table.root)
+    fs.fsync_folder(base)
+    for rows in (1, 2) if table.find() is None or table.find().rows == 1 else (2,):
+        told("table", f"{GONE} 1 2 {BEHIND}")
+        table.publish(pl.DataFrame({"a": [*range(rows)]}), made_from={}, settings={}, counts={})
+        told("table", f"{rows}")
+
+
 TURNS = SignedRecords(Turn, remedy="None.", label="round")
 
 
@@ -169,6 +184,7 @@ KINDS = {
     "lines": Kind(
         broken_states(states_of_lines), keep_lines_of_run, [[keep_lines_of_run, keep_lines_of_run]]
     ),
+    "table": Kind(broken_states(states_of_tables), publish_table, [[publish_table]]),
     "answers": Kind(
         broken_states(states_of_answers), keep_answers, [[keep_answers]], outcome=texts_of
     ),
