@@ -1,0 +1,82 @@
+"""A flipped bit of what is written once and read again is refused by name, or changes nothing."""
+
+import polars as pl
+import pytest
+
+from align.pipeline.plan import fitted_batches
+from align.schemas.errors import CorruptionError, FingerprintError
+from align.schemas.round_record import RoundRecord
+from align.stages.storage.answers import Answers
+from align.stages.storage.run.rounds_folder import ROUNDS
+from align.stages.storage.run.run_folder import RunFolder
+from align.stages.storage.tables import TableFolder, read_table
+from support.flips import flips
+
+KEYS = [f"{number:08}" for number in range(4)]
+
+
+class OfTable:
+    """A table and its manifest; the version of align and the drawing are left out of its root."""
+
+    def make(self, base):
+        rows = pl.DataFrame({"text": ["one", "another"], "score": [0.5, 1.5]})
+        made = TableFolder(base, "samples")
+        made.publish(rows, made_from={"prompts": "a"}, settings={"n": 2}, counts={"samples": 2})
+
+    def read(self, base):
+        manifest, rows = read_table(TableFolder(base, "samples"))
+        signed = (manifest.root, manifest.made_from, manifest.settings, manifest.counts)
+        return *signed, rows.to_dict(as_series=False)
+
+
+class OfAnswers:
+    """Segments of answers."""
+
+    def make(self, base):
+        for key in KEYS:
+            Answers(base).add({key: {"text": f"of {key}", "completion_tokens": 3}})
+
+    def read(self, base):
+        return dict(Answers(base).of(KEYS))
+
+
+class OfRound:
+    """The record of a round."""
+
+    def make(self, base):
+        settings, counts = {"sample.n": "4"}, {"pairs": 7}
+        record = RoundRecord(1, 1, {"policy": "a"}, settings, {}, counts, {"loss": 0.5}, None)
+        ROUNDS.put(base / "round.json", record)
+
+    def read(self, base):
+        return ROUNDS.read(base / "round.json")
+
+
+class OfFitted:
+    """What is known of the batches that fit."""
+
+    def make(self, base):
+        (base / "_align").mkdir()
+        fitted_batches.note_fitting(RunFolder(base), 4096, 2048)
+
+    def read(self, base):
+        return fitted_batches.fitting_tokens(RunFolder(base), 4096)
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [OfTable, OfAnswers, OfRound, OfFitted])
+def test_a_flipped_bit_is_refused_by_name_or_changes_nothing(tmp_path, kind, count):
+    one = kind()
+    one.make(tmp_path)
+    whole, found = one.read(tmp_path), 0
+    files = {path: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
+    for path, byte, bit in flips(files, count):
+        good = path.read_bytes()
+        path.write_bytes(good[:byte] + bytes([good[byte] ^ 1 << bit]) + good[byte + 1 :])
+        try:
+            assert one.read(tmp_path) == whole, (path, byte, bit)
+        except (CorruptionError, FingerprintError) as error:
+            found += 1
+            assert path.name in str(error)  # noqa: PT017
+        path.write_bytes(good)
+    assert found > count // 2
