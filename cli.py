@@ -14,6 +14,7 @@ import typer
 from .pipeline.commands.round_commands import add_to
 from .pipeline.commands.terminal import (
     SafeGroup,
+    Version,
     begin_work,
     own_process,
     print_result,
@@ -36,6 +37,7 @@ app = typer.Typer(
     cls=SafeGroup,
     help="Preference alignment in two stages: score the reference once, then train at will.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -81,7 +83,12 @@ def main() -> None:
                 signal.signal(number, _end)
 
 
-@app.command()
+@app.callback()
+def about(version: Version = False) -> None:
+    """Takes what is asked of no command."""
+
+
+@app.command(rich_help_panel="Begin")
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
     schema: Annotated[
@@ -100,7 +107,7 @@ def init(
     say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
 
 
-@app.command()
+@app.command(rich_help_panel="Begin")
 def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Print every setting and where its value comes from."""
     from .pipeline.options.settings import flatten, load_settings, without_secrets
@@ -111,7 +118,7 @@ def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> N
         say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
 
 
-@app.command("precompute-ref")
+@app.command("precompute-ref", rich_help_panel="Data and cache")
 @with_flags("precompute-ref")
 def precompute_ref(
     flags: dict[str, Any],
@@ -151,7 +158,7 @@ def precompute_ref(
     )
 
 
-@app.command()
+@app.command(rich_help_panel="Data and cache")
 @with_flags("score")
 def score(
     flags: dict[str, Any],
@@ -199,7 +206,7 @@ add_to(app)
 add_training_to(app)
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 @with_flags("sweep")
 def sweep(
     flags: dict[str, Any],
@@ -231,7 +238,7 @@ def sweep(
         _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
 
-@app.command()
+@app.command(rich_help_panel="Look")
 def methods(
     name: Annotated[str | None, typer.Argument(help="One of them, to be explained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -252,7 +259,7 @@ def methods(
         say((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
 
 
-@app.command()
+@app.command(rich_help_panel="Look")
 def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")]) -> None:
     """Put a training run on one page, report.html: curves, held-out completions, lineage."""
     from .pipeline.train.run_report import write_report
@@ -260,7 +267,7 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")
     say(f"{write_report(run)} written. It needs no network: open it in any browser.")
 
 
-@app.command("mlflow-sync")
+@app.command("mlflow-sync", rich_help_panel="Look")
 def mlflow_sync(
     run: Annotated[Path, typer.Argument(help="Folder of a training run, sweep, scores or cache.")],
     uri: Annotated[
@@ -277,7 +284,7 @@ def mlflow_sync(
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
 
 
-@app.command()
+@app.command(rich_help_panel="Data and cache")
 def verify(
     cache: CacheDir,
     model: Model = None,
@@ -294,7 +301,7 @@ def verify(
     say(run_verify(cache, given.model, model=model, rescore=rescore, open_reference=HfReference))
 
 
-@app.command()
+@app.command(rich_help_panel="Data and cache")
 def inspect(
     cache: CacheDir,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -309,7 +316,7 @@ def inspect(
     say(to_json(summary).rstrip() if as_json else render(summary))
 
 
-@app.command()
+@app.command(rich_help_panel="Data and cache")
 def export(
     cache: CacheDir,
     to: Annotated[Literal["trl"], typer.Option(help="Whose column names to use.")] = "trl",
@@ -335,7 +342,7 @@ def export(
     say(f"{target}: {counted(rows, 'rows')}")
 
 
-@app.command()
+@app.command(rich_help_panel="Data and cache")
 def gc(
     cache: CacheDir,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -360,7 +367,7 @@ def gc(
         say("removed")
 
 
-@app.command("tiny-world")
+@app.command("tiny-world", rich_help_panel="Begin")
 def tiny_world(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     rows: Annotated[int, typer.Option(min=1, help="Preference rows.")] = 2000,

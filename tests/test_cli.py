@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 
-from align import cli
+from align import __version__, cli
 from align.stages.methods.method_docs import render_method, render_table
 from align.stages.methods.table import METHODS
 from support.command import align, refusal
@@ -97,6 +97,12 @@ def test_every_command_and_option_is_explained():
         assert answer.code == 0
         assert command.help.splitlines()[0] in " ".join(answer.out.split())
         assert not [option.name for option in command.params if not option.help]
+
+
+def test_the_version_and_short_help_are_where_they_are_looked_for():
+    assert align("--version").out.split() == [__version__]
+    assert align("-h").out == align("--help").out
+    assert align("train", "-h").out == align("train", "--help").out
 
 
 def test_what_computes_nothing_imports_no_heavy_package(tmp_path):

@@ -24,7 +24,7 @@ Judged = Annotated[
 def add_to(app: typer.Typer) -> None:
     """Makes them commands of the app."""
     for command in (sample, judge, select, rounds):
-        app.command()(command)
+        app.command(rich_help_panel="Rounds")(command)
 
 
 @with_flags("sample")

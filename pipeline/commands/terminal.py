@@ -11,11 +11,12 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 from typer.core import TyperGroup
 
+from ... import __version__
 from ...schemas.config import Config
 from ...schemas.safe_text import mask_secrets_of, safe
 from ...stages.tracking.mlflow_silence import WARNING, silence_mlflow
@@ -26,6 +27,18 @@ from ..executors.cores import HOW_THREADS_WAIT
 # waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
 # of a millisecond or less, are libgomp's own word; other libraries know the policy alone.
 SOON_ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        say(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
 
 
 def own_process(arguments: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*g(?:i?b)?", re.IGNORECASE)
 def add_training_to(app: typer.Typer) -> None:
     """Makes them commands of the app."""
     for command in (train, plan):
-        app.command()(command)
+        app.command(rich_help_panel="Training")(command)
 
 
 @with_flags("train")
