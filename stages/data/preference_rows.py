@@ -97,17 +97,27 @@ def _pair_without_prompt(cells: Cells, shape: Shape) -> ReadRow:
     columns = source["chosen"], source["rejected"]
     chosen, rejected = (read_text(cells.get(column), column) for column in columns)
     shape.wrap.require_prompt_column(chosen, rejected, columns)
-    length = prompt_length(chosen, rejected)
+    return forked(chosen, rejected, columns, _pair_scores(cells, shape))
+
+
+def forked(
+    chosen: Text,
+    rejected: Text,
+    columns: tuple[str, str],
+    scores: tuple[float | None, ...] = (None, None),
+) -> ReadRow:
+    """A pair of texts or conversations, of which the prompt is what both begin with."""
+    length = _prompt_length(chosen, rejected)
     completions = chosen[length:], rejected[length:]
     for completion, column in zip(completions, columns, strict=True):
         if is_blank(completion):
             raise BadRow("empty_completion", f"{column!r} is empty behind the common prompt")
     if is_blank(chosen[:length]):
         raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
-    return ReadRow(chosen[:length], completions, PAIR, _pair_scores(cells, shape))
+    return ReadRow(chosen[:length], completions, PAIR, scores)
 
 
-def prompt_length(chosen: Text, rejected: Text) -> int:
+def _prompt_length(chosen: Text, rejected: Text) -> int:
     """The length of what both start with; a continued turn of the assistant is left whole."""
     length = shared_length(chosen, rejected)
     if isinstance(chosen, str) or isinstance(rejected, str):

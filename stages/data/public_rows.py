@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from ...schemas.rows import BadRow, Message, Role, Text
 from .data_shape import Cells, ReadRow, Shape
-from .preference_rows import PAIR, prompt_length
+from .preference_rows import PAIR, forked
 from .validate import (
     ASSISTANT,
     is_blank,
@@ -53,7 +52,7 @@ def read_rejected_messages(cells: Cells, _: Shape) -> ReadRow:
     for column in columns:
         _ended(cells.get(column), column)
     chosen, rejected = (_messages(cells.get(column), column) for column in columns)
-    return _forked(chosen, rejected, columns)
+    return forked(chosen, rejected, columns)
 
 
 def read_messages_label(cells: Cells, shape: Shape) -> ReadRow:
@@ -124,7 +123,7 @@ def read_arena(cells: Cells, _: Shape) -> ReadRow:
     if winner not in ("model_a", "model_b"):
         raise BadRow("bad_label", f"'winner' is neither model_a nor model_b: {shown(winner)}")
     pair = (first, second) if winner == "model_a" else (second, first)
-    return _forked(*pair, columns if winner == "model_a" else columns[::-1])
+    return forked(*pair, columns if winner == "model_a" else columns[::-1])
 
 
 def read_arena_turns(cells: Cells, _: Shape) -> ReadRow:
@@ -143,7 +142,7 @@ def read_arena_turns(cells: Cells, _: Shape) -> ReadRow:
     if sum(flags) != 1:
         raise BadRow("bad_label", "'winner_model_a' and 'winner_model_b' name no winner, or two")
     pair = (first, second) if flags[0] else (second, first)
-    return _forked(*pair, sides if flags[0] else sides[::-1])
+    return forked(*pair, sides if flags[0] else sides[::-1])
 
 
 def read_nectar(cells: Cells, _: Shape) -> ReadRow:
@@ -228,10 +227,7 @@ def _exchange(asked: str, said: str) -> tuple[Message, Message]:
 def _turns(value: Any, column: str) -> list[str]:
     """A list of texts, which may be given as JSON text; a text is a list of one."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRow("schema", f"{column!r} is not valid JSON: {shown(value)}") from None
+        value = parse_json(value, column)
     turns = [value] if isinstance(value, str) else read_list(value, column)
     if not turns or not all(map(_is_text, turns)) or not all(one.strip() for one in turns):
         raise BadRow("schema", f"{column!r} has turns that are not text: {shown(value)}")
@@ -252,18 +248,6 @@ def _won(prompt: Text, cells: Cells, columns: tuple[str, str], ahead: float) -> 
     if ahead == 0:
         raise _tie(" and ".join(columns), "no winner")
     pair = _pair(prompt, cells, columns if ahead > 0 else columns[::-1])
-    return ReadRow(prompt, pair, PAIR, (None, None))
-
-
-def _forked(chosen: Text, rejected: Text, columns: tuple[str, str]) -> ReadRow:
-    """A pair of conversations, of which the prompt is what both begin with."""
-    length = prompt_length(chosen, rejected)
-    if is_blank(chosen[:length]):
-        raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
-    prompt, pair = chosen[:length], (chosen[length:], rejected[length:])
-    for said, column in zip(pair, columns, strict=True):
-        if is_blank(said):
-            raise BadRow("empty_completion", f"{column!r} is empty behind the common prompt")
     return ReadRow(prompt, pair, PAIR, (None, None))
 
 
