@@ -1,5 +1,7 @@
 """A flipped bit of what is written once and read again is refused by name, or changes nothing."""
 
+import itertools
+
 import polars as pl
 import pytest
 
@@ -7,9 +9,12 @@ from align.pipeline.plan import fitted_batches
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.round_record import RoundRecord
 from align.stages.storage.answers import Answers
+from align.stages.storage.bucket import objects
 from align.stages.storage.run.rounds_folder import ROUNDS
 from align.stages.storage.run.run_folder import RunFolder
+from align.stages.storage.run.run_store import RunStore
 from align.stages.storage.tables import TableFolder, read_table
+from support.checkpoint_saves import train
 from support.flips import flips
 
 KEYS = [f"{number:08}" for number in range(4)]
@@ -79,4 +84,42 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_nothing(tmp_path, kind, cou
             found += 1
             assert path.name in str(error)  # noqa: PT017
         path.write_bytes(good)
+    assert found > count // 2
+
+
+def held(folder):
+    """What a machine has of a run's checkpoints and models."""
+    paths = [*folder.checkpoints.rglob("*"), *folder.model.rglob("*")]
+    return {path.relative_to(folder.root): path.read_bytes() for path in paths if path.is_file()}
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.long)])
+def test_a_flipped_bit_of_a_run_in_a_store_reaches_no_other_machine(bucket, tmp_path, count):
+    run, numbers, found = RunFolder(tmp_path / "run"), itertools.count(), 0
+    train(run, lambda *_: None)
+    run.metrics.write_text("{}\n")
+    RunStore(bucket, run).push()
+
+    def pulled():
+        other = RunFolder(tmp_path / f"other-{next(numbers)}")
+        other.prepare()
+        RunStore(bucket, other).pull()
+        return held(other)
+
+    whole, start = pulled(), len(bucket.key) + 1
+    assert whole.keys() == held(run).keys()
+    objects_of = [bucket / key[start:] for key in objects.below(bucket)]
+    # Records that a resume compares with the checkpoint are pulled as they are.
+    kept = {one: objects.read(one) for one in objects_of if one.name != run.metrics.name}
+    by_key = {one.key: one for one in kept}
+    for key, byte, bit in flips({one.key: len(content) for one, content in kept.items()}, count):
+        path = by_key[key]
+        good = kept[path]
+        objects.put(path, good[:byte] + bytes([good[byte] ^ 1 << bit]) + good[byte + 1 :])
+        try:
+            assert pulled() == whole, (key, byte, bit)
+        except (CorruptionError, FingerprintError) as error:
+            found += 1
+            assert path.name in str(error)  # noqa: PT017
+        objects.put(path, good)
     assert found > count // 2
