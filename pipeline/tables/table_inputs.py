@@ -26,7 +26,7 @@ from ...stages.data.input_files import (
     open_inputs,
     require_unchanged,
 )
-from ...stages.data.unread_columns import free_text_in
+from ...stages.data.unread_columns import free_text_in, require_whole_prompt
 from ...stages.select.plain_rows import samples_of
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.tables import TableFolder, read_table
@@ -97,6 +97,7 @@ def _shape(config: Config, file: InputFile, named: str) -> Shape:
     if foreign := foreign_shape(column_names(file), renamed):
         return foreign
     shape = common_shape([file], renamed)
+    require_whole_prompt([file], shape)
     if shape.declared.has_labels:
         raise UsageError(
             f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "

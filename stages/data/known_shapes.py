@@ -42,6 +42,26 @@ DATA_SHAPES = (
         may_have=("input",),
     ),
     DataShape("Nectar", ("prompt", "answers"), public.read_nectar, is_foreign=True),
+    _pairs(
+        "UltraFeedback binarized",
+        ("prompt", "messages", "chosen", "rejected"),
+        public.read_binarized,
+        scores=("chosen_score", "rejected_score"),
+    ),
+    _pairs("Orca", ("question", "chosen", "rejected", "system"), public.read_answered),
+    _pairs(
+        "Argilla", ("instruction", "chosen_response", "rejected_response"), public.read_answered
+    ),
+    _pairs("StackExchange", ("question", "response_j", "response_k"), public.read_answered),
+    _pairs("UltraInteract", ("trajectory", "chosen", "rejected"), public.read_messages_pair),
+    _labels("ShareGPT", ("conversations", "label"), public.read_messages_label),
+    _pairs("NeMo RL", ("context", "completions"), public.read_nemo),
+    _winner(
+        "AlpacaFarm",
+        ("instruction", "output_1", "output_2", "preference"),
+        public.read_alpaca_farm,
+        may_have=("input",),
+    ),
     _pairs("OpenAI", ("input", "preferred_output", "non_preferred_output"), public.read_openai),
     _pairs("LLaMA-Factory", ("conversations", "chosen", "rejected"), public.read_messages_pair),
     _pairs("axolotl", ("messages", "chosen", "rejected"), public.read_messages_pair),
@@ -57,6 +77,7 @@ DATA_SHAPES = (
         may_have=("history",),
         one_meaning=True,
     ),
+    _pairs("Orca", ("input", "chosen", "rejected", "system"), public.read_answered),
     _labels(
         "LLaMA-Factory",
         ("instruction", "output", "kto_tag"),

@@ -20,6 +20,7 @@ _ROLE = re.compile(r"""["'](role|from)["']\s*:\s*["'](system|user|assistant|tool
 _SHOWN = 80
 _TRUE = {"true", "desirable", "1", "1.0"}
 _FALSE = {"false", "undesirable", "0", "0.0"}
+LABELS = "true, 1 or desirable, and false, 0 or undesirable"
 
 
 def read_prompt(value: Any, column: str) -> Text:
@@ -204,7 +205,7 @@ def read_label(value: Any, column: str) -> bool:
     word = value.strip().lower() if isinstance(value, str) else None
     if word in _TRUE or word in _FALSE:
         return word in _TRUE
-    raise BadRow("bad_label", f"{column!r} is neither true nor false: {shown(value)}")
+    raise BadRow("bad_label", f"{column!r} is not a label ({LABELS}): {shown(value)}")
 
 
 def read_number(value: Any, column: str) -> float:
