@@ -260,6 +260,7 @@ def test_every_public_shape_has_an_example_and_all_of_them_say_the_same():
         shape = require_read(inputs, common_shape(inputs, {}))
         ((records, rejected),) = (parse_chunk(one, shape) for one in iter_chunks(inputs, ()))
         assert not rejected
+        assert all(name in shape.told for name in shape.declared.columns)
         shown.append(shape.declared)
         assert tuple(one.prompt for one in records) == asked, path
         said = [[text[-1]["content"] for text in one.completions] for one in records]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
 from ...schemas.config import Config
-from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError
+from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.row_keys import InputCounts
 from ...schemas.rows import Reference
@@ -169,6 +169,8 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     preparation = preparation_of(job)
     runner = _of_preparing(job, executor)
+    more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
+    progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
     _encode(job, preparation, runner, progress)
     try:
         counts = preparation.input_counts()

@@ -75,7 +75,9 @@ def no_shape(
     flags = {one.name: _flags(one, found, spare) for one in shapes}
     nearest = min(shapes, key=lambda one: (_unknown(flags[one.name]), len(flags[one.name])))
     two = two_answers([*spare])
-    if two and _unknown(flags[nearest.name]):
+    if two and (
+        _unknown(flags[nearest.name]) or not {*two}.isdisjoint(flags[nearest.name].values())
+    ):
         first, second = (spare[name] for name in two)
         prompt = {} if "prompt" in found else {"prompt": spare.get(likely("prompt", [*spare]), "")}
         pair = {**{k: v for k, v in prompt.items() if v}, "chosen": first, "rejected": second}

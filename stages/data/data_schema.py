@@ -315,7 +315,7 @@ def _declared(found: Mapping[str, str], where: str) -> DataShape:
 
 def _require_not_foreign(found: Mapping[str, str], where: str) -> None:
     for one in DATA_SHAPES:
-        if one.is_foreign and set(one.columns) <= set(found):
+        if one.is_foreign and set(one.columns) <= set(found) and "label" not in found:
             way = "judge" if one.is_single else "select"
             raise UsageError(
                 f"{where} has rows as {one.name} has them ({listed(one.columns)}): first "

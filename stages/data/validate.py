@@ -39,11 +39,10 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
     if isinstance(prompt, str):
         if isinstance(completion, str):
             return completion
-        raise BadRow(
-            "schema",
-            f"{column!r} is a conversation but the prompt is text; if it begins with the prompt, "
-            "take the prompt column out (--map prompt=)",
-        )
+        way = "if it begins with the prompt, take the prompt column out (--map prompt=)"
+        if len(completion) == 1:
+            way = "data.wrap=chat makes a conversation of the prompt too"
+        raise BadRow("schema", f"{column!r} is a conversation but the prompt is text; {way}")
     if isinstance(completion, str):
         completion = ({"role": ASSISTANT, "content": completion},)
     _require_no_prompt(completion, prompt, column)

@@ -84,6 +84,40 @@ def test_ties_are_counted_apart_and_any_number_of_them_may_be_there(config_over)
         run(replace(ties, cache=replace(ties.cache, output=f"{ties.cache.output}-3")))
 
 
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        (pair(1, margin=2), {}, "paired rows: prompt, chosen, rejected, margin"),
+        (
+            {"question": "Why?", "chosen": " so", "rejected": " no", "score_chosen": 1.5},
+            {"prompt": "question"},
+            "paired rows: question -> prompt, chosen, rejected, score_chosen -> chosen_score",
+        ),
+        (
+            {"chosen": "Why? So.", "rejected": "Why? No."},
+            {},
+            "paired rows: what both begin with -> prompt, chosen, rejected",
+        ),
+        (
+            {"prompt": "Why?", "completions": [" so", " no"], "scores": [1, 0]},
+            {},
+            "scored rows: prompt, completions, scores",
+        ),
+        (
+            compared(1, 2),
+            {},
+            "HelpSteer2 rows: prompt, response_1 and response_2 -> chosen or rejected, "
+            "preference_strength -> the winner and margin",
+        ),
+    ],
+)
+def test_what_is_read_as_what_is_told_before_it_is_read(config_over, row, columns, said):
+    heard = Heard()
+    rows = [json.loads(json.dumps(row).replace("Why", f"Why {n}")) for n in range(4)]
+    precompute(config_over(*rows, **columns), StubReference(), progress=heard)
+    assert heard.lines[0] == f"rows.jsonl: read as {said}"
+
+
 def row_shown(config, *, share=None):
     """The lines of the row that is shown while a cache is made."""
     progress = Heard()

@@ -187,6 +187,11 @@ FILES = [
         {"instruction": ASKED, **BINARIZED, "generations": [GOOD, BAD], "ratings": [5, 2]},
         way="--map instruction=",
     ),
+    flagged(
+        "a prompt of text and a message as answer",
+        {"prompt": ASKED, "chosen": [YES], "rejected": [NO]},
+        way="data.wrap=chat",
+    ),
     # Transcripts
     taken(
         "Anthropic HH",
@@ -388,6 +393,11 @@ FILES = [
         {"prompt": ASKED, "response_a": GOOD, "response_b": BAD},
         way="--map chosen=response_a --map rejected=response_b",
     ),
+    refused(
+        "two answers and a preference",
+        {"prompt": ASKED, "completion_a": GOOD, "completion_b": BAD, "preference": 1},
+        way="nothing that is known here says which is the better one",
+    ),
     # Many answers with scores
     taken(
         "scored",
@@ -444,6 +454,27 @@ FILES = [
         {"instruction": ASKED, "input": "", "completion": BAD, "label": False},
         way="--map prompt=instruction",
         wanted=[label(True, ASKED, GOOD), label(False, ASKED, BAD)],
+    ),
+    flagged(
+        "an instruction, its output and a label",
+        {"instruction": ASKED, "input": "", "output": GOOD, "label": True},
+        way="--map prompt=instruction",
+        wanted=[label(True, ASKED, GOOD)],
+    ),
+    flagged(
+        "responses with ratings",
+        {"question": ASKED, "responses": [GOOD, BAD], "ratings": [5, 2]},
+        way="--map completions=responses",
+        wanted=[scored(ASKED, (GOOD, 5.0), (BAD, 2.0))],
+    ),
+    flagged(
+        "camel case",
+        {"prompt": ASKED, "chosenAnswer": GOOD, "rejectedAnswer": BAD, "chosenScore": 3},
+        way="--map chosen=chosenAnswer --map rejected=rejectedAnswer",
+        wanted=[BARE],
+    ),
+    refused(
+        "a typo", {"prompt": ASKED, "chosn": GOOD, "reject": BAD}, way="chosen=chosn .*=reject"
     ),
     # Blocks, JSON text, one message
     taken(
