@@ -476,6 +476,12 @@ FILES = [
     refused(
         "a typo", {"prompt": ASKED, "chosn": GOOD, "reject": BAD}, way="chosen=chosn .*=reject"
     ),
+    refused(
+        "columns that say something about others",
+        {"prompt": ASKED, "response": GOOD, "label_type": 1, "chosen_index": 0, "is_train": True}
+        | {"completion_tokens": 5},
+        way="--map completion=response --map label=YOURS",
+    ),
     # Blocks, JSON text, one message
     taken(
         "blocks of text",
