@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from .pipeline.commands.cache_commands import add_looking_to
 from .pipeline.commands.round_commands import add_to
 from .pipeline.commands.terminal import (
     SafeGroup,
@@ -202,6 +203,7 @@ def score(
     )
 
 
+add_looking_to(app)
 add_to(app)
 add_training_to(app)
 
@@ -282,89 +284,6 @@ def mlflow_sync(
     for synced in sync_runs(run, own_options(run, config), uri=uri):
         sent = f"{counted(synced.points_sent, 'numbers')} sent"
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
-
-
-@app.command(rich_help_panel="Data and cache")
-def verify(
-    cache: CacheDir,
-    model: Model = None,
-    rescore: Annotated[int, typer.Option(min=0, help="Rows to score again; 0: none.")] = 16,
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
-    """Check every digest of a cache, and score a sample of rows again with the reference."""
-    from .pipeline.options.settings import load_settings
-    from .pipeline.precompute.verify import verify as run_verify
-    from .stages.model.reference import HfReference
-
-    given = load_settings({}, sets or [], file=config, near=[cache], command="verify").config
-    say(run_verify(cache, given.model, model=model, rescore=rescore, open_reference=HfReference))
-
-
-@app.command(rich_help_panel="Data and cache")
-def inspect(
-    cache: CacheDir,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
-    from .pipeline.jobs.object_inputs import cache_at
-    from .schemas.json_codec import to_json
-    from .stages.report.cache_summary import summarize
-    from .stages.report.cache_tables import render
-
-    summary = summarize(cache_at(cache))
-    say(to_json(summary).rstrip() if as_json else render(summary))
-
-
-@app.command(rich_help_panel="Data and cache")
-def export(
-    cache: CacheDir,
-    to: Annotated[Literal["trl"], typer.Option(help="Whose column names to use.")] = "trl",
-    output: Annotated[
-        Path | None, typer.Option(help="File (default: CACHE/../CACHE-trl.parquet).")
-    ] = None,
-    model: Model = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
-) -> None:
-    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
-
-    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
-    columns before you pass precompute_ref_log_probs.
-    """
-    from .pipeline.jobs.object_inputs import cache_at
-    from .pipeline.precompute.export import beside
-    from .pipeline.precompute.export import export as run_export
-    from .schemas.errors import counted
-
-    folder = cache_at(cache)
-    target = output or beside(folder, to)
-    rows = run_export(folder.root, target, model=model, overwrite=overwrite)
-    say(f"{target}: {counted(rows, 'rows')}")
-
-
-@app.command(rich_help_panel="Data and cache")
-def gc(
-    cache: CacheDir,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Remove what a cache held before it grew; trainings that began on it can then not continue."""
-    from .pipeline.jobs.object_inputs import cache_at
-    from .pipeline.precompute.cache_compatibility import gone_without, remove_earlier
-    from .schemas.errors import UsageError, counted
-
-    found = gone_without(folder := cache_at(cache))
-    say(f"{cache}: {counted(len(found.roots), 'earlier roots')}")
-    for root in found.roots:
-        say(f"  {root}")
-    say(f"{counted(len(found.files), 'files')} that only they name, {found.bytes:,} bytes")
-    if dry_run or not found:
-        return
-    if not yes and not sys.stdin.isatty():
-        raise UsageError("A training that began on one of these can then not continue. Pass --yes.")
-    if yes or typer.confirm("A training that began on one of these can then not continue. Remove?"):
-        remove_earlier(folder)
-        say("removed")
 
 
 @app.command("tiny-world", rich_help_panel="Begin")

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 # The commands that take settings, in the order in which messages name them.
 Command = Literal[
     "config",
+    "check",
     "precompute-ref",
     "score",
     "score --from-labels",
