@@ -13,6 +13,7 @@ import typer
 
 from .pipeline.commands.cache_commands import add_looking_to
 from .pipeline.commands.round_commands import add_to
+from .pipeline.commands.setup_commands import add_setup_to
 from .pipeline.commands.terminal import (
     SafeGroup,
     Version,
@@ -25,7 +26,7 @@ from .pipeline.commands.terminal import (
 )
 from .pipeline.commands.train_commands import add_training_to
 from .pipeline.jobs.signals import stop_signals, stop_with_launcher
-from .pipeline.options.flags import ConfigFile, Part, Sets, with_flags
+from .pipeline.options.flags import ConfigFile, Data, Part, Sets, with_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,10 +43,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
-CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
-Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 
 
 def main() -> None:
@@ -89,34 +86,7 @@ def about(version: Version = False) -> None:
     """Takes what is asked of no command."""
 
 
-@app.command(rich_help_panel="Begin")
-def init(
-    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Also write align.schema.json, for editors.")
-    ] = False,
-) -> None:
-    """Write an align.yaml with every setting, its default and what it means."""
-    from .pipeline.options.settings import write_template
-    from .schemas.errors import UsageError
-
-    if path.exists():
-        raise UsageError(f"{path} exists. Remove it first, or name another file.")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
-    write_template(path, schema=schema)
-    say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
-
-
-@app.command(rich_help_panel="Begin")
-def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> None:
-    """Print every setting and where its value comes from."""
-    from .pipeline.options.settings import flatten, load_settings, without_secrets
-
-    settings = load_settings({}, sets or [], file=config, data=data or [])
-    say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
-    for name, value in without_secrets(flatten(settings.config)).items():
-        say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
+add_setup_to(app)
 
 
 @app.command("precompute-ref", rich_help_panel="Data and cache")
@@ -284,19 +254,6 @@ def mlflow_sync(
     for synced in sync_runs(run, own_options(run, config), uri=uri):
         sent = f"{counted(synced.points_sent, 'numbers')} sent"
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
-
-
-@app.command("tiny-world", rich_help_panel="Begin")
-def tiny_world(
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
-    rows: Annotated[int, typer.Option(min=1, help="Preference rows.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Another seed, another world.")] = 0,
-) -> None:
-    """Make a tiny tokenizer, language model and preference data set to try align on."""
-    from .stages.demo.tiny_world import make_world
-
-    world = make_world(folder, rows=rows, seed=seed)
-    say(f"model  {world.model}\ndata   {world.data.paired}")
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..options.flags import ConfigFile, Sets, with_flags
+from ..options.flags import ConfigFile, Data, Sets, with_flags
 from .terminal import begin_work, say
 
-Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 
