@@ -118,6 +118,12 @@ class DataOptions:
         on=("check", *SCORERS, "select"),
         read_by=("score --from-labels",),
     )
+    split: str = option(
+        "",
+        "the split to read of a folder that holds several, for example train",
+        on=IN_TASKS,
+        read_by=("score --from-labels",),
+    )
     carry: list[str] = option(
         [], "extra numeric columns to keep in the shards", read_by=("score --from-labels",)
     )

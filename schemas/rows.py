@@ -18,6 +18,7 @@ from .turns import WHOLE, learned_counts
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
 
+TIE = "tie"  # two answers of which none won: nothing is wrong with such a row
 REASONS = (
     "schema",
     "null",
@@ -26,6 +27,7 @@ REASONS = (
     "too_long",
     "bad_utf8",
     "bad_label",
+    TIE,
     "bad_number",
     "template_error",
     "already_rendered",

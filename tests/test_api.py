@@ -71,6 +71,17 @@ def test_precompute_returns_where_the_cache_is_and_finds_it_again(made_cache, wo
     assert again.manifest == made_cache.manifest
 
 
+def test_precompute_takes_rows_and_knows_them_again(made_cache, world, tmp_path):
+    rows = pl.read_parquet(world.data.paired).head(8)
+    same = {"model": world.model, "output": tmp_path / "cache", "settings": MAKING}
+    made = align.precompute(rows, **same, progress=False)
+    assert made.manifest.rows == 8
+    assert align.precompute(rows.to_dicts(), **same, progress=False).was_complete
+    known = align.load_cache(made_cache.folder).select("prompt_ids", "chosen_ids").collect()
+    found = align.load_cache(made.folder).select("prompt_ids", "chosen_ids").collect()
+    assert found.join(known, on=found.columns).height == 8
+
+
 def test_a_cache_is_the_frame_that_export_writes(made_cache, tmp_path):
     target = tmp_path / "trl.parquet"
     export(made_cache.folder, target, model=None, overwrite=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import polars as pl
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from ..precompute.precompute import PrecomputeResult
 
 AnyPath: TypeAlias = "str | Path"
+
+
+class ArrowTable(Protocol):
+    """A frame of polars, pandas or Arrow."""
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
 
 
 def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
@@ -49,7 +55,7 @@ def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
 
 
 def precompute(
-    data: AnyPath | Sequence[AnyPath],
+    data: AnyPath | Sequence[AnyPath] | Iterable[Mapping[str, Any]] | ArrowTable,
     *,
     model: AnyPath | None = None,
     output: AnyPath | None = None,
@@ -58,6 +64,9 @@ def precompute(
     progress: bool = True,
 ) -> PrecomputeResult:
     """Makes a cache as `align precompute-ref` does, or finishes one; `.folder` is its path.
+
+    The data are files, or rows: a list of dicts, a `datasets.Dataset`, a polars, pandas or Arrow
+    frame. Equal rows find the same cache again.
 
     `settings` takes the names of `--set`, with values instead of text. An `align.yaml` here or
     beside the data counts as it does for the command, unless `config` names another file. One
@@ -68,20 +77,21 @@ def precompute(
         ...                         settings={"tokens.max_length": 1024})
         >>> made.folder, made.manifest.rows, made.tally.scored
     """
+    from ...stages.data.given_rows import files_of
     from ..precompute.precompute import precompute as run_precompute
     from ..precompute.precompute_plan import require_model
 
-    files = [data] if isinstance(data, str | Path) else data
     flags = {"model.path": model, "cache.output": output}
-    loaded = _loaded("precompute-ref", flags, settings, config, data=files)
-    require_model(loaded.config)
-    from ...stages.model.reference import HfReference
-    from ...stages.storage.disk.digest_memory import own_digests
-    from ..jobs.object_inputs import with_local_inputs
+    with files_of(data) as files:
+        loaded = _loaded("precompute-ref", flags, settings, config, data=files)
+        require_model(loaded.config)
+        from ...stages.model.reference import HfReference
+        from ...stages.storage.disk.digest_memory import own_digests
+        from ..jobs.object_inputs import with_local_inputs
 
-    local = with_local_inputs(loaded.config)
-    reference = HfReference(local.model, own_digests())
-    return run_precompute(local, reference, progress=_progress(shown=progress))
+        local = with_local_inputs(loaded.config)
+        reference = HfReference(local.model, own_digests())
+        return run_precompute(local, reference, progress=_progress(shown=progress))
 
 
 def train(

@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
-from ...stages.data.file_formats import FORMATS
+from ...stages.data.data_folders import HUB_FOLDER
+from ...stages.data.file_formats import ending_of
 from ...stages.storage.bucket.local_copies import local_folder
 from ...stages.storage.bucket.objects import (
     ObjectPath,
@@ -70,7 +71,7 @@ def _local_data(given: str) -> Sequence[str]:
 
 
 def _is_data(name: str) -> bool:
-    return "/" not in name and PurePosixPath(name).suffix.lower() in FORMATS
+    return str(PurePosixPath(name).parent) in (".", HUB_FOLDER) and bool(ending_of(name))
 
 
 def _copied(root: ObjectPath, is_wanted: Callable[[str], bool], what: str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.cache import FileEntry
-from ...schemas.errors import BadDataError
-from ...schemas.rows import Rejected
+from ...schemas.errors import BadDataError, counted
+from ...schemas.rows import TIE, Rejected
 from ...stages.storage.bucket.objects import Location
 
 SHOWN = 3  # rows, and files that list them
@@ -17,7 +17,7 @@ SHOWN = 3  # rows, and files that list them
 
 @dataclass(frozen=True)
 class RejectedRows:
-    """Counts of rows that cannot be used."""
+    """Counts of rows that cannot be used; ties are no fault of the data, and any number may be."""
 
     counts: Mapping[str, int]  # reason -> rows
     rows_in: int
@@ -28,7 +28,11 @@ class RejectedRows:
     @property
     def exceed_limit(self) -> bool:
         """Whether they are more than allowed, or nothing is left."""
-        return not self.rows_left or sum(self.counts.values()) > self.allowed * self.rows_in
+        return not self.rows_left or self._faults.total() > self.allowed * self.rows_in
+
+    @property
+    def _faults(self) -> Counter[str]:
+        return Counter({reason: rows for reason, rows in self.counts.items() if reason != TIE})
 
     def require_few(self, first: Sequence[str], *, listed: str = "", hint: str = "") -> None:
         """Refuses more than are allowed, and shows the first; `listed` is where all of them are."""
@@ -42,10 +46,12 @@ class RejectedRows:
         )
 
     def __str__(self) -> str:
-        reasons = Counter(self.counts)
-        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        reasons, ties = self._faults, self.counts.get(TIE, 0)
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        of_faults = f" ({listed})" if listed else ""
+        apart = f", and {counted(ties, 'ties')} have no chosen answer" if ties else ""
         return (
-            f"{reasons.total()} of {self.rows_in} rows cannot be used ({counts}); "
+            f"{reasons.total()} of {self.rows_in} rows cannot be used{of_faults}{apart}; "
             f"--max-bad-frac allows {self.allowed:g}"
         )
 

@@ -17,7 +17,7 @@ from ...schemas.errors import (
     StorageError,
     counted,
 )
-from ...schemas.rows import Reference
+from ...schemas.rows import TIE, Reference
 from ...stages.data.unread_columns import not_read
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder, WorkFolder
@@ -200,10 +200,12 @@ class PrecomputeJob:
             f"cache root {made.root}",
             "already complete: nothing was scored" if was_complete else self.tally.text(),
         ]
-        dropped = [f"{count} {reason}" for reason, count in made.quarantined.items()]
-        if dropped:
-            total = sum(made.quarantined.values())
-            lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(dropped)}")
+        faults = {reason: count for reason, count in made.quarantined.items() if reason != TIE}
+        if faults:
+            total, each = sum(faults.values()), (f"{n} {reason}" for reason, n in faults.items())
+            lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(each)}")
+        if ties := made.quarantined.get(TIE):
+            lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
         if kept := superseded(self.folder, made):
             lines.append(f"note: {kept}")
         if self.cache.shape.noted:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
 from ...schemas.config import Config
-from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError
+from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.row_keys import InputCounts
 from ...schemas.rows import Record, Reference
@@ -113,7 +113,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
 
     `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
     """
-    opened = open_inputs(config.data.files)
+    opened = open_inputs(config.data.files, config.data.split)
     if stage == STAGE_ONE:
         require_one_split(opened, stage, config.cache.output)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
@@ -178,6 +178,8 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     preparation = preparation_of(job)
     runner = _of_preparing(job, executor)
+    more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
+    progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
     _encode(job, preparation, runner, progress)
     try:
         counts = preparation.input_counts()

@@ -17,6 +17,7 @@ from ...stages.data.data_schema import common_shape
 from ...stages.data.data_shape import Shape
 from ...stages.data.decode_rows import parse_chunk, read_cells
 from ...stages.data.input_files import InputFile, column_names, iter_chunks, open_inputs
+from ...stages.data.unread_columns import require_whole_prompt
 from ...stages.data.validate import read_text
 from ...stages.judge.judge_template import answer_text
 from ...stages.judge.judged_rows import ADDED, SampleRows
@@ -69,6 +70,7 @@ def read_gold(name: str, data: DataOptions) -> Gold:
     """The pairs of a file or folder: chosen and rejected, or the best and the worst by score."""
     inputs = open_inputs([name])
     shape = replace(common_shape(inputs, data.map), wrap=Wrapping.of(data.wrap))
+    require_whole_prompt(inputs, shape)
     if shape.declared.is_single or shape.lacks_scores:
         raise UsageError(
             f"--calibrate {name}: a judge is measured on pairs (prompt, chosen, rejected) or on "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 import polars as pl
 
@@ -18,7 +17,7 @@ from ...stages.data.chat_wrap import Wrapping
 from ...stages.data.data_schema import common_shape, foreign_shape
 from ...stages.data.data_shape import Shape
 from ...stages.data.decode_rows import parse_chunk
-from ...stages.data.file_formats import FORMATS
+from ...stages.data.file_formats import ending_of
 from ...stages.data.input_files import (
     InputFile,
     column_names,
@@ -27,7 +26,7 @@ from ...stages.data.input_files import (
     open_inputs,
     require_unchanged,
 )
-from ...stages.data.unread_columns import free_text_in
+from ...stages.data.unread_columns import free_text_in, require_whole_prompt
 from ...stages.select.plain_rows import samples_of
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.tables import TableFolder, read_table
@@ -54,7 +53,7 @@ class TableInput:
 def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
     """The table in a folder of align, or the completions of a plain file."""
     folder = _folder_of(named, kind)
-    if folder.manifest.is_file() or PurePosixPath(named).suffix.lower() not in FORMATS:
+    if folder.manifest.is_file() or not ending_of(named):
         manifest, table = read_table(folder)
         return TableInput(table, kind, manifest.root, sampling=manifest.drawing)
     local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
@@ -98,6 +97,7 @@ def _shape(config: Config, file: InputFile, named: str) -> Shape:
     if foreign := foreign_shape(column_names(file), renamed):
         return foreign
     shape = common_shape([file], renamed)
+    require_whole_prompt([file], shape)
     if shape.declared.has_labels:
         raise UsageError(
             f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ..storage.cache.shards import RESERVED
+from .column_hints import PROMPT_LIKE, likely, listed, no_shape, several_shapes
 from .data_shape import DataShape, Shape
 from .input_files import InputFile, column_names, keys_further_on
 from .known_shapes import DATA_SHAPES
@@ -16,7 +17,6 @@ from .known_shapes import DATA_SHAPES
 ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
 OPTIONAL = ("system", "tools", "chat_template_kwargs")
 ALWAYS_CARRIED = ("margin", "weight")
-PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
 _UNUSED = "unused "  # begins our name of a column that the user left out
 _SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
 _OURS = [one for one in DATA_SHAPES if not (one.is_foreign or one.is_public)]
@@ -154,9 +154,9 @@ def _require_pairs(found: Mapping[str, str], where: str) -> None:
     if any(set(one.columns) <= set(found) for one in _OURS):  # none of them with a prompt
         _require_no_other_prompt(found, where)
         return
-    flag = next((f"prompt={found[name]}" for name in PROMPT_LIKE if name in found), "prompt=YOURS")
+    flag = f"prompt={found.get(likely('prompt', found), 'YOURS')}"
     raise UsageError(
-        f"{where} has the columns {_listed(found.values())} and none of prompts. Name the one that "
+        f"{where} has the columns {listed(found.values())} and none of prompts. Name the one that "
         f"holds them: --map {flag}."
     )
 
@@ -176,7 +176,6 @@ def detect_shape(
         return _public_shape(public, columns, rename, carry, where)
     found = _renamed(columns, rename, _KNOWN.union(carry), where)
     _require_carry(found, carry, where)
-    _require_whole_prompt(found, rename, where)
     declared = _declared(found, where)
     if "prompt" not in found:  # nor among the columns that the shape has
         _require_no_other_prompt(found, where)
@@ -198,22 +197,28 @@ def detect_shape(
 def _public(columns: Sequence[str], rename: Mapping[str, str], where: str) -> DataShape | None:
     """The public shape that a file has; none where columns of it are left out or renamed."""
     there = {name for name in columns if not rename.get(name, "").startswith(_UNUSED)}
+    fitting: list[DataShape] = []
     for one in _PUBLIC:
         if not set(one.columns) <= there or ("prompt" in there and "prompt" not in one.columns):
             continue
+        if any(
+            set(one.columns) <= {*other.columns, *other.may_have, *OPTIONAL} for other in fitting
+        ):
+            continue  # the other says more
         renamed = [name for name in one.columns if name in rename]
         if one.one_meaning and renamed:
             raise UsageError(
-                f"{where} has rows as {one.name} has them ({_listed(one.columns)}), and "
+                f"{where} has rows as {one.name} has them ({listed(one.columns)}), and "
                 f"--map {rename[renamed[0]]}={renamed[0]} would read a part of them alone. "
                 f"{one.refusal or 'They are read as they are: leave --map out.'}"
             )
-        if renamed:
-            continue
-        if one.refusal:
-            raise UsageError(f"{where} has rows as {one.name} has them. {one.refusal}")
-        return one
-    return None
+        if not renamed:
+            fitting.append(one)
+    if len(fitting) > 1:
+        raise UsageError(several_shapes(fitting, {name: name for name in columns}, where))
+    if fitting and fitting[0].refusal:
+        raise UsageError(f"{where} has rows as {fitting[0].name} has them. {fitting[0].refusal}")
+    return fitting[0] if fitting else None
 
 
 def _public_shape(
@@ -231,22 +236,10 @@ def _public_shape(
     source = {name: found.get(name, name) for name in (*names, *kept) if name in found}
     later = (name for name in names if name not in found and name not in rename)
     source.update({name: name for name in (*later, *declared.gives) if name not in source})
+    source.update({name: found[name] for name in declared.scores if name in found})
     unread = (column for name, column in found.items() if _is_unread_score(name, source))
     optional = tuple(name for name in OPTIONAL if name in found)
     return Shape(declared, source, optional, kept, False, tuple(unread))
-
-
-def _require_whole_prompt(found: Mapping[str, str], rename: Mapping[str, str], where: str) -> None:
-    """Refuses a prompt that the user named beside a column that is a part of such prompts."""
-    asked = found.get("prompt", "")
-    parts = {"instruction": ("input", "history"), "query": ("history",), "question": ("context",)}
-    for name in parts.get(asked, ()):
-        if name in found and rename.get(asked) == "prompt":
-            raise UsageError(
-                f"{where} has {name!r} beside {asked!r}, a part of the prompt that --map "
-                f"prompt={asked} would not read. Join the two in your file, or leave it out with "
-                f"--map {name}=."
-            )
 
 
 def _is_unread_score(name: str, source: Mapping[str, str]) -> bool:
@@ -271,7 +264,7 @@ def _renamed(
     for name in rename:
         if name not in columns:
             raise UsageError(
-                f"{where} has no column {name!r} to rename; it has {_listed(columns)}."
+                f"{where} has no column {name!r} to rename; it has {listed(columns)}."
                 f"{did_you_mean(closest(name, columns))} Change --map."
             )
     found: dict[str, str] = {}
@@ -295,7 +288,7 @@ def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -
             )
         if name not in found:
             raise UsageError(
-                f"{where} has no column {name!r} to carry; it has {_listed(found)}."
+                f"{where} has no column {name!r} to carry; it has {listed(found)}."
                 f"{did_you_mean(closest(name, found))} Change data.carry."
             )
 
@@ -314,55 +307,17 @@ def _declared(found: Mapping[str, str], where: str) -> DataShape:
     fitting = [one for one in _OURS if set(one.columns) <= set(found)]
     if not fitting:
         _require_not_foreign(found, where)
-        raise UsageError(_no_shape(found, where))
+        raise UsageError(no_shape(_OURS, found, _KNOWN, where))
     if len(fitting) > 1:
-        raise UsageError(_several_shapes(fitting, found, where))
+        raise UsageError(several_shapes(fitting, found, where))
     return fitting[0]
 
 
 def _require_not_foreign(found: Mapping[str, str], where: str) -> None:
     for one in DATA_SHAPES:
-        if one.is_foreign and set(one.columns) <= set(found):
+        if one.is_foreign and set(one.columns) <= set(found) and "label" not in found:
             way = "judge" if one.is_single else "select"
             raise UsageError(
-                f"{where} has rows as {one.name} has them ({_listed(one.columns)}): first "
+                f"{where} has rows as {one.name} has them ({listed(one.columns)}): first "
                 f"`align {way} {where}`, whose output is read here."
             )
-
-
-def _no_shape(found: Mapping[str, str], where: str) -> str:
-    nearest = min((one.columns for one in _OURS), key=lambda names: len(set(names) - set(found)))
-    missing = [name for name in nearest if name not in found]
-    flags = [_map_flag(name, found) for name in missing]
-    known = "; ".join(f"{one.name}: {', '.join(one.columns)}" for one in _OURS)
-    may_have = " and ".join(one.name for one in _OURS if "prompt" not in one.columns)
-    return (
-        f"{where} has the columns {_listed(found.values())}, which fit no shape of preference "
-        f"data ({known}; {may_have} may also have a prompt). Nearest are {', '.join(nearest)}: "
-        f"name the columns for {' and '.join(missing)}, for example {' '.join(flags)}."
-    )
-
-
-def _map_flag(name: str, found: Mapping[str, str]) -> str:
-    spare = [ours for ours in found if ours not in _KNOWN]
-    yours = [found[ours] for ours in closest(name, spare)] or ["YOURS"]
-    return f"--map {name}={yours[0]}"
-
-
-def _several_shapes(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) -> str:
-    ways = []
-    for one in fitting:
-        others = [other.columns for other in fitting if other != one]
-        extra = dict.fromkeys(
-            next(name for name in names if name not in one.columns) for names in others
-        )
-        ways.append(f"{one.name} with " + " ".join(f"--map {found[name]}=" for name in extra))
-    return (
-        f"{where} fits {len(fitting)} shapes of preference data: "
-        f"{' and '.join(one.name for one in fitting)}. "
-        f"Choose {', or '.join(ways)}."
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))

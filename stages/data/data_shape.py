@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from ...schemas.rows import Role, Text
@@ -39,6 +40,7 @@ class DataShape:
     gives: tuple[str, ...] = ()  # numbers of ours that its rows are given
     one_meaning: bool = False  # read by other names, its columns would be silently wrong
     refusal: str = ""  # instead of reading it: the ways that are open
+    becomes: tuple[str, ...] = ()  # what each column is read as; empty: what it is called
 
     @property
     def is_long(self) -> bool:
@@ -70,6 +72,24 @@ class Shape:
     def columns(self) -> tuple[str, ...]:
         """The user's columns to read, where a file has them."""
         return tuple(self.source.values())
+
+    @property
+    def told(self) -> str:
+        """Which of the user's columns are read as what."""
+        declared = self.declared
+        of_ours = declared.becomes or declared.columns
+        theirs = map(self.source.__getitem__, declared.columns)
+        named = [*zip(theirs, of_ours, strict=True)]
+        if "prompt" not in declared.columns and not declared.becomes:
+            begun = "what both begin with"
+            named.insert(0, (self.source["prompt"] if self.has_prompt else begun, "prompt"))
+        done = {*declared.columns, *declared.gives}
+        extra = (*declared.scores, *self.optional, *self.carried)
+        named += [(self.source[n], n) for n in extra if n in self.source and n not in done]
+        groups = groupby(named, key=lambda each: each[1])
+        joined = [(" and ".join(each for each, _ in group), ours) for ours, group in groups]
+        each = ", ".join(one if one == ours else f"{one} -> {ours}" for one, ours in joined)
+        return f"{declared.name} rows: {each}"
 
     @property
     def lacks_scores(self) -> bool:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from ...schemas.errors import UsageError
 from ..storage.bucket.local_copies import origin_of
+from .data_folders import ORDER, Split, split_in
 from .input_files import InputFile
-
-Split: TypeAlias = Literal["train", "validation", "test"]
-
-_SPLITS: Mapping[str, Split] = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "eval": "validation",
-    "test": "test",
-}
-_WORD = re.compile("[A-Za-z]+")
 
 
 def require_one_split(inputs: Sequence[InputFile], command: str, output: str) -> None:
@@ -62,24 +47,19 @@ def _parts(path: str) -> Iterator[_Part]:
     """The parts that the file's name and its folder's name give, if they name a split."""
     folder, slash, name = path.rpartition("/")
     stem, dot, ending = name.rpartition(".")
-    if found := _split_in(stem):
+    if found := split_in(stem):
         word, split = found
         begun = shlex.quote(f"{folder}{slash}{stem[: word.end()]}")
         pattern = shlex.quote(path) if "://" in path else f"{begun}*{dot}{ending}"
         yield _Part(f"{folder}/{stem[: word.start()]}", split, path, pattern)
     above, _, own = folder.rpartition("/")
-    if found := _split_in(own):
+    if found := split_in(own):
         word, split = found
         yield _Part(f"{above}/{own[: word.start()]}*/", split, path, shlex.quote(folder))
 
 
-def _split_in(name: str) -> tuple[re.Match[str], Split] | None:
-    words = ((word, _SPLITS.get(word.group().lower())) for word in _WORD.finditer(name))
-    return next(((word, split) for word, split in words if split), None)
-
-
 def _several(splits: Mapping[Split, Sequence[_Part]], command: str, output: str) -> str:
-    first, *others = sorted(splits, key=[*_SPLITS.values()].index)
+    first, *others = sorted(splits, key=ORDER.index)
     commands = [f"align {command} {_named(splits[first])}"]
     commands += [
         f"align {command} {_named(splits[other])} --output {output}-{other}" for other in others

@@ -6,6 +6,7 @@ import csv
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import BadDataError
 from .arrow_batches import bounded, open_batches, require_all_batches
 from .json_files import is_json_lines, json_rows, keys_of
+from .packed_files import PACKED, is_packed, open_bytes, text_bytes
 
 Item = TypeVar("Item")
 SAMPLED_JSON_ROWS = 100
@@ -114,7 +116,7 @@ def _joined(sizes: Iterable[int], most: int) -> list[FileRange]:
 
 
 def _one_range(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
-    return [FileRange(0, sys.maxsize, path.stat().st_size)]
+    return [FileRange(0, sys.maxsize, text_bytes(path))]
 
 
 def parquet_columns(path: Path) -> tuple[str, ...]:
@@ -217,12 +219,26 @@ def csv_payloads(
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, strict=True)
+    delimiter = _delimiter(path)
+    with _open_text(path) as file:
+        reader = csv.reader(file, strict=True, delimiter=delimiter)
         try:
             yield from filter(None, _with_long_cells(reader))
         except csv.Error as error:
             raise BadDataError(f"line {reader.line_num:,} is not valid CSV ({error})") from None
+
+
+def _delimiter(path: Path) -> str:
+    """Tabs of a TSV file; of a CSV file commas, unless its header has none but semicolons."""
+    if ending_of(path.name).startswith(".tsv"):
+        return "\t"
+    with _open_text(path) as file:
+        header = next(filter(str.strip, file), "")
+    return next((mark for mark in ",;\t" if mark in header), ",")
+
+
+def _open_text(path: Path) -> TextIOWrapper:
+    return TextIOWrapper(open_bytes(path), "utf-8-sig", "surrogateescape", newline="")
 
 
 def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
@@ -251,8 +267,8 @@ def json_columns(path: Path) -> tuple[str, ...]:
 
 
 def json_ranges(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
-    """The ranges of JSON lines, cut at any byte; an array is one range."""
-    if not is_json_lines(path):
+    """The ranges of JSON lines, cut at any byte; an array or a compressed file is one range."""
+    if is_packed(path) or not is_json_lines(path):
         return _one_range(path, columns, most)
     size = path.stat().st_size
     count = max(1, -(-size // most))
@@ -283,14 +299,22 @@ def _groups(
         yield group
 
 
-_JSON = Format(json_columns, json_ranges, json_payloads)
 ARROW = (".arrow", ".feather", ".ipc")
-_ARROW = Format(arrow_columns, arrow_ranges, arrow_payloads)
+_CSV = Format(csv_columns, _one_range, csv_payloads)
+_TEXTS = {
+    **dict.fromkeys(
+        (".jsonl", ".ndjson", ".json"), Format(json_columns, json_ranges, json_payloads)
+    ),
+    **dict.fromkeys((".csv", ".tsv"), _CSV),
+}
 FORMATS = {
     ".parquet": Format(parquet_columns, parquet_ranges, parquet_payloads),
-    ".jsonl": _JSON,
-    ".ndjson": _JSON,
-    ".json": _JSON,
-    ".csv": Format(csv_columns, _one_range, csv_payloads),
-    **dict.fromkeys(ARROW, _ARROW),
+    **_TEXTS,
+    **dict.fromkeys(ARROW, Format(arrow_columns, arrow_ranges, arrow_payloads)),
+    **{f"{ending}{packed}": way for ending, way in _TEXTS.items() for packed in PACKED},
 }
+
+
+def ending_of(name: str) -> str:
+    """The ending of a file's name, a key of FORMATS; nothing if it is none of them."""
+    return next((ending for ending in FORMATS if name.lower().endswith(ending)), "")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import os
-import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +13,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
-from ...schemas.plain_names import is_plain_name
-from .file_formats import FORMATS, WHOLE, FileRange, Limit, Payload, json_columns
+from .data_folders import ENDINGS, data_files
+from .file_formats import FORMATS, WHOLE, FileRange, Limit, Payload, ending_of, json_columns
 from .json_files import keys_among
+from .packed_files import open_bytes
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
-# The names that `datasets` and the Hugging Face Hub give to the files of one data set.
-_PART = re.compile(r"(?P<set>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
-_SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class InputFile:
     """One file of preference data."""
 
     path: Path
-    format: str  # its suffix, a key of FORMATS
+    format: str  # the ending of its name, a key of FORMATS
     bytes: int
 
 
@@ -59,13 +55,16 @@ class Chunk:
         return len(self.payload)
 
 
-def open_inputs(files: Sequence[str]) -> tuple[InputFile, ...]:
-    """The data files in these files and folders, each checked to have rows."""
+def open_inputs(files: Sequence[str], split: str = "") -> tuple[InputFile, ...]:
+    """The data files in these files and folders, each checked to have rows.
+
+    Of folders with several splits the one is read that `split` names.
+    """
     if not files:
         raise UsageError("No data files given. Name at least one file or folder.")
     inputs: dict[Path, InputFile] = {}
     for name in files:
-        for path in _data_files(Path(name)):
+        for path in data_files(Path(name), split):
             if path.resolve() in inputs:
                 raise UsageError(f"{path} is given twice. Name every file once.")
             inputs[path.resolve()] = _opened(path)
@@ -250,108 +249,30 @@ def _payloads(
         ) from error
 
 
-def _data_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise UsageError(f"{path}: no such file or folder. Check the path.")
-    if (path / "dataset_dict.json").is_file():
-        return _only_split(path)
-    if (path / "state.json").is_file():
-        return _saved_dataset(path)
-    return _folder(path)
-
-
-def _only_split(path: Path) -> list[Path]:
-    splits = _json_list(path / "dataset_dict.json", "splits")
-    if len(splits) != 1:
-        raise UsageError(
-            f"{path} holds the splits {', '.join(splits)}. Name one of them, for example "
-            f"{path / ('train' if 'train' in splits else [*splits, 'SPLIT'][0])}."
-        )
-    return _data_files(path / splits[0])
-
-
-def _saved_dataset(path: Path) -> list[Path]:
-    names = _json_list(path / "state.json", "_data_files")
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing or not names:
-        what = f"lacks {', '.join(missing)}, which its state.json names" if missing else "is empty"
-        raise UsageError(f"{path} {what}. Save the data set again.")
-    _require_all_parts(path, names)
-    return [path / name for name in names]
-
-
-def _require_all_parts(folder: Path, names: Collection[str]) -> None:
-    """Refuses a folder that lacks files of a numbered set."""
-    found: dict[tuple[str, str], set[int]] = {}
-    for part in filter(None, map(_PART.match, names)):
-        found.setdefault((part["set"], part["count"]), set()).add(int(part["number"]))
-    for (name, count), numbers in found.items():
-        if missing := sorted({*range(int(count))} - numbers):
-            raise UsageError(
-                f"{folder} lacks {len(missing):,} of the {int(count):,} files of {name!r}, "
-                f"{name}-{missing[0]:05d}-of-{count} first. Get them too, or name the files that "
-                "are the data."
-            )
-
-
-def _json_list(path: Path, key: str) -> list[str]:
-    try:
-        entries = json.loads(path.read_bytes())[key]
-        names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
-        if all(map(is_plain_name, names)):
-            return names
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        pass
-    raise UsageError(f"{path} does not list {key!r} as `datasets` writes it. Save it again.")
-
-
-def _folder(path: Path) -> list[Path]:
-    files = sorted(
-        entry
-        for entry in path.iterdir()
-        if entry.is_file() and entry.suffix.lower() in FORMATS and _is_data(entry.name)
-    )
-    if not files:
-        raise UsageError(f"{path} holds no data files ({_endings()}). Name the files or a folder.")
-    other = next((file for file in files if file.suffix != files[0].suffix), None)
-    if other:
-        raise UsageError(
-            f"{path} holds files of two kinds, {files[0].name} and {other.name}. "
-            "Name the files that are the data."
-        )
-    _require_all_parts(path, [file.name for file in files])
-    return files
-
-
-def _is_data(name: str) -> bool:
-    return not name.startswith((".", "_")) and name not in _SIDECARS
-
-
 def _opened(path: Path) -> InputFile:
-    if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{path} has an ending that is not known. Known are {_endings()}.")
-    file = InputFile(path, path.suffix.lower(), path.stat().st_size)
+    ending = ending_of(path.name)
+    if not ending:
+        raise UsageError(f"{path} has an ending that is not known. Known are {ENDINGS}.")
+    file = InputFile(path, ending, path.stat().st_size)
     if not file.bytes:
         raise UsageError(f"{path} is empty (0 bytes). Leave it out or write it again.")
-    if _first_two_bytes(path) in {codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE}:
+    if _first_two_bytes(file) in {codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE}:
         raise UsageError(f"{path} is UTF-16 text. Save it as UTF-8.")
     if not column_names(file):
         raise UsageError(f"{path} has no rows. Leave it out or write it again.")
     return file
 
 
-def _first_two_bytes(path: Path) -> bytes:
+def _first_two_bytes(file: InputFile) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(2)
+        with open_bytes(file.path) as source:
+            return source.read(2)
     except OSError as error:
-        raise UsageError(f"{path} cannot be opened: {error.strerror}. Check its rights.") from error
-
-
-def _endings() -> str:
-    return ", ".join(FORMATS)
+        if not error.strerror:  # of a codec
+            raise _unreadable(file, error) from error
+        raise UsageError(
+            f"{file.path} cannot be opened: {error.strerror}. Check its rights."
+        ) from error
 
 
 def _one_line(error: Exception) -> str:

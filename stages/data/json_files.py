@@ -1,4 +1,4 @@
-"""The records of a JSON file as raw bytes, of JSON lines or of one large array."""
+"""The records of a JSON file as raw bytes: of lines, of one large array, or of an object's."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...schemas.errors import BadDataError
+from .packed_files import BLOCK_BYTES, open_bytes
 
-BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _SPACE = re.compile(r"[ \t\n\r]*")
+# An object whose rows are the array "data", with nothing but short facts before it.
+_FACT = r'\s*"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,'
+_DATA = re.compile(rf'\s*\{{(?:{_FACT})*\s*"data"\s*:\s*(?=\[)')
 _raw_decode = json.JSONDecoder().raw_decode
 
 
 def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterator[bytes]:
     """Yields each record's raw text, without parsing it.
 
-    A file that starts with `[` is one array, read through a sliding buffer; any other holds one
-    record per line, and blank lines are not records. Of lines, those are read that begin at one of
-    the bytes `start` to `stop`; an array is always read whole.
+    A file that starts with `[` is one array, read through a sliding buffer, and so is one that is
+    an object with its rows in `data`; any other holds one record per line, and blank lines are not
+    records. Of lines, those are read that begin at one of the bytes `start` to `stop`; an array is
+    always read whole.
     """
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         yield from _lines(file, start, stop) if is_json_lines(path) else _elements(file)
 
 
@@ -55,33 +59,49 @@ def keys_of(text: bytes) -> Iterable[str]:
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether a file has one record per line, and is not an array."""
-    with path.open("rb") as file:
-        return _first_byte(file) != b"["
+    """Whether a file has one record per line, and is neither an array nor an object around one."""
+    with open_bytes(path) as file:
+        block = _first_block(file)
+    if block[:1] != b"{":
+        return block[:1] != b"["
+    text = block.decode("utf-8", "replace")
+    return not _DATA.match(text) or _is_first_of_lines(text)
 
 
-def _first_byte(file: BinaryIO) -> bytes:
+def _first_block(file: BinaryIO) -> bytes:
+    """A block of a file that begins with its first byte that is not blank."""
     block = file.read(BLOCK_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
     while not block and (block := file.read(BLOCK_BYTES)):
         block = block.lstrip()
-    return block[:1]
+    return block
+
+
+def _is_first_of_lines(text: str) -> bool:
+    """Whether an object ends in its line, and others follow it."""
+    try:
+        _, end = _raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    rest = text[end:].lstrip(" \t\r")
+    return rest.startswith("\n") and not rest.isspace()
 
 
 def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+    position = start
     if start:
         file.seek(start - 1)
         file.readline()  # the rest of a line that begins before the range
-    elif file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
-        file.seek(0)
-    position = file.tell()
+        position = file.tell()
     while position < stop and (line := file.readline()):
+        text = line if position else line.removeprefix(_BYTE_ORDER_MARK)
         position += len(line)
-        if not line.isspace():
-            yield line
+        if text and not text.isspace():
+            yield text
 
 
 def _elements(file: BinaryIO) -> Iterator[bytes]:
     window = _Window(file)
+    is_inside = window.skip(_DATA)
     window.next_character()
     window.at += 1
     count = 0
@@ -97,8 +117,14 @@ def _elements(file: BinaryIO) -> Iterator[bytes]:
             found = repr(separator) if separator else "the end of the file"
             raise _broken(count - 1, f"is followed by {found}")
     window.at += 1
+    if is_inside and window.next_character() == "}":
+        window.at += 1
+    elif is_inside:
+        raise BadDataError(
+            "the object goes on after its array 'data': write a file of the array alone"
+        )
     if rest := window.next_character():
-        raise BadDataError(f"after the closing ']' of {count:,} elements comes {rest!r}")
+        raise BadDataError(f"after the closing bracket of {count:,} elements comes {rest!r}")
 
 
 class _Window:
@@ -111,6 +137,13 @@ class _Window:
         self._ended = False
         # Invalid bytes survive as surrogates, so that they can be reported row by row.
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+
+    def skip(self, pattern: re.Pattern[str]) -> bool:
+        """Moves past a pattern in the first block, if the file begins with it."""
+        self.next_character()
+        found = pattern.match(self._text, self.at)
+        self.at = found.end() if found else self.at
+        return bool(found)
 
     def next_character(self) -> str:
         """Moves to the next character that is not blank and returns it; empty at the end."""

@@ -11,8 +11,12 @@ from .preference_rows import read_labelled, read_pair, read_scored, read_single
 
 _SAFE = ("prompt", "response_0", "response_1")
 # A shape of others: by its columns, without a name for each of them.
-_pairs = partial(DataShape, has_labels=True, is_public=True)
-_labels = partial(DataShape, has_labels=True, is_single=True, is_public=True)
+_PAIR = ("prompt", "chosen", "rejected")
+_pairs = partial(DataShape, has_labels=True, is_public=True, becomes=_PAIR)
+_LABEL = ("prompt and completion", "label")
+_labels = partial(DataShape, has_labels=True, is_single=True, is_public=True, becomes=_LABEL)
+# Two answers, and what says which of them won.
+_SIDES, _WON = ("chosen or rejected", "chosen or rejected"), "the winner"
 _winner = partial(DataShape, has_labels=True, is_public=True, one_meaning=True)
 
 DATA_SHAPES = (
@@ -42,11 +46,58 @@ DATA_SHAPES = (
         may_have=("input",),
     ),
     DataShape("Nectar", ("prompt", "answers"), public.read_nectar, is_foreign=True),
-    _pairs("OpenAI", ("input", "preferred_output", "non_preferred_output"), public.read_openai),
+    _pairs(
+        "UltraFeedback binarized",
+        ("prompt", "messages", "chosen", "rejected"),
+        public.read_binarized,
+        becomes=("prompt", "chosen", "chosen", "rejected"),
+        scores=("chosen_score", "rejected_score"),
+    ),
+    _pairs(
+        "Orca",
+        ("question", "chosen", "rejected", "system"),
+        public.read_answered,
+        becomes=(*_PAIR, "system"),
+    ),
+    _pairs(
+        "Argilla", ("instruction", "chosen_response", "rejected_response"), public.read_answered
+    ),
+    _pairs("StackExchange", ("question", "response_j", "response_k"), public.read_answered),
+    _pairs("UltraInteract", ("trajectory", "chosen", "rejected"), public.read_messages_pair),
+    _labels("ShareGPT", ("conversations", "label"), public.read_messages_label),
+    _pairs(
+        "NeMo RL",
+        ("context", "completions"),
+        public.read_nemo,
+        becomes=("prompt", "chosen and rejected"),
+    ),
+    _winner(
+        "AlpacaFarm",
+        ("instruction", "output_1", "output_2", "preference"),
+        public.read_alpaca_farm,
+        becomes=("prompt", *_SIDES, _WON),
+        may_have=("input",),
+    ),
+    _pairs(
+        "OpenAI",
+        ("input", "preferred_output", "non_preferred_output"),
+        public.read_openai,
+        becomes=("prompt and tools", "chosen", "rejected"),
+    ),
     _pairs("LLaMA-Factory", ("conversations", "chosen", "rejected"), public.read_messages_pair),
     _pairs("axolotl", ("messages", "chosen", "rejected"), public.read_messages_pair),
-    _pairs("ms-swift", ("messages", "rejected_response"), public.read_rejected_response),
-    _pairs("ms-swift", ("messages", "rejected_messages"), public.read_rejected_messages),
+    _pairs(
+        "ms-swift",
+        ("messages", "rejected_response"),
+        public.read_rejected_response,
+        becomes=("prompt and chosen", "rejected"),
+    ),
+    _pairs(
+        "ms-swift",
+        ("messages", "rejected_messages"),
+        public.read_rejected_messages,
+        becomes=("prompt and chosen", "prompt and rejected"),
+    ),
     _labels("ms-swift", ("messages", "label"), public.read_messages_label),
     _labels("LLaMA-Factory", ("messages", "kto_tag"), public.read_messages_label),
     _labels("LLaMA-Factory", ("conversations", "kto_tag"), public.read_messages_label),
@@ -54,39 +105,73 @@ DATA_SHAPES = (
         "LLaMA-Factory",
         ("instruction", "input", "chosen", "rejected"),
         public.read_alpaca_pair,
+        becomes=("prompt", *_PAIR),
         may_have=("history",),
         one_meaning=True,
+    ),
+    _pairs(
+        "Orca",
+        ("input", "chosen", "rejected", "system"),
+        public.read_answered,
+        becomes=(*_PAIR, "system"),
     ),
     _labels(
         "LLaMA-Factory",
         ("instruction", "output", "kto_tag"),
         public.read_alpaca_label,
+        becomes=("prompt", "completion", "label"),
         may_have=("input", "history"),
     ),
-    _winner("SHP", ("history", "human_ref_A", "human_ref_B", "labels"), public.read_shp),
     _winner(
-        "WebGPT", ("question", "answer_0", "answer_1", "score_0", "score_1"), public.read_webgpt
+        "SHP",
+        ("history", "human_ref_A", "human_ref_B", "labels"),
+        public.read_shp,
+        becomes=("prompt", *_SIDES, _WON),
+    ),
+    _winner(
+        "WebGPT",
+        ("question", "answer_0", "answer_1", "score_0", "score_1"),
+        public.read_webgpt,
+        becomes=("prompt", *_SIDES, "the winner and scores", "the winner and scores"),
     ),
     _winner(
         "HelpSteer2",
         ("prompt", "response_1", "response_2", "preference_strength"),
         public.read_helpsteer,
+        becomes=("prompt", *_SIDES, "the winner and margin"),
         gives=("margin",),
     ),
     _winner(
         "HelpSteer3",
         ("context", "response1", "response2", "overall_preference"),
         public.read_helpsteer,
+        becomes=("prompt", *_SIDES, "the winner and margin"),
         gives=("margin",),
     ),
-    _winner("arena", ("conversation_a", "conversation_b", "winner"), public.read_arena),
+    _winner(
+        "arena",
+        ("conversation_a", "conversation_b", "winner"),
+        public.read_arena,
+        becomes=("prompt with chosen or rejected", "prompt with chosen or rejected", _WON),
+    ),
     _winner(
         "arena",
         ("prompt", "response_a", "response_b", "winner_model_a", "winner_model_b", "winner_tie"),
         public.read_arena_turns,
+        becomes=("prompt", *_SIDES, _WON, _WON, _WON),
     ),
-    _winner("PKU-SafeRLHF", (*_SAFE, "better_response_id"), public.read_saferlhf),
-    _winner("PKU-SafeRLHF", (*_SAFE, "safer_response_id"), public.read_saferlhf),
+    _winner(
+        "PKU-SafeRLHF",
+        (*_SAFE, "better_response_id"),
+        public.read_saferlhf,
+        becomes=("prompt", *_SIDES, _WON),
+    ),
+    _winner(
+        "PKU-SafeRLHF",
+        (*_SAFE, "safer_response_id"),
+        public.read_saferlhf,
+        becomes=("prompt", *_SIDES, _WON),
+    ),
     _winner(
         "PKU-SafeRLHF",
         (*_SAFE, "better_response_id", "safer_response_id"),

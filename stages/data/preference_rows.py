@@ -23,7 +23,14 @@ def read_pair(cells: Cells, shape: Shape) -> ReadRow:
     """A chosen and a rejected completion, of a prompt or with their prompt at the start of both."""
     if not shape.has_prompt:
         return _pair_without_prompt(cells, shape)
+    return read_prompted_pair(cells, shape)
+
+
+def read_prompted_pair(cells: Cells, shape: Shape) -> ReadRow:
+    """A pair with a prompt, which may be text that stands in whole conversations once more."""
     prompt = prompt_in(cells, shape)
+    if isinstance(prompt, str) and (whole := _whole_conversations(cells, shape)):
+        return _asked_within(prompt, *whole, shape, _pair_scores(cells, shape))
     chosen, rejected = (
         completion_in(cells, shape, prompt, name) for name in ("chosen", "rejected")
     )
@@ -79,6 +86,36 @@ def completions_in(
     return tuple(
         shape.wrap.completion(one, f"{column}[{index}]", prompt) for index, one in enumerate(found)
     )
+
+
+def _whole_conversations(cells: Cells, shape: Shape) -> tuple[Text, Text] | None:
+    """What was chosen and what was rejected, if both are conversations."""
+    columns = [shape.source[name] for name in ("chosen", "rejected")]
+    values = [cells.get(column) for column in columns]
+    if any(isinstance(one, str) and not one.lstrip().startswith("[") for one in values):
+        return None
+    chosen, rejected = map(read_text, values, columns)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        return None
+    return (chosen, rejected) if min(len(chosen), len(rejected)) > 1 else None
+
+
+def _asked_within(
+    prompt: str, chosen: Text, rejected: Text, shape: Shape, scores: tuple[float | None, ...]
+) -> ReadRow:
+    """A pair of conversations, whose common beginning has to hold the prompt."""
+    columns = shape.source["chosen"], shape.source["rejected"]
+    found = forked(chosen, rejected, columns, scores)
+    messages = () if isinstance(found.prompt, str) else found.prompt
+    said = [one["content"].strip() for one in messages if one["role"] == "user"]
+    if prompt.strip() not in said:
+        column = shape.source["prompt"]
+        raise BadRow(
+            "schema",
+            f"{column!r} is text, which no user says in what {columns[0]!r} and {columns[1]!r} "
+            f"begin with: --map prompt= leaves it out and takes that beginning",
+        )
+    return found
 
 
 def _pair_scores(cells: Cells, shape: Shape) -> tuple[float | None, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...schemas.rows import BadRow, Message, Role, Text
 from .data_shape import Cells, ReadRow, Shape
-from .preference_rows import PAIR, forked
+from .preference_rows import PAIR, forked, read_prompted_pair
 from .validate import (
     ASSISTANT,
     is_blank,
@@ -17,6 +17,7 @@ from .validate import (
     read_list,
     read_number,
     read_prompt,
+    read_text,
     shown,
 )
 
@@ -37,6 +38,21 @@ def read_messages_pair(cells: Cells, shape: Shape) -> ReadRow:
     column = shape.declared.columns[0]
     prompt = _asked(cells.get(column), column)
     return ReadRow(prompt, _pair(prompt, cells, ("chosen", "rejected")), PAIR, (None, None))
+
+
+def read_binarized(cells: Cells, shape: Shape) -> ReadRow:
+    """UltraFeedback binarized: `messages` are the chosen conversation once more."""
+    again = cells.get("messages")
+    if again and read_text(again, "messages") != read_text(cells.get("chosen"), "chosen"):
+        raise BadRow("schema", "'messages' are not 'chosen': leave them out with --map messages=")
+    return read_prompted_pair(cells, shape)
+
+
+def read_answered(cells: Cells, shape: Shape) -> ReadRow:
+    """A question of the user, and two answers in columns of their own, the better one first."""
+    asked, better, worse, *_ = shape.declared.columns
+    prompt = _user(cells.get(asked), asked)
+    return ReadRow(prompt, _pair(prompt, cells, (better, worse)), PAIR, (None, None))
 
 
 def read_rejected_response(cells: Cells, _: Shape) -> ReadRow:
@@ -62,17 +78,39 @@ def read_messages_label(cells: Cells, shape: Shape) -> ReadRow:
     return _labelled(prompt, answer, cells, label)
 
 
-def read_alpaca_pair(cells: Cells, _: Shape) -> ReadRow:
+def read_alpaca_pair(cells: Cells, shape: Shape) -> ReadRow:
     """LLaMA-Factory's ranking: an instruction with its input, and two answers."""
-    prompt = _instructed(cells)
+    prompt = _instructed(cells, shape)
     return ReadRow(prompt, _pair(prompt, cells, ("chosen", "rejected")), PAIR, (None, None))
 
 
-def read_alpaca_label(cells: Cells, _: Shape) -> ReadRow:
+def read_alpaca_label(cells: Cells, shape: Shape) -> ReadRow:
     """LLaMA-Factory's KTO: an instruction with its input, an answer and its label."""
-    prompt = _instructed(cells)
+    prompt = _instructed(cells, shape)
     answer = read_completion(cells.get("output"), "output", prompt)
     return _labelled(prompt, answer, cells, "kto_tag")
+
+
+def read_alpaca_farm(cells: Cells, shape: Shape) -> ReadRow:
+    """AlpacaFarm: an instruction with its input, and the number of the output that won."""
+    won = read_number(cells.get("preference"), "preference")
+    if not 1 <= won <= 2:
+        raise BadRow("bad_label", f"'preference' is not between 1 and 2: {shown(won)}")
+    return _won(_instructed(cells, shape), cells, ("output_1", "output_2"), 1.5 - won)
+
+
+def read_nemo(cells: Cells, _: Shape) -> ReadRow:
+    """NeMo RL: a conversation and two completions with ranks, of which the lower is the better."""
+    prompt = _asked(cells.get("context"), "context")
+    ranked = read_list(cells.get("completions"), "completions")
+    if len(ranked) != 2 or not all(isinstance(one, dict) for one in ranked):
+        raise BadRow("schema", f"'completions' are not two objects with ranks: {shown(ranked)}")
+    first, second = (read_number(one.get("rank"), "rank") for one in ranked)
+    answers = {f"completion of rank {one['rank']}": one.get("completion") for one in ranked}
+    if first == second:
+        raise _tie("rank", first)
+    names = [*answers]
+    return _won(prompt, answers, (names[0], names[1]), second - first)
 
 
 def read_shp(cells: Cells, _: Shape) -> ReadRow:
@@ -201,18 +239,21 @@ def _user(value: Any, column: str) -> Text:
     return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
 
 
-def _instructed(cells: Cells) -> tuple[Message, ...]:
-    """The turns before an instruction, and the instruction with its input."""
+def _instructed(cells: Cells, shape: Shape) -> tuple[Message, ...]:
+    """The turns before an instruction, and the instruction with its input.
+
+    A JSON row has the cells of columns too that the user left out.
+    """
     asked = read_prompt(cells.get("instruction"), "instruction")
     if not isinstance(asked, str):
         raise BadRow("schema", f"'instruction' is not text: {shown(asked)}")
     before: list[Message] = []
-    history = cells.get("history")
+    history = cells.get("history") if "history" in shape.source else None
     for turn in read_list(history, "history") if history else ():
         if not (isinstance(turn, list) and len(turn) == 2 and all(map(_is_text, turn))):
             raise BadRow("schema", f"'history' is not a list of pairs of texts: {shown(turn)}")
         before += _exchange(*turn)
-    content = joined_input(asked, cells.get("input"))
+    content = joined_input(asked, cells.get("input") if "input" in shape.source else None)
     return (*before, {"role": "user", "content": content})
 
 
@@ -252,4 +293,4 @@ def _won(prompt: Text, cells: Cells, columns: tuple[str, str], ahead: float) -> 
 
 
 def _tie(column: str, value: Any) -> BadRow:
-    return BadRow("bad_label", f"{column}: a tie has no chosen answer ({shown(value)})")
+    return BadRow("tie", f"{column}: a tie has no chosen answer ({shown(value)})")

@@ -26,7 +26,7 @@ from ...schemas.rows import BadRow
 from .data_shape import Shape
 from .decode_rows import read_cells
 from .file_formats import ARROW, ArrowRows, Payload
-from .free_text import ColumnSample, Watch, holds_phrase
+from .free_text import ColumnSample, Watch, holds_phrase, is_empty
 from .input_files import InputFile, column_names, iter_chunks, iter_parts
 from .validate import shown
 
@@ -44,13 +44,18 @@ _LETTERS = (
     pa.types.is_binary,
     pa.types.is_large_binary,
 )
+# Columns that are a part of a prompt in another one.
+_PARTS = {"instruction": ("input", "history"), "query": ("history",), "question": ("context",)}
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _MET, _PHRASES = "unread cells of ", "unread phrases of "  # begin counts; a column follows
 
 
 def require_read(inputs: Sequence[InputFile], shape: Shape) -> Shape:
     """The shape with what is known of the columns it leaves unread; refuses free text in them."""
+    require_whole_prompt(inputs, shape)
     skipped = {*shape.columns, *shape.left_out}
     found = _sampled(inputs, skipped)
+    _refuse_media(found)
     _refuse_free_text(found, shape)
     unread = (name for name, sample in found.items() if sample.cells)
     return replace(
@@ -58,6 +63,38 @@ def require_read(inputs: Sequence[InputFile], shape: Shape) -> Shape:
         noted=tuple(name for name in unread if name not in shape.unread),
         unwatched=frozenset(skipped.union(name for name in found if found[name].phrase)),
     )
+
+
+def require_whole_prompt(inputs: Sequence[InputFile], shape: Shape) -> None:
+    """Refuses a prompt that the user named, beside a column with a part of such prompts."""
+    asked = shape.source.get("prompt", "")
+    for name in _PARTS.get(asked, ()):
+        if name in (*shape.columns, *shape.left_out):
+            continue
+        for file in inputs:
+            if name in column_names(file) and not _is_empty_column(file, name):
+                raise UsageError(
+                    f"{file.path} has {name!r} beside {asked!r}, a part of the prompt that --map "
+                    f"prompt={asked} would not read. Join the two in your file, or leave it out "
+                    f"with --map {name}=."
+                )
+
+
+def _is_empty_column(file: InputFile, name: str) -> bool:
+    rows = (
+        cells for chunk in iter_chunks([file], [name]) for cells in read_cells(chunk.payload, ())
+    )
+    return all(isinstance(cells, BadRow) or is_empty(cells.get(name)) for cells in rows)
+
+
+def _refuse_media(found: Mapping[str, ColumnSample]) -> None:
+    """Refuses columns of pictures, sounds or films, without which a row means something else."""
+    if held := [name for name in _MEDIA if name in found and found[name].cells]:
+        flags = " ".join(f"--map {name}=" for name in held)
+        raise UsageError(
+            f"The data have {' and '.join(map(repr, held))}, which no model here is given: only "
+            f"text is read. Take rows without them, or leave them out with {flags}."
+        )
 
 
 def free_text_in(file: InputFile, read: Collection[str]) -> list[str]:

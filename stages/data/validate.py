@@ -21,6 +21,7 @@ _ROLE = re.compile(r"""["'](role|from)["']\s*:\s*["'](system|user|assistant|tool
 _SHOWN = 80
 _TRUE = {"true", "desirable", "1", "1.0"}
 _FALSE = {"false", "undesirable", "0", "0.0"}
+LABELS = "true, 1 or desirable, and false, 0 or undesirable"
 
 
 class Unlearned(dict[str, Any]):
@@ -43,11 +44,10 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
     if isinstance(prompt, str):
         if isinstance(completion, str):
             return completion
-        raise BadRow(
-            "schema",
-            f"{column!r} is a conversation but the prompt is text; if it begins with the prompt, "
-            "take the prompt column out (--map prompt=)",
-        )
+        way = "if it begins with the prompt, take the prompt column out (--map prompt=)"
+        if len(completion) == 1:
+            way = "data.wrap=chat makes a conversation of the prompt too"
+        raise BadRow("schema", f"{column!r} is a conversation but the prompt is text; {way}")
     if isinstance(completion, str):
         completion = ({"role": ASSISTANT, "content": completion},)
     _require_no_prompt(completion, prompt, column)
@@ -231,7 +231,7 @@ def read_label(value: Any, column: str) -> bool:
     word = value.strip().lower() if isinstance(value, str) else None
     if word in _TRUE or word in _FALSE:
         return word in _TRUE
-    raise BadRow("bad_label", f"{column!r} is neither true nor false: {shown(value)}")
+    raise BadRow("bad_label", f"{column!r} is not a label ({LABELS}): {shown(value)}")
 
 
 def read_number(value: Any, column: str) -> float:

@@ -13,7 +13,7 @@ from align.pipeline.executors.executor import Share
 from align.pipeline.precompute.precompute import precompute
 from align.pipeline.tables.score_rewards import ROWS, rewards_from_labels
 from align.schemas.config import DataOptions, RewardOptions
-from align.schemas.errors import UsageError
+from align.schemas.errors import BadDataError, UsageError
 from align.stages.data.tokenizer import load_tokenizer
 from align.stages.tracking.progress import make_progress
 from support.read_rows import write_rows
@@ -59,6 +59,63 @@ def test_text_that_begins_late_is_refused_before_labels_are_scored(config_over):
     with pytest.raises(UsageError, match="row 2,000 .*\n.*--map input="):
         rewards_from_labels(config)
     assert not (Path(config.rewards.output) / ROWS).exists()
+
+
+def compared(number, strength):
+    return {
+        "prompt": f"Why {number}?",
+        "response_1": "So.",
+        "response_2": "No.",
+        "preference_strength": strength,
+    }
+
+
+def test_ties_are_counted_apart_and_any_number_of_them_may_be_there(config_over):
+    rows = [compared(n, n % 2) for n in range(40)]
+    made = run(config_over(*rows))
+    assert made.manifest.quarantined == {"tie": 20}
+    assert (made.manifest.rows, "20 of 40 rows left out: ties" in made.text()) == (20, True)
+    assert "dropped" not in made.text()
+    faulty = config_over(*rows, compared(40, "much"))
+    with pytest.raises(BadDataError, match=r"1 of 41 rows .*1 bad_number.* 20 ties have"):
+        run(replace(faulty, cache=replace(faulty.cache, output=f"{faulty.cache.output}-2")))
+    ties = config_over(*(compared(n, 0) for n in range(4)))
+    with pytest.raises(BadDataError, match="0 of 4 rows cannot be used, and 4 ties have"):
+        run(replace(ties, cache=replace(ties.cache, output=f"{ties.cache.output}-3")))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        (pair(1, margin=2), {}, "paired rows: prompt, chosen, rejected, margin"),
+        (
+            {"question": "Why?", "chosen": " so", "rejected": " no", "score_chosen": 1.5},
+            {"prompt": "question"},
+            "paired rows: question -> prompt, chosen, rejected, score_chosen -> chosen_score",
+        ),
+        (
+            {"chosen": "Why? So.", "rejected": "Why? No."},
+            {},
+            "paired rows: what both begin with -> prompt, chosen, rejected",
+        ),
+        (
+            {"prompt": "Why?", "completions": [" so", " no"], "scores": [1, 0]},
+            {},
+            "scored rows: prompt, completions, scores",
+        ),
+        (
+            compared(1, 2),
+            {},
+            "HelpSteer2 rows: prompt, response_1 and response_2 -> chosen or rejected, "
+            "preference_strength -> the winner and margin",
+        ),
+    ],
+)
+def test_what_is_read_as_what_is_told_before_it_is_read(config_over, row, columns, said):
+    heard = Heard()
+    rows = [json.loads(json.dumps(row).replace("Why", f"Why {n}")) for n in range(4)]
+    precompute(config_over(*rows, **columns), StubReference(), progress=heard)
+    assert heard.lines[0] == f"rows.jsonl: read as {said}"
 
 
 def row_shown(config, *, share=None):

@@ -73,6 +73,8 @@ def test_history_system_tools_scores_and_strength_are_kept():
     system = {"role": "system", "content": "Be kind."}
     assert record_of(ALPACA | more).prompt == (system, HI, GOOD, user("Say\n7"))
     assert record_of(ALPACA | {"input": ""}).prompt == (user("Say"),)
+    no_history = {"rename": {"history": "unused history"}}
+    assert record_of(ALPACA | more, **no_history).prompt == (system, user("Say\n7"))
     tool = {"type": "function", "function": {"name": "f"}}
     given = {"messages": [HI], "tools": [tool]}
     assert record_of(OPENAI | {"input": given}).tools == (tool,)
@@ -83,10 +85,10 @@ def test_history_system_tools_scores_and_strength_are_kept():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (ARENA | {"winner": "tie"}, "bad_label"),
-        (WEBGPT | {"score_0": 0.5}, "bad_label"),
-        (STEER3 | {"overall_preference": 0}, "bad_label"),
-        (KAGGLE | {"winner_model_a": 0, "winner_tie": 1}, "bad_label"),
+        (ARENA | {"winner": "tie"}, "tie"),
+        (WEBGPT | {"score_0": 0.5}, "tie"),
+        (STEER3 | {"overall_preference": 0}, "tie"),
+        (KAGGLE | {"winner_model_a": 0, "winner_tie": 1}, "tie"),
         (STEER2 | {"prompt": "Hi?\n<extra_id_1>Assistant\nNo."}, "already_rendered"),
         ({"messages": [HI, GOOD], "chosen": GOOD, "rejected": BAD}, "schema"),
         ({"messages": [HI], "rejected_response": "No."}, "schema"),
@@ -110,7 +112,6 @@ BOTH = SAFE | {"better_response_id": 1, "safer_response_id": 0}
         (["prompt", "answers"], {}, "align select"),
         (SHP, {"human_ref_A": "chosen", "human_ref_B": "rejected"}, "leave --map out"),
         (ALPACA, {"instruction": "prompt"}, "leave --map out"),
-        (["instruction", "input", "completion", "label"], {"instruction": "prompt"}, "input="),
     ],
 )
 def test_what_has_two_meanings_or_loses_a_part_is_refused_with_the_way(columns, rename, message):

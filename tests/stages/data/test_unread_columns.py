@@ -56,6 +56,30 @@ def refusal(*paths, **columns):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
+def test_a_part_of_a_prompt_is_refused_wherever_it_is_and_an_empty_column_is_not(written, ending):
+    rows = [
+        {"instruction": f"Say {n}.", "input": "", "completion": f" {n}", "label": True}
+        for n in range(3000)
+    ]
+    shape, _ = opened(written(rows, ending), prompt="instruction")
+    assert shape.source["prompt"] == "instruction"
+    rows[2345]["input"] = "7"
+    said = refusal(written(rows, ending), prompt="instruction")
+    assert "'input' beside 'instruction'" in said
+    assert "--map input=" in said
+    assert opened(written(rows, ending), prompt="instruction", input="")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_pictures_are_refused_and_an_empty_column_of_them_is_not(written, ending):
+    rows = [pair(n, images=None) for n in range(20)]
+    opened(written(rows, ending))
+    rows[7]["images"] = "a.png"
+    assert "--map images=" in refusal(written(rows, ending))
+    opened(written(rows, ending), images="")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_text_that_nothing_reads_is_refused_with_both_ways_on_and_both_go(written, ending):
     rows = [pair(n, system_prompt=text(n), input=text(n + 1), source="math") for n in range(20)]
     path = written(rows, ending)

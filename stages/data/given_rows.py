@@ -1,0 +1,91 @@
+"""Rows that are given in Python, as a file of JSON lines that every process can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date, time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+
+from ...schemas.errors import UsageError
+from ...schemas.rows import BadRow
+from .decode_rows import read_cells
+from .file_formats import ArrowRows
+from .validate import shown
+
+NAME = "rows.jsonl"
+_AT_ONCE = 1000
+
+
+@contextmanager
+def files_of(data: Any) -> Iterator[list[str]]:
+    """The files that are named, or one of the rows that are given, which is removed at the end.
+
+    Equal rows make equal bytes, in whatever kind of table they are given, so that a cache is
+    known again.
+    """
+    if isinstance(data, str | Path):
+        yield [str(data)]
+    elif isinstance(data, Sequence) and all(isinstance(one, str | Path) for one in data):
+        yield [*map(str, data)]
+    else:
+        with TemporaryDirectory(prefix="align-rows-") as folder:
+            path = Path(folder) / NAME
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(f"{_line(row)}\n" for row in _rows(data))
+            yield [str(path)]
+
+
+def _rows(data: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows of a list, a data set of `datasets`, or a frame of polars, pandas or Arrow."""
+    if isinstance(data, Mapping):
+        raise UsageError(
+            f"The data are a mapping of {', '.join(map(repr, data))}. Give rows: a list of them, "
+            "or one split of a data set."
+        )
+    if hasattr(data, "with_format"):  # of `datasets`
+        for table in data.with_format("arrow").iter(batch_size=_AT_ONCE):
+            yield from _of_table(table)
+    elif type(data).__module__.partition(".")[0] == "pandas":
+        yield from _of_table(pa.Table.from_pandas(data, preserve_index=False))
+    elif hasattr(data, "__arrow_c_stream__"):
+        yield from _of_table(pa.table(data))
+    elif isinstance(data, Iterable):
+        for number, row in enumerate(data):
+            if not isinstance(row, Mapping):
+                raise UsageError(f"Row {number:,} of the data has no columns: {shown(row)}.")
+            yield row
+    else:
+        raise UsageError(
+            f"The data are of the type {type(data).__name__}. Give files, a list of rows, a frame "
+            "or a data set."
+        )
+
+
+def _of_table(table: pa.Table) -> Iterator[Mapping[str, Any]]:
+    for batch in table.to_batches(max_chunksize=_AT_ONCE):
+        for cells in read_cells(ArrowRows(batch), ()):
+            if isinstance(cells, BadRow):
+                raise UsageError(f"A row of the data cannot be read: {cells}.")
+            yield cells
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(dict(row), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON lacks."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # of NumPy
+        return value.tolist()
+    raise UsageError(
+        f"The data hold a value of the type {type(value).__name__}, no text and no number: "
+        f"{shown(value)}. Take its column out."
+    )

@@ -1,0 +1,167 @@
+"""Rows are the same in whatever file or folder they come; of several splits one is taken."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from align.schemas.errors import BadDataError, UsageError
+from align.stages.data.data_schema import common_shape
+from align.stages.data.decode_rows import parse_chunk
+from align.stages.data.input_files import iter_chunks, open_inputs
+from align.stages.data.unread_columns import require_read
+from support.read_rows import write_rows
+
+ROWS = [
+    {"prompt": "2;2?", "chosen": '4,\n"four"', "rejected": "5\t"},
+    {"prompt": "Grüße?", "chosen": "Servus 👋", "rejected": " no "},
+    {"prompt": "Why?", "chosen": "So.", "rejected": "[1, 2"},
+]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+ARRAY = json.dumps(ROWS, indent=2, ensure_ascii=False).encode()
+PLAIN = json.dumps([{**row, "id": index} for index, row in enumerate(ROWS)]).encode()
+
+
+def packed(data, codec):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as out:
+        out.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def separated(by, mark=b""):
+    def cell(text):
+        return '"' + text.replace('"', '""') + '"'
+
+    lines = [by.join(ROWS[0]), *(by.join(map(cell, row.values())) for row in ROWS)]
+    return mark + "\r\n".join(lines).encode()
+
+
+FILES = {
+    "a.jsonl.gz": gzip.compress(LINES),
+    "A.JSONL.GZ": gzip.compress(LINES[:40]) + gzip.compress(LINES[40:]),  # as `cat` joins two
+    "a.jsonl.zst": packed(LINES, "zstd"),
+    "a.ndjson.zst": packed(LINES[:40], "zstd") + packed(LINES[40:], "zstd"),
+    "a.json.gz": gzip.compress(b"\xef\xbb\xbf" + ARRAY),
+    "a.tsv": separated("\t"),
+    "a.csv": separated(";"),
+    "mark.csv": separated(";", b"\xef\xbb\xbf"),
+    "tabs.csv": separated("\t"),
+    "commas.csv": separated(","),
+    "a.csv.gz": gzip.compress(separated(";")),
+    "a.tsv.zst": packed(separated("\t"), "zstd"),
+    "data.json": b'{"data": ' + PLAIN + b"}\n",
+    "facts.json": b'\n {"version": "1.1", "rows": 3,\n "data" : ' + ARRAY + b"\n}\n",
+    "inside.json.zst": packed(b'\xef\xbb\xbf{"data":' + PLAIN + b"}", "zstd"),
+}
+
+
+def read(*paths, split=""):
+    """The prompt, chosen and rejected of every row, in order."""
+    inputs = open_inputs(list(map(str, paths)), split)
+    shape = require_read(inputs, common_shape(inputs, {}))
+    found = []
+    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=2):
+        records, rejected = parse_chunk(chunk, shape)
+        assert not rejected
+        found += [(one.prompt, *one.completions) for one in records]
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_row_is_the_same_in_every_container(tmp_path, name):
+    (tmp_path / name).write_bytes(FILES[name])
+    assert read(tmp_path / name) == [tuple(row.values()) for row in ROWS]
+    assert read(tmp_path) == read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(("gz", "zst", "GZ"))])
+def test_a_compressed_file_that_is_cut_is_refused_by_name(tmp_path, name):
+    whole = FILES[name]
+    for length in (1, 10, len(whole) // 3, len(whole) - 9, len(whole) - 1):
+        (tmp_path / name).write_bytes(whole[:length])
+        with pytest.raises((UsageError, BadDataError), match=name):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.json", b'{"data": ' + PLAIN + b', "test": []}', "goes on after its array 'data'"),
+        ("a.json", b'{"data": ' + PLAIN + b"}{}", "after the closing"),
+        ("a.json", b'{"data": ' + PLAIN, "goes on after|is followed by"),
+        ("a.json", b'{"data": []}', "has no rows"),
+        ("a.json", b'{"data": [1, 2]}', "not JSON objects"),
+        ("a.jsonl.gz", LINES, "a.jsonl.gz cannot be read as jsonl.gz"),
+        ("a.jsonl.zst", gzip.compress(LINES), "a.jsonl.zst cannot be read as jsonl.zst"),
+        ("a.jsonl.gz", gzip.compress(b""), "has no rows"),
+        ("a.csv.gz", gzip.compress("prompt,chosen".encode("utf-16")), "UTF-16"),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), "ending that is not known"),
+    ],
+)
+def test_a_container_that_holds_something_else_is_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=message):
+        read(tmp_path / name)
+
+
+def test_lines_that_begin_with_an_array_named_data_are_lines(tmp_path):
+    lines = [{"data": [{"role": "user", "content": "Hi?"}], "chosen": "a", "rejected": "b"}] * 2
+    write_rows(tmp_path / "a.jsonl", lines)
+    inputs = open_inputs([str(tmp_path / "a.jsonl")])
+    shape = common_shape(inputs, {"prompt": "data"})
+    (chunk,) = iter_chunks(inputs, shape.columns)
+    assert [one.prompt for one in parse_chunk(chunk, shape)[0]] == [tuple(lines[0]["data"])] * 2
+
+
+def hub_folder(root, *names):
+    """A data set as it is downloaded, each file with a row that names it."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        row = {"prompt": name, "chosen": "yes", "rejected": "no"}
+        write_rows(root / name, [row])
+    (root / "README.md").write_text("---\nlicense: mit\n---\n")
+    (root / ".gitattributes").write_text("*.parquet filter=lfs\n")
+    return root
+
+
+TRAIN, TEST = "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"
+
+
+def test_a_folder_of_the_hub_is_read_and_of_several_splits_the_one_that_is_named(tmp_path):
+    one = hub_folder(tmp_path / "one", TRAIN)
+    assert [row[0] for row in read(one)] == [TRAIN]
+    assert [row[0] for row in read(one, split="train")] == [TRAIN]
+    prefs = [f"data/train_{kind}-00000-of-00001.parquet" for kind in ("prefs", "sft")]
+    two = hub_folder(tmp_path / "two", *prefs)
+    for root, splits in ((hub_folder(tmp_path / "both", TRAIN, TEST), "test, train"), (two, ".*")):
+        with pytest.raises(UsageError, match=f"holds the splits {splits}.*--split train"):
+            read(root)
+    assert [row[0] for row in read(two, split="train_sft")] == prefs[1:]
+    assert [row[0] for row in read(tmp_path / "both", split="test")] == [TEST]
+    with pytest.raises(UsageError, match=r"--split dev: .*the splits test, train"):
+        read(tmp_path / "both", split="dev")
+    with pytest.raises(UsageError, match="is one file"):
+        read(one / TRAIN, split="train")
+
+
+def test_a_split_may_be_a_file_or_a_folder_and_folders_of_others_are_named(tmp_path):
+    files = hub_folder(tmp_path / "files", "train.jsonl", "test.jsonl")
+    assert [row[0] for row in read(files, split="test")] == ["test.jsonl"]
+    folders = hub_folder(tmp_path / "folders", "train/0.parquet", "test/0.parquet")
+    assert [row[0] for row in read(folders, split="train")] == ["train/0.parquet"]
+    with pytest.raises(UsageError, match="folders of them: test, train. Name one"):
+        read(folders)
+    saved = tmp_path / "saved"
+    for split in ("train", "test"):
+        hub_folder(saved / split, "0.arrow")
+        state = {"_data_files": [{"filename": "0.arrow"}]}
+        (saved / split / "state.json").write_text(json.dumps(state))
+    Path(saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert [row[0] for row in read(saved, split="test")] == ["0.arrow"]
+    with pytest.raises(UsageError, match="holds the splits train, test"):
+        read(saved, split="dev")
+    with pytest.raises(UsageError, match="holds no splits"):
+        read(saved / "test", split="test")

@@ -1,0 +1,583 @@
+"""Files as public data sets and trainers have them: read as meant, after one flag, or refused.
+
+The rows that are wanted were written down from each format's definition. A refusal names the way:
+the test takes the flag out of the message and runs again.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from align.schemas.errors import UsageError
+from align.schemas.rows import Role
+from align.stages.data.chat_wrap import UNWRAPPED, Wrapping
+from align.stages.data.data_schema import common_shape, require_scores
+from align.stages.data.decode_rows import parse_chunk
+from align.stages.data.input_files import iter_chunks, open_inputs
+from align.stages.data.unread_columns import require_read
+from support.read_rows import bot, user, write_rows
+
+ASKED, GOOD, BAD = "Which is larger, 7 or 9?", "9 is larger.", "7, of course."
+HI, YES, NO = user(ASKED), bot(GOOD), bot(BAD)
+SYSTEM = {"role": "system", "content": "Be brief."}
+PAST = (user("Hello there."), bot("Good day to you."))
+ANSWERS = {"chosen": f" {GOOD}", "rejected": f" {BAD}"}
+
+
+def gpt(*messages):
+    """Messages as ShareGPT has them."""
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return [{"from": names[one["role"]], "value": one["content"]} for one in messages]
+
+
+def blocks(message, *more):
+    """A message whose content is a list of blocks."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}, *more]}
+
+
+def pair(prompt=(HI,), chosen=(YES,), rejected=(NO,), scores=(None, None), **carried):
+    roles = (Role.CHOSEN, Role.REJECTED)
+    return (prompt, (chosen, rejected), roles, scores, carried)
+
+
+def label(is_good, prompt=(HI,), answer=(YES,), **carried):
+    role = Role.DESIRABLE if is_good else Role.UNDESIRABLE
+    return (prompt, (answer,), (role,), (None,), carried)
+
+
+def scored(prompt, *answers):
+    """A prompt whose answers have scores."""
+    texts, scores = zip(*answers, strict=True)
+    return (prompt, texts, (Role.CANDIDATE,) * len(texts), scores, {})
+
+
+CHAT = pair()
+TEXT = pair(ASKED, f" {GOOD}", f" {BAD}")
+BARE = pair(ASKED, GOOD, BAD)
+
+
+@dataclass
+class Case:
+    """A file, the rows it is to become, and what is refused first or at all."""
+
+    name: str
+    rows: list
+    wanted: list = field(default_factory=list)  # of them, once the flags are given; none: refused
+    way: str = ""  # what the first refusal says; empty: it is taken as it is
+    ties: int = 0
+    ending: str = "jsonl"
+
+
+def taken(name, *rows, wanted=(CHAT,), **more):
+    return Case(name, [*rows], [*wanted], **more)
+
+
+def flagged(name, *rows, way, wanted=(CHAT,), **more):
+    return Case(name, [*rows], [*wanted], way, **more)
+
+
+def refused(name, *rows, way, **more):
+    return Case(name, [*rows], [], way, **more)
+
+
+CONVERSATIONS = {"chosen": [HI, YES], "rejected": [HI, NO]}
+OPENAI = {"input": {"messages": [HI]}, "preferred_output": [YES], "non_preferred_output": [NO]}
+ORCA = {"system": SYSTEM["content"], "question": ASKED, "chosen": GOOD, "rejected": BAD}
+SAFE = {"prompt": ASKED, "response_0": BAD, "response_1": GOOD}
+SAFE |= {"is_response_0_safe": True, "is_response_1_safe": True}
+STEER2 = {"prompt": ASKED, "response_1": GOOD, "response_2": BAD, "preference_strength": -2}
+STEER3 = {"domain": "general", "context": [HI], "response1": BAD, "response2": GOOD}
+ARENA = {"question_id": "a1", "model_a": "x", "model_b": "y", "winner": "model_b"}
+ARENA |= {"conversation_a": [HI, NO], "conversation_b": [HI, YES], "language": "English"}
+KAGGLE = {"id": 30192, "prompt": f'["{ASKED}"]', "response_a": f'["{GOOD}"]'}
+KAGGLE |= {"response_b": f'["{BAD}"]', "winner_model_a": 1, "winner_model_b": 0, "winner_tie": 0}
+WEBGPT = {"question": {"full_text": ASKED, "dataset": "eli5"}, "answer_0": BAD, "answer_1": GOOD}
+SHP = {"history": ASKED, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1, "score_A": 52}
+ALPACA = {"instruction": "Which is larger?", "input": "7 or 9", "chosen": GOOD, "rejected": BAD}
+JOINED = (user("Which is larger?\n7 or 9"),)
+FARM = {"instruction": "Which is larger?", "input": "7 or 9", "output_1": BAD, "output_2": GOOD}
+HUMAN = f"\n\nHuman: {ASKED}\n\nAssistant:"
+IMAGE = {"type": "image"}
+BINARIZED = {"prompt": ASKED, "prompt_id": "f0e3", **CONVERSATIONS}
+RANKED = [{"answer": GOOD, "model": "a", "rank": 1.0}, {"answer": BAD, "model": "b", "rank": 2.0}]
+RATED = {"response": GOOD, "model": "a", "fine-grained_score": 4.75, "overall_score": 9.0}
+NEMO = {"context": [HI]}
+LONG = "Some words of a judge that say why one of them is better."
+
+FILES = [
+    # TRL
+    taken("trl text", {"prompt": ASKED, **ANSWERS}, wanted=[TEXT]),
+    taken("trl chat", {"prompt": [HI], "chosen": [YES], "rejected": [NO]}),
+    taken(
+        "trl chat of several turns",
+        {"prompt": [SYSTEM, *PAST, HI], "chosen": [YES], "rejected": [NO]},
+        wanted=[pair((SYSTEM, *PAST, HI))],
+    ),
+    taken("trl implicit prompt", CONVERSATIONS, {**CONVERSATIONS}, wanted=[CHAT, CHAT]),
+    taken(
+        "trl implicit prompt of text",
+        {"chosen": f"{ASKED} {GOOD}", "rejected": f"{ASKED} {BAD}"},
+        wanted=[TEXT],
+    ),
+    taken(
+        "trl ultrafeedback_binarized",
+        {**CONVERSATIONS, "score_chosen": 8.5, "score_rejected": 3.0},
+        wanted=[pair(scores=(8.5, 3.0))],
+    ),
+    taken(
+        "trl label",
+        {"prompt": ASKED, "completion": f" {GOOD}", "label": True},
+        {"prompt": ASKED, "completion": f" {BAD}", "label": False},
+        wanted=[label(True, ASKED, f" {GOOD}"), label(False, ASKED, f" {BAD}")],
+    ),
+    taken(
+        "trl label chat",
+        {"prompt": [HI], "completion": [YES], "label": True},
+        {"prompt": [HI], "completion": [NO], "label": False},
+        wanted=[label(True), label(False, answer=(NO,))],
+    ),
+    refused("trl prompt and completion", {"prompt": [HI], "completion": [YES]}, way="label"),
+    refused(
+        "trl stepwise",
+        {"prompt": ASKED, "completions": ["First.", "So 9."], "labels": [True, False]},
+        way="'labels' is read of one completion in a row",
+    ),
+    refused("trl language modeling", {"text": f"{ASKED} {GOOD}"}, way="fit no shape"),
+    refused("messages alone", {"messages": [HI, YES]}, way="fit no shape"),
+    # Pairs with a prompt of text beside whole conversations
+    taken(
+        "HuggingFaceH4 ultrafeedback_binarized",
+        {**BINARIZED, "messages": [HI, YES], "score_chosen": 8.5, "score_rejected": 3.0},
+        wanted=[pair(scores=(8.5, 3.0))],
+    ),
+    taken(
+        "argilla ultrafeedback-binarized-preferences-cleaned",
+        {**BINARIZED, "source": "flan", "chosen-rating": 5.0, "chosen-model": "gpt-4"},
+    ),
+    taken(
+        "tulu preference mixture",
+        {"id": "a", "source": "b", "prompt": PAST[0]["content"], "chosen": [*PAST, HI, YES]}
+        | {"rejected": [*PAST, HI, NO]},
+        wanted=[pair((*PAST, HI))],
+    ),
+    refused(
+        "a prompt that is not that of the conversations",
+        {**BINARIZED, "prompt": "Which is smaller, 7 or 9?"},
+        way="--map prompt=",
+    ),
+    taken(
+        "argilla dpo-mix",
+        {"dataset": "x", **CONVERSATIONS, "chosen_rating": 5.0, "rejected_rating": 2.0},
+    ),
+    taken("Skywork", {**CONVERSATIONS, "source": "magpie"}),
+    flagged(
+        "orpo-dpo-mix",
+        {"source": "x", **CONVERSATIONS, "prompt": ASKED, "question": ASKED},
+        way="--map question=",
+    ),
+    flagged(
+        "Snorkel",
+        {**BINARIZED, "all_generated_responses": [GOOD, BAD, LONG], "all_rm_scores": [3.0, 1.0]},
+        way="--map all_generated_responses=",
+    ),
+    flagged(
+        "distilabel generation",
+        {"instruction": ASKED, **BINARIZED, "generations": [GOOD, BAD], "ratings": [5, 2]},
+        way="--map instruction=",
+    ),
+    flagged(
+        "a prompt of text and a message as answer",
+        {"prompt": ASKED, "chosen": [YES], "rejected": [NO]},
+        way="data.wrap=chat",
+    ),
+    # Transcripts
+    taken(
+        "Anthropic HH",
+        {"chosen": f"{HUMAN} {GOOD}", "rejected": f"{HUMAN} {BAD}"},
+        wanted=[pair(HUMAN, f" {GOOD}", f" {BAD}")],
+    ),
+    flagged(
+        "Dahoas full-hh-rlhf",
+        {"prompt": HUMAN, "response": f" {GOOD}", **ANSWERS},
+        way="--map response=",
+        wanted=[pair(HUMAN, f" {GOOD}", f" {BAD}")],
+    ),
+    # ShareGPT and LLaMA-Factory
+    taken("ShareGPT", {"prompt": gpt(HI), "chosen": gpt(YES), "rejected": gpt(NO)}),
+    taken(
+        "LLaMA-Factory ShareGPT",
+        {"conversations": gpt(HI), "chosen": gpt(YES)[0], "rejected": gpt(NO)[0]},
+    ),
+    taken(
+        "LLaMA-Factory ShareGPT with system",
+        {"conversations": gpt(*PAST, HI), "chosen": gpt(YES)[0], "rejected": gpt(NO)[0]}
+        | {"system": SYSTEM["content"]},
+        wanted=[pair((SYSTEM, *PAST, HI))],
+    ),
+    taken(
+        "LLaMA-Factory ShareGPT KTO",
+        {"conversations": gpt(HI, YES), "kto_tag": True},
+        {"conversations": gpt(HI, NO), "kto_tag": False},
+        wanted=[label(True), label(False, answer=(NO,))],
+    ),
+    taken("LLaMA-Factory KTO", {"messages": [HI, YES], "kto_tag": "true"}, wanted=[label(True)]),
+    taken(
+        "LLaMA-Factory Alpaca",
+        ALPACA,
+        {**ALPACA, "input": ""},
+        wanted=[pair(JOINED), pair((user("Which is larger?"),))],
+    ),
+    taken(
+        "LLaMA-Factory Alpaca with history",
+        {**ALPACA, "history": [[PAST[0]["content"], PAST[1]["content"]]]},
+        wanted=[pair((*PAST, *JOINED))],
+    ),
+    taken(
+        "LLaMA-Factory Alpaca KTO",
+        {"instruction": "Which is larger?", "input": "7 or 9", "output": GOOD, "kto_tag": True},
+        wanted=[label(True, JOINED)],
+    ),
+    taken(
+        "ShareGPT with labels",
+        {"conversations": gpt(HI, YES), "label": True},
+        wanted=[label(True)],
+    ),
+    refused("ShareGPT without answers to compare", {"conversations": gpt(HI, YES)}, way="no shape"),
+    # OpenAI, axolotl, ms-swift
+    taken("OpenAI", OPENAI),
+    taken(
+        "OpenAI as JSON text",
+        {
+            **OPENAI,
+            "input": '{"messages": [{"role": "user", "content": "Which is larger, 7 or 9?"}]}',
+        },
+    ),
+    taken("axolotl", {"messages": [HI], "chosen": YES, "rejected": NO}),
+    taken("axolotl chatml.intel", ORCA, wanted=[pair((SYSTEM, HI))]),
+    taken("Intel orca_dpo_pairs", {**ORCA, "system": ""}, ORCA, wanted=[CHAT, pair((SYSTEM, HI))]),
+    taken(
+        "axolotl chatml.argilla",
+        {"instruction": ASKED, "chosen_response": GOOD, "rejected_response": BAD},
+    ),
+    taken(
+        "distilabel-math-preference-dpo",
+        {"metadata": "x", "instruction": ASKED, "chosen_response": GOOD, "chosen_rating": 9.0}
+        | {"rejected_response": BAD, "rejected_rating": 7.0},
+    ),
+    flagged(
+        "distilabel-intel-orca-dpo-pairs",
+        {"system": SYSTEM["content"], "input": ASKED, "chosen": GOOD, "rejected": BAD}
+        | {"generations": [GOOD, BAD], "order": ["chosen", "rejected"], "rationale": LONG},
+        way="--map generations= --map rationale=",
+        wanted=[pair((SYSTEM, HI))],
+    ),
+    taken("ms-swift", {"messages": [HI, YES], "rejected_response": BAD}),
+    taken("ms-swift with messages", {"messages": [HI, YES], "rejected_messages": [HI, NO]}),
+    taken(
+        "messages with a label",
+        {"messages": [HI, YES], "label": True},
+        {"messages": [HI, NO], "label": False},
+        wanted=[label(True), label(False, answer=(NO,))],
+    ),
+    # Other trainers
+    flagged(
+        "NeMo-Aligner",
+        {"prompt": ASKED, "chosen_response": GOOD, "rejected_response": BAD}
+        | {"chosen_reward": 5.0, "rejected_reward": 2.0},
+        way="--map chosen=chosen_response --map rejected=rejected_response",
+        wanted=[BARE],
+    ),
+    taken(
+        "NeMo-RL",
+        {
+            **NEMO,
+            "completions": [{"rank": 1, "completion": [NO]}, {"rank": 0, "completion": [YES]}],
+        },
+    ),
+    refused(
+        "NeMo-Aligner KTO",
+        {"prompt": ASKED, "response": GOOD, "preference": "chosen"},
+        way="--map completion=response --map label=preference",
+    ),
+    flagged(
+        "torchtune",
+        {"chosen_conversations": [HI, YES], "rejected_conversations": [HI, NO]},
+        way="--map chosen=chosen_conversations --map rejected=rejected_conversations",
+    ),
+    flagged(
+        "axolotl chatml.intel KTO",
+        {"question": ASKED, "completion": GOOD, "label": True},
+        way="--map prompt=question",
+        wanted=[label(True, ASKED, GOOD)],
+    ),
+    flagged(
+        "truthy-dpo",
+        {"system": "Be brief.", "prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        way="data.wrap=chat",
+        wanted=[pair((SYSTEM, HI))],
+    ),
+    refused(
+        "Vertex AI",
+        {"contents": [{"role": "user", "parts": [{"text": ASKED}]}]}
+        | {"completions": [{"score": 1.0, "completion": {"role": "model", "parts": []}}]},
+        way="fit no shape",
+    ),
+    # Comparisons with a winner
+    taken(
+        "SHP", SHP, {**SHP, "human_ref_A": BAD, "human_ref_B": GOOD, "labels": 0}, wanted=[CHAT] * 2
+    ),
+    taken("WebGPT", {**WEBGPT, "score_0": -0.5, "score_1": 0.5}, wanted=[pair(scores=(0.5, -0.5))]),
+    taken(
+        "WebGPT with a tie",
+        {**WEBGPT, "score_0": 1.0, "score_1": -1.0, "answer_0": GOOD, "answer_1": BAD},
+        {**WEBGPT, "score_0": 0.0, "score_1": 0.0},
+        wanted=[pair(scores=(1.0, -1.0))],
+        ties=1,
+    ),
+    taken(
+        "HelpSteer2 preferences",
+        STEER2,
+        {**STEER2, "response_1": BAD, "response_2": GOOD, "preference_strength": 1},
+        {**STEER2, "preference_strength": 0},
+        wanted=[pair(margin=2.0), pair(margin=1.0)],
+        ties=1,
+    ),
+    taken("HelpSteer3", {**STEER3, "overall_preference": 3}, wanted=[pair(margin=3.0)]),
+    refused(
+        "HelpSteer",
+        {"prompt": ASKED, "response": GOOD, "helpfulness": 4, "correctness": 4, "coherence": 4}
+        | {"complexity": 1, "verbosity": 1},
+        way="align select.*--map completion=response --map score=helpfulness",
+    ),
+    taken("arena", ARENA),
+    taken(
+        "arena with ties",
+        ARENA,
+        *({**ARENA, "winner": one} for one in ("tie", "tie (bothbad)")),
+        ties=2,
+    ),
+    taken("arena on Kaggle", KAGGLE),
+    taken(
+        "arena on Kaggle, the second, with a tie",
+        {**KAGGLE, "response_a": f'["{BAD}"]', "response_b": f'["{GOOD}"]'}
+        | {"winner_model_a": 0, "winner_model_b": 1},
+        {**KAGGLE, "winner_model_a": 0, "winner_tie": 1},
+        ties=1,
+    ),
+    taken("PKU-SafeRLHF better", {**SAFE, "better_response_id": 1}),
+    taken("PKU-SafeRLHF safer", {**SAFE, "safer_response_id": 1}),
+    flagged(
+        "PKU-SafeRLHF both",
+        {**SAFE, "better_response_id": 1, "safer_response_id": 0},
+        way="--map safer_response_id= .*--map better_response_id=",
+    ),
+    taken(
+        "AlpacaFarm",
+        {**FARM, "preference": 2, "raw_preference": 2},
+        {**FARM, "output_1": GOOD, "output_2": BAD, "preference": 1, "raw_preference": 1},
+        wanted=[pair(JOINED), pair(JOINED)],
+    ),
+    taken(
+        "stack-exchange-paired",
+        {"qid": 1, "question": ASKED, "response_j": GOOD, "response_k": BAD, "date": "2012/01/02"},
+    ),
+    taken(
+        "UltraInteract",
+        {"trajectory": gpt(*PAST, HI), "chosen": GOOD, "rejected": BAD, "id": "1"},
+        wanted=[pair((*PAST, HI))],
+    ),
+    refused(
+        "two answers and no winner",
+        {"prompt": ASKED, "response_a": GOOD, "response_b": BAD},
+        way="--map chosen=response_a --map rejected=response_b",
+    ),
+    refused(
+        "two answers and a preference",
+        {"prompt": ASKED, "completion_a": GOOD, "completion_b": BAD, "preference": 1},
+        way="nothing that is known here says which is the better one",
+    ),
+    # Many answers with scores
+    taken(
+        "scored",
+        {"prompt": ASKED, "completions": [GOOD, BAD], "scores": [0.9, 0.0]},
+        wanted=[scored(ASKED, (GOOD, 0.9), (BAD, 0.0))],
+    ),
+    taken(
+        "scored, a row for each",
+        {"prompt": ASKED, "completion": GOOD, "score": 0.9},
+        wanted=[scored(ASKED, (GOOD, 0.9))],
+    ),
+    refused("Nectar", {"prompt": HUMAN, "answers": RANKED, "turns": 1}, way="align select"),
+    refused(
+        "UltraFeedback",
+        {"source": "x", "instruction": ASKED, "completions": [RATED]},
+        way="align select",
+    ),
+    refused(
+        "AlpacaEval", {"instruction": ASKED, "output": GOOD, "generator": "m"}, way="align judge"
+    ),
+    refused(
+        "completions without scores",
+        {"prompt": ASKED, "completions": [GOOD, BAD]},
+        way="--map scores=YOURS",
+    ),
+    flagged(
+        "BeaverTails",
+        {"prompt": ASKED, "response": GOOD, "is_safe": True},
+        way="--map completion=response --map label=is_safe",
+        wanted=[label(True, ASKED, GOOD)],
+    ),
+    # Names that have to be told
+    flagged(
+        "a question",
+        {"question": ASKED, **ANSWERS},
+        way="--map prompt=question",
+        wanted=[TEXT],
+    ),
+    flagged(
+        "an instruction",
+        {"instruction": ASKED, "preferred_output": GOOD, "dispreferred_output": BAD},
+        way="--map chosen=preferred_output --map rejected=dispreferred_output",
+        wanted=[BARE],
+    ),
+    flagged(
+        "responses that are numbered",
+        {"prompt": ASKED, "response_1": GOOD, "response_2": BAD, "complexity": 1},
+        way="--map chosen=response_1 --map rejected=response_2",
+        wanted=[BARE],
+    ),
+    flagged(
+        "an instruction whose input is empty",
+        {"instruction": ASKED, "input": "", "completion": GOOD, "label": True},
+        {"instruction": ASKED, "input": "", "completion": BAD, "label": False},
+        way="--map prompt=instruction",
+        wanted=[label(True, ASKED, GOOD), label(False, ASKED, BAD)],
+    ),
+    flagged(
+        "an instruction, its output and a label",
+        {"instruction": ASKED, "input": "", "output": GOOD, "label": True},
+        way="--map prompt=instruction",
+        wanted=[label(True, ASKED, GOOD)],
+    ),
+    flagged(
+        "responses with ratings",
+        {"question": ASKED, "responses": [GOOD, BAD], "ratings": [5, 2]},
+        way="--map completions=responses",
+        wanted=[scored(ASKED, (GOOD, 5.0), (BAD, 2.0))],
+    ),
+    flagged(
+        "camel case",
+        {"prompt": ASKED, "chosenAnswer": GOOD, "rejectedAnswer": BAD, "chosenScore": 3},
+        way="--map chosen=chosenAnswer --map rejected=rejectedAnswer",
+        wanted=[BARE],
+    ),
+    refused(
+        "a typo", {"prompt": ASKED, "chosn": GOOD, "reject": BAD}, way="chosen=chosn .*=reject"
+    ),
+    # Blocks, JSON text, one message
+    taken(
+        "blocks of text",
+        {"prompt": [blocks(HI)], "chosen": [blocks(YES)], "rejected": [blocks(NO)]},
+    ),
+    taken("one message", {"prompt": [HI], "chosen": YES, "rejected": NO}),
+    taken("one message as prompt", {"prompt": HI, "chosen": YES, "rejected": BAD}, wanted=[pair()]),
+    refused(
+        "a block with an image",
+        {"prompt": [blocks(HI, IMAGE)], "chosen": [YES], "rejected": [NO]},
+        way="'image'",
+    ),
+    refused(
+        "a column of images",
+        {"prompt": [HI], "chosen": [YES], "rejected": [NO], "images": ["a.png"]},
+        way="'images'.*--map images=",
+    ),
+    taken(
+        "JSON text in CSV",
+        {"prompt": [HI], "chosen": [YES], "rejected": [NO]},
+        ending="csv",
+    ),
+    taken("a table of conversations", CONVERSATIONS, ending="parquet"),
+    taken("SHP as a table", SHP, ending="parquet"),
+    taken("OpenAI in an array", OPENAI, ending="json"),
+    # What could mean two things
+    flagged(
+        "a label and a score",
+        {"prompt": ASKED, "completion": GOOD, "label": True, "score": 0.5},
+        way="unpaired with --map score=, or scored_long with --map label=",
+        wanted=[label(True, ASKED, GOOD)],
+    ),
+    flagged(
+        "pairs and scored answers",
+        {"prompt": ASKED, **ANSWERS, "completions": [GOOD, BAD], "scores": [1.0, 0.0]},
+        way="paired with .*or scored with ",
+        wanted=[TEXT],
+    ),
+    refused(
+        "a rejected response and a label",
+        {"messages": [HI, YES], "rejected_response": BAD, "label": True},
+        way="--map label=.*--map rejected_response=",
+    ),
+    refused(
+        "a pair and a label of one conversation",
+        {"conversations": gpt(HI, YES), "chosen": GOOD, "rejected": BAD, "kto_tag": True},
+        way="--map kto_tag=.*--map chosen=",
+    ),
+]
+_MAP = re.compile(r"--map ('[^'=]*=[^']*'|[^\s'=]+=\S*)")
+_GROUP = re.compile(rf"{_MAP.pattern}(?: {_MAP.pattern})*")
+MOST_FLAGS = 6
+
+
+def read(path, columns, wrap):
+    """The rows of a file as stage 1 reads them, and its ties; what ends it is one error."""
+    inputs = open_inputs([path])
+    shape = require_read(inputs, common_shape(inputs, columns))
+    require_scores(inputs, shape)
+    shape, found, ties = replace(shape, wrap=wrap), [], 0
+    for chunk in iter_chunks(inputs, shape.columns):
+        records, rejected = parse_chunk(chunk, shape)
+        found += [
+            (one.prompt, one.completions, one.roles, one.scores, dict(one.carried))
+            for one in records
+        ]
+        ties += sum(bad.reason == "tie" for bad in rejected)
+        if unusable := [bad for bad in rejected if bad.reason != "tie"]:
+            raise UsageError(unusable[0].detail)
+    return found, ties
+
+
+def flags_of(message):
+    """The columns and the wrapping that a message tells to give."""
+    if "data.wrap=chat" in message:
+        return {}, Wrapping(is_chat=True)
+    group = _GROUP.search(message)
+    words = [shlex.split(flag[1])[0] for flag in _MAP.finditer(group[0])]
+    pairs = [word.rstrip(".,;:").partition("=") for word in words]
+    return {ours: theirs for ours, _, theirs in pairs}, UNWRAPPED
+
+
+@pytest.mark.parametrize("case", FILES, ids=lambda case: case.name)
+def test_a_file_is_read_as_its_format_means_it_or_refused_with_the_way(tmp_path, case):
+    path = write_rows(tmp_path / f"a.{case.ending}", case.rows)
+    columns, wrap, told = {}, UNWRAPPED, []
+    for _ in range(MOST_FLAGS):
+        try:
+            found = read(path, columns, wrap)
+            break
+        except UsageError as error:
+            told.append(" ".join(str(error).split()))
+            if not case.wanted:
+                break
+        more, wrap = flags_of(told[-1])
+        assert not more.keys() & columns.keys(), told
+        columns |= more
+    assert bool(told) == bool(case.way), told
+    assert not case.way or re.search(case.way, told[0]), told[0]
+    assert not case.wanted or found == (case.wanted, case.ties)
+
+
+def test_the_table_is_large_enough():
+    assert len(FILES) >= 70
+    assert len({case.name for case in FILES}) == len(FILES)
