@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias, get_args
 # The commands that take settings, in the order in which messages name them.
 Command = Literal[
     "config",
-    "check",
     "precompute-ref",
     "score",
     "score --from-labels",
@@ -18,6 +17,7 @@ Command = Literal[
     "sample",
     "judge",
     "select",
+    "check",
     "verify",
     "sweep",
     "plan",
