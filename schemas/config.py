@@ -31,7 +31,7 @@ class ModelOptions:
         "",
         "folder of the reference model (safetensors, config, tokenizer)",
         flag="--model",
-        on=("check", "precompute-ref", "sample"),
+        on=("precompute-ref", "sample", "check"),
         read_by=("plan",),
         is_path=True,
         instead={
@@ -115,7 +115,7 @@ class DataOptions:
     map: dict[str, str] = option(
         {},
         "our column: yours, for example prompt: question; prompt: '' leaves yours out",
-        on=("check", *SCORERS, "select"),
+        on=(*SCORERS, "select", "check"),
         read_by=("score --from-labels",),
     )
     split: str = option(
@@ -138,7 +138,7 @@ class DataOptions:
         "stop when more than this share of rows is unusable",
         ge=0,
         le=1,
-        on=("check", *SCORERS, "select"),
+        on=(*SCORERS, "select", "check"),
     )
     workers: int = option(
         0, "tokenizing processes; 0: one per usable core when the data is large", ge=0
@@ -153,13 +153,13 @@ class TokenOptions:
         2048,
         "most tokens in prompt + completion; completions lose their end",
         ge=2,
-        on=("check", "precompute-ref", "score"),
+        on=("precompute-ref", "score", "check"),
     )
     max_prompt_length: int = option(
         0,
         "most tokens in a prompt; 0: only max_length limits it",
         ge=0,
-        on=("check", "precompute-ref"),
+        on=("precompute-ref", "check"),
     )
     prompt_side: Literal["left", "right"] = option(
         "left", "where a long prompt is cut: left keeps its end, right keeps its start"
