@@ -19,6 +19,16 @@ ALPACA = (  # writes no stop at all
     "{% for m in messages %}### {{ 'Response' if m.role == 'assistant' else 'Instruction' }}:\n"
     "{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
 )
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content + eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+COMMAND_R = (
+    "{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>"
+    "{{ '<|CHATBOT_TOKEN|>' if m.role == 'assistant' else '<|USER_TOKEN|>' }}"
+    "{{ m.content | trim }}<|END_OF_TURN_TOKEN|>{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+)
 # Marks what an assistant says, and writes its thoughts in the last turn only.
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -45,6 +55,16 @@ KINDS = FAMILIES | {
     },
     "vicuna": ENDED | {"template": VICUNA},
     "alpaca": ENDED | {"template": ALPACA},
+    "zephyr": ENDED | {"template": ZEPHYR},
+    "command r": {
+        "specials": [
+            *("<BOS_TOKEN>", "<EOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+            *("<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>"),
+        ],
+        "template": COMMAND_R,
+        "eos": "<EOS_TOKEN>",
+        "bos": "<BOS_TOKEN>",
+    },
     "marked": CHATML_KIND | {"template": MARKED},
     "drops thoughts": CHATML_KIND | {"template": DROPS_THOUGHTS},
 }
@@ -61,6 +81,8 @@ SEVERAL = {
     "llama 3": ("A one<|eot_id|>", "A two<|eot_id|>"),
     "vicuna": (" A one</s>", " A two</s>"),
     "alpaca": ("A one", "A two\n\n</s>"),  # its end is that of a completion of one turn
+    "zephyr": ("A one</s>", "A two</s>"),
+    "command r": ("A one<|END_OF_TURN_TOKEN|>", "A two<|END_OF_TURN_TOKEN|>"),
     "marked": ("A one<|im_end|>", "A two<|im_end|>"),
     "drops thoughts": ("A one<|im_end|>", "A two<|im_end|>"),
 }
