@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from .pipeline.commands.cache_commands import add_looking_to
 from .pipeline.commands.round_commands import add_to
+from .pipeline.commands.setup_commands import add_setup_to
 from .pipeline.commands.terminal import (
     SafeGroup,
     Version,
@@ -24,7 +26,7 @@ from .pipeline.commands.terminal import (
 )
 from .pipeline.commands.train_commands import add_training_to
 from .pipeline.jobs.signals import stop_signals, stop_with_launcher
-from .pipeline.options.flags import ConfigFile, Part, Sets, with_flags
+from .pipeline.options.flags import ConfigFile, Data, Part, Sets, with_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,10 +43,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
-CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
-Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 
 
 def main() -> None:
@@ -88,34 +86,7 @@ def about(version: Version = False) -> None:
     """Takes what is asked of no command."""
 
 
-@app.command(rich_help_panel="Begin")
-def init(
-    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Also write align.schema.json, for editors.")
-    ] = False,
-) -> None:
-    """Write an align.yaml with every setting, its default and what it means."""
-    from .pipeline.options.settings import write_template
-    from .schemas.errors import UsageError
-
-    if path.exists():
-        raise UsageError(f"{path} exists. Remove it first, or name another file.")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
-    write_template(path, schema=schema)
-    say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
-
-
-@app.command(rich_help_panel="Begin")
-def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> None:
-    """Print every setting and where its value comes from."""
-    from .pipeline.options.settings import flatten, load_settings, without_secrets
-
-    settings = load_settings({}, sets or [], file=config, data=data or [])
-    say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
-    for name, value in without_secrets(flatten(settings.config)).items():
-        say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
+add_setup_to(app)
 
 
 @app.command("precompute-ref", rich_help_panel="Data and cache")
@@ -202,6 +173,7 @@ def score(
     )
 
 
+add_looking_to(app)
 add_to(app)
 add_training_to(app)
 
@@ -282,102 +254,6 @@ def mlflow_sync(
     for synced in sync_runs(run, own_options(run, config), uri=uri):
         sent = f"{counted(synced.points_sent, 'numbers')} sent"
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
-
-
-@app.command(rich_help_panel="Data and cache")
-def verify(
-    cache: CacheDir,
-    model: Model = None,
-    rescore: Annotated[int, typer.Option(min=0, help="Rows to score again; 0: none.")] = 16,
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
-    """Check every digest of a cache, and score a sample of rows again with the reference."""
-    from .pipeline.options.settings import load_settings
-    from .pipeline.precompute.verify import verify as run_verify
-    from .stages.model.reference import HfReference
-
-    given = load_settings({}, sets or [], file=config, near=[cache], command="verify").config
-    say(run_verify(cache, given.model, model=model, rescore=rescore, open_reference=HfReference))
-
-
-@app.command(rich_help_panel="Data and cache")
-def inspect(
-    cache: CacheDir,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
-    from .pipeline.jobs.object_inputs import cache_at
-    from .schemas.json_codec import to_json
-    from .stages.report.cache_summary import summarize
-    from .stages.report.cache_tables import render
-
-    summary = summarize(cache_at(cache))
-    say(to_json(summary).rstrip() if as_json else render(summary))
-
-
-@app.command(rich_help_panel="Data and cache")
-def export(
-    cache: CacheDir,
-    to: Annotated[Literal["trl"], typer.Option(help="Whose column names to use.")] = "trl",
-    output: Annotated[
-        Path | None, typer.Option(help="File (default: CACHE/../CACHE-trl.parquet).")
-    ] = None,
-    model: Model = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
-) -> None:
-    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
-
-    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
-    columns before you pass precompute_ref_log_probs.
-    """
-    from .pipeline.jobs.object_inputs import cache_at
-    from .pipeline.precompute.export import beside
-    from .pipeline.precompute.export import export as run_export
-    from .schemas.errors import counted
-
-    folder = cache_at(cache)
-    target = output or beside(folder, to)
-    rows = run_export(folder.root, target, model=model, overwrite=overwrite)
-    say(f"{target}: {counted(rows, 'rows')}")
-
-
-@app.command(rich_help_panel="Data and cache")
-def gc(
-    cache: CacheDir,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Remove what a cache held before it grew; trainings that began on it can then not continue."""
-    from .pipeline.jobs.object_inputs import cache_at
-    from .pipeline.precompute.cache_compatibility import gone_without, remove_earlier
-    from .schemas.errors import UsageError, counted
-
-    found = gone_without(folder := cache_at(cache))
-    say(f"{cache}: {counted(len(found.roots), 'earlier roots')}")
-    for root in found.roots:
-        say(f"  {root}")
-    say(f"{counted(len(found.files), 'files')} that only they name, {found.bytes:,} bytes")
-    if dry_run or not found:
-        return
-    if not yes and not sys.stdin.isatty():
-        raise UsageError("A training that began on one of these can then not continue. Pass --yes.")
-    if yes or typer.confirm("A training that began on one of these can then not continue. Remove?"):
-        remove_earlier(folder)
-        say("removed")
-
-
-@app.command("tiny-world", rich_help_panel="Begin")
-def tiny_world(
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
-    rows: Annotated[int, typer.Option(min=1, help="Preference rows.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Another seed, another world.")] = 0,
-) -> None:
-    """Make a tiny tokenizer, language model and preference data set to try align on."""
-    from .stages.demo.tiny_world import make_world
-
-    world = make_world(folder, rows=rows, seed=seed)
-    say(f"model  {world.model}\ndata   {world.data.paired}")
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

@@ -51,7 +51,7 @@ def flattened(lists: pa.Array) -> pa.Array:
     return lists.values.slice(offsets[0], offsets[-1] - offsets[0])
 
 
-_NUMBERS = ("int8", "int32", "int64", "uint64", "float32", "float64")
+_NUMBERS = ("int8", "int16", "int32", "int64", "uint64", "float32", "float64")
 _DTYPES = {pa.from_numpy_dtype(name): np.dtype(name) for name in _NUMBERS}
 _DTYPES[pa.binary(16)] = np.dtype("S16")
 

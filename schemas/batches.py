@@ -50,7 +50,7 @@ class StepSize:
 
     rows: int
     branches: int
-    tokens: int  # of completions
+    tokens: int  # of completions, those that are learned
     chosen_tokens: int  # of chosen or desirable ones
 
 

@@ -31,7 +31,7 @@ class ModelOptions:
         "",
         "folder of the reference model (safetensors, config, tokenizer)",
         flag="--model",
-        on=("precompute-ref", "sample"),
+        on=("precompute-ref", "sample", "check"),
         read_by=("plan",),
         is_path=True,
         instead={
@@ -115,7 +115,7 @@ class DataOptions:
     map: dict[str, str] = option(
         {},
         "our column: yours, for example prompt: question; prompt: '' leaves yours out",
-        on=(*SCORERS, "select"),
+        on=(*SCORERS, "select", "check"),
         read_by=("score --from-labels",),
     )
     split: str = option(
@@ -138,7 +138,7 @@ class DataOptions:
         "stop when more than this share of rows is unusable",
         ge=0,
         le=1,
-        on=(*SCORERS, "select"),
+        on=(*SCORERS, "select", "check"),
     )
     workers: int = option(
         0, "tokenizing processes; 0: one per usable core when the data is large", ge=0
@@ -153,10 +153,13 @@ class TokenOptions:
         2048,
         "most tokens in prompt + completion; completions lose their end",
         ge=2,
-        on=("precompute-ref", "score"),
+        on=("precompute-ref", "score", "check"),
     )
     max_prompt_length: int = option(
-        0, "most tokens in a prompt; 0: only max_length limits it", ge=0, on=("precompute-ref",)
+        0,
+        "most tokens in a prompt; 0: only max_length limits it",
+        ge=0,
+        on=("precompute-ref", "check"),
     )
     prompt_side: Literal["left", "right"] = option(
         "left", "where a long prompt is cut: left keeps its end, right keeps its start"
@@ -173,6 +176,13 @@ class TokenOptions:
         "shift",
         "a token spanning prompt and completion: shift counts it to the completion, "
         "strict quarantines the row",
+    )
+    learn: Literal["assistant", "last", "all"] = option(
+        "assistant",
+        "what of a completion of several messages is learned: assistant: the assistant's turns, "
+        "but those whose message says loss: false or weight: 0; last: the last of them; all: every "
+        "token, also of tools and users",
+        binds=(),
     )
     date: str = option("", "today (YYYY-MM-DD) for chat templates that ask what day it is")
     chat_template: str = option(
@@ -313,9 +323,9 @@ class Config:
     """One `align.yaml`."""
 
     model: ModelOptions = section(ModelOptions, read_by=("precompute-ref", "sample"))
-    data: DataOptions = section(DataOptions, read_by=IN_TASKS)
+    data: DataOptions = section(DataOptions, read_by=("check", *IN_TASKS))
     tokens: TokenOptions = section(
-        TokenOptions, read_by=(*SCORERS, *TRAINING), binds=("cache", "round")
+        TokenOptions, read_by=("check", *SCORERS, *TRAINING), binds=("cache", "round")
     )
     cache: CacheOptions = section(
         CacheOptions, read_by=("precompute-ref",), binds=("cache", "round")
@@ -331,7 +341,8 @@ class Config:
     select: SelectOptions = section(SelectOptions, read_by=("select",), binds=("round",))
     rounds: RoundsOptions = section(RoundsOptions, read_by=("rounds",), binds=("round",))
     objects: ObjectOptions = section(
-        ObjectOptions, read_by=(*SCORERS, *TRAINING, "score --from-labels", "select", "verify")
+        ObjectOptions,
+        read_by=("check", *SCORERS, *TRAINING, "score --from-labels", "select", "verify"),
     )
     # What may stand here depends on train.method: its own options class checks it.
     method: dict[str, Any] = section(dict, read_by=TRAINING, binds=("run", "round"))

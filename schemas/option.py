@@ -17,6 +17,7 @@ Command = Literal[
     "sample",
     "judge",
     "select",
+    "check",
     "verify",
     "sweep",
     "plan",

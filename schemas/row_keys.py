@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from .columns import ColumnTable, Ragged, column, offsets_of
 from .preparing import EncodedPart
-from .rows import PromptKeys, Record, Rejected, RowBlock
+from .rows import PromptKeys, Record, Rejected, RowBlock, bytes_of
+from .turns import WHOLE
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class EncodedRecord:
     prompt_cut: int
     completions: tuple[list[int], ...]
     cut: tuple[int, ...]
+    turns: tuple[NDArray[np.int16] | None, ...]  # of each completion; None: one turn, all learned
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,19 @@ class KeyedRows(ColumnTable):
 
 def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[str]) -> KeyedRows:
     """Encoded records as columns, with the hashes of rows, prompts and completions."""
-    completions = [ids for row in encoded for ids in row.completions]
+    completions = Ragged.of([ids for row in encoded for ids in row.completions], np.int32)
+    turns = _turns(completions, [each for row in encoded for each in row.turns])
     records = [row.record for row in encoded]
     prompt_keys = prompt_keys_of(records)
-    completion_digests = [_digest(array("i", ids).tobytes(), size=16) for ids in completions]
     offsets = offsets_of(np.array([len(row.completions) for row in encoded], dtype=np.int64))
+    digests = [_digest(ids.tobytes(), size=16) for ids in completions]
+    told = (
+        digests
+        if turns is None
+        else [_digest(bytes_of(*both), size=16) for both in zip(completions, turns, strict=True)]
+    )
     rows = RowBlock(
-        row_id=_row_ids(encoded, prompt_keys.prompt.tobytes(), completion_digests, offsets),
+        row_id=_row_ids(encoded, prompt_keys.prompt.tobytes(), told, offsets),
         copy=np.zeros(len(encoded), dtype=np.int32),
         file=np.array([record.file for record in records], dtype=np.uint64),
         row=np.array([record.row for record in records], dtype=np.int64),
@@ -69,7 +77,7 @@ def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[s
         prompts=Ragged.of([row.prompt for row in encoded], np.int32),
         prompt_cut=np.array([row.prompt_cut for row in encoded], dtype=np.int32),
         branch_offsets=offsets,
-        completions=Ragged.of(completions, np.int32),
+        completions=completions,
         roles=np.array([role for record in records for role in record.roles], dtype=np.int8),
         scores=np.array(
             [_number(s) for record in records for s in record.scores], dtype=np.float64
@@ -79,12 +87,24 @@ def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[s
             name: np.array([record.carried[name] for record in records], dtype=np.float64)
             for name in carried
         },
+        turns=turns,
     )
     return KeyedRows(
         rows,
         _ring_keys(prompt_keys.prompt.tobytes(), seed),
-        np.frombuffer(b"".join(completion_digests), dtype=np.uint64)[::2].copy(),
+        np.frombuffer(b"".join(digests), dtype=np.uint64)[::2].copy(),
     )
+
+
+def _turns(completions: Ragged, turns: Sequence[NDArray[np.int16] | None]) -> Ragged | None:
+    """The turns of all completions; None if each is one turn that is all learned."""
+    if all(each is None for each in turns):
+        return None
+    numbers = np.full(len(completions.values), WHOLE, dtype=np.int16)
+    for branch, each in enumerate(turns):
+        if each is not None:
+            numbers[completions.offsets[branch] : completions.offsets[branch + 1]] = each
+    return Ragged(numbers, completions.offsets)
 
 
 def completion_keys(completions: Iterable[NDArray[np.int32]]) -> NDArray[np.uint64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import ColumnTable, Ragged, column
+from .turns import WHOLE, learned_counts
 
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
@@ -32,6 +33,8 @@ REASONS = (
     "already_rendered",
     "boundary",
     "zero_completion_tokens",
+    "unclear_turns",
+    "nothing_learned",
     "no_mismatch",
     "nonfinite_logp",
     "oom",
@@ -136,6 +139,10 @@ class RowBlock(ColumnTable):
     scores: NDArray[np.float64] = column("branch", "f8", missing=math.nan, stored="score")
     cut: NDArray[np.int32] = column("branch", "i4", stored="cut")  # completion tokens removed
     carried: Mapping[str, NDArray[np.float64]] = column("row", "f8", is_named=True)
+    # What is learned of completions of several messages; see turns.py.
+    turns: Ragged | None = column(
+        "token", "i2", missing=WHOLE, of="completions", is_list=True, stored="completion_turns"
+    )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -144,6 +151,21 @@ class RowBlock(ColumnTable):
     def row_of_branch(self) -> NDArray[np.int64]:
         """The index of each branch's row."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.branch_offsets))
+
+    @property
+    def is_learned(self) -> NDArray[np.bool_] | None:
+        """Mask of the completions' tokens that are learned; None: all of them."""
+        return None if self.turns is None else self.turns.values > 0
+
+    @property
+    def num_learned(self) -> NDArray[np.int64]:
+        """The number of learned tokens of each completion."""
+        return self.completions.lengths if self.turns is None else learned_counts(self.turns)
+
+    def completion_bytes(self) -> Iterator[bytes]:
+        """What identifies each completion: its ids, and what of them is learned."""
+        for branch, ids in enumerate(self.completions):
+            yield bytes_of(ids, None if self.turns is None else self.turns[branch])
 
     def ids(self) -> tuple[str, ...]:
         """Row ids as text: the hex of the digest, and `-<copy>` from the second copy on."""
@@ -160,6 +182,13 @@ class RowBlock(ColumnTable):
         )
 
 
+def bytes_of(ids: NDArray[np.int32], turns: NDArray[np.int16] | None) -> bytes:
+    """What identifies a completion; of one turn that is all learned, the ids alone do."""
+    if turns is None or (turns == WHOLE).all():
+        return ids.tobytes()
+    return b"".join((ids.tobytes(), b"turns", turns.astype("<i2").tobytes()))
+
+
 ID_DIGITS = 32  # hex digits of a row's digest
 
 
@@ -174,7 +203,7 @@ class ScoredBlock(ColumnTable):
     """Rows with their reference log-probs."""
 
     rows: RowBlock = column("row", within=RowBlock)
-    # Sums over completion tokens.
+    # Sums over the learned tokens of completions.
     logps: NDArray[np.float64] = column("branch", "f8", stored="ref_logp")
     # None: the cache does not keep them.
     token_logps: Ragged | None = column(
@@ -182,15 +211,21 @@ class ScoredBlock(ColumnTable):
     )
 
 
-def sums_of_branches(token_logps: Ragged) -> NDArray[np.float64]:
-    """The sum of each branch's log-probs in float64; no branch is empty."""
+def sums_of_branches(
+    token_logps: Ragged, is_learned: NDArray[np.bool_] | None = None
+) -> NDArray[np.float64]:
+    """The sum of each branch's log-probs, of those that are learned, in float64.
+
+    No branch is empty.
+    """
     if not len(token_logps):
         return np.empty(0, dtype=np.float64)
+    values = token_logps.values.astype(np.float64)
+    if is_learned is not None:
+        values[~is_learned] = 0.0
     # Infinities of both signs make a NaN, which quarantines the row: no warning is needed.
     with np.errstate(invalid="ignore"):
-        sums: NDArray[np.float64] = np.add.reduceat(
-            token_logps.values.astype(np.float64), token_logps.offsets[:-1]
-        )
+        sums: NDArray[np.float64] = np.add.reduceat(values, token_logps.offsets[:-1])
     return sums
 
 
@@ -205,9 +240,9 @@ class Rescored:
     @staticmethod
     def of(block: ScoredBlock, token_logps: Ragged, *dtypes: str) -> Rescored:
         """Compares rows with the log-probs that their tokens have now."""
-        logps = sums_of_branches(token_logps)
+        logps = sums_of_branches(token_logps, block.rows.is_learned)
         gaps = np.abs(logps - block.logps)
-        return Rescored(logps, gaps, gaps - allowed_gaps(block.rows.completions.lengths, *dtypes))
+        return Rescored(logps, gaps, gaps - allowed_gaps(block.rows.num_learned, *dtypes))
 
     @property
     def worst(self) -> int:

@@ -124,6 +124,11 @@ class TrainOptions:
         "scored completions are desirable above this, undesirable below it, neither at it: mean "
         "or median of their row, or a number",
     )
+    learn: Literal["cached", "assistant", "last", "all"] = option(
+        "cached",
+        "what of a completion of several messages is learned: cached: what the cache was made for "
+        "(tokens.learn); the others choose anew, from a cache made with --token-logps",
+    )
     eval_fraction: float = option(
         0.0, "share of prompts held out, chosen by their hash", ge=0, le=1, on=TRAINERS
     )

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pyarrow.parquet as pq
@@ -14,6 +13,7 @@ from align.stages.methods.method_docs import render_method, render_table
 from align.stages.methods.table import METHODS
 from support.command import align, refusal
 from support.mlflow_runs import run_of, stored
+from support.programs import said_by
 from support.stage_one import contents
 from support.tracked_training import journalled
 
@@ -81,7 +81,7 @@ import sys
 import align
 align.train, align.load_cache, align.load_run, align.precompute
 from align import cli
-for words in (["--help"], ["config"], ["init"]):
+for words in {words}:
     sys.argv = ["align", *words]
     try:
         cli.main()
@@ -105,12 +105,20 @@ def test_the_version_and_short_help_are_where_they_are_looked_for():
     assert align("train", "-h").out == align("train", "--help").out
 
 
+def imported_by(folder, *commands):
+    """The modules that a process has imported once it has given these commands."""
+    program = ASKED.format(words=[list(map(str, words)) for words in commands])
+    done = said_by(sys.executable, "-c", program, cwd=folder)
+    return {*done.splitlines()[-1].split()}
+
+
 def test_what_computes_nothing_imports_no_heavy_package(tmp_path):
-    command = [sys.executable, "-c", ASKED]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    *_, imported = done.stdout.splitlines()
-    assert "align.cli" in imported.split()
-    assert not HEAVY & {*imported.split()}
+    imported = imported_by(tmp_path, ["--help"], ["config"], ["init"])
+    assert "align.cli" in imported
+    assert not HEAVY & imported
+    methods = imported_by(tmp_path, ["methods"], ["methods", "kto"], ["methods", "--json"])
+    assert "align.stages.methods.table" in methods
+    assert not HEAVY - {"numpy"} & methods  # whose columns the methods' rows are declared by
 
 
 def test_methods_are_listed_with_their_formulas_and_explained_one_by_one():

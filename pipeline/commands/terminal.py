@@ -22,6 +22,7 @@ from ...schemas.safe_text import mask_secrets_of, safe
 from ...stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ...stages.tracking.progress import NoProgress, Progress, make_progress
 from ..executors.cores import HOW_THREADS_WAIT
+from ..options.other_names import meaning_of_flag
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
 # waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
@@ -77,7 +78,7 @@ class SafeGroup(TyperGroup):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            _make_safe(error)
+            _make_readable(error)
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -85,14 +86,18 @@ class SafeGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            _make_safe(error)
+            _make_readable(error)
             raise
 
 
-def _make_safe(error: Exception) -> None:
-    message = getattr(error, "message", None)
-    if isinstance(message, str):  # it is one of those that Typer shows
-        vars(error)["message"] = safe(message)
+def _make_readable(error: Exception) -> None:
+    if not isinstance(message := getattr(error, "message", None), str):
+        return  # Typer does not show it
+    if hasattr(error, "possibilities"):  # a flag that the command does not have
+        command = getattr(getattr(error, "ctx", None), "info_name", "")
+        if meaning := meaning_of_flag(error.option_name, command):  # type: ignore[attr-defined]
+            message, error.possibilities = meaning, None
+    vars(error)["message"] = safe(message)
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -16,6 +16,7 @@ from ...schemas.errors import UsageError
 from ...schemas.option import COMMANDS, Command
 from .declared import declared, facts_of, reads
 
+Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="Config file (default: align.yaml, here or beside the data)."),

@@ -25,6 +25,7 @@ from ...stages.storage.disk import fs
 from ...stages.storage.run.run_folder import RunFolder
 from .declared import paths
 from .flags import require_used
+from .other_names import meaning_of
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
@@ -281,6 +282,7 @@ def _parse_set(text: str) -> tuple[str, Any]:
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    _require_own_names(values, origins)
     nested: dict[str, Any] = {}
     sections = [field.name for field in dataclasses.fields(Config)]
     for name, value in values.items():
@@ -297,6 +299,13 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
         return from_plain(Config, nested)
     except CodecError as error:
         raise UsageError(_blamed(error, values, origins)) from error
+
+
+def _require_own_names(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Refuses all names of other tools at once: a file may have been written for one of them."""
+    told = [f"{origins[name]}: {meaning}" for name in values if (meaning := meaning_of(name))]
+    if told:
+        raise UsageError("\n".join(told))
 
 
 def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

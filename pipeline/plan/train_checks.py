@@ -197,6 +197,7 @@ def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
         ),
         needs_scores="scores" in recipe.needs or recipe.rows == "grouped",
         columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
+        learn=train.learn,
         context=_context(recipe, policy),
     )
 

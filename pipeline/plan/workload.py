@@ -98,6 +98,7 @@ def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
         np.arange(count),
         np.full(count, shape.prompt),
         np.repeat(lengths[:, None], 1 + num_partners, axis=1),
+        lengths,
         np.arange(len(lengths)) % branches == 0,
         np.arange(count + 1) * branches,
     )

@@ -37,9 +37,11 @@ logger = logging.getLogger("align")
 
 KL_PAIRS = "cache.kl_pairs"
 FILES = "data.files"
-TOOLS = "tool_calls"  # of the first rows: what is added may be the first that has any
+# Of the first rows: what is added may be the first that has any.
+TOOLS = "tool_calls"  # are converted; once they were rendered as given
+LEARN = "tokens.learn"  # of completions of several messages; once every token was learned
 # A cache may grow in place along these; along all others it would become another cache.
-GROWS_ALONG = {FILES, KL_PAIRS, TOOLS}
+GROWS_ALONG = {FILES, KL_PAIRS, TOOLS, LEARN}
 
 
 def fingerprint(
@@ -49,7 +51,7 @@ def fingerprint(
     shape: str,
     tokenizer: Mapping[str, str],
     model: Mapping[str, str],
-    converts_tools: bool,
+    rendering: Mapping[str, str],
 ) -> dict[str, str]:
     """Everything that the bytes of the cache depend on, by name."""
     wrap = config.data.wrap
@@ -58,7 +60,7 @@ def fingerprint(
         FILES: files,
         "data.shape": shape,
         **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
-        **({TOOLS: "converted"} if converts_tools else {}),  # once they were rendered as given
+        **rendering,
         **tokenizer,
         **{name: _text(value) for name, value in flatten(config).items() if binds(name, "cache")},
         **model,
@@ -75,7 +77,8 @@ def require_same_or_growing(
     """Refuses settings that would make it another cache."""
     found = differences(stored, wanted)
     shrinks = KL_PAIRS in found and int(wanted[KL_PAIRS]) < int(stored[KL_PAIRS])
-    if set(found) <= GROWS_ALONG and not shrinks:
+    learns_else = LEARN in found and LEARN in stored
+    if set(found) <= GROWS_ALONG and not shrinks and not learns_else:
         return
     lines = "\n  ".join(found.values())
     cost = "scores both caches need are copied, not computed again"
@@ -180,8 +183,8 @@ def _named_branches(rows: RowBlock) -> NDArray[np.bytes_]:
     starts = range(0, len(keys), 16)
     own = zip(starts, rows.prompts, strict=True)
     prompts = [keys[start : start + 16] + ids.tobytes() for start, ids in own]
-    branches = zip(rows.row_of_branch.tolist(), rows.completions, strict=True)
-    names = [blake2b(prompts[row] + ids.tobytes(), digest_size=16) for row, ids in branches]
+    branches = zip(rows.row_of_branch.tolist(), rows.completion_bytes(), strict=True)
+    names = [blake2b(prompts[row] + told, digest_size=16) for row, told in branches]
     return np.frombuffer(b"".join(name.digest() for name in names), dtype="S16")
 
 

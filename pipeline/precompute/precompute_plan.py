@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from ...schemas.config import Config
 from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.row_keys import InputCounts
-from ...schemas.rows import Reference
+from ...schemas.rows import Record, Reference
 from ...schemas.samples import Drawing
 from ...stages.data.chat_wrap import template_unused
 from ...stages.data.data_schema import common_shape, require_scores
@@ -30,6 +31,7 @@ from ...stages.data.input_files import (
 )
 from ...stages.data.slice_encoder import EncodingJob
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
+from ...stages.data.turn_spans import has_turns
 from ...stages.data.unread_columns import not_read, require_read, require_watched_read
 from ...stages.model.loading.folder_check import require_peft
 from ...stages.pairing.ring import Ring, complete_ring
@@ -46,7 +48,7 @@ from ..executors.cores import usable_cores
 from ..executors.executor import Executor, Runner, Share
 from ..executors.kinds import require_executor
 from ..jobs.rejected_rows import RejectedRows, first_rejected
-from .cache_compatibility import candidates, fingerprint, require_growth
+from .cache_compatibility import LEARN, TOOLS, candidates, fingerprint, require_growth
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
         tokenizer=tokenizer_fingerprint(tokenizer),
         model=identity,
-        converts_tools=any(map(tokenizer.converts, first)),
+        rendering=_rendering(config, tokenizer, first),
     )
     return CacheJob(
         config=config,
@@ -145,6 +147,13 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         plan_key=digest(fields),
         reference_key=digest(identity),
     )
+
+
+def _rendering(config: Config, tokenizer: TextTokenizer, first: Sequence[Record]) -> dict[str, str]:
+    """What an earlier version made otherwise of rows like the first ones, by name."""
+    learn = config.tokens.learn
+    found = {TOOLS: "converted"} if any(map(tokenizer.converts, first)) else {}
+    return found | ({LEARN: learn} if learn != "all" and any(map(has_turns, first)) else {})
 
 
 @lru_cache(maxsize=1)

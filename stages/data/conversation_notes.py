@@ -19,7 +19,7 @@ _WORDS = 4  # fewer words may be an identifier, or a date
 
 
 def notes_of(
-    record: Record, texts: Sequence[str], tokenizer: TextTokenizer
+    record: Record, texts: Sequence[str], tokenizer: TextTokenizer, *, learns_all: bool
 ) -> Iterator[tuple[str, int]]:
     """The notes on a record whose branches are rendered as `texts`, by name, with counts."""
     if isinstance(record.prompt, str):
@@ -27,7 +27,7 @@ def notes_of(
     turns = sum(one["role"] != ASSISTANT for said in record.completions for one in _turns(said))
     if turns:
         yield "rows_with_turns_of_others_in_completions", 1
-        yield "turns_of_others_in_completions", turns
+        yield f"turns_of_others_in_completions{'' if learns_all else '_left_out'}", turns
     of_prompt = {*_left_out(record.prompt, texts[0], tokenizer)}
     if record.tools and not tokenizer.tool_forms.parameters.in_any_form:
         of_prompt.add("tools")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.config import TokenOptions
 from ...schemas.row_keys import EncodedRecord
 from ...schemas.rows import BadRow, Record, Rejected, Role
+from ...schemas.turns import Turn, numbered
 from .conversation_notes import notes_of
 from .stop_tokens import Endings, span_of
+from .turn_spans import Span, common_length, spans_of
+from .validate import ASSISTANT
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -38,6 +44,7 @@ class _Rendered:
     texts: tuple[str, ...]  # per branch
     boundaries: tuple[int, ...]  # per branch: character where the completion starts
     prefix_kept: bool  # the rendered prompt is a prefix of every rendered branch
+    spans: tuple[tuple[Span, ...] | None, ...]  # per branch; None: one turn, all learned
 
 
 class Encoder:
@@ -72,19 +79,32 @@ class Encoder:
         try:
             record = self._tokenizer.fitted(given)
             prompt, texts = self._tokenizer.render(record)
+            boundaries = tuple(common_length(prompt, text) for text in texts)
+            spans = tuple(
+                self._spans(given, record, number, text, boundary)
+                for number, (text, boundary) in enumerate(zip(texts, boundaries, strict=True))
+            )
         except BadRow as bad:
             result.rejected.append(_rejected(given, bad))
             return None
+        learns_all = self._options.learn == "all"
         result.notes["rows_with_calls_of_tools_converted_for_the_template"] += record != given
-        for note, count in notes_of(record, texts, self._tokenizer):
+        for note, count in notes_of(record, texts, self._tokenizer, learns_all=learns_all):
             result.notes[note] += count
         kind = "conversations" if record.is_conversation else "plain_text"
         result.notes[f"rows_of_{kind}"] += 1
         result.notes["completions_that_repeat_their_prompt"] += _repeats(record)
-        boundaries = tuple(_common_length(prompt, text) for text in texts)
         if self._specials and self._specials.search(_data_text(record)):
             result.notes["rows_with_special_tokens_in_text"] += 1
-        return _Rendered(record, texts, boundaries, all(b == len(prompt) for b in boundaries))
+        is_kept = all(boundary == len(prompt) for boundary in boundaries)
+        return _Rendered(record, texts, boundaries, is_kept, spans)
+
+    def _spans(
+        self, given: Record, fitted: Record, number: int, text: str, boundary: int
+    ) -> tuple[Span, ...] | None:
+        if self._options.learn == "all":
+            return None
+        return spans_of(given, fitted, number, text, boundary, self._tokenizer)
 
     def _row(self, item: _Rendered, branches: list[Encoding], notes: Counter[str]) -> EncodedRecord:
         starts = [
@@ -93,14 +113,43 @@ class Encoder:
         ]
         ids = [encoding.ids for encoding in branches]
         first, *others = [branch[: min(starts)] for branch in ids]
-        shared = min((_common_length(first, other) for other in others), default=len(first))
+        shared = min((common_length(first, other) for other in others), default=len(first))
         spans = any(
             start < len(encoding) and span_of(encoding, start)[0] < boundary
             for encoding, start, boundary in zip(branches, starts, item.boundaries, strict=True)
         )
         self._report_boundary(item, spans=spans or shared < max(starts), notes=notes)
-        tails = self._ended(item, branches, [branch[shared:] for branch in ids], notes)
-        return self._fit(item.record, _begin(ids[0][:shared], self._tokenizer), tails, notes)
+        tails = [branch[shared:] for branch in ids]
+        ended = self._ended(item, branches, tails, notes)
+        turns = tuple(
+            self._turns(item, branch, branches[branch], tails[branch], len(ended[branch]))
+            for branch in range(len(tails))
+        )
+        return self._fit(item.record, _begin(ids[0][:shared], self._tokenizer), ended, turns, notes)
+
+    def _turns(
+        self, item: _Rendered, branch: int, encoding: Encoding, tail: list[int], length: int
+    ) -> NDArray[np.int16] | None:
+        """The turns of a completion's tokens, of which the last of `length` may be its stop."""
+        spans, text, completion = (
+            item.spans[branch],
+            item.texts[branch],
+            item.record.completions[branch],
+        )
+        if spans is None:
+            return None
+        first, turns, stop = len(encoding) - len(tail), list[Turn](), 0
+        for span in spans:
+            start = _first_completion_token(encoding, span.start, len(text)) - first
+            start = 0 if span.start == item.boundaries[branch] else max(start, stop)
+            after = _first_completion_token(encoding, span.stop, len(text)) - first
+            if after < len(tail) and span_of(encoding, first + after)[0] < span.stop:
+                after += 1  # a token across the end of a turn belongs to it
+            stop = self._endings.turn_end(tail, start, after, text, encoding)
+            turns.append(Turn(start, min(stop, length), span.is_marked))
+        if not isinstance(completion, str) and completion[-1]["role"] == ASSISTANT:
+            turns[-1] = replace(turns[-1], stop=length)
+        return numbered(length, turns, self._options.learn)
 
     def _report_boundary(self, item: _Rendered, *, spans: bool, notes: Counter[str]) -> None:
         if not item.prefix_kept:
@@ -128,7 +177,12 @@ class Encoder:
         return ended
 
     def _fit(
-        self, record: Record, prompt: list[int], tails: list[list[int]], notes: Counter[str]
+        self,
+        record: Record,
+        prompt: list[int],
+        tails: list[list[int]],
+        turns: tuple[NDArray[np.int16] | None, ...],
+        notes: Counter[str],
     ) -> EncodedRecord:
         if not prompt:
             raise BadRow("empty_prompt", "the prompt has no token")
@@ -145,13 +199,23 @@ class Encoder:
         )
         if not all(completions):
             raise BadRow("zero_completion_tokens", "a completion has no token left")
+        kept_turns = tuple(
+            None if each is None else each[: len(completion)]
+            for each, completion in zip(turns, completions, strict=True)
+        )
+        for number, each in enumerate(kept_turns):
+            if each is not None and not (each > 0).any():
+                raise BadRow(
+                    "nothing_learned",
+                    _nothing(record, number, is_cut=len(each) < len(tails[number])),
+                )
         cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
         is_pair = record.roles == (Role.CHOSEN, Role.REJECTED)
         notes["pairs_with_equal_completions"] += is_pair and completions[0] == completions[1]
         notes["pairs_whose_rejected_score_is_higher"] += _is_against_its_scores(record)
         notes["rows_with_prompt_truncated"] += len(kept) < len(prompt)
         notes["rows_with_completion_truncated"] += any(cut)
-        return EncodedRecord(record, kept, len(prompt) - len(kept), completions, cut)
+        return EncodedRecord(record, kept, len(prompt) - len(kept), completions, cut, kept_turns)
 
     def _cut_prompt(self, prompt: list[int]) -> list[int]:
         limit = self._options.max_prompt_length
@@ -200,18 +264,22 @@ def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> i
     return len(encoding)
 
 
+def _nothing(record: Record, number: int, *, is_cut: bool) -> str:
+    """Why a completion has no token that is learned."""
+    name = record.roles[number].name.lower()
+    if is_cut:
+        return f"what is learned of the {name} completion is cut off: raise max_length"
+    return (
+        f"the {name} completion has no turn of an assistant that is learned: its messages are of "
+        "other roles, or say loss: false or weight: 0"
+    )
+
+
 def _is_against_its_scores(record: Record) -> bool:
     if record.roles != (Role.CHOSEN, Role.REJECTED):
         return False
     chosen, rejected = record.scores
     return chosen is not None and rejected is not None and chosen < rejected
-
-
-def _common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
-    if first == second[: len(first)]:
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _repeats(record: Record) -> int:

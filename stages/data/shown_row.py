@@ -36,7 +36,11 @@ def lines_of(
     own = [branch for branch, role in enumerate(roles) if role != Role.MISMATCHED]
 
     def completion(branch: int) -> str:
-        return reader.said(row.completions[branch].tolist(), int(row.cut[branch]), "right")
+        is_learned = None if row.turns is None else row.turns[branch] > 0
+        ids, cut = row.completions[branch].tolist(), int(row.cut[branch])
+        if is_learned is None or is_learned.all():
+            return reader.said(ids, cut, "right")
+        return reader.said(ids, cut, "right", is_learned=is_learned.tolist())
 
     yield f"row {int(row.row[0])} of {shown(file)} as the model reads it, [special tokens] apart:"
     yield f"  prompt, {reader.said(prompt, int(row.prompt_cut[0]), prompt_side, begins=True)}"
@@ -56,9 +60,17 @@ class _Reader:
 
     tokenizer: TextTokenizer
 
-    def said(self, ids: Sequence[int], cut: int, side: str, *, begins: bool = False) -> str:
+    def said(
+        self,
+        ids: Sequence[int],
+        cut: int,
+        side: str,
+        *,
+        begins: bool = False,
+        is_learned: Sequence[bool] = (),  # nothing: all, or it is no completion
+    ) -> str:
         """The number of tokens, their text, and the number that were cut on that side."""
-        pieces = [*self._pieces(ids, begins)]
+        pieces = [*self._pieces(ids, begins, is_learned)]
         if cut:  # a prompt that is cut on its left has kept its BOS
             index = len(pieces) if side == "right" else int(ids[0] == self.tokenizer.bos)
             pieces.insert(index, f"({counted(cut, 'tokens')} cut)")
@@ -66,16 +78,30 @@ class _Reader:
         if (more := len(text) - MOST_CHARACTERS) > 0:
             half = MOST_CHARACTERS // 2
             text = f"{text[:half]} ({counted(more, 'characters')} not shown) {text[-half:]}"
-        return f"{counted(len(ids), 'tokens')}: {text}"
+        learned = f", {sum(is_learned)} learned" if is_learned else ""
+        return f"{counted(len(ids), 'tokens')}{learned}: {text}"
 
-    def _pieces(self, ids: Sequence[int], begins: bool) -> Iterator[str]:
+    def _pieces(
+        self, ids: Sequence[int], begins: bool, is_learned: Sequence[bool]
+    ) -> Iterator[str]:
         hidden = len(ids) - 2 * END_TOKENS
         if hidden <= 0:
-            yield from self._runs(ids, begins)
+            yield from self._turns(ids, is_learned, begins)
         else:
-            yield from self._runs(ids[:END_TOKENS], begins)
+            yield from self._turns(ids[:END_TOKENS], is_learned[:END_TOKENS], begins)
             yield f"({counted(hidden, 'tokens')} not shown)"
-            yield from self._runs(ids[-END_TOKENS:])
+            yield from self._turns(ids[-END_TOKENS:], is_learned[-END_TOKENS:])
+
+    def _turns(
+        self, ids: Sequence[int], is_learned: Sequence[bool], begins: bool = False
+    ) -> Iterator[str]:
+        """The text of tokens, in brackets what is not learned."""
+        if not is_learned:
+            yield from self._runs(ids, begins)
+            return
+        for is_run_learned, run in groupby(zip(ids, is_learned, strict=True), lambda both: both[1]):
+            text = " ".join(self._runs([token for token, _ in run]))
+            yield text if is_run_learned else f"(not learned: {text})"
 
     def _runs(self, ids: Sequence[int], begins: bool = False) -> Iterator[str]:
         for is_special, run in groupby(ids, self._special.__contains__):

@@ -145,7 +145,7 @@ class Endings:
             last = completion[-1]
             turn = self._stops.tool_calls if last.get("tool_calls") else self._stops.turn
             stop, known = turn or self._stops.text, self._stops.written
-        known_at, unknown = self._run(ids, known, text, encoding)
+        known_at, unknown = self._run(ids, known, text, encoding, len(ids))
         is_new = known_at is None and unknown is not None and self._is_written(ids[unknown], last)
         at = unknown if is_new else known_at
         token = stop.token if at is None else ids[at]
@@ -154,8 +154,28 @@ class Endings:
             end -= 1
         return [*ids[:end], token], is_new
 
+    def turn_end(self, ids: list[int], start: int, stop: int, text: str, encoding: Encoding) -> int:
+        """Where a turn that others follow ends: behind its stop, or before the blanks at its end.
+
+        `ids` are the last ones of the encoding of `text`. A stop right behind the turn is its own.
+        """
+        known_at, _ = self._run(ids[:stop], self._stops.written, text, encoding, len(ids))
+        if known_at is not None and known_at >= start:
+            return known_at + 1
+        if stop < len(ids) and ids[stop] in self._stops.written:
+            return stop + 1
+        first = len(encoding) - len(ids)
+        while stop > start and not _characters(encoding, first + stop - 1, text).strip():
+            stop -= 1
+        return stop
+
     def _run(
-        self, ids: list[int], known: frozenset[int], text: str, encoding: Encoding
+        self,
+        ids: list[int],
+        known: frozenset[int],
+        text: str,
+        encoding: Encoding,
+        count: int,  # of the encoding's last tokens, of which the ids are the first
     ) -> tuple[int | None, int | None]:
         """Indices of the first stop and of the last other special token at the end."""
         first = other = None
@@ -164,10 +184,8 @@ class Endings:
                 first = at
             elif ids[at] in self._added.special:
                 other = at if other is None else other
-            else:
-                start, stop = span_of(encoding, len(encoding) - len(ids) + at)
-                if text[start:stop].strip():
-                    break
+            elif _characters(encoding, len(encoding) - count + at, text).strip():
+                break
         return first, other
 
     def _is_written(self, token: int, last: Message | None) -> bool:
@@ -175,6 +193,11 @@ class Endings:
         if last is None:
             return False
         return not str(last.get("content") or "").rstrip().endswith(self._added.texts[token])
+
+
+def _characters(encoding: Encoding, token: int, text: str) -> str:
+    start, stop = span_of(encoding, token)
+    return text[start:stop]
 
 
 def span_of(encoding: Encoding, token: int) -> tuple[int, int]:

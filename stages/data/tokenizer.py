@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
-from ...schemas.rows import BadRow, Message, Record, Text
+from ...schemas.rows import BadRow, Message, Record
 from ..model.loading.folder_check import require_plain_tokenizer
 from .chat_wrap import Wrapping
 from .stop_tokens import NO_STOPS, Added, find_stops
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _ROLES = ("system", "user", ASSISTANT, "tool")
 _QUOTED = re.compile(r"""["']([\w-]+)["']""")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>.*?)\1\s*\)""")
 
 
@@ -68,23 +70,12 @@ class TextTokenizer:
         for messages in (record.prompt, *completions):
             self._require_roles(messages)
         last = record.prompt[-1]
+        texts = tuple(self.rendered(record, self.messages_of(record, c)) for c in completions)
         if last["role"] != ASSISTANT:
-            prompt = self._template(record, record.prompt, add_generation_prompt=True)
-        elif not _continues(completions):
-            prompt = self._template(record, record.prompt)
-        else:
-            return self._continued(record, record.prompt, completions)
-        return prompt, tuple(self._template(record, (*record.prompt, *c)) for c in completions)
-
-    def _continued(
-        self, record: Record, prompt: tuple[Message, ...], completions: list[tuple[Message, ...]]
-    ) -> tuple[str, tuple[str, ...]]:
-        """The rendered prompt and texts if completions continue the prompt's last message."""
-        begun = self._template(record, prompt, continue_final_message=True)
-        texts = tuple(
-            self._template(record, (*prompt[:-1], _joined(prompt[-1], first), *others))
-            for first, *others in completions
-        )
+            return self.rendered(record, record.prompt, add_generation_prompt=True), texts
+        if not _continues(completions):
+            return self.rendered(record, record.prompt), texts
+        begun = self.rendered(record, record.prompt, continue_final_message=True)
         if not all(text.startswith(begun) for text in texts):
             raise BadRow(
                 "template_error",
@@ -92,6 +83,40 @@ class TextTokenizer:
                 "the same way when the completion continues it; end the prompt with a user's",
             )
         return begun, texts
+
+    def messages_of(self, record: Record, completion: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The prompt and a completion, which may continue the prompt's last message."""
+        assert not isinstance(record.prompt, str)
+        prompt = record.prompt
+        if prompt[-1]["role"] == completion[0]["role"] == ASSISTANT:
+            return (*prompt[:-1], _joined(prompt[-1], completion[0]), *completion[1:])
+        return (*prompt, *completion)
+
+    def before_specials(self, text: str) -> str:
+        """A rendered text without the special tokens and blanks at its end."""
+        special = (self.added.texts[token] for token in self.added.special)
+        names = "|".join(re.escape(name) for name in {*special, *self.specials} if name)
+        return re.sub(rf"(?:{names}|\s)*\Z", "", text) if names else text.rstrip()
+
+    def marked_turns(
+        self, record: Record, messages: Sequence[Message], text: str
+    ) -> list[tuple[int, int]]:
+        """Where the template itself marks what the assistant says in a text; none if it does not.
+
+        What it marks in a text that is rendered otherwise is not used.
+        """
+        if not (self.template and _GENERATION.search(self.template)):
+            return []
+        made: Any = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            tools=list(record.tools) if record.tools else None,
+            chat_template=self.template,
+            return_assistant_tokens_mask=True,
+            **self.hf.special_tokens_map,
+            **record.template_options,
+        )
+        (rendered,), (found,) = made
+        return [(start, stop) for start, stop in found] if rendered == text else []
 
     def wrapping(self, setting: str, folder: str) -> Wrapping:
         """The handling of plain text under `data.wrap`, which may need the chat template."""
@@ -142,7 +167,8 @@ class TextTokenizer:
                     f"({', '.join(_ROLES)}), or name it in a template (tokens.chat_template)",
                 )
 
-    def _template(self, record: Record, messages: Text, **how: bool) -> str:
+    def rendered(self, record: Record, messages: Sequence[Message], **how: bool) -> str:
+        """The text of messages, as the template writes them with the record's tools and options."""
         try:
             rendered: str = self.hf.apply_chat_template(
                 list(messages),

@@ -12,6 +12,7 @@ from typing import Any
 from ...schemas.rows import BadRow, Message, Text
 
 ASSISTANT = "assistant"
+LOSS_KEYS = ("loss", "weight")  # of a message: whether it is learned
 # ShareGPT's names of roles.
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 _MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
@@ -21,6 +22,10 @@ _SHOWN = 80
 _TRUE = {"true", "desirable", "1", "1.0"}
 _FALSE = {"false", "undesirable", "0", "0.0"}
 LABELS = "true, 1 or desirable, and false, 0 or undesirable"
+
+
+class Unlearned(dict[str, Any]):
+    """An assistant's message that is not to be learned: it equals the same one without a mark."""
 
 
 def read_prompt(value: Any, column: str) -> Text:
@@ -163,7 +168,29 @@ def _message(entry: Any, index: int, column: str) -> Message:
     _require_json(calls, column)
     if message["role"] in _ROLES:
         message["role"] = _ROLES[message["role"]]
-    return message
+    return _marked(message, index, column)
+
+
+def _marked(message: dict[str, Any], index: int, column: str) -> Message:
+    """The message, as one that is not to be learned if it says so."""
+    marks = {bool(message.pop(key)) for key in LOSS_KEYS if _is_mark(message, key, column)}
+    if len(marks) > 1:
+        raise BadRow(
+            "schema", f"of message {index} of {column!r} 'loss' and 'weight' say different things"
+        )
+    return Unlearned(message) if marks == {False} else message
+
+
+def _is_mark(message: Message, key: str, column: str) -> bool:
+    """Whether a message says that it is learned, or that it is not."""
+    value = message.get(key)
+    if value is not None and not (isinstance(value, bool | int | float) and value in (0, 1)):
+        raise BadRow(
+            "schema",
+            f"{key!r} of a message of {column!r} is {shown(value)}: a message is learned (1) or "
+            "not (0)",
+        )
+    return value is not None
 
 
 def _text_of_blocks(blocks: list[Any], index: int, column: str) -> str:

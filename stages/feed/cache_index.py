@@ -11,7 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...schemas.arrow_columns import list_column, number_column
+from ...schemas.arrow_columns import (
+    list_column,
+    number_column,
+)
 from ...schemas.batches import StepSize
 from ...schemas.cache import Commit, Manifest, StoredKind
 from ...schemas.columns import ColumnTable, column, offsets_of
@@ -19,13 +22,14 @@ from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
 from ..storage.bucket.objects import Location
 from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.shards import read_columns
+from ..storage.cache.shards import TURNS, learned_tokens, read_columns
 from ..storage.cache.verify_cache import naming_unit
 from .conversions import ReadSpec
 from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
-SCORES = "scores"  # the key of missing scores; no column of the data has this name
+# Keys of missing numbers; no column of the data has these names.
+SCORES, LEARNED = "scores", "learned tokens"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Index:
     missing: dict[str, int]  # rows that are read and lack a needed value, by its name
     num_partners: int  # mismatched partners of each branch in the cache
     longest: int  # most tokens of a prompt and one completion after it, as the method reads them
+    has_turns: bool  # whether some completions have tokens that are not learned, or were not
 
 
 Check: TypeAlias = Callable[[CacheFolder, Commit], None]
@@ -97,7 +102,7 @@ def build_index(
     fetched = folder.store.ahead(map(folder.shard, manifest.shards))
     for shard, _ in zip(manifest.shards, fetched, strict=True):
         with naming_unit(shard.unit):
-            table, sizes = columns.read(folder, shard, (*COLUMNS, *spec.columns))
+            table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *spec.columns))
             rows = read_table(table, sizes, spec, str(folder.root))
             found.add(shard.unit, rows)
     return found.index(spec)
@@ -115,6 +120,7 @@ class TableRows:
     missing: dict[str, int]
     num_partners: int
     longest: int
+    has_turns: bool
 
 
 def read_table(
@@ -133,11 +139,14 @@ def read_table(
     group_of = np.repeat(np.arange(len(sizes)), sizes)[picked.rows]
     group_offsets = offsets_of(np.bincount(group_of, minlength=len(sizes)))
     partners = picked.mismatched if spec.mismatched else picked.mismatched[:, :0]
-    lengths = tokens.values[np.column_stack([picked.own, partners])]
+    branches = np.column_stack([picked.own, partners])
+    lengths = tokens.values[branches]
+    learned = learned_tokens(columns, spec.learn, source=source)[branches]
     read = RowSizes.of(
         np.arange(len(picked.rows)) - group_offsets[group_of],
         prompt_lengths[picked.rows] + context_lengths(picked, spec),
         lengths,
+        learned[:, 0],
         is_chosen,
         offsets,
     )
@@ -148,9 +157,10 @@ def read_table(
         picked.kinds,
         _sums(is_chosen, offsets),
         _sums(is_rejected, offsets),
-        _missing(columns, picked, spec),
+        _missing(columns, picked, spec) | {LEARNED: int((learned == 0).any(axis=1).sum())},
         num_partners=picked.mismatched.shape[1],
         longest=int(longest.max(initial=0)),
+        has_turns=TURNS in columns.column_names,
     )
 
 
@@ -179,6 +189,7 @@ class _Found:
     missing: Counter[str] = field(default_factory=Counter)
     num_partners: set[int] = field(default_factory=set)
     longest: int = 0
+    has_turns: bool = False
 
     def add(self, unit: int, rows: TableRows) -> None:
         groups = len(rows.table.group_offsets) - 1
@@ -188,6 +199,7 @@ class _Found:
         self.missing.update(rows.missing)
         self.num_partners.add(rows.num_partners)
         self.longest = max(self.longest, rows.longest)
+        self.has_turns |= rows.has_turns
         if len(self.num_partners) > 1:
             raise CorruptionError(
                 f"it has {rows.num_partners} mismatched completions a branch, and the shards "
@@ -211,6 +223,7 @@ class _Found:
             dict(self.missing),
             num_partners,
             self.longest,
+            self.has_turns,
         )
 
 
@@ -221,12 +234,13 @@ def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np
 
 @dataclass(frozen=True)
 class RowSizes(ColumnTable):
-    """Lengths of rows: 24 bytes a row, 4 a mismatched branch."""
+    """Lengths of rows: 28 bytes a row, 4 a mismatched branch."""
 
     index_in_group: NDArray[np.int32] = column("row", "i4")  # of the row group as it is read
     prompt_tokens: NDArray[np.int32] = column("row", "i4")
     own_tokens: NDArray[np.int32] = column("row", "i4")  # of completions
-    chosen_tokens: NDArray[np.int32] = column("row", "i4")  # of chosen or desirable ones
+    learned_tokens: NDArray[np.int32] = column("row", "i4")  # those of them that are learned
+    chosen_tokens: NDArray[np.int32] = column("row", "i4")  # learned, of chosen or desirable ones
     branch_offsets: NDArray[np.int64] = column("offsets", "i8")  # (rows + 1,) into the own branches
     mismatched_tokens: NDArray[np.int32] = column("branch", "i4")  # (branches, partners)
 
@@ -235,6 +249,7 @@ class RowSizes(ColumnTable):
         index_in_group: NDArray[np.int64],
         prompt_tokens: NDArray[np.int64],
         tokens: NDArray[np.int32],  # (branches, 1 + partners) of own completions, then mismatched
+        learned: NDArray[np.int32],  # (branches,) those of own completions that are learned
         is_chosen: NDArray[np.bool_],  # (branches,)
         branch_offsets: NDArray[np.int64],
     ) -> RowSizes:
@@ -243,7 +258,8 @@ class RowSizes(ColumnTable):
             index_in_group=index_in_group.astype(np.int32),
             prompt_tokens=prompt_tokens.astype(np.int32),
             own_tokens=_sums(tokens[:, 0], branch_offsets),
-            chosen_tokens=_sums(tokens[:, 0] * is_chosen, branch_offsets),
+            learned_tokens=_sums(learned, branch_offsets),
+            chosen_tokens=_sums(learned * is_chosen, branch_offsets),
             branch_offsets=branch_offsets,
             mismatched_tokens=tokens[:, 1:],
         )
@@ -289,7 +305,7 @@ class RowTable:
         return StepSize(
             rows=len(rows),
             branches=int(self.num_branches(rows).sum()),
-            tokens=int(self.sizes.own_tokens[rows].sum(dtype=np.int64)),
+            tokens=int(self.sizes.learned_tokens[rows].sum(dtype=np.int64)),
             chosen_tokens=int(self.sizes.chosen_tokens[rows].sum(dtype=np.int64)),
         )
 
@@ -301,9 +317,8 @@ class RowTable:
     def concat(tables: Sequence[RowTable], *, num_partners: int) -> RowTable:
         """The tables of consecutive row groups as one; there may be none."""
         none = np.empty(0, dtype=np.int64)
-        no_rows = RowSizes.of(
-            none, none, np.empty((0, 1 + num_partners), "i4"), none > 0, offsets_of(none)
-        )
+        no_tokens = np.empty((0, 1 + num_partners), "i4")
+        no_rows = RowSizes.of(none, none, no_tokens, no_tokens[:, 0], none > 0, offsets_of(none))
         groups = [np.diff(table.group_offsets) for table in tables]
         sizes = RowSizes.concat([no_rows, *(table.sizes for table in tables)])
         return RowTable(offsets_of(np.concatenate([none, *groups])), sizes)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.nn.functional import logsigmoid
-
 from ...schemas.methods import Branches, LossOutput, Step, beta, sft_weight
 from .rewards import paired_method, pairs_of, referenced_output
+from .tensors import logsigmoid
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
-
-from torch import Tensor
-from torch.nn.functional import logsigmoid, relu
+from typing import TYPE_CHECKING, Literal
 
 from ...schemas.methods import (
     Branches,
@@ -28,6 +25,10 @@ from .rewards import (
     scaled_mean_ratios,
     scaled_ratios,
 )
+from .tensors import logsigmoid, relu
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODIFIERS = SEES_RATIOS | WEIGHS_PAIRS | {"margin"}
 

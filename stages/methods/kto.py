@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from ...schemas.methods import (
     Branches,
@@ -22,6 +20,10 @@ from ...schemas.methods import (
 from ...schemas.option import option
 from .modifiers import CLAMPS
 from .rewards import Labelled, labelled_method, labelled_of
+from .tensors import logsigmoid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Weight: TypeAlias = Annotated[float, Field(gt=0)] | Literal["auto"]
 # Of wD nD / (wU nU), https://arxiv.org/abs/2402.01306.

@@ -6,15 +6,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...schemas.errors import UsageError
 from ...schemas.methods import Branches, Metric, Need, Tokens
 from ...schemas.option import option
+from .tensors import logsigmoid, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The modifiers that a method may allow, by the option that turns each on.
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING
 
 from ...schemas.methods import (
     Branches,
@@ -18,6 +16,10 @@ from ...schemas.methods import (
 )
 from .modifiers import SEES_RATIOS
 from .rewards import MARGINS, paired_method, pairs_of, referenced_output, scaled_ratios
+from .tensors import logsigmoid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

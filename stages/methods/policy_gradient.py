@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from typing import TYPE_CHECKING, Literal
 
 from ...schemas.methods import Branches, LossOutput, Method, Metric, Rewards, Step, Tokens
 from ...schemas.option import option
 from .modifiers import CLAMPS, bounded_exp, sums_of, tokens_of
+from .tensors import pad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODIFIERS = CLAMPS | {"row_weight"}
 # Keeps the advantages of a group finite where all of its scores are the same.

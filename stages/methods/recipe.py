@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ...schemas.methods import (
     Branches,
@@ -26,6 +21,12 @@ from ...schemas.methods import (
 from ...schemas.rows import LEAST, PER_TOKEN, Role, rounding_of
 from .modifiers import Modifiers, names_within
 from .rewards import MARGINS, reward_metrics
+from .tensors import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 LOSS = "loss"
 MethodState = dict[str, tuple[float, ...]]  # of each method that has one, by its name

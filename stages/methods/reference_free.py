@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
-
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid, relu
+from typing import TYPE_CHECKING, Literal
 
 from ...schemas.methods import Branches, LossOutput, Rewards, Step, label_smoothing
 from ...schemas.option import option
 from .modifiers import WEIGHS_PAIRS
 from .rewards import Pairs, Side, higher, logp_metrics, paired_method, pairs_of
+from .tensors import logsigmoid, relu, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Certain to the last bit of float32: a mean log-prob closer to 0 has odds that are only noise.
 NEARLY_CERTAIN = -1e-10

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING
 
 from ...schemas.methods import Branches, LossOutput, Step, beta, sft_weight
 from ...schemas.option import option
 from .rewards import paired_method, pairs_of, referenced_output
+from .tensors import logsigmoid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...schemas.methods import (
     Branches,
@@ -23,6 +19,10 @@ from ...schemas.methods import (
 )
 from ...schemas.rows import Role
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
+from .tensors import logsigmoid, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def scaled_ratios(branches: Branches, options: Any) -> Tensor:

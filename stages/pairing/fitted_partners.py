@@ -46,7 +46,7 @@ def fit_partners(
     space = rule.max_length - own.prompts.lengths[row_of]
     numbers, missing = chosen.copy(), dict[int, str]()
     fitted = _fitted(ring.at(numbers).rows, np.resize(space, len(numbers)), rule.stops)
-    for index in _alike(own.completions, fitted.completions).tolist():
+    for index in _alike(own.completions, fitted).tolist():
         branch = index % count
         row = int(row_of[branch])
         search = _Search(
@@ -77,12 +77,14 @@ def _fitted(rows: RowBlock, space: NDArray[np.int64], stops: frozenset[int]) -> 
     return replace(rows.with_heads("completions", limits), cut=rows.cut + lost)
 
 
-def _alike(own: Ragged, fitted: Ragged) -> NDArray[np.int64]:
-    """Partners that are empty after cutting, or equal to the real completion."""
-    against = np.resize(own.lengths, len(fitted))
-    suspects = np.flatnonzero((fitted.lengths == against) | (fitted.lengths == 0))
+def _alike(own: Ragged, fitted: RowBlock) -> NDArray[np.int64]:
+    """Partners of which cutting has left nothing to learn, or that equal the real completion."""
+    ids, is_nothing = fitted.completions, fitted.num_learned == 0
+    suspects = np.flatnonzero((ids.lengths == np.resize(own.lengths, len(ids))) | is_nothing)
     alike = [
-        index for index in suspects.tolist() if not _differs(fitted[index], own[index % len(own)])
+        index
+        for index in suspects.tolist()
+        if is_nothing[index] or not _differs(ids[index], own[index % len(own)])
     ]
     return np.array(alike, dtype=np.int64)
 
@@ -107,6 +109,7 @@ class _Search:
             found = ring.at(near)
             fitted = _fitted(found.rows, np.full(len(near), self.space), self.stops)
             differs = np.array([_differs(each, self.completion) for each in fitted.completions])
+            differs &= fitted.num_learned > 0
             another: NDArray[np.bool_] = differs & (found.ring_keys != self.ring_key)
             return another
 

@@ -127,8 +127,10 @@ def _with_prompts(keyed: KeyedRows, shared: dict[int, _Shared]) -> KeyedRows:
             prompts[row], prompt_cut[row] = found.prompt, found.cut
             for branch in range(rows.branch_offsets[row], rows.branch_offsets[row + 1]):
                 before[branch] = moved
+    whole = rows.with_tokens_before("completions", Ragged.of(before, np.int32))
     joined = replace(
-        rows.with_tokens_before("completions", Ragged.of(before, np.int32)),
+        whole,
+        turns=_as_their_turns(rows, whole, before),
         prompts=Ragged.of(prompts, np.int32),
         prompt_cut=prompt_cut,
     )
@@ -136,6 +138,19 @@ def _with_prompts(keyed: KeyedRows, shared: dict[int, _Shared]) -> KeyedRows:
     keys = keyed.completion_keys.copy()
     keys[longer] = completion_keys(joined.completions[branch] for branch in longer)
     return replace(keyed, rows=joined, completion_keys=keys)
+
+
+def _as_their_turns(
+    rows: RowBlock, longer: RowBlock, before: Sequence[NDArray[np.int32]]
+) -> Ragged | None:
+    """The turns of longer completions, whose first tokens count as what follows them does."""
+    if rows.turns is None or longer.turns is None:
+        return None
+    numbers = longer.turns.values.copy()
+    for branch, moved in enumerate(before):
+        start = longer.turns.offsets[branch]
+        numbers[start : start + len(moved)] = rows.turns[branch][:1]
+    return Ragged(numbers, longer.turns.offsets)
 
 
 _NO_TOKENS = np.empty(0, np.int32)

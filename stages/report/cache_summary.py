@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
 from ...schemas.cache import InputEntry, Manifest
@@ -11,7 +13,7 @@ from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.cleanup import superseded
 from ..storage.cache.manifest_file import load_manifest
-from ..storage.cache.shards import iter_row_groups
+from ..storage.cache.shards import TURNS, iter_row_groups, learned_tokens
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class RoleSummary:
 
     branches: int
     tokens: int
+    learned: int  # of the tokens; all of them, but in completions of several messages
     lengths: Spread
     cut_branches: int
     cut_tokens: int
@@ -131,17 +134,22 @@ def _role(branches: pl.DataFrame) -> RoleSummary:
     return RoleSummary(
         branches=len(branches),
         tokens=total(branches["tokens"]),
+        learned=total(branches["learned"]),
         lengths=spread_of(branches["tokens"]),
         cut_branches=int((branches["cut"] > 0).sum()),
         cut_tokens=total(branches["cut"]),
         logps=spread_of(branches["logp"]),
-        logps_per_token=spread_of(branches["logp"] / branches["tokens"]),
+        logps_per_token=spread_of(branches["logp"] / branches["learned"]),
     )
 
 
 def _kto_weights(roles: dict[str, RoleSummary]) -> KtoWeights | None:
     """The weights of KTO, which trains chosen as desirable and rejected as undesirable."""
-    counts = {name: role.branches for name, role in roles.items()}
+    return class_weights({name: role.branches for name, role in roles.items()})
+
+
+def class_weights(counts: Mapping[str, int]) -> KtoWeights | None:
+    """The weights for so many completions of each role; None if a class is missing."""
     desirable = counts.get("desirable", 0) + counts.get("chosen", 0)
     undesirable = counts.get("undesirable", 0) + counts.get("rejected", 0)
     if not desirable or not undesirable:
@@ -154,7 +162,7 @@ def _pairs(chosen: pl.DataFrame, rejected: pl.DataFrame, manifest: Manifest) -> 
     """The summary of pairs; both frames have one branch per row, in row order."""
     if not len(chosen) == len(rejected) == manifest.rows or not manifest.rows:
         return None
-    per_token = [frame["logp"] / frame["tokens"] for frame in (chosen, rejected)]
+    per_token = [frame["logp"] / frame["learned"] for frame in (chosen, rejected)]
     return PairSummary(
         pairs=manifest.rows,
         reference_prefers_rejected=int((rejected["logp"] > chosen["logp"]).sum()),
@@ -183,7 +191,7 @@ class Columns:
     """The narrow columns of all rows and branches of a cache, in its order."""
 
     prompts: pl.DataFrame  # tokens, cut
-    branches: pl.DataFrame  # role, tokens, cut, logp
+    branches: pl.DataFrame  # role, tokens, cut, logp, learned
 
     def of_role(self, role: Role) -> pl.DataFrame:
         """The branches of one role, in row order."""
@@ -192,13 +200,15 @@ class Columns:
 
 def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
     """The narrow columns of every row group of every shard; no token ids are read."""
-    groups = [
-        pl.DataFrame(pl.from_arrow(group)).select(SHARD.names())
-        for shard in manifest.shards
-        for group in iter_row_groups(folder.shard(shard), SHARD.names())
-    ]
+    groups, learned = [], [np.empty(0, np.int32)]
+    for shard in manifest.shards:
+        path = folder.shard(shard)
+        for group in iter_row_groups(path, [*SHARD.names(), TURNS]):
+            groups.append(pl.DataFrame(pl.from_arrow(group)).select(SHARD.names()))
+            learned.append(learned_tokens(group, source=str(path)))
     rows = pl.concat([pl.DataFrame(schema=SHARD), *groups])
-    return Columns(rows.select(**PROMPTS), rows.select(**BRANCHES).explode([*BRANCHES]))
+    branches = rows.select(**BRANCHES).explode([*BRANCHES])
+    return Columns(rows.select(**PROMPTS), branches.with_columns(learned=np.concatenate(learned)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ...schemas.errors import counted
 from ...schemas.rows import Role
 
 if TYPE_CHECKING:
-    from .cache_summary import PairSummary, RoleSummary, Spread, Summary
+    from .cache_summary import KtoWeights, PairSummary, RoleSummary, Spread, Summary
 
 MAX_LISTED = 8
 LENGTHS = ("min", "p50", "p90", "p99", "max", "mean")
@@ -86,17 +86,23 @@ def _rows(summary: Summary) -> list[str]:
         for name, role in _roles(summary)
     ]
     total = ("all", f"{summary.branches:,}", "", f"{summary.tokens:,}")
+    learned = sum(role.learned for role in summary.roles.values())
+    note = (
+        f"  {learned:,} of these tokens are learned, those of "
+        f"{LEARNED[summary.fingerprint.get('tokens.learn', 'assistant')]}"
+    )
     return [
         f"  {counted(summary.rows, 'rows')}{of}: {summary.prompts.tokens:,} prompt tokens, and "
         "these completions",
         *grid(("completions", "count", "share", "tokens"), [*lines, total]),
+        *([note] if learned < summary.tokens else []),
     ]
 
 
 def _lengths(summary: Summary) -> list[str]:
-    spreads = [("prompt", summary.prompts.lengths)]
-    spreads += [(name, role.lengths) for name, role in _roles(summary)]
-    return _spreads("", spreads, LENGTHS, decimals=0)
+    found = [("prompt", summary.prompts.lengths)]
+    found += [(name, role.lengths) for name, role in _roles(summary)]
+    return spreads("", found, decimals=0)
 
 
 def _truncation(summary: Summary) -> list[str]:
@@ -125,12 +131,14 @@ def _balance(summary: Summary) -> list[str]:
     weights = summary.kto_weights
     if weights is None:
         return lines or ["  one class only: KTO needs desirable and undesirable completions"]
+    return [*lines, *facts(weight_facts(weights))]
+
+
+def weight_facts(weights: KtoWeights) -> list[tuple[str, str]]:
+    """The classes of KTO and the weights that balance them."""
     counts = f"{weights.num_desirable:,} desirable, {weights.num_undesirable:,} undesirable"
     auto = f"{weights.desirable_weight:.4g} and {weights.undesirable_weight:.4g}"
-    return [
-        *lines,
-        *facts([("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]),
-    ]
+    return [("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]
 
 
 def _pairs(pairs: PairSummary) -> list[str]:
@@ -153,9 +161,9 @@ def _pairs(pairs: PairSummary) -> list[str]:
 def _logps(summary: Summary) -> list[str]:
     roles = _roles(summary)
     lines = [
-        *_spreads("sum", [(name, role.logps) for name, role in roles], LOGPS, decimals=2),
+        *spreads("sum", [(name, role.logps) for name, role in roles], LOGPS, decimals=2),
         "",
-        *_spreads(
+        *spreads(
             "per token", [(name, role.logps_per_token) for name, role in roles], LOGPS, decimals=3
         ),
     ]
@@ -182,12 +190,17 @@ def _roles(summary: Summary) -> list[tuple[str, RoleSummary]]:
     return [(name, summary.roles[name]) for name in names if name in summary.roles]
 
 
-def _spreads(
-    title: str, spreads: list[tuple[str, Spread]], names: tuple[str, ...], *, decimals: int
+def spreads(
+    title: str,
+    found: Sequence[tuple[str, Spread]],
+    names: tuple[str, ...] = LENGTHS,
+    *,
+    decimals: int,
 ) -> list[str]:
+    """The lines of a table of spreads."""
     lines = [
         (label, *(f"{getattr(spread, name):,.{decimals}f}" for name in names))
-        for label, spread in spreads
+        for label, spread in found
     ]
     return grid((title, *names), lines)
 
@@ -230,6 +243,10 @@ def printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())
 
 
+LEARNED = {  # by tokens.learn
+    "assistant": "the assistant's turns",
+    "last": "the assistant's last turn",
+}
 NOTES = {
     "completions_that_end_with_another_special_token": (
         "completions ending with another special token"
@@ -241,6 +258,9 @@ NOTES = {
     ),
     "turns_of_others_in_completions": (
         "turns of users or tools inside completions, scored and learned as the assistant's own"
+    ),
+    "turns_of_others_in_completions_left_out": (
+        "turns of users or tools inside completions, which are not learned (tokens.learn)"
     ),
     "rows_whose_template_changes_the_prompt": (
         "rows whose prompt changes when the template adds the answer (thinking blocks?)"

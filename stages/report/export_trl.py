@@ -24,7 +24,7 @@ from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.manifest_file import load_manifest
-from ..storage.cache.shards import carried_names, iter_row_groups, read_block
+from ..storage.cache.shards import TURNS, carried_names, iter_row_groups, open_shard, read_block
 from ..storage.disk import fs
 from ..storage.store import store_of
 
@@ -62,6 +62,9 @@ def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
                 f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
                 "cache again."
             )
+    for path in paths:
+        with open_shard(path) as file:
+            _require_all_learned(file.schema_arrow, folder)
     first = next(group for path in paths for group in iter_row_groups(path) if len(group))
     scan = pl.scan_parquet(paths, glob=False, hive_partitioning=False)
     return _flat(scan, _layout_of(first, source=str(paths[0])), decode)
@@ -79,11 +82,22 @@ def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
         path = folder.shard(shard)
         for group in iter_row_groups(path):
             read_block(group, source=str(path))
+            _require_all_learned(group.schema, folder)
             layout = _layout_of(group, source=str(path))
             rows = pl.DataFrame(pl.from_arrow(group.select(layout.columns)))
             table = _flat(rows.lazy(), layout, decode).collect().to_arrow()
             plain = [(field.name, _plain(field.type)) for field in table.schema]
             yield table.cast(pa.schema(plain))
+
+
+def _require_all_learned(schema: pa.Schema, folder: CacheFolder) -> None:
+    """Refuses sums over turns: TRL's trainers compare them with sums over every token."""
+    if TURNS in schema.names:
+        raise UsageError(
+            f"{folder.root} has completions of several messages, and its log-probs are of the "
+            "assistant's turns alone. TRL's trainers sum over every token. Export a cache made "
+            "with --set tokens.learn=all."
+        )
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

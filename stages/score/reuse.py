@@ -191,14 +191,15 @@ def packed_keys(rows: RowBlock) -> NDArray[np.bytes_]:
 
 
 def branch_keys(rows: RowBlock) -> list[bytes]:
-    """A digest of prompt ids, completion ids and the boundary, per branch."""
+    """A digest of prompt ids, completion ids, the boundary and what is learned, per branch."""
     prompts = [
         hashlib.blake2b(prompt.tobytes(), digest_size=16, person=b"prompt")
         for prompt in rows.prompts
     ]
     keys = []
-    for row, completion in zip(rows.row_of_branch.tolist(), rows.completions, strict=True):
+    told = rows.completion_bytes()
+    for row, completion in zip(rows.row_of_branch.tolist(), told, strict=True):
         joined = hashlib.blake2b(prompts[row].digest(), digest_size=16, person=b"branch")
-        joined.update(completion.tobytes())
+        joined.update(completion)
         keys.append(joined.digest())
     return keys

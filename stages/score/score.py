@@ -20,6 +20,7 @@ from ...schemas.rows import (
     ScoredBlock,
     Scorer,
     Tree,
+    bytes_of,
     sums_of_branches,
 )
 from .batch_plan import TreeCost, TreePlan, plan_batches, plan_trees
@@ -205,7 +206,8 @@ def _collect(
     wanted = np.flatnonzero(~known.found)
     index = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
-    logps[wanted] = sums_of_branches(run.token_logps)[index]
+    turns = None if rows.turns is None else rows.turns.take(run.branches).values > 0
+    logps[wanted] = sums_of_branches(run.token_logps, turns)[index]
     token_logps = None
     if rules.keep_token_logps:
         assert known.token_logps is not None
@@ -257,7 +259,7 @@ def _named(rows: RowBlock, branch: int) -> str:
 
 
 def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first of `branches` with the same prompt and completion, for each of them."""
+    """The first of `branches` with the same prompt, completion and turns, for each of them."""
     lengths = rows.completions.lengths[branches]
     prompts = prompt_numbers(rows)[rows.row_of_branch[branches]]
     # Few share a prompt and a length: only their ids are compared.
@@ -267,8 +269,9 @@ def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64
     seen: dict[tuple[int, bytes], int] = {}
     for index in np.flatnonzero(counts[kind] > 1).tolist():
         branch = int(branches[index])
-        ids = rows.completions[branch].tobytes()
-        first[index] = seen.setdefault((int(prompts[index]), ids), branch)
+        turns = None if rows.turns is None else rows.turns[branch]
+        told = bytes_of(rows.completions[branch], turns)
+        first[index] = seen.setdefault((int(prompts[index]), told), branch)
     return first
 
 

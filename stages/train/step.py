@@ -117,7 +117,12 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     with catching_out_of_memory(batch):
         outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     device, per_branch = outputs["logps"].device, recipe.head == "score"
-    lengths = on_device(rows.completions.lengths, device)
+    if rows.is_learned is not None and not per_branch:
+        # From here on what is not learned is not there: sums, means and lengths are of the rest.
+        kept = on_device(np.flatnonzero(rows.is_learned), device)
+        of_tokens = {name: value[kept] for name, value in outputs.items() if name != ROUTING}
+        outputs |= of_tokens
+    lengths = on_device(rows.num_learned, device)
     return Branches(
         logps=outputs["logps"] if per_branch else sums_of(outputs["logps"], lengths),
         reference=on_device(batch.block.logps, device),
@@ -211,8 +216,10 @@ def _tokens(
     reference = None
     if "token_reference" in recipe.needs:
         assert batch.block.token_logps is not None, "train_checks asks for a cache that keeps them"
-        device = outputs["logps"].device
-        reference = on_device(batch.block.token_logps.values, device).double()
+        device, is_learned = outputs["logps"].device, batch.block.rows.is_learned
+        values = batch.block.token_logps.values
+        kept = values if is_learned is None else values[is_learned]
+        reference = on_device(kept, device).double()
     return Tokens(
         counts=lengths,
         logps=outputs["logps"],

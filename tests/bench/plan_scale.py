@@ -110,6 +110,7 @@ def table_of(rows, *, is_held):
         "index_in_group": Column(rows, lambda row: (row % ROWS_PER_GROUP).astype(np.int32)),
         "prompt_tokens": Column(rows, lambda row: lengths(row, key=2, median=150, most=2048)),
         "own_tokens": Column(rows, lambda row: completion(2 * row) + completion(2 * row + 1)),
+        "learned_tokens": Column(rows, lambda row: completion(2 * row) + completion(2 * row + 1)),
         "chosen_tokens": Column(rows, lambda row: completion(2 * row)),
         "branch_offsets": Column(rows + 1, lambda row: 2 * row.astype(np.int64)),
         "mismatched_tokens": Column(2 * rows, lambda branch: completion(2 * rows - 1 - branch)),

@@ -27,6 +27,7 @@ class Plain(NamedTuple):
     prompt: tuple
     prompt_cut: int
     branches: tuple  # (completion, role, score, cut) each
+    turns: tuple  # of each branch
     carried: tuple
     place: int
     prompt_keys: tuple
@@ -46,9 +47,9 @@ def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=No
         carried=more.get("carried", {}),
     )
     cut = tuple(cut or (0,) * len(completions))
-    return EncodedRecord(
-        record, list(prompt), more.get("prompt_cut", 0), tuple(map(list, completions)), cut
-    )
+    own = tuple(map(list, completions))
+    turns = more.get("turns", (None,) * len(own))
+    return EncodedRecord(record, list(prompt), more.get("prompt_cut", 0), own, cut, turns)
 
 
 def plain(keyed):
@@ -71,6 +72,7 @@ def plain(keyed):
                 prompt=tuple(rows.prompts[index].tolist()),
                 prompt_cut=int(rows.prompt_cut[index]),
                 branches=tuple(branches),
+                turns=tuple(tuple(rows.whole("turns")[b].tolist()) for b in own),
                 carried=tuple(float(column[index]) for column in rows.carried.values()),
                 place=int(keyed.ring_keys[index]),
                 prompt_keys=(

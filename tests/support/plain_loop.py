@@ -18,10 +18,11 @@ def rows_of(cache):
     return {row["row_id"]: row for table in tables for row in table}
 
 
-def logp(model, prompt, completion):
+def logp(model, prompt, completion, turns=None):
     ids = torch.tensor([[*prompt, *completion]])
     logps = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1].float(), -1)
-    return logps.gather(1, torch.tensor(completion)[:, None]).double().sum()
+    logps = logps.gather(1, torch.tensor(completion)[:, None]).double().flatten()
+    return sum(one for one, turn in zip(logps, turns or [1] * len(logps), strict=True) if turn > 0)
 
 
 class Row:
@@ -33,7 +34,7 @@ class Row:
         self.is_good = [row["role"][index] in GOOD for index in self.own]
 
     def ratio(self, index):
-        sides = [logp(model, self.row["prompt_ids"], self._ids(index)) for model in self.models]
+        sides = [logp(model, *self._tokens(index)) for model in self.models]
         return sides[0] - sides[1].detach()
 
     def mismatched_ratios(self):
@@ -41,12 +42,15 @@ class Row:
             return [self.ratio(index + len(self.own)) for index in self.own]
 
     def odds(self, index):
-        mean = logp(self.models[0], self.row["prompt_ids"], self._ids(index))
-        mean = mean / len(self._ids(index))
+        prompt, completion, turns = self._tokens(index)
+        count = sum(turn > 0 for turn in turns) if turns else len(completion)
+        mean = logp(self.models[0], prompt, completion, turns) / count
         return mean, mean - torch.log(-torch.expm1(mean))
 
-    def _ids(self, index):
-        return self.row["completion_ids"][index]
+    def _tokens(self, index):
+        turns = self.row.get("completion_turns")
+        ids = self.row["prompt_ids"], self.row["completion_ids"][index]
+        return (*ids, turns[index] if turns else None)
 
 
 def dpo(rows):

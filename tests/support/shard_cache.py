@@ -54,6 +54,7 @@ def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
         ),
         prompt_tokens=draw.integers(0, longest + 1, rows).astype(np.int32),
         own_tokens=own.astype(np.int32),
+        learned_tokens=own.astype(np.int32),
         chosen_tokens=draw.integers(0, own + 1).astype(np.int32),
         branch_offsets=branch_offsets,
         mismatched_tokens=draw.integers(1, longest, (int(branch_offsets[-1]), levels)).astype(

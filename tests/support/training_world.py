@@ -92,14 +92,15 @@ def make_pairs(folder, tokenizer, *, rows, pretrain_steps):
     return preferences
 
 
-def scored(folder, name, *, kl_pairs, token_logps=False):
+def scored(folder, name, *, kl_pairs, token_logps=False, output="", model=None, **tokens):
     """Runs stage 1 over one file of the folder; returns the cache."""
+    made = folder / (output or name)
     config = Config(
-        model=ModelOptions(path=str(folder / "model"), device="cpu"),
+        model=ModelOptions(path=str(model or folder / "model"), device="cpu"),
         data=DataOptions(files=[str(folder / f"{name}.parquet")]),
-        tokens=TokenOptions(max_length=512),
+        tokens=TokenOptions(max_length=512, **tokens),
         cache=CacheOptions(
-            output=str(folder / name),
+            output=str(made),
             rows_per_shard=16,
             kl_pairs=kl_pairs,
             token_logps=token_logps,
@@ -109,7 +110,7 @@ def scored(folder, name, *, kl_pairs, token_logps=False):
     )
     reference = HfReference(config.model)
     precompute(config, reference, progress=Silent())
-    return folder / name
+    return made
 
 
 def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):

@@ -30,6 +30,7 @@ from ....schemas.arrow_columns import (
 from ....schemas.columns import Column, ColumnTable, offsets_of
 from ....schemas.errors import CorruptionError, damaged, storage_error
 from ....schemas.rows import ID_DIGITS, PromptKeys, RowBlock, ScoredBlock, hex_texts
+from ....schemas.turns import Learn, learned_counts
 from ..bucket.objects import Location
 from ..disk import fs
 from ..store import store_of
@@ -158,6 +159,7 @@ _COUNTS = {
     for each in _STORED.values()
     if each.counted
 }
+TURNS = RowBlock.columns()["turns"].stored  # of shards with completions of several messages
 OPTIONAL = tuple(name for name, each in _STORED.items() if each.per == "token")
 
 
@@ -257,6 +259,19 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
         same = np.array_equal(found[name].offsets, found["completion_ids"].offsets)
         _require(same, source, f"has {name} of other tokens than completion_ids")
     return _block_of(table, source, branch_offsets, found)
+
+
+def learned_tokens(
+    table: pa.Table, learn: Learn = "cached", *, source: str = "a shard"
+) -> NDArray[np.int32]:
+    """The number of learned tokens of each completion, from a shard's narrow columns."""
+    tokens: NDArray[np.int32] = numpy_of(flattened(arrow_column(table, "num_tokens")))
+    if TURNS not in table.column_names:
+        return tokens
+    turns = ragged_of(flattened(arrow_column(table, TURNS)))
+    same = np.array_equal(turns.lengths, tokens)
+    _require(same, source, f"has {TURNS} of other tokens than completion_ids")
+    return learned_counts(turns, learn).astype(np.int32)
 
 
 def _require_schema(schema: pa.Schema, source: str, with_columns: Sequence[str] = ()) -> None:

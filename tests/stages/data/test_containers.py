@@ -24,6 +24,11 @@ ARRAY = json.dumps(ROWS, indent=2, ensure_ascii=False).encode()
 PLAIN = json.dumps([{**row, "id": index} for index, row in enumerate(ROWS)]).encode()
 
 
+def gzipped(content):
+    """Compressed at no time, so that the names of cases are the same everywhere."""
+    return gzip.compress(content, mtime=0)
+
+
 def packed(data, codec):
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, codec) as out:
@@ -40,17 +45,17 @@ def separated(by, mark=b""):
 
 
 FILES = {
-    "a.jsonl.gz": gzip.compress(LINES),
-    "A.JSONL.GZ": gzip.compress(LINES[:40]) + gzip.compress(LINES[40:]),  # as `cat` joins two
+    "a.jsonl.gz": gzipped(LINES),
+    "A.JSONL.GZ": gzipped(LINES[:40]) + gzipped(LINES[40:]),  # as `cat` joins two
     "a.jsonl.zst": packed(LINES, "zstd"),
     "a.ndjson.zst": packed(LINES[:40], "zstd") + packed(LINES[40:], "zstd"),
-    "a.json.gz": gzip.compress(b"\xef\xbb\xbf" + ARRAY),
+    "a.json.gz": gzipped(b"\xef\xbb\xbf" + ARRAY),
     "a.tsv": separated("\t"),
     "a.csv": separated(";"),
     "mark.csv": separated(";", b"\xef\xbb\xbf"),
     "tabs.csv": separated("\t"),
     "commas.csv": separated(","),
-    "a.csv.gz": gzip.compress(separated(";")),
+    "a.csv.gz": gzipped(separated(";")),
     "a.tsv.zst": packed(separated("\t"), "zstd"),
     "data.json": b'{"data": ' + PLAIN + b"}\n",
     "facts.json": b'\n {"version": "1.1", "rows": 3,\n "data" : ' + ARRAY + b"\n}\n",
@@ -95,10 +100,10 @@ def test_a_compressed_file_that_is_cut_is_refused_by_name(tmp_path, name):
         ("a.json", b'{"data": []}', "has no rows"),
         ("a.json", b'{"data": [1, 2]}', "not JSON objects"),
         ("a.jsonl.gz", LINES, "a.jsonl.gz cannot be read as jsonl.gz"),
-        ("a.jsonl.zst", gzip.compress(LINES), "a.jsonl.zst cannot be read as jsonl.zst"),
-        ("a.jsonl.gz", gzip.compress(b""), "has no rows"),
-        ("a.csv.gz", gzip.compress("prompt,chosen".encode("utf-16")), "UTF-16"),
-        ("a.parquet.gz", gzip.compress(b"PAR1"), "ending that is not known"),
+        ("a.jsonl.zst", gzipped(LINES), "a.jsonl.zst cannot be read as jsonl.zst"),
+        ("a.jsonl.gz", gzipped(b""), "has no rows"),
+        ("a.csv.gz", gzipped("prompt,chosen".encode("utf-16")), "UTF-16"),
+        ("a.parquet.gz", gzipped(b"PAR1"), "ending that is not known"),
     ],
 )
 def test_a_container_that_holds_something_else_is_refused(tmp_path, name, data, message):

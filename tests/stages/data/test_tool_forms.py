@@ -168,7 +168,7 @@ def notes(tmp_path):
 def test_turns_of_users_and_tools_inside_completions_are_counted(notes):
     found = notes(WITHOUT_TOOLS, (SAID, USER, SAID), (SAID, ANSWERED, SAID, USER, SAID), (SAID,))
     assert found["rows_with_turns_of_others_in_completions"] == 1
-    assert found["turns_of_others_in_completions"] == 3
+    assert found["turns_of_others_in_completions_left_out"] == 3
     alone = notes(WITHOUT_TOOLS, (SAID,), prompt=(USER, SAID, ANSWERED, SAID, USER))
     assert alone == {"rows_of_conversations": 1}
 

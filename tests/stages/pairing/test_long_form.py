@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -141,6 +142,23 @@ def test_a_prompt_cut_at_its_end_leaves_no_hole_in_a_completion():
     rows.append(([BOS, 1, 2, 3, 6], [9]))
     expected = ((BOS, 1, 2, 3), 2, [(4, 7), (6, 9), (8,)])
     assert joined(*rows, side="right", limit=5)[0] == [expected]
+
+
+def test_what_a_completion_gets_of_its_prompt_counts_as_its_first_token_does():
+    """By hand: 4 and 5 go to completions, one of which begins with a turn that is not learned."""
+    rows = [(SHORT, [7, 8], [-2, 3]), (LONG, [9], [1]), ([BOS, 1, 2, 3], [9, 9], [0, 1])]
+    records = [
+        replace(
+            long_row(prompt, completion, 0.5, row=place),
+            turns=(np.array(turns, np.int16),),
+            record=replace(long_row(prompt, completion, 0.5).record, prompt="text", carried={}),
+        )
+        for place, (prompt, completion, turns) in enumerate(rows)
+    ]
+    keyed = key_rows(records, **PLAIN).in_ring_order()
+    (row,) = plain(merge_same_prompts(keyed, Counter(), prompt_side="left"))
+    found = dict(zip((ids for ids, *_ in row.branches), row.turns, strict=True))
+    assert found == {(4, 7, 8): (-2, -2, 3), (4, 5, 9): (1, 1, 1), (9, 9): (0, 1)}
 
 
 @settings(max_examples=100)

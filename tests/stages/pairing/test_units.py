@@ -41,9 +41,18 @@ def fitted_records(draw, *, max_length):
                 kept = kept[:-1]
             completions.append(kept)
             cut.append(len(whole) - len(kept))
+        turns = [draw(turns_of(len(ids))) for ids in completions]
         if all(completions):
-            records.append(encoded(prompt, *completions, cut=cut, row=row))
+            records.append(encoded(prompt, *completions, cut=cut, row=row, turns=turns))
     return records
+
+
+def turns_of(length):
+    """Nothing said of a completion, or what of it is learned: at least one token."""
+    numbers = st.lists(st.sampled_from([-1, 0, 1, 3]), min_size=length, max_size=length)
+    is_learned = numbers.filter(lambda drawn: max(drawn, default=0) > 0)
+    told = is_learned.map(lambda drawn: np.array(drawn, np.int16))
+    return st.one_of(st.none(), told) if length else st.none()
 
 
 def fit(completion, room):
@@ -61,27 +70,39 @@ def by_hand(ring, rows, start, stop, max_length):
 
     And how many of these are another's than the partner's own.
     """
-    every = [(branch[0], branch[3], row.prompt) for row in rows for branch in row.branches]
+    every = [
+        (branch[0], branch[3], turns, row.prompt)
+        for row in rows
+        for branch, turns in zip(row.branches, row.turns, strict=True)
+    ]
     first = sum(len(row.branches) for row in rows[:start])
     result, replaced = [], 0
     for row in rows[start:stop]:
-        branches = list(row.branches)
+        branches, turns = list(row.branches), list(row.turns)
         possible = True
         for k in range(ring.num_pairs):
             for place, (own, *_) in enumerate(row.branches):
                 number = first + place
                 partner = int(ring.partners(number, number + 1)[k, 0])
+                following = enumerate(every[partner:] + every[:partner])
                 fitting = [
-                    (steps, (fitted, int(Role.MISMATCHED), None, cut + len(whole) - len(fitted)))
-                    for steps, (whole, cut, prompt) in enumerate(every[partner:] + every[:partner])
+                    (
+                        steps,
+                        (fitted, int(Role.MISMATCHED), None, cut + len(whole) - len(fitted)),
+                        learned[: len(fitted)],
+                    )
+                    for steps, (whole, cut, learned, prompt) in following
                     if (fitted := fit(whole, max_length - len(row.prompt)))
+                    and max(learned[: len(fitted)]) > 0
                     and fitted != own
                     and prompt != row.prompt
                 ]
-                branches += [branch for _, branch in fitting[:1]]
+                branches += [branch for _, branch, _ in fitting[:1]]
+                turns += [learned for _, _, learned in fitting[:1]]
                 replaced += bool(fitting) and fitting[0][0] > 0
                 possible &= bool(fitting)
-        result.append(row._replace(branches=tuple(branches)) if possible else None)
+        whole_row = row._replace(branches=tuple(branches), turns=tuple(turns))
+        result.append(whole_row if possible else None)
         first += len(row.branches)
     return result, replaced
 

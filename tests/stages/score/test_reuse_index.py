@@ -81,6 +81,12 @@ def test_the_boundary_is_part_of_what_a_branch_is(rows):
         for prompt, completion in [([1, 2], [3]), ([1], [2, 3]), ([1, 2, 3], [4]), ([1, 2], [3, 4])]
     }
     assert len(keys) == 4
+    learned = {
+        branch_keys(block_of(encoded([1, 2], [3, 4], turns=[turns])))[0]
+        for turns in (None, np.array([1, 1], np.int16), *np.array([[0, 1], [1, -1]], np.int16))
+    }
+    assert len(learned) == 3  # so is what of it is learned; all of it need not be told
+    assert len(keys & learned) == 1
     long = list(range(5, 200))
     first, second = branch_keys(block_of(encoded([1, 2], long, [*long[:-1], 7])))
     assert first != second

@@ -50,6 +50,21 @@ def test_sums_are_float64_of_the_float32_tokens_of_each_branch_alone(
     assert scores.rejected == ()
 
 
+def test_a_sum_leaves_out_what_is_not_learned_though_its_token_is_not_finite(score):
+    """The same ids three times: all learned, a part of them, and another part."""
+    ids, numbers = [5, 6, 7], [None, [1, 0, 3], [-1, 0, 3]]
+    turns = [None if each is None else np.array(each, np.int16) for each in numbers]
+    found = score(block_of(encoded([3], ids, ids, ids, turns=turns)), Faulty()).block
+    tokens = [float(one) for one in found.token_logps[0]]
+    expected = [math.fsum(tokens), tokens[0] + tokens[2], tokens[2]]
+    assert np.abs(found.logps - expected).max() <= 1e-13
+    unread = score(block_of(encoded([3], ids, turns=turns[1:2])), Faulty(poison={6: np.nan}))
+    assert unread.block.logps.tolist() == found.logps[1:2].tolist()
+    assert reasons(score(block_of(encoded([3], ids)), Faulty(poison={6: np.nan}))) == {
+        "nonfinite_logp": 1
+    }
+
+
 def test_a_sum_does_not_depend_on_where_in_the_unit_the_branch_stands(score):
     long = list(np.random.default_rng(1).integers(10, 90, 1000))
     alone = score(block_of(encoded([3], long)), Faulty())

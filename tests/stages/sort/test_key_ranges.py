@@ -104,7 +104,7 @@ def test_the_folder_is_named_by_the_columns_that_its_files_hold():
     of_branches = page.schema.field("branches").type.value_type
     found = {each.name: str(each.type) for each in [*page.schema, *of_branches]}
     found.pop("branches")
-    assert SPOOL_NAME == "spool-2"
+    assert SPOOL_NAME == "spool-3"
     assert found == {
         "rows.row_id": "fixed_size_binary[16]",
         "rows.copy": "int32",
@@ -120,5 +120,6 @@ def test_the_folder_is_named_by_the_columns_that_its_files_hold():
         "rows.roles": "int8",
         "rows.scores": "double",
         "rows.cut": "int32",
+        "rows.turns": "list<item: int16>",
         "completion_keys": "uint64",
     }

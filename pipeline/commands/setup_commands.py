@@ -1,0 +1,68 @@
+"""The commands that come first: init, config, tiny-world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..options.flags import ConfigFile, Data, Sets
+from .terminal import say
+
+
+def add_setup_to(app: typer.Typer) -> None:
+    """Makes them commands of the app."""
+    for name, command in (("init", init), ("config", config), ("tiny-world", tiny_world)):
+        app.command(name, rich_help_panel="Begin")(command)
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Also write align.schema.json, for editors.")
+    ] = False,
+) -> None:
+    """Write an align.yaml with every setting, its default and what it means."""
+    from ...schemas.errors import UsageError
+    from ..options.settings import write_template
+
+    if path.exists():
+        raise UsageError(f"{path} exists. Remove it first, or name another file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
+    write_template(path, schema=schema)
+    say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
+
+
+def config(
+    data: Data = None,
+    other_tools: Annotated[
+        bool, typer.Option("--other-tools", help="Print what other tools' options are here.")
+    ] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Print every setting and where its value comes from."""
+    from ..options.other_names import markdown_names
+    from ..options.settings import flatten, load_settings, without_secrets
+
+    if other_tools:
+        say(markdown_names().rstrip())
+        return
+    settings = load_settings({}, sets or [], file=config, data=data or [])
+    say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
+    for name, value in without_secrets(flatten(settings.config)).items():
+        say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
+
+
+def tiny_world(
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    rows: Annotated[int, typer.Option(min=1, help="Preference rows.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Another seed, another world.")] = 0,
+) -> None:
+    """Make a tiny tokenizer, language model and preference data set to try align on."""
+    from ...stages.demo.tiny_world import make_world
+
+    world = make_world(folder, rows=rows, seed=seed)
+    say(f"model  {world.model}\ndata   {world.data.paired}")

@@ -1,0 +1,194 @@
+"""`align check`: what data were taken for, what a model would read, and what would be dropped.
+
+It reads every row and scores none. With a model's folder rows are tokenized as by `precompute-ref`;
+without one only their shape is checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from ...schemas.config import Config
+from ...schemas.errors import counted
+from ...schemas.row_keys import KeyedRows, key_rows, prompt_keys_of
+from ...schemas.rows import Record, Rejected, Role
+from ...stages.data.chat_wrap import Wrapping
+from ...stages.data.data_schema import OPTIONAL, common_shape, require_scores
+from ...stages.data.data_shape import Shape
+from ...stages.data.data_splits import require_one_split
+from ...stages.data.decode_rows import parse_chunk
+from ...stages.data.encode import Encoder
+from ...stages.data.free_text import Watch
+from ...stages.data.input_files import InputFile, iter_chunks, open_inputs
+from ...stages.data.shown_row import lines_of
+from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
+from ...stages.data.unread_columns import counts_of, not_read, require_read, require_watched_read
+from ...stages.report.cache_summary import class_weights, spread_of
+from ...stages.report.cache_tables import facts, grid, heading, share, spreads, weight_facts, worded
+from ...stages.tracking.progress import Progress
+from ..jobs.rejected_rows import RejectedRows, first_rejected
+
+SHOWN = 3  # rows of either kind
+
+
+@dataclass
+class Checked:
+    """What was found in data; lengths only where there was a tokenizer."""
+
+    inputs: tuple[InputFile, ...]
+    shape: Shape
+    tokenizer: TextTokenizer | None
+    config: Config
+    rows_in: int = 0
+    usable: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    rejected: list[Rejected] = field(default_factory=list)  # the first of them
+    notes: Counter[str] = field(default_factory=Counter)
+    roles: Counter[Role] = field(default_factory=Counter)
+    seen: set[bytes] = field(default_factory=set)  # a digest of each row
+    prompts: set[bytes] = field(default_factory=set)
+    first: list[KeyedRows] = field(default_factory=list)
+    # Of prompts, and of completions by their role.
+    lengths: dict[str, list[NDArray[np.int64]]] = field(default_factory=dict)
+
+    def drop(self, rejected: Sequence[Rejected]) -> None:
+        """Counts rows that cannot be used, and keeps the first few."""
+        self.reasons.update(one.reason for one in rejected)
+        self.rejected = [*self.rejected, *rejected][:SHOWN]
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Counts rows that were not tokenized."""
+        if not records:
+            return
+        self.usable += len(records)
+        self.roles.update(role for record in records for role in record.roles)
+        keys = prompt_keys_of(records).prompt
+        self.prompts.update(keys.tolist())
+        for record, key in zip(records, keys.tolist(), strict=True):
+            told = repr((key, record.completions, record.roles, record.scores))
+            self.seen.add(blake2b(told.encode(), digest_size=16).digest())
+
+    def add_tokens(self, keyed: KeyedRows) -> None:
+        """Counts rows as a model reads them, and keeps the first few."""
+        rows = keyed.rows
+        if not len(rows):
+            return
+        self.usable += len(rows)
+        self.roles.update(map(Role, rows.roles.tolist()))
+        self.seen.update(rows.row_id.tolist())
+        self.prompts.update(rows.prompt_keys.prompt.tolist())
+        self._lengths_of("prompt", rows.prompts.lengths)
+        for role in np.unique(rows.roles).tolist():
+            is_role = rows.roles == role
+            self._lengths_of(Role(role).name.lower(), rows.completions.lengths[is_role])
+            if rows.turns is not None:
+                self._lengths_of(f"{Role(role).name.lower()}, learned", rows.num_learned[is_role])
+        missing = SHOWN - len(self.first)
+        self.first += [keyed.between(row, row + 1) for row in range(min(missing, len(rows)))]
+
+    def _lengths_of(self, name: str, lengths: NDArray[np.int64]) -> None:
+        self.lengths.setdefault(name, []).append(lengths)
+
+    def lines(self) -> Iterator[str]:
+        """What there is to say, the rows that a model would read first."""
+        names = {file_number: file.path.name for file_number, file in enumerate(self.inputs)}
+        if self.tokenizer:
+            for keyed in self.first:
+                file = names[int(keyed.rows.file[0])]
+                side = self.config.tokens.prompt_side
+                yield from lines_of(keyed.rows, self.tokenizer, file=file, prompt_side=side)
+        yield heading("rows")
+        yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self._read_as()}"
+        for reason, count in self.reasons.most_common():
+            yield f"  dropped: {count:,} {reason}"
+        for line in first_rejected(self.rejected, lambda file: names[file]):
+            yield f"    {line}"
+        dropped = RejectedRows(
+            self.reasons, self.rows_in, self.usable, self.config.data.max_bad_frac
+        )
+        if dropped.exceed_limit:
+            yield f"  these are too many: {dropped}"
+        repeated = self.usable - len(self.seen)
+        prompts = counted(len(self.prompts), "different prompts")
+        yield f"  {counted(repeated, 'rows')} repeat another; {prompts}"
+        if self.lengths:
+            yield from self._of_lengths()
+        yield from self._of_labels()
+        for note, count in sorted((+self.notes).items()):
+            yield f"note: {counted(count, worded(note))}"
+        if self.shape.noted:
+            yield f"note: {not_read(self.shape.noted)}"
+
+    def _read_as(self) -> str:
+        unseen = {*OPTIONAL} - {*self.shape.optional}
+        columns = [
+            ours if ours == theirs else f"{ours} from {theirs!r}"
+            for ours, theirs in self.shape.source.items()
+            if ours not in unseen
+        ]
+        return f"{self.shape.kind} ({', '.join(columns)})"
+
+    def _of_lengths(self) -> Iterator[str]:
+        yield heading("tokens")
+        found = [
+            (name, spread_of(pl.Series(np.concatenate(parts))))
+            for name, parts in self.lengths.items()
+        ]
+        yield from spreads("", found, decimals=0)
+
+    def _of_labels(self) -> Iterator[str]:
+        yield heading("completions")
+        total = self.roles.total()
+        yield from grid(
+            ("", "count", "share"),
+            [
+                (role.name.lower(), f"{count:,}", share(count, total))
+                for role, count in sorted(self.roles.items())
+            ],
+        )
+        counts = {role.name.lower(): count for role, count in self.roles.items()}
+        if weights := class_weights(counts):
+            yield from facts(weight_facts(weights))
+
+
+def check_data(config: Config, *, progress: Progress) -> Checked:
+    """Reads all rows of the data; refuses what `precompute-ref` would refuse before it scores."""
+    inputs = open_inputs(config.data.files)
+    require_one_split(inputs, "check", config.cache.output)
+    shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
+    require_scores(inputs, shape)
+    model = config.model.path
+    tokenizer = load_tokenizer(model, config.tokens) if model else None
+    wrap = config.data.wrap
+    shape = replace(shape, wrap=tokenizer.wrapping(wrap, model) if tokenizer else Wrapping.of(wrap))
+    found = Checked(inputs, shape, tokenizer, config)
+    encoder = Encoder(tokenizer, config.tokens) if tokenizer else None
+    watch = None if shape.unwatched is None else Watch(shape.unwatched)
+    progress.begin("reading", total=None, unit="rows")
+    for chunk in iter_chunks(inputs, shape.columns):
+        records, rejected = parse_chunk(chunk, shape, watch)
+        found.rows_in += len(chunk)
+        found.drop(rejected)
+        if tokenizer and records and records[0].is_conversation:
+            tokenizer.require_template(model)
+        if encoder:
+            encoded = encoder.encode(records)
+            found.drop(encoded.rejected)
+            found.notes.update(encoded.notes)
+            found.add_tokens(key_rows(encoded.rows, seed=0, carried=shape.carried))
+        else:
+            found.add(records)
+        progress.advance(len(chunk))
+    progress.end()
+    if watch:
+        found.notes.update(counts_of(watch))
+        late = require_watched_read(inputs, shape, found.notes)
+        found.shape = replace(shape, noted=(*shape.noted, *late))
+    return found

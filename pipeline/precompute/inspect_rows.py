@@ -1,0 +1,79 @@
+"""What `align inspect` prints of single rows of a cache: one that was scored, or the dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...schemas.cache import Manifest
+from ...schemas.config import TokenOptions
+from ...schemas.errors import UsageError, counted
+from ...schemas.json_codec import to_json
+from ...schemas.rows import Role, ScoredBlock
+from ...stages.data.shown_row import lines_of
+from ...stages.data.tokenizer import load_tokenizer
+from ...stages.report.cache_rows import Place, dropped_rows, find_row
+from ...stages.report.cache_summary import summarize
+from ...stages.report.cache_tables import render
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.manifest_file import load_manifest
+from ..jobs.object_inputs import local_model
+
+
+def lines_of_inspection(
+    folder: CacheFolder, *, row: str | None, rejected: bool, as_json: bool, model: str | None
+) -> Iterator[str]:
+    """The summary of a cache, one of its rows, or those that could not be used."""
+    if sum((row is not None, rejected, as_json)) > 1:
+        raise UsageError("--row, --rejected and --json show different things: choose one.")
+    if row is not None:
+        yield from lines_of_row(folder, row, model=model)
+    elif rejected:
+        yield from lines_of_dropped(folder)
+    else:
+        summary = summarize(folder)
+        yield to_json(summary).rstrip() if as_json else render(summary)
+
+
+def lines_of_dropped(folder: CacheFolder) -> Iterator[str]:
+    """Every row that could not be used, with its reason."""
+    manifest = load_manifest(folder)
+    total = sum(manifest.quarantined.values())
+    yield f"{total:,} of {manifest.rows_in:,} rows could not be used"
+    yield from map(str, dropped_rows(folder, manifest))
+
+
+def lines_of_row(folder: CacheFolder, wanted: str, *, model: str | None) -> Iterator[str]:
+    """A row as the model reads it and what the reference thinks of it; or why it was dropped.
+
+    `model` is a folder with the tokenizer, if the reference's own is not there any more.
+    """
+    manifest = load_manifest(folder)
+    place = Place.of(wanted, manifest)
+    block = find_row(folder, manifest, place)
+    if block:
+        yield from _of_scored(block, manifest, model or manifest.model)
+        return
+    for dropped in dropped_rows(folder, manifest):
+        if (dropped.file, dropped.row) == (place.file, place.row):
+            yield str(dropped)
+            return
+    raise UsageError(
+        f"{folder.root} holds no row {wanted}, and dropped none of that name. `align inspect "
+        f"{folder.root}` names its files."
+    )
+
+
+def _of_scored(block: ScoredBlock, manifest: Manifest, model: str) -> Iterator[str]:
+    stored, rows = manifest.fingerprint, block.rows
+    options = TokenOptions(bos=stored["tokens.bos"], eos=stored["tokens.eos"])  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(local_model(model), options)
+    names = {entry.identity: entry.name for entry in manifest.inputs}
+    yield f"row id {rows.ids()[0]}"
+    yield from lines_of(
+        rows, tokenizer, file=names[int(rows.file[0])], prompt_side=stored["tokens.prompt_side"]
+    )
+    yield "  the reference's log-probs, summed over what is learned:"
+    counts = rows.num_learned.tolist()
+    for role, logp, count in zip(rows.roles.tolist(), block.logps.tolist(), counts, strict=True):
+        name = Role(role).name.lower()
+        yield f"    {name}: {logp:.4f} of {counted(count, 'tokens')}, {logp / count:.4f} each"

@@ -1,0 +1,78 @@
+"""`align check` beside the cache that `precompute-ref` makes of the same data."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from align.pipeline.precompute.check_data import check_data
+from align.schemas.config import DataOptions
+from align.schemas.errors import UsageError
+from align.schemas.rows import Role
+from align.stages.report.cache_summary import summarize
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
+from support.read_rows import bot, user, write_rows
+from support.stage_one import Silent, run
+
+SEVERAL = [bot("A one"), user("and?"), bot("A two")]
+PAIR = {"chosen": SEVERAL, "rejected": [bot("B")]}
+ROWS = [
+    *(
+        {"prompt": [user(f"Q {row}")], "chosen": SEVERAL, "rejected": [bot("B")]}
+        for row in range(6)
+    ),
+    PAIR | {"prompt": [user("Q 5")]},  # again
+    PAIR | {"prompt": [user("Q 6")], "chosen": [bot("")]},
+    {"prompt": [user("Q 7")], "chosen": [bot("B") | {"loss": False}], "rejected": [bot("C")]},
+]
+
+
+@pytest.fixture
+def conversations(config, tmp_path):
+    """The config of such rows, of which two cannot be used."""
+    path = write_rows(tmp_path / "turns.jsonl", ROWS)
+    return replace(config, data=DataOptions(files=[path], max_bad_frac=0.5))
+
+
+def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations):
+    checked = check_data(conversations, progress=Silent())
+    manifest = run(replace(conversations, cache=replace(conversations.cache, kl_pairs=0))).manifest
+    folder = CacheFolder(Path(conversations.cache.output))
+    assert load_manifest(folder) == manifest
+    summary = summarize(folder)
+    assert (checked.rows_in, checked.usable) == (manifest.rows_in, manifest.rows)
+    assert checked.reasons == manifest.quarantined == {"empty_completion": 1, "nothing_learned": 1}
+    repeats = manifest.notes["rows_that_repeat_another_row"]
+    assert checked.usable - len(checked.seen) == repeats == 1
+    assert {role.name.lower(): count for role, count in checked.roles.items()} == {
+        name: role.branches for name, role in summary.roles.items()
+    }
+    lengths = {
+        name: sum(int(part.sum()) for part in parts) for name, parts in checked.lengths.items()
+    }
+    assert lengths["prompt"] == summary.prompts.tokens
+    for name, role in summary.roles.items():
+        assert (lengths[name], lengths[f"{name}, learned"]) == (role.tokens, role.learned)
+    text = "\n".join(checked.lines())
+    assert "(not learned: " in text
+    assert "turns.jsonl row 7: empty_completion" in text
+    assert not folder.works()
+
+
+def test_without_a_model_the_shape_and_the_balance_are_told(conversations):
+    bare = replace(conversations, model=replace(conversations.model, path=""))
+    checked = check_data(bare, progress=Silent())
+    assert checked.roles == {Role.CHOSEN: 8, Role.REJECTED: 8}
+    assert (checked.usable - len(checked.seen), len(checked.prompts)) == (1, 7)
+    text = "\n".join(checked.lines())
+    assert "read as paired (prompt, chosen, rejected)" in text
+    assert "tokens" not in text
+
+
+def test_data_that_stage_one_would_refuse_are_refused(conversations, tmp_path):
+    for name in ("data-train.jsonl", "data-test.jsonl"):
+        write_rows(tmp_path / name, ROWS)
+    files = [str(tmp_path / f"data-{split}.jsonl") for split in ("train", "test")]
+    with pytest.raises(UsageError, match="split"):
+        check_data(replace(conversations, data=DataOptions(files=files)), progress=Silent())

@@ -1,0 +1,149 @@
+"""Caches of completions of several messages: their sums, their reuse, and what is said of them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from align.pipeline.precompute.precompute import precompute
+from align.schemas.config import DataOptions
+from align.schemas.errors import FingerprintError, UsageError
+from align.stages.report.cache_summary import summarize
+from align.stages.report.cache_tables import render
+from align.stages.report.export_trl import export_trl, scan_trl
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.verify_cache import verify_cache
+from support.read_rows import bot, user, write_rows
+from support.stage_one import Heard, contents, run
+from support.stub_reference import StubReference
+
+ROWS = 24
+SEVERAL = range(0, ROWS, 3)  # these rows have a chosen answer of two turns
+
+
+def rows_of_turns(several=SEVERAL):
+    for row in range(ROWS):
+        first, again = bot(f"A{'b' * row} c"), [user("and?"), bot(f"D {row}")]
+        yield {
+            "prompt": [user(f"Question {row}?")],
+            "chosen": [first, *again] if row in several else [first],
+            "rejected": [bot(f"E {row}")],
+        }
+
+
+@pytest.fixture
+def turns(to, tmp_path):
+    """The config of a cache of such rows."""
+
+    def prepare(name, *, several=SEVERAL, learn="assistant", **cache):
+        path = tmp_path / f"{len(several)}.jsonl"
+        write_rows(path, list(rows_of_turns(several)))
+        config = to(output=str(tmp_path / name), **cache)
+        tokens = replace(config.tokens, learn=learn)
+        return replace(config, data=DataOptions(files=[str(path)]), tokens=tokens)
+
+    return prepare
+
+
+def stored(config):
+    paths = sorted(Path(config.cache.output, "data").iterdir())
+    return [row for path in paths for row in pq.read_table(path).to_pylist()]
+
+
+def branches_of(config):
+    for row in stored(config):
+        turns = row.get("completion_turns") or [[1] * count for count in row["num_tokens"]]
+        for branch, ids in enumerate(row["completion_ids"]):
+            told = (tuple(row["prompt_ids"]), tuple(ids), tuple(turns[branch]))
+            yield told, row["ref_logp"][branch], row["ref_token_logps"][branch]
+
+
+def test_sums_are_of_what_is_learned_and_partners_bring_that_along(turns):
+    config = turns("cache")
+    assert verify_cache(CacheFolder(Path(config.cache.output)) if run(config) else None)
+    own, mismatched = {}, {}
+    for row in stored(config):
+        for branch, role in enumerate(row["role"]):
+            (mismatched if role == 5 else own).setdefault(
+                tuple(row["completion_ids"][branch]), row["completion_turns"][branch]
+            )
+    assert own == mismatched
+    assert sum(min(turns) < 1 for turns in own.values()) == len(SEVERAL)
+    for (_, _, numbers), total, tokens in branches_of(config):
+        learned = [one for one, number in zip(tokens, numbers, strict=True) if number > 0]
+        assert total == pytest.approx(np.sum(np.array(learned, np.float64)), rel=1e-12)
+
+
+def test_nothing_is_reused_across_what_is_learned(turns):
+    """All branches with one turn are, and those with several where the same of them is learned."""
+    first = turns("first")
+    run(first)
+    caches = {learn: turns(f"own-{learn}", learn=learn) for learn in ("assistant", "last", "all")}
+    for learn, own in caches.items():
+        alone = run(own)
+        other = turns(f"reusing-{learn}", learn=learn, reuse=[first.cache.output])
+        outcome = run(other)
+        assert [each[:2] for each in branches_of(other)] == [each[:2] for each in branches_of(own)]
+        several = 0 if learn == "assistant" else 2 * len(SEVERAL)  # own, and as partners
+        assert alone.tally.scored - outcome.tally.scored == 4 * ROWS - several
+
+
+def test_a_cache_of_every_token_does_not_become_one_of_turns_in_place(turns):
+    whole = turns("cache", learn="all")
+    run(whole)
+    kept = contents(whole.cache.output)
+    for learn in ("assistant", "last"):
+        with pytest.raises(FingerprintError, match="--output"):
+            run(turns("cache", learn=learn))
+    assert {name: kept[name] for name in contents(whole.cache.output) if name in kept} == kept
+    run(turns("other"))
+    with pytest.raises(FingerprintError, match=r"tokens\.learn"):
+        run(turns("other", learn="last"))
+
+
+def test_a_cache_of_single_turns_grows_by_rows_of_several_and_its_root_knows_no_choice(
+    turns, tmp_path
+):
+    roots = {run(turns(learn, several=(), learn=learn)).manifest.root for learn in ("last", "all")}
+    single = turns("cache", several=())
+    roots.add(run(single).manifest.root)
+    assert len(roots) == 1
+    assert "completion_turns" not in stored(single)[0]
+    both = [*single.data.files, *turns("cache", several=range(ROWS)).data.files]
+    grown = run(replace(single, data=DataOptions(files=both))).manifest
+    assert grown.rows == 2 * ROWS
+    assert any("completion_turns" in row for row in stored(single))
+
+
+def test_what_is_learned_is_said_of_a_cache_and_shown_of_a_row(turns):
+    config, heard = turns("cache", several=range(ROWS)), Heard()
+    precompute(config, StubReference(), progress=heard, shows_row=True)
+    (chosen,) = [line for line in heard.row if line.strip().startswith("chosen")]
+    said, rest = chosen.partition("(not learned: ")[::2]
+    assert '"A' in said
+    assert '"D ' in rest.partition(")")[2]
+    summary = summarize(CacheFolder(Path(config.cache.output)))
+    counts = {name: sum(numbers) for name, numbers in _learned(config).items()}
+    assert {name: role.learned for name, role in summary.roles.items()} == counts
+    assert f"{sum(counts.values()):,} of these tokens are learned" in render(summary)
+
+
+def _learned(config):
+    found = {"chosen": [], "rejected": [], "mismatched": []}
+    for row in stored(config):
+        for role, numbers in zip(row["role"], row["completion_turns"], strict=True):
+            name = {0: "chosen", 1: "rejected", 5: "mismatched"}[role]
+            found[name].append(sum(number > 0 for number in numbers))
+    return found
+
+
+def test_sums_over_turns_are_not_given_to_trainers_that_sum_over_all(turns, tmp_path):
+    config = turns("cache")
+    run(config)
+    folder, target = CacheFolder(Path(config.cache.output)), tmp_path / "trl.parquet"
+    for export in (lambda: export_trl(folder, target, decode=None), lambda: scan_trl(folder)):
+        with pytest.raises(UsageError, match=r"tokens\.learn=all"):
+            export()
+    assert not target.exists()

@@ -1,0 +1,151 @@
+"""What of a completion of several messages is learned, beside what a person marked by hand."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from align.schemas.columns import Ragged
+from align.schemas.config import TokenOptions
+from align.schemas.row_keys import key_rows
+from align.schemas.turns import Turn, chosen, numbered
+from align.stages.data.tokenizer import load_tokenizer
+from support.byte_tokenizers import byte_tokenizer
+from support.read_rows import (
+    USER,
+    bot,
+    conversation,
+    encode_one,
+    record_of,
+    refusal_of,
+    rejection_of,
+    user,
+)
+from support.turn_templates import KINDS, SEVERAL, WITH_A_TOOL
+
+ONE, TWO = bot("A one"), bot("A two")
+LOOK = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]}
+FOUND = {"role": "tool", "content": "found"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        name: byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), **kind)
+        for name, kind in KINDS.items()
+    }
+
+
+def turns_of(folder, record, **options):
+    """The texts of the learned tokens of a completion, one for each run of them."""
+    row, _ = encode_one(folder, record, **options)
+    (ids,), (turns,) = row.completions, row.turns
+    decode = load_tokenizer(folder, TokenOptions()).hf.decode
+    edges = np.flatnonzero(np.diff(turns, prepend=0, append=0))
+    runs = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
+    return tuple(decode(ids[run]) for run in runs if turns[run.start] > 0)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_each_turn_of_the_assistant_is_learned_with_its_stop_and_nothing_else(folders, kind):
+    record = conversation((ONE, user("and?"), TWO))
+    assert turns_of(folders[kind], record) == SEVERAL[kind]
+    assert turns_of(folders[kind], record, learn="last") == SEVERAL[kind][1:]
+
+
+@pytest.mark.parametrize("kind", WITH_A_TOOL)
+def test_what_a_tool_returns_is_not_learned_and_the_call_of_it_is(folders, kind):
+    assert turns_of(folders[kind], conversation((LOOK, FOUND, TWO))) == WITH_A_TOOL[kind]
+    begun = conversation((FOUND, TWO), prompt=(USER, LOOK))
+    assert turns_of(folders[kind], begun) == WITH_A_TOOL[kind][1:]
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_one_turn_is_learned_as_a_whole_and_so_is_everything_if_that_is_asked_for(folders, kind):
+    row, _ = encode_one(folders[kind], conversation((ONE,), (TWO,)))
+    assert row.turns == (None, None)
+    several = conversation((ONE, user("and?"), TWO))
+    everything, _ = encode_one(folders[kind], several, learn="all")
+    of_turns, _ = encode_one(folders[kind], several)
+    assert everything.turns == (None,)
+    assert everything.completions == of_turns.completions
+    assert key_rows([everything], seed=0, carried=()).rows.turns is None
+
+
+def test_where_a_template_drops_earlier_thoughts_turns_are_marked_or_the_row_is_refused(folders):
+    record = conversation((bot("<think>Hm.</think>A one"), user("and?"), TWO))
+    bad = refusal_of(folders["drops thoughts"], record)
+    assert bad.reason == "unclear_turns"
+    assert "generation" in bad.detail
+    assert turns_of(folders["marked"], record) == SEVERAL["marked"]
+    kept = conversation((ONE, user("and?"), bot("<think>Hm.</think>A two")))
+    thought = ("A one<|im_end|>", "<think>Hm.</think>A two<|im_end|>")
+    assert turns_of(folders["drops thoughts"], kept) == turns_of(folders["marked"], kept) == thought
+
+
+MARKS = [{"loss": False}, {"loss": 0}, {"loss": 0.0}, {"weight": 0}, {"weight": 0, "loss": False}]
+
+
+@pytest.mark.parametrize("mark", MARKS, ids=str)
+def test_a_message_that_says_so_is_not_learned(folders, mark):
+    row = {"prompt": [USER | {"loss": True}], "label": True}
+    row["completion"] = [
+        ONE | mark,
+        user("and?") | {"weight": None},
+        TWO | {"loss": 1, "weight": 1.0},
+    ]
+    record = record_of(row)
+    assert turns_of(folders["qwen base"], record) == ("A two<|im_end|>",)
+    # Neither the template nor what identifies a prompt sees the marks.
+    plain = record_of(row | {"prompt": [USER], "completion": [ONE, user("and?"), TWO]})
+    assert record == plain
+    alone = record_of(row | {"completion": [ONE | mark]})
+    assert refusal_of(folders["qwen base"], alone).reason == "nothing_learned"
+    last = refusal_of(
+        folders["qwen base"], record_of(row | {"completion": [TWO, USER, ONE | mark]}), learn="last"
+    )
+    assert last.reason == "nothing_learned"
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0.5}, {"loss": "no"}, {"loss": True, "weight": 0}], ids=str
+)
+def test_a_mark_that_says_something_else_is_refused(mark):
+    bad = rejection_of({"prompt": [USER], "completion": [ONE | mark], "label": True})
+    assert (bad.reason, next(iter(mark)) in bad.detail) == ("schema", True)
+
+
+def test_a_marked_beginning_of_both_answers_is_their_prompt():
+    pair = {"chosen": [USER, ONE | {"loss": False}, USER, TWO], "rejected": [USER, ONE, USER, ONE]}
+    assert record_of(pair).prompt == (USER, ONE, USER)
+
+
+def test_a_completion_of_others_alone_or_cut_before_its_turn_has_nothing_to_learn(folders):
+    folder = folders["qwen base"]
+    assert (
+        refusal_of(folder, conversation((FOUND,), prompt=(USER, LOOK))).reason == "nothing_learned"
+    )
+    late = conversation((FOUND, TWO), prompt=(USER, LOOK))
+    prompt = len(encode_one(folder, late)[0].prompt)
+    bad = refusal_of(folder, late, max_length=prompt + 10)
+    assert (bad.reason, "max_length" in bad.detail) == ("nothing_learned", True)
+
+
+def test_a_completion_that_continues_the_prompts_last_message_is_learned_from_there(folders):
+    record = conversation((bot(" one"), user("and?"), TWO), prompt=(USER, bot("A")))
+    assert turns_of(folders["qwen base"], record) == (" one<|im_end|>", "A two<|im_end|>")
+    assert turns_of(folders["marked"], record) == (" one<|im_end|>", "A two<|im_end|>")
+
+
+def test_a_choice_of_turns_is_read_back_from_their_numbers():
+    """Three turns of two tokens with one between them; the second is marked."""
+    turns = [Turn(0, 2), Turn(3, 5, is_marked=True), Turn(6, 8)]
+    numbers = {learn: numbered(8, turns, learn) for learn in ("assistant", "last")}
+    assert numbers["assistant"].tolist() == [1, 1, 0, -4, -4, 0, 5, 5]
+    assert numbers["last"].tolist() == [-1, -1, 0, -4, -4, 0, 5, 5]
+    for stored in numbers.values():
+        ragged = Ragged(stored, np.array([0, 8]))
+        assert chosen(ragged, "cached").tolist() == (stored > 0).tolist()
+        for learn, other in numbers.items():
+            assert chosen(ragged, learn).tolist() == (other > 0).tolist()
+        assert chosen(ragged, "all").all()
