@@ -121,7 +121,7 @@ class DataOptions:
     split: str = option(
         "",
         "the split to read of a folder that holds several, for example train",
-        on=IN_TASKS,
+        on=("check", *IN_TASKS),
         read_by=("score --from-labels",),
     )
     carry: list[str] = option(

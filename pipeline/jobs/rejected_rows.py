@@ -63,7 +63,11 @@ class RejectedRows:
 
 
 def first_rejected(rows: Sequence[Rejected], path_of: Callable[[int], Path | str]) -> list[str]:
-    """The first few, each with file, row number and reason; `path_of` names a row's file."""
+    """The first few, each with file, row number and reason; `path_of` names a row's file.
+
+    Ties are shown only where there is nothing else.
+    """
+    shown = [row for row in rows if row.reason != TIE] or rows
     return [
-        f"{path_of(row.file)} row {row.row}: {row.reason}: {row.detail}" for row in rows[:SHOWN]
+        f"{path_of(row.file)} row {row.row}: {row.reason}: {row.detail}" for row in shown[:SHOWN]
     ]

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ...schemas.config import Config
 from ...schemas.errors import counted
 from ...schemas.row_keys import KeyedRows, key_rows, prompt_keys_of
-from ...schemas.rows import Record, Rejected, Role
+from ...schemas.rows import TIE, Record, Rejected, Role
 from ...stages.data.chat_wrap import Wrapping
-from ...stages.data.data_schema import OPTIONAL, common_shape, require_scores
+from ...stages.data.data_schema import common_shape, require_scores
 from ...stages.data.data_shape import Shape
 from ...stages.data.data_splits import require_one_split
 from ...stages.data.decode_rows import parse_chunk
@@ -61,7 +61,8 @@ class Checked:
     def drop(self, rejected: Sequence[Rejected]) -> None:
         """Counts rows that cannot be used, and keeps the first few."""
         self.reasons.update(one.reason for one in rejected)
-        self.rejected = [*self.rejected, *rejected][:SHOWN]
+        faults = (one for one in rejected if one.reason != TIE)
+        self.rejected = [*self.rejected, *faults][:SHOWN]
 
     def add(self, records: Sequence[Record]) -> None:
         """Counts rows that were not tokenized."""
@@ -105,9 +106,12 @@ class Checked:
                 side = self.config.tokens.prompt_side
                 yield from lines_of(keyed.rows, self.tokenizer, file=file, prompt_side=side)
         yield heading("rows")
-        yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self._read_as()}"
+        yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self.shape.told}"
         for reason, count in self.reasons.most_common():
-            yield f"  dropped: {count:,} {reason}"
+            if reason == TIE:
+                yield f"  left out: {counted(count, 'ties')}, which have no chosen answer"
+            else:
+                yield f"  dropped: {count:,} {reason}"
         for line in first_rejected(self.rejected, lambda file: names[file]):
             yield f"    {line}"
         dropped = RejectedRows(
@@ -125,15 +129,6 @@ class Checked:
             yield f"note: {counted(count, worded(note))}"
         if self.shape.noted:
             yield f"note: {not_read(self.shape.noted)}"
-
-    def _read_as(self) -> str:
-        unseen = {*OPTIONAL} - {*self.shape.optional}
-        columns = [
-            ours if ours == theirs else f"{ours} from {theirs!r}"
-            for ours, theirs in self.shape.source.items()
-            if ours not in unseen
-        ]
-        return f"{self.shape.kind} ({', '.join(columns)})"
 
     def _of_lengths(self) -> Iterator[str]:
         yield heading("tokens")
@@ -160,7 +155,7 @@ class Checked:
 
 def check_data(config: Config, *, progress: Progress) -> Checked:
     """Reads all rows of the data; refuses what `precompute-ref` would refuse before it scores."""
-    inputs = open_inputs(config.data.files)
+    inputs = open_inputs(config.data.files, config.data.split)
     require_one_split(inputs, "check", config.cache.output)
     shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
     require_scores(inputs, shape)

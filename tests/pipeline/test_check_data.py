@@ -66,8 +66,25 @@ def test_without_a_model_the_shape_and_the_balance_are_told(conversations):
     assert checked.roles == {Role.CHOSEN: 8, Role.REJECTED: 8}
     assert (checked.usable - len(checked.seen), len(checked.prompts)) == (1, 7)
     text = "\n".join(checked.lines())
-    assert "read as paired (prompt, chosen, rejected)" in text
+    assert "read as paired rows: prompt, chosen, rejected" in text
     assert "tokens" not in text
+
+
+def test_ties_and_one_of_several_splits_are_told_as_stage_one_tells_them(conversations, tmp_path):
+    rows = [
+        {"prompt": f"{n}?", "response_1": "a", "response_2": "b", "preference_strength": n % 2}
+        for n in range(6)
+    ]
+    for split, some in (("train", rows), ("test", rows[:1])):
+        write_rows(tmp_path / f"{split}.jsonl", some)
+    data = DataOptions(files=[str(tmp_path)], split="train")
+    bare = replace(conversations, model=replace(conversations.model, path=""), data=data)
+    checked = check_data(bare, progress=Silent())
+    text = "\n".join(checked.lines())
+    assert (checked.rows_in, checked.usable, checked.rejected) == (6, 3, [])
+    assert "left out: 3 ties" in text
+    assert "dropped" not in text
+    assert "response_1 and response_2 -> chosen or rejected" in text
 
 
 def test_data_that_stage_one_would_refuse_are_refused(conversations, tmp_path):
