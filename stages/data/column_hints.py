@@ -18,12 +18,15 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "rejected": ("rejected", "dispreferred", "nonpreferred", "worse", "negative", "bad"),
     "completion": ("completion", "response", "answer", "output", "reply", "generation"),
     "completions": ("completions", "responses", "answers", "outputs", "replies", "generations"),
-    "label": ("label", "kto", "desirable", "is", "liked", "thumbs", "preference"),
+    "label": ("label", "kto", "desirable", "safe", "correct", "liked", "thumbs", "preference"),
     "score": ("score", "rating", "reward"),
     "scores": ("scores", "ratings", "rewards"),
 }
 # A column of these says something about another one.
-_ABOUT = re.compile(r"scores?|ratings?|rewards?|models?|ids?|len(gth)?|tokens|source|rank|policy")
+_ABOUT = re.compile(
+    "scores?|ratings?|rewards?|models?|ids?|len(gth)?|tokens|source|rank|policy|index|count|num|"
+    "date|time|type|name|url|lang(uage)?"
+)
 _TYPO = 0.8  # two names as similar as this are one name
 _SIDES = (("1", "2"), ("0", "1"), ("a", "b"), ("A", "B"), ("w", "l"))
 
@@ -73,14 +76,14 @@ def no_shape(
     )
     spare = {name: column for name, column in found.items() if name not in ours}
     flags = {one.name: _flags(one, found, spare) for one in shapes}
-    nearest = min(shapes, key=lambda one: (_unknown(flags[one.name]), len(flags[one.name])))
+    unknown = {name: [*columns.values()].count("") for name, columns in flags.items()}
+    # With as few columns left to find as there are, the one of which most are found.
+    nearest = min(shapes, key=lambda one: (unknown[one.name], -len(flags[one.name])))
     two = two_answers([*spare])
-    if two and (
-        _unknown(flags[nearest.name]) or not {*two}.isdisjoint(flags[nearest.name].values())
-    ):
+    if two and (unknown[nearest.name] or not {*two}.isdisjoint(flags[nearest.name].values())):
         first, second = (spare[name] for name in two)
-        prompt = {} if "prompt" in found else {"prompt": spare.get(likely("prompt", [*spare]), "")}
-        pair = {**{k: v for k, v in prompt.items() if v}, "chosen": first, "rejected": second}
+        asked = "" if "prompt" in found else spare.get(likely("prompt", [*spare]), "")
+        pair = {"chosen": first, "rejected": second} | ({"prompt": asked} if asked else {})
         return (
             f"{begins}{first!r} and {second!r} may be two answers, and nothing that is known here "
             f"says which is the better one: {_written(pair)} if it is always the first."
@@ -102,10 +105,6 @@ def _flags(one: DataShape, found: Mapping[str, str], spare: Mapping[str, str]) -
         if name not in found and (near or name in one.columns):
             flags[name] = near
     return flags
-
-
-def _unknown(flags: Mapping[str, str]) -> int:
-    return sum(not column for column in flags.values())
 
 
 def _written(flags: Mapping[str, str]) -> str:

@@ -60,7 +60,10 @@ DATA_SHAPES = (
         becomes=(*_PAIR, "system"),
     ),
     _pairs(
-        "Argilla", ("instruction", "chosen_response", "rejected_response"), public.read_answered
+        "Argilla",
+        ("instruction", "chosen_response", "rejected_response"),
+        public.read_answered,
+        may_have=("input", "history"),
     ),
     _pairs("StackExchange", ("question", "response_j", "response_k"), public.read_answered),
     _pairs("UltraInteract", ("trajectory", "chosen", "rejected"), public.read_messages_pair),

@@ -51,7 +51,8 @@ def read_binarized(cells: Cells, shape: Shape) -> ReadRow:
 def read_answered(cells: Cells, shape: Shape) -> ReadRow:
     """A question of the user, and two answers in columns of their own, the better one first."""
     asked, better, worse, *_ = shape.declared.columns
-    prompt = _user(cells.get(asked), asked)
+    is_instruction = asked == "instruction"
+    prompt = _instructed(cells, shape) if is_instruction else _user(cells.get(asked), asked)
     return ReadRow(prompt, _pair(prompt, cells, (better, worse)), PAIR, (None, None))
 
 

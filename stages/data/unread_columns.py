@@ -66,17 +66,19 @@ def require_read(inputs: Sequence[InputFile], shape: Shape) -> Shape:
 
 
 def require_whole_prompt(inputs: Sequence[InputFile], shape: Shape) -> None:
-    """Refuses a prompt that the user named, beside a column with a part of such prompts."""
+    """Refuses a prompt beside a column with a part of such prompts that the shape does not read."""
     asked = shape.source.get("prompt", "")
+    if shape.declared.is_public:
+        asked = shape.declared.columns[0]
     for name in _PARTS.get(asked, ()):
         if name in (*shape.columns, *shape.left_out):
             continue
         for file in inputs:
             if name in column_names(file) and not _is_empty_column(file, name):
                 raise UsageError(
-                    f"{file.path} has {name!r} beside {asked!r}, a part of the prompt that --map "
-                    f"prompt={asked} would not read. Join the two in your file, or leave it out "
-                    f"with --map {name}=."
+                    f"{file.path} has {name!r} beside {asked!r}, a part of the prompt that would "
+                    "not be read. Join the two in your file, or leave it out with "
+                    f"--map {name}=."
                 )
 
 

@@ -266,6 +266,17 @@ FILES = [
         {"metadata": "x", "instruction": ASKED, "chosen_response": GOOD, "chosen_rating": 9.0}
         | {"rejected_response": BAD, "rejected_rating": 7.0},
     ),
+    taken(
+        "argilla with an input",
+        {"instruction": "Which is larger?", "input": "7 or 9", "chosen_response": GOOD}
+        | {"rejected_response": BAD},
+        wanted=[pair(JOINED)],
+    ),
+    refused(
+        "a question with a context of one word",
+        {**ORCA, "context": "Numbers"},
+        way="'context' beside 'question'.*--map context=",
+    ),
     flagged(
         "distilabel-intel-orca-dpo-pairs",
         {"system": SYSTEM["content"], "input": ASKED, "chosen": GOOD, "rejected": BAD}
@@ -475,6 +486,12 @@ FILES = [
     ),
     refused(
         "a typo", {"prompt": ASKED, "chosn": GOOD, "reject": BAD}, way="chosen=chosn .*=reject"
+    ),
+    refused(
+        "columns that say something about others",
+        {"prompt": ASKED, "response": GOOD, "label_type": 1, "chosen_index": 0, "is_train": True}
+        | {"completion_tokens": 5},
+        way="--map completion=response --map label=YOURS",
     ),
     # Blocks, JSON text, one message
     taken(
