@@ -20,7 +20,7 @@ from ...schemas.errors import counted
 from ...schemas.row_keys import KeyedRows, key_rows, prompt_keys_of
 from ...schemas.rows import Record, Rejected, Role
 from ...stages.data.chat_wrap import Wrapping
-from ...stages.data.data_schema import OPTIONAL, common_shape, require_scores
+from ...stages.data.data_schema import common_shape, require_scores
 from ...stages.data.data_shape import Shape
 from ...stages.data.data_splits import require_one_split
 from ...stages.data.decode_rows import parse_chunk
@@ -105,7 +105,7 @@ class Checked:
                 side = self.config.tokens.prompt_side
                 yield from lines_of(keyed.rows, self.tokenizer, file=file, prompt_side=side)
         yield heading("rows")
-        yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self._read_as()}"
+        yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self.shape.told}"
         for reason, count in self.reasons.most_common():
             yield f"  dropped: {count:,} {reason}"
         for line in first_rejected(self.rejected, lambda file: names[file]):
@@ -125,15 +125,6 @@ class Checked:
             yield f"note: {counted(count, worded(note))}"
         if self.shape.noted:
             yield f"note: {not_read(self.shape.noted)}"
-
-    def _read_as(self) -> str:
-        unseen = {*OPTIONAL} - {*self.shape.optional}
-        columns = [
-            ours if ours == theirs else f"{ours} from {theirs!r}"
-            for ours, theirs in self.shape.source.items()
-            if ours not in unseen
-        ]
-        return f"{self.shape.kind} ({', '.join(columns)})"
 
     def _of_lengths(self) -> Iterator[str]:
         yield heading("tokens")

@@ -66,7 +66,7 @@ def test_without_a_model_the_shape_and_the_balance_are_told(conversations):
     assert checked.roles == {Role.CHOSEN: 8, Role.REJECTED: 8}
     assert (checked.usable - len(checked.seen), len(checked.prompts)) == (1, 7)
     text = "\n".join(checked.lines())
-    assert "read as paired (prompt, chosen, rejected)" in text
+    assert f"read as {checked.shape.told}" in text
     assert "tokens" not in text
 
 
