@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,15 @@ def add_looking_to(app: typer.Typer) -> None:
         app.command(rich_help_panel="Data and cache")(command)
 
 
+def _say_row(line: str) -> None:
+    """Prints a line of a row, in colours on a terminal unless NO_COLOR is set."""
+    from ...schemas.safe_text import safe
+    from ...stages.data.shown_row import coloured
+
+    text, is_terminal = safe(line), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    typer.echo(coloured(text) if is_terminal and not os.environ.get("NO_COLOR") else text)
+
+
 @with_flags("check")
 def check(
     flags: dict[str, Any], data: Data = None, config: ConfigFile = None, sets: Sets = None
@@ -32,7 +42,7 @@ def check(
 
     given = load_settings(flags, sets or [], file=config, data=data or [], command="check")
     for line in check_data(with_local_inputs(given.config), progress=begin_work()).lines():
-        say(line)
+        _say_row(line)
 
 
 def verify(
@@ -70,7 +80,7 @@ def inspect(
         cache_at(cache), row=row, rejected=rejected, as_json=as_json, model=model
     )
     for line in shown:
-        say(line)
+        _say_row(line)
 
 
 def export(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,3 +130,30 @@ class _Reader:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+_LINE = re.compile(
+    r"(?P<head>  (?P<what>[a-z]+).*?, [0-9,]+ tokens?(?:, [0-9]+ learned)?: )(?P<said>.*)"
+)
+_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|\(not learned: |\([0-9,]+ tokens? cut\)|\)|[^"()]+|\(')
+_PROMPT, _LEARNED, _UNLEARNED, _CUT = "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[31m"
+_PLAIN = "\x1b[0m"
+
+
+def coloured(line: str) -> str:
+    """A line of a row for a terminal: the prompt pale, what is learned green, the rest yellow.
+
+    What was cut is red. Other lines stay as they are.
+    """
+    found = _LINE.fullmatch(line)
+    if not found:
+        return line
+    is_prompt, colour, parts = found["what"] == "prompt", _LEARNED, [found["head"]]
+    for piece in _PIECE.findall(found["said"]):
+        if piece.startswith("(not learned"):
+            colour = _UNLEARNED
+        own = _CUT if piece.endswith("cut)") and piece[0] == "(" else colour
+        parts.append(f"{_PROMPT if is_prompt and own != _CUT else own}{piece}{_PLAIN}")
+        if piece == ")":
+            colour = _LEARNED
+    return "".join(parts)

@@ -8,7 +8,7 @@ import pytest
 
 from align.schemas.config import TokenOptions
 from align.schemas.row_keys import key_rows
-from align.stages.data.shown_row import lines_of
+from align.stages.data.shown_row import coloured, lines_of
 from align.stages.data.tokenizer import load_tokenizer
 from support import tool_templates
 from support.byte_tokenizers import byte_tokenizer
@@ -66,3 +66,29 @@ def test_what_is_shown_is_what_the_tokenizer_decodes_and_marks_what_is_not_learn
     shown = re.findall(r"(?<=[ :])\(not learned: (.*?)\)(?= \"| \[|$)", several.partition(": ")[2])
     assert [said(f": {one}") for one in shown] == stretches
     assert "\x1b" not in f"{prompt}{several}{single}"
+
+
+def test_colours_follow_what_is_learned_and_never_the_text_of_the_data(folder_of):
+    folder = folder_of("qwen base")
+    tokenizer = load_tokenizer(folder, TokenOptions())
+    record = conversation((FIRST, AGAIN, LAST), (bot("long" * 40),), prompt=(ASKED,))
+    size = len(encode_one(folder, record)[0].prompt) + 100
+    row, _ = encode_one(folder, record, max_length=size)
+    rows = key_rows([row], seed=0, carried=()).rows
+    title, prompt, several, cut = lines_of(rows, tokenizer, file="x", prompt_side="left")
+    bare = re.compile("\x1b\\[[0-9]*m")
+    for line in (title, prompt, several, cut):
+        assert bare.sub("", coloured(line)) == line
+
+    def of(colour, line):
+        marked = re.findall(f"\x1b\\[{colour}m(.*?)\x1b\\[0m", coloured(line))
+        return said(f": {''.join(marked)}")
+
+    decode, learned = tokenizer.hf.decode, np.array(row.turns[0]) > 0
+    ids = np.array(row.completions[0])
+    assert coloured(title) == title
+    assert of(2, prompt) == decode(row.prompt)
+    assert of(32, several) == decode(ids[learned])
+    assert of(33, several) == decode(ids[~learned])
+    assert re.findall("\x1b\\[31m(.*?)\x1b", coloured(cut)) == [f"({row.cut[1]} tokens cut)"]
+    assert "\x1b[31m" not in coloured(several)
