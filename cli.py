@@ -29,9 +29,6 @@ from .pipeline.jobs.signals import stop_signals, stop_with_launcher
 from .pipeline.options.flags import ConfigFile, Data, Part, Sets, with_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .pipeline.options.settings import Settings
     from .schemas.option import Command
 
 app = typer.Typer(
@@ -176,38 +173,6 @@ def score(
 add_looking_to(app)
 add_to(app)
 add_training_to(app)
-
-
-@app.command(rich_help_panel="Training")
-@with_flags("sweep")
-def sweep(
-    flags: dict[str, Any],
-    methods: Annotated[list[str], typer.Option("--method", help="A method; repeatable.")],
-    vary: Annotated[
-        list[str] | None, typer.Option(help="SETTING=V1,V2,… to try; repeatable.")
-    ] = None,
-    beta: Annotated[str | None, typer.Option(help="Same as --vary method.beta=…")] = None,
-    lr: Annotated[str | None, typer.Option(help="Same as --vary train.lr=…")] = None,
-    output: Annotated[
-        str, typer.Option(help="Each run gets a folder in it.", metavar="<path>")
-    ] = "align-sweep",
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
-    """Train many methods and settings on one cache, and compare them in one table."""
-    from .pipeline.options.settings import load_settings
-    from .pipeline.train.sweep import sweep as run_sweep
-    from .pipeline.train.trials import trials_of, varied_by
-
-    def load(more: Sequence[str]) -> Settings:
-        return load_settings(flags, [*(sets or []), *more], file=config, command="sweep")
-
-    short = {"method.beta": beta, "train.lr": lr}
-    given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
-    trials = trials_of(methods, varied_by(given))
-    say_once((result := run_sweep(load, trials, output, progress=begin_work())).text())
-    if result.failures:
-        _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
 
 @app.command(rich_help_panel="Look")

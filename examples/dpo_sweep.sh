@@ -13,4 +13,4 @@ align precompute-ref "$data" --model "$model" --kl-pairs 0 --output dpo-cache
 
 align sweep --method dpo --beta 0.05,0.1 --lr 5e-7,1e-6 \
     --cache dpo-cache --output dpo-sweep \
-    --set train.eval_fraction=0.05 --resume auto "$@"
+    --eval-fraction 0.05 --resume auto "$@"

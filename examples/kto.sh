@@ -13,5 +13,5 @@ align precompute-ref "$data" --model "$model" --output kto-cache
 # auto: as heavy in all as the other label, however many there are of each.
 align train --method kto --cache kto-cache --output kto-run \
     --lr 5e-6 --eval-fraction 0.05 \
-    --set method.desirable_weight=auto --set method.undesirable_weight=auto \
+    --desirable-weight auto --undesirable-weight auto \
     --resume auto "$@"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .option import IN_TASKS, SCORERS, TRAINERS, TRAINING, option, section
+from .option import IN_TASKS, SCORERS, TRAINING, option, section
 from .round_options import (
     JudgeOptions,
     RoundsOptions,
@@ -54,6 +54,7 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "auto: the dtype the weights are stored in",
+        run_flag="--reference-dtype",
         on=SCORERS,
         binds=("round",),
         instead={"train": "Set train.dtype", "verify": _FROM_THE_CACHE},
@@ -69,8 +70,8 @@ class ModelOptions:
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto",
         "auto: cuda where there is one",
-        on=(*SCORERS, *TRAINERS),
-        read_by=("sweep", "verify"),
+        on=(*SCORERS, *TRAINING),
+        read_by=("verify",),
     )
     device_map: str = option(
         "",
@@ -197,6 +198,7 @@ class CacheOptions:
     output: str = option(
         "align-cache",
         "folder of the cache",
+        run_flag="--cache",
         on=("precompute-ref",),
         read_by=TRAINING,
         is_path=True,
@@ -216,6 +218,7 @@ class CacheOptions:
     seed: int = option(
         0,
         "orders the rows and so chooses the mismatched completions",
+        run_flag="--cache-seed",
         on=("precompute-ref",),
         read_by=("score",),
     )
@@ -244,6 +247,7 @@ class ScoringOptions:
         16_384,
         "most tokens, padding included, in one batch",
         ge=1,
+        run_flag="--reference-tokens-per-batch",
         on=IN_TASKS,
         binds=("cache", "round"),
     )
@@ -274,7 +278,7 @@ class TrackingOptions:
     mlflow: bool = option(
         True,
         "record runs in MLflow",
-        on=(*SCORERS, *TRAINERS, "rounds"),
+        on=(*SCORERS, *TRAINING, "rounds"),
         read_by=("score --from-labels",),
     )
     uri: str = option(
@@ -345,4 +349,4 @@ class Config:
         read_by=("check", *SCORERS, *TRAINING, "score --from-labels", "select", "verify"),
     )
     # What may stand here depends on train.method: its own options class checks it.
-    method: dict[str, Any] = section(dict, read_by=TRAINING, binds=("run", "round"))
+    method: dict[str, Any] = section(dict, on=TRAINING, binds=("run", "round"))

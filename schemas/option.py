@@ -21,6 +21,7 @@ Command = Literal[
     "verify",
     "sweep",
     "plan",
+    "run",
     "rounds",
 ]
 Commands: TypeAlias = tuple[Command, ...]
@@ -41,7 +42,8 @@ FACTS = "align"  # our only key in the metadata of a field: pydantic acts upon i
 class Facts:
     """Treatment of a setting, or of a whole section, by the commands."""
 
-    flag: str = ""  # the same word in every command that has it
+    flag: str = ""  # the same word in every command that has it, but for `align run`
+    run_flag: str = ""  # there, where a setting of the other stage has the word
     on: Commands = ()  # commands that have the flag, and so read the setting
     read_by: Commands = ()  # the other commands that read it
     is_path: bool = False  # in a config file it is relative to that file
@@ -60,6 +62,7 @@ def option(
     le: float | None = None,
     lt: float | None = None,
     flag: str = "",
+    run_flag: str = "",
     on: Commands = (),
     read_by: Commands = (),
     is_path: bool = False,
@@ -71,7 +74,7 @@ def option(
     The flag is the field's name, unless it is given. pydantic reads the metadata, by these names,
     when a value is checked.
     """
-    facts = Facts(flag, on, read_by, is_path, binds, instead)
+    facts = Facts(flag, run_flag, on, read_by, is_path, binds, instead)
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {"description": description, **bounds, FACTS: facts}
     if isinstance(default, list | dict):
@@ -79,7 +82,16 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def section(options: Callable[[], Any], *, read_by: Commands = (), binds: Keepers = ()) -> Any:
-    """A field of options: who reads all of them, and what those bind that say nothing else."""
-    facts = Facts(read_by=read_by, binds=binds)
+def section(
+    options: Callable[[], Any],
+    *,
+    on: Commands = (),
+    read_by: Commands = (),
+    binds: Keepers = (),
+) -> Any:
+    """A field of options: who reads all of them, and what those bind that say nothing else.
+
+    `on` is for a section whose options are declared elsewhere: commands with a flag for each.
+    """
+    facts = Facts(on=on, read_by=read_by, binds=binds)
     return field(default_factory=options, metadata={FACTS: facts})

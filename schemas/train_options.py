@@ -24,12 +24,16 @@ class TrainOptions:
         on=TRAINING,
         is_path=True,
         binds=(),  # its root is compared instead
-        instead={"rounds": "rounds.output"},
+        instead={
+            "rounds": "rounds.output",
+            "run": "Pass --cache DIR: it trains on the cache that it makes",
+        },
     )
     model: str = option(
         "",
         "folder of the policy; empty: the reference the cache was made with",
-        on=TRAINERS,
+        run_flag="--policy",
+        on=TRAINING,
         is_path=True,
         binds=(),  # the digests of its files are compared instead
         instead={"rounds": "model.path"},
@@ -42,58 +46,62 @@ class TrainOptions:
         binds=(),
         instead={"rounds": "rounds.output", "sweep": "--output"},
     )
-    epochs: int = option(1, "times every row is seen", ge=1, on=TRAINERS, binds=("length", "round"))
+    epochs: int = option(1, "times every row is seen", ge=1, on=TRAINING, binds=("length", "round"))
     max_steps: int = option(
         0,
         "stop after so many optimizer steps; 0: no limit",
         ge=0,
-        on=TRAINERS,
+        on=TRAINING,
         binds=("length", "round"),
     )
     max_time: str = option(
         "",
         "save and stop after this long, for example 3h30m; empty: no limit",
-        on=TRAINERS,
+        on=TRAINING,
         binds=(),
     )
     batch_size: int = option(
-        64, "global batch: rows per optimizer step over all ranks", ge=1, on=TRAINERS
+        64, "global batch: rows per optimizer step over all ranks", ge=1, on=TRAINING
     )
     tokens_per_batch: int = option(
         0,
         "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU",
         ge=0,
-        on=TRAINERS,
+        on=TRAINING,
         binds=(),
     )
-    lr: float = option(1e-6, "highest learning rate", ge=0, on=TRAINERS)
+    lr: float = option(1e-6, "highest learning rate", ge=0, on=TRAINING)
     schedule: Literal["constant", "linear", "cosine"] = option(
-        "cosine", "how it falls afterwards", on=TRAINERS
+        "cosine", "how it falls afterwards", on=TRAINING
     )
-    min_lr: float = option(0.0, "where it ends, as a share of lr", ge=0, le=1)
+    min_lr: float = option(0.0, "where it ends, as a share of lr", ge=0, le=1, on=TRAINING)
     warmup: float = option(
-        0.1, "steps it takes to rise; below 1: a share of all steps", ge=0, on=TRAINERS
+        0.1, "steps it takes to rise; below 1: a share of all steps", ge=0, on=TRAINING
     )
-    weight_decay: float = option(0.0, "decoupled; not of biases and norms", ge=0)
+    weight_decay: float = option(0.0, "decoupled; not of biases and norms", ge=0, on=TRAINING)
     beta1: float = option(0.9, "of adamw, adamw8bit, lion and muon", ge=0)
     beta2: float = option(0.999, "of adamw, adamw8bit, lion and muon", ge=0)
     epsilon: float = option(1e-8, "of adamw, adamw8bit and muon", ge=0)
     max_grad_norm: float = option(
-        1.0, "longer gradients are shortened to this; 0: never", ge=0, on=TRAINERS
+        1.0, "longer gradients are shortened to this; 0: never", ge=0, on=TRAINING
     )
-    seed: int = option(0, "orders the rows and draws dropout", on=TRAINERS)
+    seed: int = option(0, "orders the rows and draws dropout", on=TRAINING)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "auto: the dtype the policy's weights are stored in", on=TRAINERS
+        "auto", "auto: the dtype the policy's weights are stored in", on=TRAINING
     )
     dropout: bool = option(False, "keep the dropout that the model's config asks for")
-    gradient_checkpointing: bool = option(False, "less memory for a third more computing", binds=())
+    gradient_checkpointing: bool = option(
+        False, "less memory for a third more computing", on=TRAINING, binds=()
+    )
     checkpoint_offload: bool = option(
         False,
         "with gradient_checkpointing: what enters a layer waits in the memory of the CPU",
         binds=(),
     )
     optimizer: Literal["adamw", "lion", "adafactor", "muon", "adamw8bit"] = option(
-        "adamw", "muon is for matrices, AdamW for the rest; adamw8bit needs bitsandbytes"
+        "adamw",
+        "muon is for matrices, AdamW for the rest; adamw8bit needs bitsandbytes",
+        on=TRAINING,
     )
     optimizer_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "of master weights and optimizer states, where the policy is in bfloat16"
@@ -111,7 +119,7 @@ class TrainOptions:
         "auto",
         "zero0, zero1, zero2, zero3, zero2-offload, zero3-offload, or a DeepSpeed JSON file; auto: "
         "zero1, and zero0 for a single float32 process",
-        on=TRAINERS,
+        on=TRAINING,
         is_path=True,
         binds=(),  # what it makes the engine compute is compared instead
     )
@@ -130,16 +138,17 @@ class TrainOptions:
         "(tokens.learn); the others choose anew, from a cache made with --token-logps",
     )
     eval_fraction: float = option(
-        0.0, "share of prompts held out, chosen by their hash", ge=0, le=1, on=TRAINERS
+        0.0, "share of prompts held out, chosen by their hash", ge=0, le=1, on=TRAINING
     )
     eval_cache: str = option(
         "",
         "another cache to evaluate on instead",
+        on=TRAINING,
         is_path=True,
         binds=(),  # its root is compared instead
     )
     eval_every: int = option(
-        0, "steps between evaluations; 0: only before and after", ge=0, on=TRAINERS, binds=()
+        0, "steps between evaluations; 0: only before and after", ge=0, on=TRAINING, binds=()
     )
     eval_table: int = option(
         200,
@@ -155,12 +164,12 @@ class TrainOptions:
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", ge=0, binds=())
     log_every: int = option(1, "steps that one line of metrics covers", ge=1, binds=())
     save_every: int = option(
-        0, "steps between checkpoints; 0: by time, and when it ends", ge=0, on=TRAINERS, binds=()
+        0, "steps between checkpoints; 0: by time, and when it ends", ge=0, on=TRAINING, binds=()
     )
     save_minutes: float = option(
         30.0, "minutes after which another one is saved, at any step; 0: never", ge=0, binds=()
     )
-    keep_last: int = option(2, "newest checkpoints to keep", ge=1, on=TRAINERS, binds=())
+    keep_last: int = option(2, "newest checkpoints to keep", ge=1, on=TRAINING, binds=())
     best: str = option(
         "",
         "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, nll, "
@@ -200,14 +209,21 @@ class TrainOptions:
 class LoraOptions:
     """Training an adapter instead of the whole policy."""
 
-    enabled: bool = option(False, "train a LoRA adapter by peft", flag="--lora", on=TRAINERS)
-    rank: int = option(16, "inner dimension", ge=1)
-    alpha: float = option(32.0, "scale, divided by rank", ge=0)
+    enabled: bool = option(False, "train a LoRA adapter by peft", flag="--lora", on=TRAINING)
+    rank: int = option(16, "inner dimension of --lora", ge=1, flag="--lora-rank", on=TRAINING)
+    alpha: float = option(
+        32.0, "scale of --lora, divided by its rank", ge=0, flag="--lora-alpha", on=TRAINING
+    )
     dropout: float = option(0.0, "of the adapter's input; needs train.dropout", ge=0)
-    targets: list[str] = option([], "layers to adapt, by the end of their names; empty: all linear")
+    targets: list[str] = option(
+        [],
+        "layers to adapt, by the end of their names; empty: all linear",
+        flag="--lora-target",
+        on=TRAINING,
+    )
     quantize: Literal["none", "nf4"] = option(
-        "none", "nf4: keep the frozen weights in 4 bits (QLoRA); needs bitsandbytes"
+        "none", "nf4: keep the frozen weights in 4 bits (QLoRA); needs bitsandbytes", on=TRAINING
     )
     merge: bool = option(
-        False, "also write the policy with the adapter merged into it", on=TRAINERS, binds=()
+        False, "also write the policy with the adapter merged into it", on=TRAINING, binds=()
     )

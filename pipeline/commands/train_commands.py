@@ -1,4 +1,4 @@
-"""The commands that train, or say what a training needs: train and plan."""
+"""The commands that train, or say what a training needs: run, train, plan and sweep."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...schemas.errors import UsageError
-from ..options.flags import ConfigFile, Sets, with_flags
-from .terminal import begin_work, say_once
+from ..options.flags import ConfigFile, Data, Sets, fixed_in, varied_in, with_flags
+from ..options.method_flags import MethodCommand
+from .terminal import begin_work, say, say_once
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..options.settings import Settings
     from ..plan.run_plan import PlanRequest
 
 GIB = 2**30
@@ -22,8 +26,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*g(?:i?b)?", re.IGNORECASE)
 
 def add_training_to(app: typer.Typer) -> None:
     """Makes them commands of the app."""
-    for command in (train, plan):
-        app.command(rich_help_panel="Training")(command)
+    for command in (run, train, plan, sweep):
+        app.command(cls=MethodCommand, rich_help_panel="Training")(command)
 
 
 @with_flags("train")
@@ -53,6 +57,32 @@ def train(
     from ..train.train import run_training
 
     say_once(run_training(job, progress=begin_work()).text())
+
+
+@with_flags("run")
+def run(
+    flags: dict[str, Any],
+    data: Data = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show no row as the model reads it.")
+    ] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Score the reference over preference data and train on it: both stages in one command.
+
+    --model is the reference, and where the policy begins unless --policy names another.
+
+    The cache stays: the next run on the same data scores nothing.
+    """
+    from ..options.settings import load_settings
+    from ..train.both_stages import make_cache, settings_of_both, train_on_cache
+
+    given = load_settings(flags, sets or [], file=config, data=data or [], command="run")
+    settings = settings_of_both(given)
+    progress = begin_work()
+    say(make_cache(settings, progress=progress, shows_row=not quiet).text())
+    say(train_on_cache(settings, progress=progress).text())
 
 
 @with_flags("plan")
@@ -106,6 +136,39 @@ def plan(
         price=price,
     )
     say_once(plan_text(plan_run(settings, asked)))
+
+
+@with_flags("sweep")
+def sweep(
+    flags: dict[str, Any],
+    methods: Annotated[list[str], typer.Option("--method", help="A method; repeatable.")],
+    vary: Annotated[
+        list[str] | None, typer.Option(help="SETTING=V1,V2,… to try; repeatable.")
+    ] = None,
+    output: Annotated[
+        str, typer.Option(help="Each run gets a folder in it.", metavar="<path>")
+    ] = "align-sweep",
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Train many methods and settings on one cache, and compare them in one table.
+
+    A flag with several values, as --lr 1e-6,1e-5, tries each of them.
+    """
+    from ..options.settings import load_settings
+    from ..train.sweep import sweep as run_sweep
+    from ..train.trials import trials_of, varied_by
+
+    def load(more: Sequence[str]) -> Settings:
+        return load_settings(fixed, [*(sets or []), *more], file=config, command="sweep")
+
+    fixed = fixed_in(flags)
+    trials = trials_of(methods, varied_by([*varied_in(flags), *(vary or [])]))
+    result = run_sweep(load, trials, output, progress=begin_work())
+    say_once(result.text())
+    if result.failures:
+        failed = f"{len(result.failures)} of {len(result.results)} runs failed."
+        raise UsageError(failed)
 
 
 def size_of(text: str) -> int:

@@ -7,8 +7,9 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 
 from ...schemas.config import Config
-from ...schemas.option import FACTS, Command, Facts, Keeper
+from ...schemas.option import FACTS, Command, Commands, Facts, Keeper
 
+BOTH: frozenset[Command] = frozenset({"precompute-ref", "train"})  # the stages of `align run`
 METHOD = "method.*"  # every option of a method: no field of ours declares them
 
 
@@ -20,22 +21,46 @@ def declared() -> Mapping[str, Facts]:
         of_all: Facts = section.metadata[FACTS]
         options = section.default_factory
         if not is_dataclass(options):
-            found[METHOD] = of_all
+            found[METHOD] = _with_both_stages(
+                replace(of_all, read_by=(*of_all.on, *of_all.read_by))
+            )
             continue
         for each in fields(options):
             facts: Facts = each.metadata[FACTS]
-            found[f"{section.name}.{each.name}"] = replace(
-                facts,
-                flag=(facts.flag or f"--{each.name.replace('_', '-')}") if facts.on else "",
-                read_by=(*facts.read_by, *facts.on, *of_all.read_by),
-                binds=of_all.binds if facts.binds is None else facts.binds,
+            found[f"{section.name}.{each.name}"] = _with_both_stages(
+                replace(
+                    facts,
+                    flag=(facts.flag or f"--{each.name.replace('_', '-')}") if facts.on else "",
+                    read_by=(*facts.read_by, *facts.on, *of_all.read_by),
+                    binds=of_all.binds if facts.binds is None else facts.binds,
+                )
             )
     return found
 
 
+def _with_both_stages(facts: Facts) -> Facts:
+    """The facts with those for `align run`, which takes what either stage takes."""
+    if "run" in facts.instead:
+        return facts
+    more: Commands = ("run",) if BOTH & {*facts.read_by} else ()
+    on = (*facts.on, *(more if BOTH & {*facts.on} else ()))
+    return replace(facts, on=on, read_by=(*facts.read_by, *more))
+
+
+def flag_of(name: str, command: str) -> str:
+    """The flag of a setting in this command; empty if it has none there."""
+    facts = facts_of(name)
+    if command not in facts.on:
+        return ""
+    return (facts.run_flag if command == "run" else "") or facts.flag
+
+
 def facts_of(name: str) -> Facts:
     """The facts of one setting."""
-    return declared()[_declared_as(name)]
+    facts = declared()[_declared_as(name)]
+    if not name.startswith("method."):
+        return facts
+    return replace(facts, flag=f"--{name.removeprefix('method.').replace('_', '-')}")
 
 
 def reads(command: Command, name: str) -> bool:

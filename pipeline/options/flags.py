@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -14,7 +14,9 @@ import typer
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.option import COMMANDS, Command
-from .declared import declared, facts_of, reads
+from .declared import METHOD, declared, facts_of, flag_of, reads
+from .method_flags import method_options
+from .strict_yaml import setting_value
 
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 ConfigFile = Annotated[
@@ -26,15 +28,24 @@ Part = Annotated[
     str | None, typer.Option("--part", help="I/N: only the I-th of N parts, beside the others.")
 ]
 
+CONTEXT = inspect.Parameter(
+    "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+)
+
 
 def with_flags(command: Command) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds the flags of its settings to a command, which gets their values as `flags`."""
+    """Adds the flags of its settings to a command, which gets their values as `flags`.
 
-    settings = [name for name, facts in declared().items() if command in facts.on]
+    Those of methods' options are among them where the app makes it a `MethodCommand`.
+    """
+    settings = [
+        name for name, facts in declared().items() if command in facts.on and name != METHOD
+    ]
+    has_methods = command in declared()[METHOD].on
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(body, eval_str=True)
-        flags = [_parameter(setting) for setting in settings]
+        flags = [_parameter(setting, command) for setting in settings]
 
         @wraps(body)
         def run(**values: Any) -> None:
@@ -42,10 +53,14 @@ def with_flags(command: Command) -> Callable[[Callable[..., None]], Callable[...
                 setting: _meant(values.pop(flag.name), setting)
                 for setting, flag in zip(settings, flags, strict=True)
             }
+            if has_methods:
+                texts = method_options(values.pop(CONTEXT.name))
+                given |= texts if command == "sweep" else _read(texts)
             body(flags=given, **values)
 
         parameters = [
             *flags,
+            *([CONTEXT] if has_methods else []),
             *(parameter for name, parameter in own.parameters.items() if name != "flags"),
         ]
         parameters.sort(key=lambda one: one.default is not one.empty)
@@ -54,6 +69,34 @@ def with_flags(command: Command) -> Callable[[Callable[..., None]], Callable[...
         return run
 
     return decorate
+
+
+def varied_in(flags: Mapping[str, Any]) -> list[str]:
+    """Those flags of a sweep that each run has its own value of, as --vary takes them.
+
+    Options of methods are among them with one value too: each method takes those that it has.
+    """
+    given = {name: text for name, text in flags.items() if text is not None}
+    of_methods = [name for name in given if name.startswith("method.")]
+    others = [name for name in given if name not in of_methods and _may_vary(name)]
+    several = [name for name in others if "," in given[name]]
+    return [f"{name}={given[name]}" for name in (*of_methods, *several)]
+
+
+def fixed_in(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The other flags of a sweep, whose values are the same in all of its runs."""
+    varied = {text.partition("=")[0] for text in varied_in(flags)}
+    kept = {name: value for name, value in flags.items() if name not in varied}
+    texts = {name: text for name, text in kept.items() if text is not None and _may_vary(name)}
+    return kept | _read(texts)
+
+
+def _read(texts: Mapping[str, str]) -> dict[str, Any]:
+    """The values of flags that are given as texts."""
+    return {
+        name: setting_value(name, text, where=f"{facts_of(name).flag} {text}")
+        for name, text in texts.items()
+    }
 
 
 def parse_map(texts: Sequence[str]) -> dict[str, str]:
@@ -74,27 +117,36 @@ def _meant(value: Any, setting: str) -> Any:
     return value
 
 
-def _parameter(setting: str) -> inspect.Parameter:
+def _parameter(setting: str, command: Command) -> inspect.Parameter:
     section, _, name = setting.partition(".")
     options: Any = getattr(Config(), section)
     meaning = next(field for field in dataclasses.fields(options) if field.name == name)
-    kind, flag = _kind(setting), facts_of(setting).flag
+    kind, flag = _kind(setting), flag_of(setting, command)
     typed = list[str] if get_origin(kind) is dict else kind  # a map is a list of KEY=VALUE
     text, default = meaning.metadata["description"], getattr(options, name)
     if default not in ("", [], {}) and not isinstance(default, bool):
         text = f"{text} (default {default})"
+    several = command == "sweep" and _may_vary(setting)
     option = typer.Option(
         f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag,
-        min=meaning.metadata["ge"],
-        max=meaning.metadata["le"],
+        min=None if several else meaning.metadata["ge"],
+        max=None if several else meaning.metadata["le"],
         help=text,
+        metavar="<value,…>" if several else None,
     )
     return inspect.Parameter(
         flag.lstrip("-").replace("-", "_"),
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=None,
-        annotation=Annotated[typed | None, option],
+        annotation=Annotated[(str if several else typed) | None, option],
     )
+
+
+def _may_vary(setting: str) -> bool:
+    """Whether a sweep takes several values behind the flag; a path may hold a comma."""
+    kind = _kind(setting)
+    is_one = kind is not bool and get_origin(kind) not in {list, dict}
+    return is_one and not facts_of(setting).is_path
 
 
 def _kind(setting: str) -> Any:
@@ -103,7 +155,7 @@ def _kind(setting: str) -> Any:
 
 
 # What serves in place of a setting is the same for both.
-ALIKE: dict[Command, Command] = {"sweep": "train", "score --from-labels": "score"}
+ALIKE: dict[Command, Command] = {"sweep": "train", "run": "train", "score --from-labels": "score"}
 
 
 def require_used(command: Command, name: str, origin: str) -> None:
@@ -112,7 +164,8 @@ def require_used(command: Command, name: str, origin: str) -> None:
         return
     others = [f"`align {other}`" for other in COMMANDS if other != "config" and reads(other, name)]
     facts = facts_of(name)
-    way = facts.instead.get(ALIKE.get(command, command), f"It is a setting of {', '.join(others)}")
+    served = facts.instead.get(command) or facts.instead.get(ALIKE.get(command, command))
+    way = served or f"It is a setting of {', '.join(others)}"
     if origin == "flag":  # only `score` has flags that it does not use in each of its ways
         origin = facts.flag or origin
     raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")

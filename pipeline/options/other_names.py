@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ...schemas.option import COMMANDS
-from .declared import declared, facts_of, reads
+from .declared import declared, facts_of, flag_of, reads
 
 TRL, AXOLOTL, OPENRLHF, FACTORY = "TRL", "axolotl", "OpenRLHF", "LLaMA-Factory"
 HF = (TRL, AXOLOTL, FACTORY)  # all three take the names of transformers' TrainingArguments
@@ -280,9 +280,9 @@ def _flag(setting: str) -> str:
 
 def _way(setting: str, command: str) -> str:
     """How a person gives a setting, to this command if it takes it, else to one that does."""
-    facts = facts_of(setting)
+    on = facts_of(setting).on
     this = [one for one in COMMANDS if one == command]
-    likely = (*this, *facts.on) if command in facts.on else (*facts.on, *this, *facts.read_by)
+    likely = (*this, *on) if command in on else (*on, *this, *facts_of(setting).read_by)
     taker = next(one for one in likely if reads(one, setting))
-    word = facts.flag if taker in facts.on else f"--set {setting}=VALUE"
+    word = flag_of(setting, taker) or f"--set {setting}=VALUE"
     return word if taker == command else f"{word} to `align {taker}`"

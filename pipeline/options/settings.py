@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,10 @@ from ...stages.storage.bucket.local_copies import keep_copies_in
 from ...stages.storage.bucket.objects import is_remote
 from ...stages.storage.disk import fs
 from ...stages.storage.run.run_folder import RunFolder
-from .declared import paths
+from .declared import facts_of, paths
 from .flags import require_used
 from .other_names import meaning_of
+from .strict_yaml import UNREADABLE, from_yaml, setting_value
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
@@ -274,11 +274,7 @@ def _parse_set(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text}: expected NAME=VALUE, for example --set cache.seed=1.")
-    default = flatten(Config()).get(name)
-    try:
-        return name, value if isinstance(default, str) else from_yaml(value)
-    except UNREADABLE as error:
-        raise UsageError(f"--set {text}: the value is not readable as YAML.") from error
+    return name, setting_value(name, value, where=f"--set {text}")
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
@@ -315,47 +311,5 @@ def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, 
     name = next((name for name in names if name in origins), "")
     if origins.get(name) == "--set" and "," in str(values[name]):
         return f"--set: {error}. `align sweep --vary {name}={values[name]}` tries several values."
-    return f"{origins.get(name, 'config')}: {error}"
-
-
-# The last of them: a number of too many digits.
-UNREADABLE = (yaml.YAMLError, RecursionError, ValueError)
-
-
-def from_yaml(text: str) -> Any:
-    """The value of one document; raises one of UNREADABLE if it is refused."""
-    return yaml.load(text, _StrictLoader)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses what a config never needs: aliases, tags, and keys given twice."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not allowed")
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if tag := getattr(event, "tag", None):
-            raise yaml.YAMLError(f"tags are not allowed: {tag}")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {str(key) for key in keys if keys.count(key) > 1}
-        if twice:
-            raise yaml.YAMLError(f"given twice: {', '.join(sorted(twice))}")
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 takes 1e-6 for text, 1:30 for 90, 010 for 8, and makes a date of 2026-01-31.
-_StrictLoader.yaml_implicit_resolvers = {}
-for _kind, _form in {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"(?i:yes|no|true|false|on|off)",
-    "int": r"[-+]?(0|[1-9][0-9_]*)",
-    "float": (
-        r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(?i:inf)|\.(?i:nan)"
-    ),
-}.items():
-    _tag, _pattern = f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_form})\Z")
-    _StrictLoader.add_implicit_resolver(_tag, _pattern, [None])
+    origin = origins.get(name, "config")
+    return f"{facts_of(name).flag if origin == 'flag' else origin}: {error}"

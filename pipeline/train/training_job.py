@@ -69,18 +69,8 @@ class TrainingJob:
 
 def open_training(settings: Settings) -> TrainingJob:
     """Checks everything that a user can get wrong before any slow work."""
-    config = settings.config
-    train = config.train
-    if not train.method:
-        raise UsageError(
-            "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
-            "set train.method in align.yaml."
-        )
-    require_fixed_reference(config.method)
-    recipe = recipe_of(train.method, config.method)
-    max_seconds = seconds_of(train.max_time, name="train.max_time")
-    require_effect(settings)
-    require_measured(train)
+    recipe = recipe_asked_for(settings)
+    config, train = settings.config, settings.config.train
     if store := run_store_of(train.output):
         if train.resume == "auto":
             store.pull()
@@ -107,8 +97,24 @@ def open_training(settings: Settings) -> TrainingJob:
         held_out=held_out,
         policy=policy,
         settings=settings,
-        max_seconds=max_seconds,
+        max_seconds=seconds_of(train.max_time, name="train.max_time"),
     )
+
+
+def recipe_asked_for(settings: Settings) -> Recipe:
+    """The recipe; refuses what is known to be wrong without the cache and the policy."""
+    config, train = settings.config, settings.config.train
+    if not train.method:
+        raise UsageError(
+            "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
+            "set train.method in align.yaml."
+        )
+    require_fixed_reference(config.method)
+    recipe = recipe_of(train.method, config.method)
+    seconds_of(train.max_time, name="train.max_time")
+    require_effect(settings)
+    require_measured(train)
+    return recipe
 
 
 def _begun_on(train: TrainOptions) -> str:

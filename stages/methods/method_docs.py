@@ -6,10 +6,11 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ...schemas.json_codec import allowed, json_schema
 from ...schemas.methods import Head, Method, Need
+from .modifiers import BELONGS_TO, Modifiers
 
 WIDTH = 88
 ROWS = {
@@ -26,6 +27,7 @@ NEEDS: dict[Need, str] = {
     "purity": "the policy's whole distribution",
     "scores": "scores of the data",
 }
+NAMED_METHODS = 3  # more are counted where an option of many methods is explained
 HEADS: dict[Head, str] = {"score": "a policy that scores instead of writing"}
 LEGEND = (
     "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
@@ -106,9 +108,32 @@ def render_method(method: Method) -> str:
     }
     lines = [description.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items())]
     options = [_option_lines(option) for option in description.options]
-    head = "options, as --set method.NAME=VALUE" if options else "no options"
+    head = "options, each a flag or --set method.NAME=VALUE" if options else "no options"
     legend = textwrap.fill(LEGEND, WIDTH)
     return "\n".join([*lines, "", head, *options, "", legend, ""])
+
+
+def options_of_all(methods: Iterable[Method]) -> dict[str, str]:
+    """Every option of some method: what it means, its default, and the methods that have it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for method in methods:
+        taken = [
+            one
+            for one in dataclasses.fields(Modifiers)
+            if BELONGS_TO.get(one.name, one.name) in method.modifiers
+        ]
+        for one in (*dataclasses.fields(method.options), *taken):
+            default = _cell(cast("float | str", one.default)) or "none"
+            text = f"{one.metadata['description']} (default {default}"
+            found.setdefault(one.name, {}).setdefault(text, []).append(method.name)
+    return {name: _meaning(texts) for name, texts in found.items()}
+
+
+def _meaning(texts: dict[str, list[str]]) -> str:
+    """The most common meaning; the others are in `align methods NAME`."""
+    text, names = max(texts.items(), key=lambda one: len(one[1]))
+    of = ", ".join(names) if len(names) <= NAMED_METHODS else f"{len(names)} methods"
+    return f"{text}; of {of})"
 
 
 def _options(options: type[Any]) -> Iterable[OptionDescription]:

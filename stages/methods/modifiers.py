@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})
 WEIGHS_PAIRS = frozenset({"wpo", "row_weight"})
 CLAMPS = frozenset({"humanline"})
-_BELONGS_TO = {"f_alpha": "f_divergence", "log_eps_p": "humanline", "log_eps_r": "humanline"}
+BELONGS_TO = {"f_alpha": "f_divergence", "log_eps_p": "humanline", "log_eps_r": "humanline"}
 _NEEDS: dict[str, Need] = {
     "ld_alpha": "token_reference",
     "humanline": "token_reference",
@@ -59,7 +59,7 @@ class Modifiers:
     @property
     def required(self) -> frozenset[str]:
         """The modifiers that a method has to allow."""
-        return frozenset(_BELONGS_TO.get(name, name) for name in self.active)
+        return frozenset(BELONGS_TO.get(name, name) for name in self.active)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -122,7 +122,7 @@ def require_in_use(modifiers: Modifiers) -> None:
 def names_within(allowed: frozenset[str]) -> frozenset[str]:
     """The modifiers a method can be given, and the numbers that belong to them."""
     names = (field.name for field in dataclasses.fields(Modifiers))
-    return frozenset(name for name in names if _BELONGS_TO.get(name, name) in allowed)
+    return frozenset(name for name in names if BELONGS_TO.get(name, name) in allowed)
 
 
 def tokens_of(branches: Branches) -> Tokens:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from align.pipeline.options.settings import as_absolute, as_yaml, flatten, from_yaml, load_settings
+from align.pipeline.options.settings import as_absolute, as_yaml, flatten, load_settings
+from align.pipeline.options.strict_yaml import from_yaml
 from align.schemas.config import Config
 from align.schemas.errors import AlignError
 from support.command import align, refusal

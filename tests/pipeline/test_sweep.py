@@ -99,7 +99,7 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
         "sweep",
         *("--method", "dpo", "--method", "orpo", "--lr", "1e-3,1e30"),
         *("--cache", journey.cache, "--output", folder),
-        *sets("train.max_steps=3", "train.eval_fraction=0.2", "train.batch_size=8"),
+        *("--max-steps", 3, "--eval-fraction", 0.2, "--batch-size", 8),
         *sets("train.nonfinite_limit=1", f"tracking.uri={uri}"),
     )
     assert answer.code == 2, answer

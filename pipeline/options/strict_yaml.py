@@ -1,0 +1,64 @@
+"""YAML as settings are written: values are read as they look; what no config needs is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from ...schemas.config import Config
+from ...schemas.errors import UsageError
+
+# The last of them: a number of too many digits.
+UNREADABLE = (yaml.YAMLError, RecursionError, ValueError)
+
+
+def from_yaml(text: str) -> Any:
+    """The value of one document; raises one of UNREADABLE if it is refused."""
+    return yaml.load(text, _StrictLoader)
+
+
+def setting_value(name: str, text: str, *, where: str) -> Any:
+    """The value of a setting that is given as text: itself, where the setting is a text."""
+    section, _, key = name.partition(".")
+    if isinstance(getattr(getattr(Config(), section, None), key, None), str):
+        return text
+    try:
+        return from_yaml(text)
+    except UNREADABLE as error:
+        raise UsageError(f"{where}: the value is not readable as YAML.") from error
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses what a config never needs: aliases, tags, and keys given twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if tag := getattr(event, "tag", None):
+            raise yaml.YAMLError(f"tags are not allowed: {tag}")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.YAMLError(f"given twice: {', '.join(sorted(twice))}")
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 1e-6 for text, 1:30 for 90, 010 for 8, and makes a date of 2026-01-31.
+_StrictLoader.yaml_implicit_resolvers = {}
+for _kind, _form in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"(?i:yes|no|true|false|on|off)",
+    "int": r"[-+]?(0|[1-9][0-9_]*)",
+    "float": (
+        r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?i:inf)|\.(?i:nan)"
+    ),
+}.items():
+    _tag, _pattern = f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_form})\Z")
+    _StrictLoader.add_implicit_resolver(_tag, _pattern, [None])

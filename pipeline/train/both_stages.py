@@ -1,0 +1,90 @@
+"""Both stages in one process: the reference scores the data, then the policy is trained on that."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ...schemas.errors import AlignError, UsageError
+from ...stages.engine.launchers import world_apart
+from ...stages.methods.recipe import Recipe
+from ...stages.model.reference import HfReference
+from ...stages.storage.bucket.objects import is_remote
+from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.run.run_store import run_folder_of
+from ...stages.tracking.progress import Progress
+from ...stages.train.memory_backoff import release_cached_memory
+from ..jobs.object_inputs import with_local_inputs
+from ..options.settings import Settings
+from ..precompute.precompute import PrecomputeResult, precompute
+from ..precompute.precompute_plan import require_model
+from .run_report import Trained
+from .train import run_training
+from .training_job import open_training, recipe_asked_for
+
+
+def settings_of_both(given: Settings) -> Settings:
+    """The settings by which both stages run; refuses what either would refuse after hours."""
+    config, train = given.config, given.config.train
+    if world_apart(os.environ).size > 1 or config.model.tensor_parallel > 1:
+        raise UsageError(
+            "`align run` is one process. On several ranks, give `align precompute-ref` and `align "
+            "train` one after the other."
+        )
+    if train.cache not in {"", config.cache.output}:
+        raise UsageError(
+            f"{given.origins['train.cache']}: train.cache is {train.cache}, and `align run` trains "
+            f"on the cache that it makes: {config.cache.output}. Leave train.cache out."
+        )
+    require_model(config)
+    if train.model and not is_remote(train.model) and not Path(train.model).is_dir():
+        raise UsageError(f"{train.model}: no such model folder. Pass the policy by --policy DIR.")
+    _require_scores(recipe_asked_for(given), given)
+    if train.resume == "never":
+        run_folder_of(train.output).require_new()
+    # A policy that is named beside the reference is meant to be another model.
+    policy = replace(
+        train, cache=config.cache.output, other_reference=train.other_reference or bool(train.model)
+    )
+    return replace(given, config=replace(config, train=policy))
+
+
+def make_cache(settings: Settings, *, progress: Progress, shows_row: bool) -> PrecomputeResult:
+    """The cache: finished, or as it was; then no reference is loaded."""
+    local = with_local_inputs(settings.config)
+    reference = HfReference(local.model, own_digests())
+    return precompute(local, reference, progress=progress, shows_row=shows_row)
+
+
+def train_on_cache(settings: Settings, *, progress: Progress) -> Trained:
+    """The policy, trained on the cache; what goes wrong tells that the cache is there."""
+    gc.collect()  # the reference
+    release_cached_memory()
+    with _naming_cache(settings.config.train.cache):
+        return run_training(open_training(settings), progress=progress)
+
+
+def _require_scores(recipe: Recipe, settings: Settings) -> None:
+    """Refuses a cache that the method could not be trained on."""
+    cache, method = settings.config.cache, settings.config.train.method
+    if "token_reference" in recipe.needs and not cache.token_logps:
+        raise UsageError(
+            f"{method} needs the reference's log-prob of every token. Add --token-logps."
+        )
+    if "mismatched" in recipe.needs and not cache.kl_pairs:
+        raise UsageError(
+            f"{method} needs mismatched completions, and cache.kl_pairs is 0. Pass --kl-pairs 1."
+        )
+
+
+@contextmanager
+def _naming_cache(cache: str) -> Iterator[None]:
+    try:
+        yield
+    except AlignError as error:
+        told = f"{error}\nThe cache in {cache} is finished: `align run` scores nothing of it again."
+        raise type(error)(told) from error

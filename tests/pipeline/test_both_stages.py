@@ -1,0 +1,88 @@
+"""`align run`: both stages in one command, and what it refuses before the first."""
+
+import pytest
+
+from align import load_run
+from align.pipeline.options.declared import BOTH, METHOD, declared, flag_of
+from align.pipeline.options.settings import load_settings
+from align.pipeline.train.both_stages import settings_of_both
+from align.stages.model.reference import HfReference
+from support.command import align, refusal
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def loaded_reference(_):
+    raise AssertionError("the reference is loaded")
+
+
+def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
+    server, world, here, monkeypatch
+):
+    cache = ("--cache", "cache", "--max-length", 512, "--reference-dtype", "float32")
+    policy = ("--method", "kto", "--beta", 0.3, "--output", "run", "--no-mlflow")
+    short = ("--max-steps", 1, "--batch-size", 8, "--seed", 5)
+    words = ("run", world.data.paired, "--model", world.model, *cache, *policy, *short)
+    first = server.fork(words, here, {"ALIGN_HOME": str(here / "home")}).answer()
+    assert first.code == 0, first
+    assert "60 rows" in first.out
+    assert "scored " in first.out
+    assert "run: 1 step" in first.out
+    run = load_run("run")
+    assert run.model
+    assert run.settings["tokens.max_length"] == 512
+    given = {name: run.settings[name] for name in ("method.beta", "train.seed", "cache.seed")}
+    assert given == {"method.beta": 0.3, "train.seed": 5, "cache.seed": 0}
+
+    monkeypatch.setattr(HfReference, "load", loaded_reference)
+    again = align(*words, "--resume", "auto")
+    assert again.code == 0, again
+    assert "already complete: nothing was scored" in again.out
+    assert "holds a finished run" in refusal(2, *words)
+    said = refusal(2, *words, "--output", "other", "--deepspeed", "zero33")
+    assert "Did you mean 'zero3'?" in said
+    assert "The cache in cache is finished" in said
+    assert not (here / "other").exists()
+
+
+def test_what_either_stage_would_refuse_is_refused_before_the_first(here, monkeypatch):
+    (here / "rows.jsonl").write_text("")
+    data = ("run", "rows.jsonl", "--model", "nowhere")
+    for words, said in (
+        ((), "No method"),
+        (("--method", "dp"), "Did you mean 'dpo'"),
+        (("--method", "kto", "--beta", "-1"), "method.beta: expected"),
+        (("--method", "kto", "--kl-pairs", 0), "Pass --kl-pairs 1"),
+        (("--method", "grpo"), "Add --token-logps"),
+        (("--method", "dpo", "--max-time", "90"), "train.max_time is '90'"),
+        (("--method", "dpo", "--policy", "none"), "none: no such model folder"),
+        (("--method", "dpo", "--set", "train.cache=x"), "Pass --cache DIR"),
+        (("--method", "dpo", "--set", "judge.by=regex"), "not used by `align run`"),
+        (("--method", "dpo", "--set", "model.tensor_parallel=2"), "is one process"),
+    ):
+        assert said in refusal(2, *data, *words), words
+    (here / "align.yaml").write_text("train:\n  cache: old\n")
+    assert "align.yaml: train.cache is old" in refusal(2, *data, "--method", "dpo")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert "is one process" in refusal(2, *data, "--method", "dpo")
+
+
+def test_each_flag_of_either_stage_is_one_of_both_under_a_name_of_its_own():
+    flags = {
+        name: flag_of(name, "run")
+        for name, facts in declared().items()
+        if name != METHOD and BOTH & {*facts.on} and "run" not in facts.instead
+    }
+    assert all(flags.values())
+    assert len({*flags.values()}) == len(flags)
+    assert (flags["model.path"], flags["train.model"]) == ("--model", "--policy")
+
+
+def test_a_policy_beside_the_reference_is_meant_to_be_another_model(here):
+    (here / "sft").mkdir()
+    given = {"model.path": "base", "train.method": "dpo", "cache.output": "made"}
+    for policy, is_other in (("", False), ("sft", True)):
+        loaded = load_settings({**given, "train.model": policy}, [], file=None, command="run")
+        train = settings_of_both(loaded).config.train
+        assert (train.cache, train.model, train.other_reference) == ("made", policy, is_other)

@@ -1,0 +1,92 @@
+"""Flags of training: of settings, of methods' options, and with several values in a sweep."""
+
+import dataclasses
+
+import pytest
+import typer
+
+from align import cli
+from align.pipeline.options.declared import set_by
+from align.pipeline.options.flags import fixed_in, varied_in
+from align.stages.methods.modifiers import Modifiers
+from align.stages.methods.table import METHODS
+from support.command import refusal
+
+pytestmark = pytest.mark.usefixtures("here")
+
+COMMANDS = typer.main.get_command(cli.app).commands
+OPTIONS = {
+    one.name
+    for options in (Modifiers, *(method.options for method in METHODS.values()))
+    for one in dataclasses.fields(options)
+}
+
+
+def read(command, *words):
+    """What the words of a command are read as."""
+    with COMMANDS[command].make_context(command, [*map(str, words)]) as context:
+        return context.params
+
+
+def flags_of(command, *words):
+    """The flags of a command, each as often as it is declared."""
+    with COMMANDS[command].make_context(command, [*words]) as context:
+        return [word for one in context.command.get_params(context) for word in one.opts]
+
+
+def test_every_option_of_a_method_is_a_flag_of_what_trains():
+    for command in ("train", "plan", "sweep"):
+        for name in OPTIONS:
+            flag = f"--{name.replace('_', '-')}"
+            assert read(command, "--method", "kto", flag, "7")[f"method_{name}"] == "7"
+        flags = flags_of(command, "--method", "kto")
+        assert len(flags) == len({*flags})
+    assert not {"--beta", "--kl-use"} & {*flags_of("precompute-ref")}
+
+
+def test_a_flag_sets_the_option_that_it_names():
+    for method, words, said in (
+        ("kto", "--beta -1", "kto: method.beta: expected a number above 0, found -1 (int)"),
+        ("kto", "--desirable-weight much", "method.desirable_weight: expected"),
+        ("kto", "--beta [", "--beta [: the value is not readable"),
+        ("orpo", "--beta 0.1", "orpo: unknown key 'method.beta'"),
+        ("dpo", "--lora-rank 4", "lora.rank is set, but no adapter is trained"),
+        ("kto", "--beta 0.1 --desirable-weight auto", "nowhere is not a finished cache"),
+    ):
+        given = ("train", "--method", method, "--cache", "nowhere", *words.split())
+        assert said in refusal(2, *given), words
+
+
+def test_a_sweep_takes_what_a_training_takes_and_varies_what_has_several_values():
+    own = {"--dry-run", *(f"--{name.partition('.')[2]}" for name in set_by("sweep"))}
+    assert {*flags_of("train")} - own <= {*flags_of("sweep", "--method", "kto")}
+    flags = {
+        "train.lr": "1e-6,1e-5",
+        "train.epochs": "2",
+        "train.max_time": "3h30m",
+        "train.schedule": None,
+        "train.cache": "a,b",  # a path may hold a comma
+        "lora.enabled": True,
+        "lora.targets": ["q_proj", "v_proj"],
+        "method.beta": "0.1",
+    }
+    assert varied_in(flags) == ["method.beta=0.1", "train.lr=1e-6,1e-5"]
+    fixed = {name: value for name, value in fixed_in(flags).items() if value is not None}
+    assert fixed == {
+        "train.epochs": 2,
+        "train.max_time": "3h30m",
+        "train.cache": "a,b",
+        "lora.enabled": True,
+        "lora.targets": ["q_proj", "v_proj"],
+    }
+
+
+def test_a_value_of_a_sweep_is_refused_by_the_name_of_its_flag():
+    words = ("sweep", "--method", "dpo", "--cache", "nowhere")
+    for flag, said in (
+        ("--epochs=x", "--epochs: train.epochs: expected a"),
+        ("--epochs=1,x", "dpo-1: nowhere"),
+        ("--lr=x,1", "dpo-x: --set: train.lr: expected a number"),
+        ("--beta=-1", "dpo--1: dpo: method.beta: expected a number above 0"),
+    ):
+        assert said in refusal(2, *words, flag), flag
