@@ -186,6 +186,21 @@ def test_neither_a_partner_nor_what_stands_in_for_one_answers_the_same_prompt(tm
     assert short_row.branches[1][0] != (1,)
 
 
+def test_a_partner_whose_learned_tokens_are_cut_off_is_replaced_or_leaves_its_row_out(tmp_path):
+    """Behind three tokens of prompt two fit; of [1, 2, 3] the third alone is learned."""
+    turns = np.array([0, 0, 1], np.int16)
+    long_prompt = encoded([7, 7, 7], [4, EOS], row=0)
+    partner = encoded([8], [1, 2, 3], row=1, turns=[turns])
+    ring = ring_of_two(tmp_path / "two", long_prompt, partner)
+    unit = build_unit(ring, 0, 2, CutRule(5, STOPS))
+    assert [(bad.row, bad.reason) for bad in unit.rejected] == [(0, "no_mismatch")]
+    other = encoded([9], [5, 6, 6], row=2, turns=[turns[::-1]])
+    ring, _ = make_ring(tmp_path / "three", [long_prompt, partner, other], num_pairs=1)
+    rows = read(build_unit(ring, 0, 3, CutRule(5, STOPS)))
+    (row,) = (row for row in rows if row.prompt == (7, 7, 7))
+    assert (row.branches[1][0], row.turns[1]) == ((5, 6), (1, 0))
+
+
 @relaxed
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20),
