@@ -136,6 +136,7 @@ class TrainOptions:
         "cached",
         "what of a completion of several messages is learned: cached: what the cache was made for "
         "(tokens.learn); the others choose anew, from a cache made with --token-logps",
+        came_later=True,
     )
     eval_fraction: float = option(
         0.0, "share of prompts held out, chosen by their hash", ge=0, le=1, on=TRAINING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from typing import Any
 
 from ...schemas.config import Config
 from ...schemas.option import FACTS, Command, Commands, Facts, Keeper
@@ -78,6 +79,27 @@ def binds(name: str, *keepers: Keeper) -> bool:
     """Whether a setting binds one of the keepers; a name that is no setting binds none."""
     facts = declared().get(_declared_as(name), Facts())
     return not {*keepers}.isdisjoint(facts.binds or ())
+
+
+def bound(settings: Mapping[str, Any], *keepers: Keeper) -> dict[str, str]:
+    """What one of the keepers keeps of settings: those that came later only if they say more."""
+    return {
+        name: repr(value)
+        for name, value in settings.items()
+        if binds(name, *keepers) and not (name in _came_later() and value == _came_later()[name])
+    }
+
+
+@cache
+def _came_later() -> Mapping[str, Any]:
+    """The defaults of the settings that came later."""
+    found: dict[str, Any] = {}
+    for section in fields(Config):
+        options: Any = section.default_factory
+        for each in fields(options) if is_dataclass(options) else ():
+            if each.metadata[FACTS].came_later:
+                found[f"{section.name}.{each.name}"] = each.default
+    return found
 
 
 def set_by(command: Command) -> dict[str, str]:

@@ -19,7 +19,7 @@ from ...stages.storage.disk import fs
 from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.run.rounds_folder import OneRound, RoundsFolder
 from ..jobs.differences import differences
-from ..options.declared import binds, set_by
+from ..options.declared import bound, set_by
 from ..options.settings import Settings, as_absolute
 from ..tables.judges import kind_of
 from ..tables.language_judge import judge_sampler
@@ -129,9 +129,9 @@ class RoundsJob:
     def bound_settings(self) -> dict[str, str]:
         """The settings that every round depends on."""
         return {
-            name: repr(value)
-            for name, value in as_absolute(self.config).items()
-            if binds(name, "round") and (self.config.server.url or not name.startswith("server."))
+            name: value
+            for name, value in bound(as_absolute(self.config), "round").items()
+            if self.config.server.url or not name.startswith("server.")
         }
 
     def made_from(self, number: int, earlier: RoundRecord | None) -> dict[str, str]:

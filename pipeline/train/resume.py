@@ -32,7 +32,7 @@ from ...stages.storage.run.checkpoints import choose_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, begins_as, forget_ending, read_ending
 from ...stages.storage.run.run_store import RunStore, run_folder_of, run_store_of
 from ..jobs.differences import differences
-from ..options.declared import binds
+from ..options.declared import binds, bound
 from ..options.settings import as_absolute, run_settings, signed_settings
 from .run_upload import require_one_machine, uploaded
 
@@ -286,7 +286,7 @@ def versions() -> dict[str, str]:
 
 def binding(settings: Mapping[str, Any]) -> dict[str, str]:
     """The settings that have to be the same in all parts of a run, or that change its length."""
-    return {name: repr(value) for name, value in settings.items() if binds(name, "run", "length")}
+    return bound(settings, "run", "length")
 
 
 def job_settings(job: TrainingJob) -> dict[str, str]:

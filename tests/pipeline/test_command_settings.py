@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from align import cli
-from align.pipeline.options.declared import facts_of, reads, set_by
+from align.pipeline.options.declared import bound, declared, facts_of, reads, set_by
 from align.pipeline.options.settings import flatten, load_settings
 from align.pipeline.train.training_job import open_training
 from align.schemas.config import Config
@@ -35,6 +35,19 @@ def test_commands_that_take_settings_are_those_that_declarations_name():
 def test_what_rounds_set_themselves_can_be_set_where_the_refusal_says():
     assert {*set_by("rounds").values()} <= {"", *SETTINGS}
     assert set_by("rounds").keys() <= {*SETTINGS}
+
+
+def test_what_was_kept_before_a_setting_came_is_kept_at_its_default_and_told_otherwise():
+    plain = flatten(Config())
+    for name, facts in declared().items():
+        if not facts.came_later:
+            continue
+        keepers = facts.binds
+        assert keepers, name
+        assert name not in bound(plain, *keepers)
+        other = plain | {name: "another"}
+        assert bound(other, *keepers) == bound(plain, *keepers) | {name: "'another'"}
+    assert bound(plain, "run")["train.lr"] == repr(plain["train.lr"])
 
 
 def test_a_set_is_used_or_refused_by_name():
