@@ -21,9 +21,9 @@ def test_an_error_begins_nothing_more_and_costs_nothing_that_was_begun():
         return task
 
     found = []
+    groups = in_groups(iter(range(10)), work, most=3, stop=noticed.set)
     with pytest.raises(ValueError, match="task 1"):
-        for group in in_groups(iter(range(10)), work, most=3, stop=noticed.set):
-            found += group
+        found.extend(one for group in groups for one in group)
     assert sorted(found) == [0, 2]
     assert sorted(begun) == [0, 1, 2]
 
