@@ -1,6 +1,7 @@
 """What every command owes a person, and the way of one who has a data file and an align.yaml."""
 
 import json
+import shlex
 import shutil
 import sys
 
@@ -22,6 +23,10 @@ def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(jo
     assert journey.answer.code == 0, journey.answer
     assert "60 rows, 240 branches" in journey.answer.out
     assert "scored 240 branches, reused 0 of 240" in journey.answer.out
+    _, follows = journey.answer.out.split("next: align ")  # the command that comes next, as it is
+    name, *words = shlex.split(follows)
+    with COMMANDS[name].make_context(name, words) as context:
+        assert context.params["cache"] == str(journey.cache)
     said = journey.answer.out + journey.answer.err
     assert said.replace("\n", "").isprintable()  # as a log wants it
     assert {path.name for path in journey.cache.iterdir()} == {"manifest.json", "data", "_align"}

@@ -81,7 +81,9 @@ def run(
     given = load_settings(flags, sets or [], file=config, data=data or [], command="run")
     settings = settings_of_both(given)
     progress = begin_work()
-    say(make_cache(settings, progress=progress, shows_row=not quiet).text())
+    made = make_cache(settings, progress=progress, shows_row=not quiet)
+    # The command that would be next is this one's own second half.
+    say("\n".join(line for line in made.text().splitlines() if not line.startswith("next: ")))
     say(train_on_cache(settings, progress=progress).text())
 
 
