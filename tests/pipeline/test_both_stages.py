@@ -50,7 +50,8 @@ def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
 
 def test_what_either_stage_would_refuse_is_refused_before_the_first(here, monkeypatch):
     (here / "rows.jsonl").write_text("")
-    data = ("run", "rows.jsonl", "--model", "nowhere")
+    (here / "model").mkdir()
+    data = ("run", "rows.jsonl", "--model", "model")
     for words, said in (
         ((), "No method"),
         (("--method", "dp"), "Did you mean 'dpo'"),
