@@ -99,18 +99,21 @@ def precompute_ref(
     sets: Sets = None,
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
-    from .pipeline.executors.executor import share_of
-    from .pipeline.jobs.object_inputs import with_local_inputs
+    from .pipeline.options.first_checks import require_inputs
     from .pipeline.options.settings import load_settings
-    from .pipeline.precompute.precompute import precompute
-    from .pipeline.precompute.precompute_plan import require_model
-    from .stages.model.reference import HfReference
-    from .stages.storage.disk.digest_memory import own_digests
 
     loaded = load_settings(
         flags, sets or [], file=config, data=data or [], command="precompute-ref"
     )
     given = loaded.config
+    require_inputs(given)
+    from .pipeline.executors.executor import share_of
+    from .pipeline.jobs.object_inputs import with_local_inputs
+    from .pipeline.precompute.precompute import precompute
+    from .pipeline.precompute.precompute_plan import require_model
+    from .stages.model.reference import HfReference
+    from .stages.storage.disk.digest_memory import own_digests
+
     share = share_of(part, os.environ)
     require_model(given, share)
     local = with_local_inputs(given)

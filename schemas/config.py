@@ -247,7 +247,7 @@ class ScoringOptions:
         16_384,
         "most tokens, padding included, in one batch",
         ge=1,
-        run_flag="--reference-tokens-per-batch",
+        run_flag="--reference-tokens",
         on=IN_TASKS,
         binds=("cache", "round"),
     )
@@ -267,7 +267,11 @@ class ScoringOptions:
         on=IN_TASKS,
     )
     ray_gpus_per_worker: float = option(
-        0.0, "GPUs of each actor; 0: one where the model is on cuda", ge=0, on=IN_TASKS
+        0.0,
+        "GPUs of each actor; 0: one where the model is on cuda",
+        ge=0,
+        flag="--ray-worker-gpus",
+        on=IN_TASKS,
     )
 
 

@@ -14,7 +14,7 @@ class ServerOptions:
 
     url: str = option(
         "",
-        "its address, for example http://127.0.0.1:8000/v1; empty: no server",
+        "its address, such as http://HOST:8000/v1; empty: no server",
         flag="--server",
         on=("sample", "judge"),
     )

@@ -90,9 +90,7 @@ class TrainOptions:
         "auto", "auto: the dtype the policy's weights are stored in", on=TRAINING
     )
     dropout: bool = option(False, "keep the dropout that the model's config asks for")
-    gradient_checkpointing: bool = option(
-        False, "less memory for a third more computing", on=TRAINING, binds=()
-    )
+    gradient_checkpointing: bool = option(False, "less memory for a third more computing", binds=())
     checkpoint_offload: bool = option(
         False,
         "with gradient_checkpointing: what enters a layer waits in the memory of the CPU",

@@ -1,6 +1,7 @@
 """What every command owes a person, and the way of one who has a data file and an align.yaml."""
 
 import json
+import shlex
 import shutil
 import sys
 
@@ -22,6 +23,10 @@ def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(jo
     assert journey.answer.code == 0, journey.answer
     assert "60 rows, 240 branches" in journey.answer.out
     assert "scored 240 branches, reused 0 of 240" in journey.answer.out
+    _, follows = journey.answer.out.split("next: align ")  # the command that comes next, as it is
+    name, *words = shlex.split(follows)
+    with COMMANDS[name].make_context(name, words) as context:
+        assert context.params["cache"] == str(journey.cache)
     said = journey.answer.out + journey.answer.err
     assert said.replace("\n", "").isprintable()  # as a log wants it
     assert {path.name for path in journey.cache.iterdir()} == {"manifest.json", "data", "_align"}
@@ -86,14 +91,18 @@ for words in {words}:
     try:
         cli.main()
     except SystemExit as end:
-        assert not end.code
+        assert (end.code or 0) == {code}
 print(*sys.modules)
 """
 
 
-def test_every_command_and_option_is_explained():
+def test_every_command_and_option_is_explained_within_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     for name, command in COMMANDS.items():
         answer = align(name, "--help")
+        assert max(map(len, answer.out.splitlines())) <= 80
+        flags = [word for one in command.params for word in (*one.opts, *one.secondary_opts)]
+        assert not [flag for flag in flags if flag.startswith("-") and flag not in answer.out], name
         assert answer.code == 0
         assert command.help.splitlines()[0] in " ".join(answer.out.split())
         assert not [option.name for option in command.params if not option.help]
@@ -105,9 +114,9 @@ def test_the_version_and_short_help_are_where_they_are_looked_for():
     assert align("train", "-h").out == align("train", "--help").out
 
 
-def imported_by(folder, *commands):
+def imported_by(folder, *commands, code=0):
     """The modules that a process has imported once it has given these commands."""
-    program = ASKED.format(words=[list(map(str, words)) for words in commands])
+    program = ASKED.format(words=[list(map(str, words)) for words in commands], code=code)
     done = said_by(sys.executable, "-c", program, cwd=folder)
     return {*done.splitlines()[-1].split()}
 
@@ -119,6 +128,28 @@ def test_what_computes_nothing_imports_no_heavy_package(tmp_path):
     methods = imported_by(tmp_path, ["methods"], ["methods", "kto"], ["methods", "--json"])
     assert "align.stages.methods.table" in methods
     assert not HEAVY - {"numpy"} & methods  # whose columns the methods' rows are declared by
+
+
+def test_what_is_not_there_is_refused_before_torch_is_imported(
+    tmp_path,
+):
+    (tmp_path / "rows.jsonl").touch()
+    train = ["train", "--method", "kto"]
+    imported = imported_by(
+        tmp_path,
+        ["train", "--method", "dp"],
+        ["sweep", "--method", "dp"],
+        ["run", "rows.jsonl", "--model", tmp_path, "--method", "dp"],
+        ["run", "rows.jsonl", "--model", "nowhere", "--method", "kto"],
+        [*train, "--beta", "-1"],
+        [*train, "--set", "method.betta=1"],
+        [*train, "--learning-rate", "1"],
+        [*train, "--cache", "nowhere"],
+        ["precompute-ref", "nowhere.jsonl", "--model", tmp_path],
+        ["precompute-ref", "rows.jsonl", "--model", "nowhere"],
+        code=2,
+    )
+    assert not {"torch", "transformers", "deepspeed", "mlflow"} & imported
 
 
 def test_methods_are_listed_with_their_formulas_and_explained_one_by_one():

@@ -32,7 +32,7 @@ def init(
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
     write_template(path, schema=schema)
-    say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
+    say(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
 
 
 def config(
@@ -66,3 +66,4 @@ def tiny_world(
 
     world = make_world(folder, rows=rows, seed=seed)
     say(f"model  {world.model}\ndata   {world.data.paired}")
+    say(f"next: align precompute-ref {world.data.paired} --model {world.model}")

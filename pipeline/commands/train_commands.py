@@ -40,9 +40,11 @@ def train(
     sets: Sets = None,
 ) -> None:
     """Train a policy on the shards of a cache; the reference is never loaded."""
+    from ..options.first_checks import require_training
     from ..options.settings import load_settings
 
     settings = load_settings(flags, sets or [], file=config, command="train")
+    require_training(settings.config)
     if dry_run:
         from ...stages.engine.launchers import world_apart
         from ..plan.plan_text import plan_text
@@ -75,13 +77,20 @@ def run(
 
     The cache stays: the next run on the same data scores nothing.
     """
+    from ..options.first_checks import asked_recipe, require_inputs, require_policy
     from ..options.settings import load_settings
-    from ..train.both_stages import make_cache, settings_of_both, train_on_cache
 
     given = load_settings(flags, sets or [], file=config, data=data or [], command="run")
+    asked_recipe(given.config)
+    require_inputs(given.config)
+    require_policy(given.config, "--policy")
+    from ..train.both_stages import make_cache, settings_of_both, train_on_cache
+
     settings = settings_of_both(given)
     progress = begin_work()
-    say(make_cache(settings, progress=progress, shows_row=not quiet).text())
+    made = make_cache(settings, progress=progress, shows_row=not quiet)
+    # The command that would be next is this one's own second half.
+    say("\n".join(line for line in made.text().splitlines() if not line.startswith("next: ")))
     say(train_on_cache(settings, progress=progress).text())
 
 
@@ -92,24 +101,31 @@ def plan(
         str, typer.Option("--gpu", help="Memory of a GPU: 24g, 48g, 80g, or bytes.")
     ] = "",
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="How many of them (default 1).")
+        int | None, typer.Option("--gpus", min=1, metavar="<int>", help="How many (default 1).")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Without a cache: pairs of completions to train on.")
+        int | None, typer.Option(min=1, metavar="<int>", help="Without a cache: pairs to train on.")
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --rows: tokens of a prompt (default 300).")
+        int | None,
+        typer.Option(min=1, metavar="<int>", help="With --rows: tokens of a prompt (default 300)."),
     ] = None,
     completion_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --rows: tokens of a completion (default 300).")
+        int | None,
+        typer.Option(
+            min=1, metavar="<int>", help="With --rows: tokens of a completion (default 300)."
+        ),
     ] = None,
     tokens_per_second: Annotated[
-        float, typer.Option(min=0, help="The speed of all GPUs together, for time and cost.")
+        float,
+        typer.Option(min=0, metavar="<float>", help="The speed of all GPUs, for time and cost."),
     ] = 0.0,
     like: Annotated[
         Path | None, typer.Option("--like", help="A run whose measured speed is taken.")
     ] = None,
-    price: Annotated[float, typer.Option(min=0, help="Of a GPU for an hour.")] = 0.0,
+    price: Annotated[
+        float, typer.Option(min=0, metavar="<float>", help="Of a GPU for an hour.")
+    ] = 0.0,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
@@ -155,7 +171,11 @@ def sweep(
 
     A flag with several values, as --lr 1e-6,1e-5, tries each of them.
     """
+    from ...stages.methods.table import recipe_of
     from ..options.settings import load_settings
+
+    for method in methods:
+        recipe_of(method, {})  # refused before torch is imported
     from ..train.sweep import sweep as run_sweep
     from ..train.trials import trials_of, varied_by
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -23,7 +23,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="Config file (default: align.yaml, here or beside the data)."),
 ]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECTION.NAME=VALUE.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting, as train.lr=1e-6.")]
 Part = Annotated[
     str | None, typer.Option("--part", help="I/N: only the I-th of N parts, beside the others.")
 ]
@@ -122,24 +122,37 @@ def _parameter(setting: str, command: Command) -> inspect.Parameter:
     options: Any = getattr(Config(), section)
     meaning = next(field for field in dataclasses.fields(options) if field.name == name)
     kind, flag = _kind(setting), flag_of(setting, command)
-    typed = list[str] if get_origin(kind) is dict else kind  # a map is a list of KEY=VALUE
     text, default = meaning.metadata["description"], getattr(options, name)
     if default not in ("", [], {}) and not isinstance(default, bool):
         text = f"{text} (default {default})"
+    if get_origin(kind) is Literal:
+        text = f"{', '.join(get_args(kind))}: {text}"
     several = command == "sweep" and _may_vary(setting)
     option = typer.Option(
         f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag,
-        min=None if several else meaning.metadata["ge"],
-        max=None if several else meaning.metadata["le"],
         help=text,
-        metavar="<value,…>" if several else None,
+        # Short, so that 80 columns have room for the help; the bounds are in the refusal.
+        metavar=None if kind is bool else "<value,…>" if several else _placeholder(setting),
     )
     return inspect.Parameter(
         flag.lstrip("-").replace("-", "_"),
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=None,
-        annotation=Annotated[(str if several else typed) | None, option],
+        annotation=Annotated[(str if several else _typed(kind)) | None, option],
     )
+
+
+def _typed(kind: Any) -> Any:
+    """The type that typer reads; choices and bounds are checked with all other settings."""
+    if get_origin(kind) in {dict, list}:  # a map is a list of KEY=VALUE
+        return list[str]
+    return str if get_origin(kind) is Literal else kind
+
+
+def _placeholder(setting: str) -> str:
+    if facts_of(setting).is_path:
+        return "<path>"
+    return {int: "<int>", float: "<float>"}.get(_kind(setting), "<text>")
 
 
 def _may_vary(setting: str) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...schemas.cache import Manifest
 from ...schemas.config import ModelOptions, TokenOptions
@@ -123,26 +123,6 @@ def _lines(found: Mapping[str, str]) -> str:
 
 
 _WORDS: dict[float | str, Threshold] = {"mean": "mean", "median": "median"}
-# What other trainers call a reference that follows the policy.
-MOVING = {
-    "sync_reference",
-    "sync_ref_model",
-    "ref_model_sync_steps",
-    "ref_model_mixup_alpha",
-}
-
-
-def require_fixed_reference(method: Mapping[str, Any]) -> None:
-    """Refuses options that would move the reference, whose log-probs are in a cache."""
-    for name in method:
-        if name.rpartition(".")[2] in MOVING:
-            raise UsageError(
-                f"method.{name} would move the reference while training, and the cache holds the "
-                "log-probs of one that stays. Go round by round: train, make a cache with the "
-                "trained model (`align precompute-ref … --model RUN/model --output OTHER`), train "
-                "again on it (`align train --cache OTHER`); or let `align rounds` do so, with "
-                "rounds.reference: previous."
-            )
 
 
 def require_token_logps(recipe: Recipe, folder: CacheFolder, manifest: Manifest) -> None:

@@ -211,7 +211,14 @@ class PrecomputeJob:
         if self.cache.shape.noted:
             lines.append(f"note: {not_read(self.cache.shape.noted)}")
         notes = sorted(made.notes.items())
-        return lines + [f"note: {counted(count, worded(name))}" for name, count in notes]
+        lines += [f"note: {counted(count, worded(name))}" for name, count in notes]
+        return lines + self._following()
+
+    def _following(self) -> list[str]:
+        """The command that trains on the cache, by the method of the settings or a usual one."""
+        usual = "kto" if self.config.cache.kl_pairs else "dpo"
+        method = self.config.train.method or usual
+        return [f"next: align train --method {method} --cache {self.folder.root}"]
 
 
 def _finished(job: CacheJob) -> Manifest | None:

@@ -14,8 +14,9 @@ from ...stages.storage.bucket.objects import require_on_disk
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.declared import set_by
+from ..options.first_checks import require_fixed_reference
 from ..options.settings import Settings, as_absolute
-from ..plan.train_checks import require_fixed_reference, require_own_samples
+from ..plan.train_checks import require_own_samples
 from ..precompute.precompute_plan import require_model
 from ..tables.judges import KINDS, NAMES, kind_of
 from ..tables.samplers import sampling_of

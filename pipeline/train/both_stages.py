@@ -7,13 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from ...schemas.errors import AlignError, UsageError
 from ...stages.engine.launchers import world_apart
 from ...stages.methods.recipe import Recipe
 from ...stages.model.reference import HfReference
-from ...stages.storage.bucket.objects import is_remote
 from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.run.run_store import run_folder_of
 from ...stages.tracking.progress import Progress
@@ -41,8 +39,6 @@ def settings_of_both(given: Settings) -> Settings:
             f"on the cache that it makes: {config.cache.output}. Leave train.cache out."
         )
     require_model(config)
-    if train.model and not is_remote(train.model) and not Path(train.model).is_dir():
-        raise UsageError(f"{train.model}: no such model folder. Pass the policy by --policy DIR.")
     _require_scores(recipe_asked_for(given), given)
     if train.resume == "never":
         run_folder_of(train.output).require_new()

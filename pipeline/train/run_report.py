@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,7 +309,21 @@ class Trained:
             lines.append(f"model in {self.folder.model}")
         else:
             lines.append("stopped by train.max_time; the same command with --resume auto continues")
-        return "\n".join([*lines, *before_and_after(self.measured)])
+        return "\n".join([*lines, *before_and_after(self.measured), *self._looks()])
+
+    def _looks(self) -> Iterator[str]:
+        """Where the run can be looked at, and the command that asks the trained model."""
+        if self.folder.report.exists():
+            yield f"report in {self.folder.report}"
+        whole = self.folder.merged if self.folder.merged.exists() else self.folder.model
+        config = whole / "config.json"
+        if self.ending != "finished" or not config.exists():  # an adapter alone
+            return
+        kinds = json.loads(config.read_text())["architectures"]
+        if any("Classification" in kind for kind in kinds):  # a reward model
+            yield f"next: align score data.parquet --reward-model {whole}"
+        else:
+            yield f"next: align sample prompts.jsonl --model {whole}"
 
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:

@@ -18,7 +18,6 @@ from ...stages.feed.conversions import ReadSpec
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource
 from ...stages.methods.recipe import Recipe
-from ...stages.methods.table import recipe_of
 from ...stages.model.loading.folder_check import require_peft
 from ...stages.model.loading.model_folder import UNUSED_WEIGHTS, ModelFiles, stored_dtype
 from ...stages.model.policy import Policy
@@ -29,11 +28,11 @@ from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_store import run_folder_of, run_store_of
 from ...stages.tracking.journal import Callback
 from ..jobs.object_inputs import local_model
+from ..options.first_checks import asked_recipe
 from ..options.settings import Settings
 from ..plan.train_checks import (
     read_spec_of,
     require_effect,
-    require_fixed_reference,
     require_measured,
     require_own_samples,
     require_packable,
@@ -104,13 +103,7 @@ def open_training(settings: Settings) -> TrainingJob:
 def recipe_asked_for(settings: Settings) -> Recipe:
     """The recipe; refuses what is known to be wrong without the cache and the policy."""
     config, train = settings.config, settings.config.train
-    if not train.method:
-        raise UsageError(
-            "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
-            "set train.method in align.yaml."
-        )
-    require_fixed_reference(config.method)
-    recipe = recipe_of(train.method, config.method)
+    recipe = asked_recipe(config)
     seconds_of(train.max_time, name="train.max_time")
     require_effect(settings)
     require_measured(train)

@@ -28,6 +28,9 @@ def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
     assert "60 rows" in first.out
     assert "scored " in first.out
     assert "run: 1 step" in first.out
+    assert "report in run/report.html" in first.out
+    following = [line for line in first.out.splitlines() if line.startswith("next: ")]
+    assert following == ["next: align sample prompts.jsonl --model run/model"]
     run = load_run("run")
     assert run.model
     assert run.settings["tokens.max_length"] == 512
@@ -47,7 +50,8 @@ def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
 
 def test_what_either_stage_would_refuse_is_refused_before_the_first(here, monkeypatch):
     (here / "rows.jsonl").write_text("")
-    data = ("run", "rows.jsonl", "--model", "nowhere")
+    (here / "model").mkdir()
+    data = ("run", "rows.jsonl", "--model", "model")
     for words, said in (
         ((), "No method"),
         (("--method", "dp"), "Did you mean 'dpo'"),

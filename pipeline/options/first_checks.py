@@ -1,0 +1,80 @@
+"""What a command refuses within a second: before torch, which takes seconds, is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...schemas.config import Config
+from ...schemas.errors import UsageError
+from ...stages.methods.recipe import Recipe
+from ...stages.methods.table import recipe_of
+from ...stages.storage.bucket.objects import is_remote, location
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.manifest_file import load_manifest
+
+# What other trainers call a reference that follows the policy.
+MOVING = {
+    "sync_reference",
+    "sync_ref_model",
+    "ref_model_sync_steps",
+    "ref_model_mixup_alpha",
+}
+
+
+def asked_recipe(config: Config) -> Recipe:
+    """The method of the settings with its options, or a mixture."""
+    if not config.train.method:
+        raise UsageError(
+            "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
+            "set train.method in align.yaml."
+        )
+    require_fixed_reference(config.method)
+    return recipe_of(config.train.method, config.method)
+
+
+def require_fixed_reference(method: Mapping[str, Any]) -> None:
+    """Refuses options that would move the reference, whose log-probs are in a cache."""
+    for name in method:
+        if name.rpartition(".")[2] in MOVING:
+            raise UsageError(
+                f"method.{name} would move the reference while training, and the cache holds the "
+                "log-probs of one that stays. Go round by round: train, make a cache with the "
+                "trained model (`align precompute-ref … --model RUN/model --output OTHER`), train "
+                "again on it (`align train --cache OTHER`); or let `align rounds` do so, with "
+                "rounds.reference: previous."
+            )
+
+
+def require_policy(config: Config, flag: str = "--model") -> None:
+    """Refuses a policy whose folder is not there."""
+    if _is_missing(path := config.train.model):
+        raise UsageError(f"{path}: no such model folder. Pass the policy by {flag} DIR.")
+
+
+def require_training(config: Config) -> None:
+    """Refuses a training whose method, cache or policy there is not."""
+    asked_recipe(config)
+    cache = config.train.cache or config.cache.output
+    if not is_remote(cache) and not (Path(cache) / "manifest.json").exists():
+        load_manifest(CacheFolder(location(cache)))  # which says what there is instead
+    require_policy(config)
+
+
+def require_inputs(config: Config) -> None:
+    """Refuses data and a reference that are not there.
+
+    Ray, which may not be installed, is looked for before them.
+    """
+    if config.scoring.executor != "inline" or not config.model.path:
+        return
+    for name in config.data.files:
+        if not is_remote(name) and not Path(name).exists():
+            raise UsageError(f"{name}: no such file or folder. Check the path.")
+    if config.data.files and _is_missing(path := config.model.path):
+        raise UsageError(f"{path}: no such model folder. Pass --model DIR, or set ALIGN_MODEL.")
+
+
+def _is_missing(folder: str) -> bool:
+    return bool(folder) and not is_remote(folder) and not Path(folder).is_dir()
