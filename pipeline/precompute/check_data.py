@@ -6,6 +6,7 @@ without one only their shape is checked.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -129,6 +130,17 @@ class Checked:
             yield f"note: {counted(count, worded(note))}"
         if self.shape.noted:
             yield f"note: {not_read(self.shape.noted)}"
+        yield f"next: align precompute-ref {shlex.join(self._given())}"
+
+    def _given(self) -> Iterator[str]:
+        """The arguments that read the same data again."""
+        data = self.config.data
+        yield from data.files
+        yield from ("--model", self.config.model.path or "DIR")
+        for ours, theirs in data.map.items():
+            yield from ("--map", f"{ours}={theirs}")
+        if data.split:
+            yield from ("--split", data.split)
 
     def _of_lengths(self) -> Iterator[str]:
         yield heading("tokens")

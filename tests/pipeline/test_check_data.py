@@ -1,5 +1,6 @@
 """`align check` beside the cache that `precompute-ref` makes of the same data."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,11 @@ def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations)
     text = "\n".join(checked.lines())
     assert "(not learned: " in text
     assert "turns.jsonl row 7: empty_completion" in text
+    next_one = shlex.split(text.splitlines()[-1])
+    assert next_one[1:] == [
+        *("align", "precompute-ref", *conversations.data.files),
+        *("--model", conversations.model.path),
+    ]
     assert not folder.works()
 
 
