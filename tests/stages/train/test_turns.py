@@ -75,6 +75,21 @@ def test_training_on_turns_ends_in_the_weights_of_a_plain_loop(training_world, c
         assert (tensor - weights[name].detach()).abs().max() <= apart(2 * 1e-3), name
 
 
+def test_a_step_counts_learned_tokens_and_fills_its_batches_by_all(caches):
+    session = session_of(job_of(caches["assistant"], "dpo", **STEPS), ALONE)
+    stored = plain_loop.rows_of(caches["assistant"])
+    with session.feed.steps(START.cursor) as batches:
+        for batch in batches:
+            rows = [stored[row] for micro in batch.own for row in micro.row_ids]
+            learned = [
+                [sum(n > 0 for n in turns) for turns in row["completion_turns"][:2]] for row in rows
+            ]
+            assert batch.tokens == sum(map(sum, learned))
+            assert batch.chosen_tokens == sum(chosen for chosen, _ in learned)
+            whole = sum(len(row["prompt_ids"]) + sum(row["num_tokens"][:2]) for row in rows)
+            assert sum(tree.num_tokens for micro in batch.own for tree in micro.trees) == whole
+
+
 def losses_of(cache, method, options, **settings):
     job = job_of(cache, method, options=options, **STEPS, **settings)
     _, recorded = learn(job, ALONE)
