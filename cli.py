@@ -37,7 +37,6 @@ app = typer.Typer(
     help="Preference alignment in two stages: score the reference once, then train at will.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -54,7 +53,8 @@ def main() -> None:
         signal.signal(number, _stop)
     try:
         # The deepspeed launcher names the rank before the command; LOCAL_RANK holds it too.
-        app([word for word in sys.argv[1:] if not word.startswith("--local_rank=")])
+        words = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
+        app(words, prog_name="align")
     except PeerError as error:
         say(f"error: {error}", err=True)
         # Threads of the lost collective are still there: the usual way out would abort on them.

@@ -40,10 +40,14 @@ def config(
     other_tools: Annotated[
         bool, typer.Option("--other-tools", help="Print what other tools' options are here.")
     ] = False,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only the settings that are not at their default.")
+    ] = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Print every setting and where its value comes from."""
+    from ...schemas.config import Config
     from ..options.other_names import markdown_names
     from ..options.settings import flatten, load_settings, without_secrets
 
@@ -52,7 +56,10 @@ def config(
         return
     settings = load_settings({}, sets or [], file=config, data=data or [])
     say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
-    for name, value in without_secrets(flatten(settings.config)).items():
+    found, defaults = flatten(settings.config), flatten(Config())
+    for name, value in without_secrets(found).items():
+        if changed and name in defaults and found[name] == defaults[name]:
+            continue
         say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
 
 

@@ -53,6 +53,18 @@ def test_a_schema_beside_the_file_knows_every_setting(here):
     assert load().config == Config()
 
 
+def test_config_prints_what_was_changed_alone_where_that_is_asked_for():
+    write("cache:\n  seed: 5\n  kl_pairs: 1\n")  # the second is the default
+    given = ("--set", "train.lr=1e-05", "--set", "method.beta=0.2")
+    lines = align("config", "--changed", *given).out.splitlines()
+    found = {line for line in lines if not line.startswith("#")}
+    assert found == {
+        "cache.seed = 5  (align.yaml)",
+        "train.lr = 1e-05  (--set)",
+        "method.beta = 0.2  (--set)",
+    }
+
+
 def test_config_prints_every_setting_and_where_it_comes_from(monkeypatch):
     write("cache:\n  seed: 5\n  kl_pairs: 2\nmodel:\n  path: here\ndata:\n  files: [a]\n")
     monkeypatch.setenv("ALIGN_MODEL", "from-env")
