@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from .pipeline.commands.cache_commands import add_looking_to
+from .pipeline.commands.examples import show_examples
 from .pipeline.commands.round_commands import add_to
 from .pipeline.commands.setup_commands import add_setup_to
 from .pipeline.commands.terminal import (
@@ -222,6 +223,9 @@ def mlflow_sync(
     for synced in sync_runs(run, own_options(run, config), uri=uri):
         sent = f"{counted(synced.points_sent, 'numbers')} sent"
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
+
+
+show_examples(app)
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

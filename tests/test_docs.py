@@ -14,6 +14,7 @@ import typer
 import yaml
 
 from align import __version__, cli
+from align.pipeline.commands.examples import EXAMPLES
 from align.pipeline.jobs.signals import STOPS
 from align.pipeline.options.settings import load_settings
 from align.schemas.cache import Manifest
@@ -79,6 +80,15 @@ def take(words):
     asked = given.get("methods") or [given.get("method")]
     for recipe in filter(None, asked):
         recipe_of(recipe, method)
+
+
+def test_the_help_of_every_command_ends_with_an_example_that_is_taken():
+    assert COMMANDS.keys() == EXAMPLES.keys()
+    for name, example in EXAMPLES.items():
+        first, *words = shlex.split(example)
+        assert (first, words[0]) == ("align", name)
+        assert not why_refused(*words), example
+        assert COMMANDS[name].epilog.endswith(example)
 
 
 def why_refused(*words):
