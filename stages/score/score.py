@@ -206,8 +206,8 @@ def _collect(
     wanted = np.flatnonzero(~known.found)
     index = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
-    turns = None if rows.turns is None else rows.turns.take(run.branches).values > 0
-    logps[wanted] = sums_of_branches(run.token_logps, turns)[index]
+    is_learned = None if rows.turns is None else rows.turns.take(run.branches).values > 0
+    logps[wanted] = sums_of_branches(run.token_logps, is_learned)[index]
     token_logps = None
     if rules.keep_token_logps:
         assert known.token_logps is not None

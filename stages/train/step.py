@@ -117,11 +117,10 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     with catching_out_of_memory(batch):
         outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     device, per_branch = outputs["logps"].device, recipe.head == "score"
-    if rows.is_learned is not None and not per_branch:
+    if (is_learned := rows.is_learned) is not None and not per_branch:
         # From here on what is not learned is not there: sums, means and lengths are of the rest.
-        kept = on_device(np.flatnonzero(rows.is_learned), device)
-        of_tokens = {name: value[kept] for name, value in outputs.items() if name != ROUTING}
-        outputs |= of_tokens
+        kept = on_device(np.flatnonzero(is_learned), device)
+        outputs |= {name: value[kept] for name, value in outputs.items() if name != ROUTING}
     lengths = on_device(rows.num_learned, device)
     return Branches(
         logps=outputs["logps"] if per_branch else sums_of(outputs["logps"], lengths),

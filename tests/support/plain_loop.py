@@ -3,10 +3,13 @@
 import copy
 
 import pyarrow.parquet as pq
+import pytest
 import torch
 from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
 
-from support.rounding import EPSILON
+from support.rounding import EPSILON, NATS, apart
+from support.training_world import START
 
 BETA, LAM = 0.1, 0.1
 GOOD, MISMATCHED = {0, 2}, 5  # roles: chosen and desirable; mismatched
@@ -71,6 +74,9 @@ def orpo(rows):
     return [-mean - LAM * logsigmoid(odds - worse) for (mean, odds), (_, worse) in sides]
 
 
+LOSSES = {"dpo": dpo, "kto": kto, "orpo": orpo}
+
+
 def train(model, loss, steps, *, lr, max_norm):
     """Updates the model once for each list of stored rows; returns the losses."""
     reference, losses = copy.deepcopy(model), []
@@ -83,3 +89,24 @@ def train(model, loss, steps, *, lr, max_norm):
         optimizer.step()
         optimizer.zero_grad()
     return [value.item() for value in losses]
+
+
+def weights_beside(model, learned, cache, method, steps):
+    """Takes the steps of a training anew; its losses and weights must be those of the loop.
+
+    `learned` is the session of the training and what it recorded. Returns the weights of the loop.
+    """
+    session, recorded = learned
+    stored, lr = rows_of(cache), 1e-3
+    with session.feed.steps(START.cursor) as batches:
+        # Alone and with a large budget a step is one micro-batch.
+        rows = [[stored[row] for row in next(batches).own[0].row_ids] for _ in range(steps)]
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    losses = train(model, LOSSES[method], rows, lr=lr, max_norm=1.0)
+    # Of the slope in a margin, beta / 2, a twentieth of its error is left.
+    found = [metrics["loss"] for _, metrics in recorded.steps]
+    assert found == pytest.approx(losses, rel=1e-5, abs=NATS / 20)
+    weights = dict(model.named_parameters())
+    for name, tensor in session.engine.weights().items():
+        assert (tensor - weights[name].detach()).abs().max() <= apart(steps * lr), name
+    return weights

@@ -4,14 +4,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from support import plain_loop
 from support.rounding import EPSILON, NATS, STEP, apart, largest_difference
 from support.training_ranks import ALONE, EXPERTS, OTHERS, SPREAD
-from support.training_world import START, job_of, learn
+from support.training_world import job_of, learn
 
 pytestmark = pytest.mark.numeric
 
@@ -142,20 +140,7 @@ LEARNING = {"warmup": 0.0, "schedule": "constant", "max_grad_norm": 1.0, "epsilo
 )
 def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, cache, method):
     folder = getattr(training_world, cache)
-    session, recorded = learn(
-        job_of(folder, method, **LEARNING, max_steps=3, batch_size=4), one_rank
-    )
-    stored = plain_loop.rows_of(folder)
-    with session.feed.steps(START.cursor) as batches:
-        # Alone and with a large budget a step is one micro-batch.
-        steps = [[stored[row] for row in next(batches).own[0].row_ids] for _ in range(3)]
-    model = AutoModelForCausalLM.from_pretrained(training_world.model, dtype=torch.float32)
-    losses = plain_loop.train(model, getattr(plain_loop, method), steps, lr=1e-3, max_norm=1.0)
-    # Of the slope in a margin, beta / 2, a twentieth of its error is left.
-    found = [metrics["loss"] for _, metrics in recorded.steps]
-    assert found == pytest.approx(losses, rel=1e-5, abs=NATS / 20)
-    weights = dict(model.named_parameters())
-    for name, tensor in session.engine.weights().items():
-        assert (tensor - weights[name].detach()).abs().max() <= apart(3 * 1e-3), name
+    learned = learn(job_of(folder, method, **LEARNING, max_steps=3, batch_size=4), one_rank)
+    weights = plain_loop.weights_beside(training_world.model, learned, folder, method, 3)
     moved = weights["model.norm.weight"].detach() - 1
     assert moved.abs().max() > EPSILON  # the first step alone is 1e-3 |g| / (|g| + EPSILON)

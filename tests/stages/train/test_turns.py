@@ -3,13 +3,11 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from align.schemas.errors import UsageError
 from support import plain_loop
 from support.read_rows import bot, user
-from support.rounding import EPSILON, NATS, apart
+from support.rounding import EPSILON
 from support.training_world import ALONE, START, facts, job_of, learn, scored, session_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -60,19 +58,11 @@ def caches(training_world, tmp_path_factory):
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
 def test_training_on_turns_ends_in_the_weights_of_a_plain_loop(training_world, caches, method):
-    session, recorded = learn(job_of(caches["assistant"], method, **STEPS), ALONE)
-    stored = plain_loop.rows_of(caches["assistant"])
-    turns = [one for row in stored.values() for one in row["completion_turns"]]
+    cache = caches["assistant"]
+    turns = [one for row in plain_loop.rows_of(cache).values() for one in row["completion_turns"]]
     assert any(number < 1 for one in turns for number in one)
-    with session.feed.steps(START.cursor) as batches:
-        steps = [[stored[row] for row in next(batches).own[0].row_ids] for _ in range(2)]
-    model = AutoModelForCausalLM.from_pretrained(training_world.model, dtype=torch.float32)
-    losses = plain_loop.train(model, getattr(plain_loop, method), steps, lr=1e-3, max_norm=1.0)
-    found = [metrics["loss"] for _, metrics in recorded.steps]
-    assert found == pytest.approx(losses, rel=1e-5, abs=NATS / 20)
-    weights = dict(model.named_parameters())
-    for name, tensor in session.engine.weights().items():
-        assert (tensor - weights[name].detach()).abs().max() <= apart(2 * 1e-3), name
+    learned = learn(job_of(cache, method, **STEPS), ALONE)
+    plain_loop.weights_beside(training_world.model, learned, cache, method, 2)
 
 
 def test_a_step_counts_learned_tokens_and_fills_its_batches_by_all(caches):
