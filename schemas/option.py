@@ -50,6 +50,7 @@ class Facts:
     binds: Keepers | None = None  # None: what the others of its section bind
     # Earlier versions kept settings without it, and did what its default says.
     came_later: bool = False
+    was_whole: bool = False  # earlier versions took, and kept, integers alone
     # What serves there: a sentence, if the command does not read it; the setting or flag that is to
     # be set, if the command sets it itself.
     instead: Mapping[Command, str] = field(default_factory=dict)
@@ -70,6 +71,7 @@ def option(
     is_path: bool = False,
     binds: Keepers | None = None,
     came_later: bool = False,
+    was_whole: bool = False,
     instead: Mapping[Command, str] = MappingProxyType({}),
 ) -> Any:
     """A field with a default, what `align init` and `--help` say of it, its bounds and its facts.
@@ -77,7 +79,7 @@ def option(
     The flag is the field's name, unless it is given. pydantic reads the metadata, by these names,
     when a value is checked.
     """
-    facts = Facts(flag, run_flag, on, read_by, is_path, binds, came_later, instead)
+    facts = Facts(flag, run_flag, on, read_by, is_path, binds, came_later, was_whole, instead)
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {"description": description, **bounds, FACTS: facts}
     if isinstance(default, list | dict):

@@ -46,7 +46,14 @@ class TrainOptions:
         binds=(),
         instead={"rounds": "rounds.output", "sweep": "--output"},
     )
-    epochs: int = option(1, "times every row is seen", ge=1, on=TRAINING, binds=("length", "round"))
+    epochs: float = option(
+        1.0,
+        "times every row is seen; 0.5: half of the rows, in whole steps",
+        gt=0,
+        on=TRAINING,
+        binds=("length", "round"),
+        was_whole=True,
+    )
     max_steps: int = option(
         0,
         "stop after so many optimizer steps; 0: no limit",

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import typer
 
 EXAMPLES = {
-    "init": "align init --schema",
+    "init": "align init --method kto --schema",
     "config": "align config --changed",
     "tiny-world": "align tiny-world world --rows 200",
     "check": "align check data.jsonl --model DIR",

@@ -22,6 +22,9 @@ def init(
     schema: Annotated[
         bool, typer.Option("--schema", help="Also write align.schema.json, for editors.")
     ] = False,
+    method: Annotated[
+        str, typer.Option("--method", metavar="<name>", help="Set it, and list its own options.")
+    ] = "",
 ) -> None:
     """Write an align.yaml with every setting, its default and what it means."""
     from ...schemas.errors import UsageError
@@ -31,7 +34,13 @@ def init(
         raise UsageError(f"{path} exists. Remove it first, or name another file.")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
-    write_template(path, schema=schema)
+    described = None
+    if method:
+        from ...stages.methods.method_docs import describe
+        from ...stages.methods.table import find_method
+
+        described = describe(find_method(method))
+    write_template(path, schema=schema, method=described)
     say(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -82,9 +82,12 @@ def binds(name: str, *keepers: Keeper) -> bool:
 
 
 def bound(settings: Mapping[str, Any], *keepers: Keeper) -> dict[str, str]:
-    """What one of the keepers keeps of settings: those that came later only if they say more."""
+    """What one of the keepers keeps of settings, written as earlier versions wrote it.
+
+    Those that came later are kept only if they say more.
+    """
     return {
-        name: repr(value)
+        name: repr(int(value) if name in _were_whole() and value == int(value) else value)
         for name, value in settings.items()
         if binds(name, *keepers) and not (name in _came_later() and value == _came_later()[name])
     }
@@ -93,13 +96,21 @@ def bound(settings: Mapping[str, Any], *keepers: Keeper) -> dict[str, str]:
 @cache
 def _came_later() -> Mapping[str, Any]:
     """The defaults of the settings that came later."""
-    found: dict[str, Any] = {}
+    return {name: each.default for name, each in _fields() if each.metadata[FACTS].came_later}
+
+
+@cache
+def _were_whole() -> frozenset[str]:
+    """The settings that earlier versions kept as integers."""
+    return frozenset(name for name, each in _fields() if each.metadata[FACTS].was_whole)
+
+
+def _fields() -> Iterator[tuple[str, Field[Any]]]:
+    """Every setting of a section and its field; the options of methods are declared elsewhere."""
     for section in fields(Config):
         options: Any = section.default_factory
         for each in fields(options) if is_dataclass(options) else ():
-            if each.metadata[FACTS].came_later:
-                found[f"{section.name}.{each.name}"] = each.default
-    return found
+            yield f"{section.name}.{each.name}", each
 
 
 def set_by(command: Command) -> dict[str, str]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,6 +26,9 @@ from .declared import facts_of, paths
 from .flags import require_used
 from .other_names import meaning_of
 from .strict_yaml import UNREADABLE, from_yaml, setting_value
+
+if TYPE_CHECKING:
+    from ...stages.methods.method_docs import Description
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
@@ -161,7 +164,7 @@ def run_settings(folder: RunFolder) -> dict[str, Any]:
     return read_yaml(folder.config)
 
 
-def write_template(path: Path, *, schema: bool) -> None:
+def write_template(path: Path, *, schema: bool, method: Description | None = None) -> None:
     """Writes a new config file, and the JSON Schema by which an editor checks and completes it."""
     beside = path.with_name("align.schema.json")
     if schema:
@@ -169,11 +172,14 @@ def write_template(path: Path, *, schema: bool) -> None:
             file.write(json.dumps(json_schema(Config), indent=2).encode() + b"\n")
     with fs.new_file(path, replaces=False) as file:
         named = f"# yaml-language-server: $schema={beside.name}\n" if schema else ""
-        file.write(f"{named}{template()}".encode())
+        file.write(f"{named}{template(method)}".encode())
 
 
-def template() -> str:
-    """The text of a new align.yaml: every setting, its default and what it means."""
+def template(method: Description | None = None) -> str:
+    """The text of a new align.yaml: every setting, its default and what it means.
+
+    The options of a method are comments: set, they are refused with a method that has none such.
+    """
     lines = ["# Settings of align. Every value shown is the default; flags win over this file.", ""]
     defaults = Config()
     for section in dataclasses.fields(Config):
@@ -181,11 +187,23 @@ def template() -> str:
         if dataclasses.is_dataclass(options):
             lines.append(f"{section.name}:  # {(options.__doc__ or '').rstrip('.')}")
             for field in dataclasses.fields(options):
-                value = yaml.safe_dump(getattr(options, field.name), default_flow_style=True)
-                value, meaning = value.replace("...", "").strip(), field.metadata["description"]
-                lines.append(f"  {field.name}: {value}  # {meaning}")
-            lines.append("")
+                value, meaning = getattr(options, field.name), field.metadata["description"]
+                if method and (section.name, field.name) == ("train", "method"):
+                    value = method.name
+                lines.append(f"  {field.name}: {_in_yaml(value)}  # {meaning}")
+        elif method:
+            lines.append(f"{section.name}:  # Options of {method.name}: remove a # to set one")
+            lines += [
+                f"  # {one.name}: {_in_yaml(one.default)}  # {one.help}" for one in method.options
+            ]
+        else:
+            lines.append(f"{section.name}:  # Options of the method: `align init --method NAME`")
+        lines.append("")
     return "\n".join(lines)
+
+
+def _in_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).replace("...", "").strip()
 
 
 def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:

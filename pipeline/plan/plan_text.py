@@ -108,8 +108,8 @@ def parameters_text(elements: Elements) -> str:
 
 def steps_text(work: Workload) -> str:
     """The numbers of steps, rows and epochs."""
-    steps, epochs = counted(work.steps, "steps"), counted(work.epochs, "epochs")
-    return f"{steps} of {work.batch_size:,} rows, {epochs}"
+    epochs = f"{work.epochs:,.15g} {'epoch' if work.epochs == 1 else 'epochs'}"
+    return f"{counted(work.steps, 'steps')} of {work.batch_size:,} rows, {epochs}"
 
 
 def tokens_text(work: Workload) -> str:

@@ -13,7 +13,15 @@ from ...schemas.batches import World
 from ...schemas.rows import Tree
 from ...schemas.train_options import TrainOptions
 from ...stages.feed.cache_index import RowSizes, RowTable
-from ...stages.feed.step_plan import BatchAssignment, FeedSettings, Pass, StepPlan, num_steps
+from ...stages.feed.step_plan import (
+    BatchAssignment,
+    FeedSettings,
+    Pass,
+    StepPlan,
+    num_steps,
+    rows_seen,
+    steps_in,
+)
 from ...stages.feed.step_plan import training_pass as whole_pass
 from ...stages.methods.recipe import Recipe
 
@@ -39,7 +47,7 @@ class Workload:
 
     rows: int  # to learn from
     held_out: int
-    epochs: int
+    epochs: float
     steps: int
     batch_size: int
     learned_tokens: int
@@ -110,14 +118,14 @@ def workload_of(
 ) -> Workload:
     """The training on `rows` rows, of which the table holds all or the first."""
     per_epoch = num_steps(rows, settings.batch_size, settings.limit_train_batches)
-    steps = settings.epochs * per_epoch
+    steps = steps_in(settings.epochs, per_epoch)
     steps = min(steps, train.max_steps) if train.max_steps else steps
     one_pass = whole_pass(table, settings, epoch=0)
     plans = list(islice(one_pass.plans(0, min(one_pass.num_steps, SAMPLED_STEPS)), SAMPLED_STEPS))
     own = [table.sizes.tokens(plan.rows) for plan in plans]
     loads = [_loads(plan.own, sizes, settings) for plan, sizes in zip(plans, own, strict=True)]
     seen = sum(len(plan.rows) for plan in plans)
-    share = min(steps * settings.batch_size, settings.epochs * rows) / seen
+    share = rows_seen(steps, rows, settings) / seen
     return Workload(
         rows=rows,
         held_out=held_out,

@@ -81,7 +81,7 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
         cache_root=manifest.root,
         data={entry.name: entry.sha256 for entry in manifest.inputs},
         steps=steps,
-        rows_seen=_rows_seen(session, steps),
+        rows_seen=session.feed.rows_seen(steps),
         rows=session.source.train_rows,
         metrics=records.metrics,
         versions=versions(),
@@ -93,11 +93,3 @@ def _stops(manifest: Manifest) -> dict[str, str]:
     stops = Stops.of(manifest.fingerprint)
     ended = {"a turn": stops.turn, "a call of tools": stops.tool_calls, "plain text": stops.text}
     return {f"{what} ends with": stop.description for what, stop in ended.items() if stop}
-
-
-def _rows_seen(session: Session, steps: int) -> int:
-    """The rows seen over all epochs; an epoch's last step may have fewer than the others."""
-    size, per_epoch = session.job.config.train.batch_size, session.feed.steps_per_epoch
-    epochs, more = divmod(steps, per_epoch)
-    in_epoch = min(session.source.train_rows, per_epoch * size)
-    return epochs * in_epoch + more * size

@@ -7,6 +7,7 @@ assignment decides where a row runs, never the order in which rows are summed.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,16 @@ from ..storage.cache.verify_cache import naming_unit
 from .cache_index import GroupLocation, RowTable
 from .row_selection import as_read
 from .smaller_batches import cut_smaller
-from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass
+from .step_plan import (
+    FeedSettings,
+    Pass,
+    StepPlan,
+    evaluation_pass,
+    num_steps,
+    rows_seen,
+    steps_in,
+    training_pass,
+)
 from .train_source import TrainSource
 
 WINDOWS_AHEAD = 1
@@ -46,6 +56,15 @@ class CacheFeed:
         """Optimizer steps in each epoch."""
         settings = self.settings
         return num_steps(self.source.train_rows, settings.batch_size, settings.limit_train_batches)
+
+    @property
+    def planned_steps(self) -> int:
+        """Optimizer steps in all epochs."""
+        return steps_in(self.settings.epochs, self.steps_per_epoch)
+
+    def rows_seen(self, steps: int) -> int:
+        """The rows of so many steps, over all epochs."""
+        return rows_seen(steps, self.source.train_rows, self.settings)
 
     @property
     def has_held_out(self) -> bool:
@@ -98,7 +117,7 @@ def _batches(loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
 
 def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor) -> Iterator[_Load]:
     first = start.step
-    for epoch in range(start.epoch, settings.epochs):
+    for epoch in range(start.epoch, math.ceil(settings.epochs)):
         one_pass = training_pass(source.index.train, settings, epoch=epoch)
         yield from _loads(source, one_pass, first)
         first = 0

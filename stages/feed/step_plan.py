@@ -7,8 +7,10 @@ largest first, so that they reach a collective at about the same time.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -27,7 +29,7 @@ class FeedSettings:
     """The settings that cut a source into steps; the last three change no result."""
 
     seed: int
-    epochs: int
+    epochs: float
     batch_size: int  # rows per step, over all ranks
     kl_use: Literal["rotate", "all"]  # of a completion's partners: one per epoch in turn, or all
     kl_per_step: int  # most mismatched branches in a step; 0: no limit
@@ -173,6 +175,21 @@ def num_steps(rows: int, batch_size: int, limit: int) -> int:
     """The number of steps, of which the last may have fewer rows; no row is repeated."""
     steps = -(-rows // batch_size)
     return min(steps, limit) if limit else steps
+
+
+def steps_in(epochs: float, steps_per_epoch: int) -> int:
+    """The steps of so many epochs; the part of an epoch ends with a whole step.
+
+    Of the decimal that was written: as a binary fraction, 0.1 of 30 steps is more than 3.
+    """
+    return math.ceil(Fraction(repr(epochs)) * steps_per_epoch)
+
+
+def rows_seen(steps: int, rows: int, settings: FeedSettings) -> int:
+    """The rows of so many steps, over all epochs; an epoch's last step may have fewer."""
+    per_epoch = num_steps(rows, settings.batch_size, settings.limit_train_batches)
+    epochs, more = divmod(steps, per_epoch)
+    return epochs * min(rows, per_epoch * settings.batch_size) + more * settings.batch_size
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,11 @@ class Feed(Protocol):
         ...
 
     @property
+    def planned_steps(self) -> int:
+        """Optimizer steps in all epochs."""
+        ...
+
+    @property
     def has_held_out(self) -> bool:
         """Whether there are rows to evaluate on."""
         ...
@@ -93,7 +98,7 @@ class Records(Protocol):
 
 def total_steps(feed: Feed, options: TrainOptions) -> int:
     """The number of optimizer steps of the whole run."""
-    planned = options.epochs * feed.steps_per_epoch
+    planned = feed.planned_steps
     return min(planned, options.max_steps) if options.max_steps else planned
 
 

@@ -50,6 +50,13 @@ def test_what_was_kept_before_a_setting_came_is_kept_at_its_default_and_told_oth
     assert bound(plain, "run")["train.lr"] == repr(plain["train.lr"])
 
 
+@pytest.mark.parametrize(("epochs", "kept"), [(2, "2"), (2.0, "2"), (0.5, "0.5"), (1.25, "1.25")])
+def test_whole_epochs_are_kept_as_when_there_were_no_others(epochs, kept):
+    """So that a run which was begun then goes on."""
+    found = bound(flatten(Config()) | {"train.epochs": epochs}, "length")
+    assert found["train.epochs"] == kept
+
+
 def test_a_set_is_used_or_refused_by_name():
     for name in SETTINGS:
         assert facts_of(name).read_by, name

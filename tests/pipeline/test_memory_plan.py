@@ -130,6 +130,14 @@ def test_steps_and_tokens_of_even_rows():
     assert sum(tree.num_tokens for tree in work.trees()) == 400
 
 
+def test_steps_and_tokens_of_a_part_of_an_epoch():
+    """A quarter of 4 steps more than an epoch, of 30 rows; and half of them, which are 60 rows."""
+    more = worked("dpo", TrainOptions(batch_size=30, epochs=1.25), World(0, 2, 0), 100, levels=0)
+    assert (more.steps, more.learned_tokens) == (5, 130 * 50)
+    half = worked("dpo", TrainOptions(batch_size=30, epochs=0.5), World(0, 2, 0), 100, levels=0)
+    assert (half.steps, half.learned_tokens) == (2, 60 * 50)
+
+
 def test_ranks_that_share_a_micro_batch_have_a_part_of_it_each():
     """30 rows are 1,500 tokens; two ranks with 500 each take them in two parts."""
     shared = TrainOptions(batch_size=30, sequence_parallel=2)

@@ -3,10 +3,12 @@
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +16,8 @@ from align.pipeline.options.settings import as_absolute, as_yaml, flatten, load_
 from align.pipeline.options.strict_yaml import from_yaml
 from align.schemas.config import Config
 from align.schemas.errors import AlignError
+from align.schemas.train_options import TrainOptions
+from align.stages.methods.table import METHODS, recipe_of
 from support.command import align, refusal
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -42,6 +46,23 @@ def test_the_written_file_loads_back_to_the_defaults_and_init_never_overwrites()
     assert "align.yaml exists" in refusal(2, "init")
     assert load().config.cache.seed == 5
     assert align("init", "other.yaml").code == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_file_for_a_method_lists_its_own_options_which_are_its_defaults(method):
+    """As comments: a run with another method refuses them."""
+    assert align("init", "--method", method).code == 0
+    loaded = load()
+    assert loaded.config == replace(Config(), train=replace(TrainOptions(), method=method))
+    text = Path("align.yaml").read_text()
+    section = text.partition("\nmethod:")[2].replace("\n  # ", "\n  ")
+    set_there = yaml.safe_load("method:" + section)["method"] or {}
+    assert set_there == recipe_of(method, {}).values == recipe_of(method, set_there).values
+
+
+def test_a_file_for_no_method_there_is_names_those_that_are_near():
+    assert "kto" in refusal(2, "init", "--method", "kot")
+    assert not Path("align.yaml").exists()
 
 
 def test_a_schema_beside_the_file_knows_every_setting(here):

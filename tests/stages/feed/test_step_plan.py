@@ -1,10 +1,17 @@
 """Plans of steps, and how their sequences are dealt to ranks, against what is laid out in full."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.stages.feed.step_plan import assign_batches, evaluation_pass, training_pass
+from align.stages.feed.step_plan import (
+    assign_batches,
+    evaluation_pass,
+    rows_seen,
+    steps_in,
+    training_pass,
+)
 from support.shard_cache import settings_of, table_of
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -49,6 +56,34 @@ def test_every_row_is_in_one_step_whatever_the_world_and_the_budget(
         assert sorted(run) == list(range(len(plan.rows)))
         read = [row for rank in range(world) for row in plan.rows_of_rank(rank).tolist()]
         assert set(read) == set(plan.rows.tolist())
+
+
+@pytest.mark.parametrize(
+    ("epochs", "per_epoch", "steps"),
+    [
+        (1.0, 4, 4),
+        (3, 4, 12),
+        (0.5, 4, 2),
+        (0.5, 3, 2),  # the part of an epoch ends with a whole step
+        (1.25, 4, 5),
+        (1e-9, 4, 1),
+        (0.1, 30, 3),  # in binary, a tenth of 30 is a little more than 3
+        (0.3, 10, 3),
+        (1.1, 10, 11),
+        (100_000.0, 7, 700_000),
+    ],
+)
+def test_steps_of_a_part_of_an_epoch(epochs, per_epoch, steps):
+    assert steps_in(epochs, per_epoch) == steps
+
+
+def test_rows_that_were_seen():
+    """Ten rows, four a step: an epoch is 4 + 4 + 2 rows, and with two steps of it 4 + 4."""
+    assert [rows_seen(steps, 10, settings_of(batch_size=4)) for steps in range(6)] == [
+        0, 4, 8, 10, 14, 18
+    ]  # fmt: skip
+    cut = settings_of(batch_size=4, limit_train_batches=2)
+    assert [rows_seen(steps, 10, cut) for steps in range(4)] == [0, 4, 8, 12]
 
 
 def pairs_of(plan):

@@ -50,6 +50,9 @@ def at(step):
         ),
         # It ends with the epochs; nothing is held out.
         ({"max_steps": 100, "eval_fraction": 0.0}, [1, 2, 3, 4, 5, 6], [], [6]),
+        # So it does where the last one is not whole: half of three steps are two.
+        ({"epochs": 1.5, "eval_fraction": 0.0}, [1, 2, 3, 4, 5], [], [5]),
+        ({"epochs": 0.1, "eval_fraction": 0.0}, [1], [], [1]),
         # A run that goes on measures no beginning, and one that was over is only saved.
         ({"start": at(4)}, [5, 6], [6], [6]),
         ({"start": at(6), "is_measured": True}, [], [], [6]),
