@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from ...schemas.config import Config
+from ...schemas.errors import Interrupted
 from ...stages.storage.bucket.objects import Location
 from ...stages.storage.disk.locks import Ownable, owner_lock
 from ...stages.tracking.journaled_run import Run
@@ -130,7 +131,10 @@ class Call(Generic[T]):
             tally.seconds = time.perf_counter() - began
             self.run.log_metrics(tally.metrics(), step=tally.step)
 
-        self.executor.run(tasks, progress=self.progress, on_done=count)
+        try:
+            self.executor.run(tasks, progress=self.progress, on_done=count)
+        except Interrupted as stop:
+            raise Interrupted(stop.signal_number, at=f". Kept: {tally.text()}") from None
         tally.seconds = time.perf_counter() - began
 
 

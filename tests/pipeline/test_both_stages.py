@@ -48,6 +48,30 @@ def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
     assert not (here / "other").exists()
 
 
+def test_a_stopped_run_tells_what_is_kept_and_goes_on_where_it_was(server, world, here):
+    """Stopped in the first stage, and again in the second."""
+    small = ("--max-steps", 2, "--batch-size", 8, "--no-mlflow", "--set", "cache.rows_per_shard=20")
+    words = ("run", world.data.paired, "--model", world.model, "--method", "dpo", *small)
+
+    def answer(*more, stop=""):
+        home = {"ALIGN_HOME": str(here / "home"), "ALIGN_FAILPOINTS": stop}
+        return server.fork((*words, *more), here, home).answer()
+
+    first = answer(stop="commit.done=term@2")
+    assert first.code == 143, first
+    assert "Kept: scored " in first.err
+    assert "Continue with the same command." in first.err
+    second = answer(stop="step.before_update=term")
+    assert second.code == 143, second
+    assert "reused " in second.out
+    assert "at step 1, checkpoint saved in align-run/checkpoints/step-00000001" in second.err
+    assert "Continue with the same command and --resume auto." in second.err
+    third = answer("--resume", "auto")
+    assert third.code == 0, third
+    assert "already complete: nothing was scored" in third.out
+    assert load_run("align-run").steps == 2
+
+
 def test_what_either_stage_would_refuse_is_refused_before_the_first(here, monkeypatch):
     (here / "rows.jsonl").write_text("")
     (here / "model").mkdir()
