@@ -17,7 +17,14 @@ from support.sample_tables import sample_table
 from support.stage_one import contents
 
 EXTENDING = page("docs/extending.md")
-MAIN = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
+# Commands one after the other in one process: most of a short one is imports.
+MAIN = """
+import json, sys
+from support.command import align
+
+answers = [vars(align(*words)) for words in json.loads(sys.argv[1])]
+print("\\n" + json.dumps(answers))
+"""
 
 
 class Copy:
@@ -41,22 +48,33 @@ class Copy:
         """A new file."""
         (self.package / file).write_text(text)
 
-    def align(self, *words, code=0, **environment):
-        """What a command says."""
-        program = (sys.executable, "-c", MAIN, *words)
-        here = {"PYTHONPATH": str(self.folder), **environment}
-        return said_by(*program, cwd=self.folder, code=code, **here)
+    def align(self, *commands, **environment):
+        """What each command says, which it has to end well."""
+        answers = self.answers(*commands, **environment)
+        assert not any(answer["code"] for answer in answers), answers
+        return [answer["out"] for answer in answers]
 
-    def precompute(self, data, model, output, *options, **more):
-        """Makes a cache with nothing in it that was known before."""
-        words = ("precompute-ref", data, "--model", model, "--output", output)
-        fresh = ("--set", "cache.reuse_known=false", "--no-mlflow")
-        return self.align(*words, *fresh, *options, **more)
+    def answers(self, *commands, **environment):
+        """How each command ends, and what it says."""
+        words = json.dumps([[*map(str, words)] for words in commands])
+        said = said_by(
+            sys.executable, "-c", MAIN, words, cwd=self.folder, **self._paths(), **environment
+        )
+        return json.loads(said.splitlines()[-1])
 
     def require(self, contract, **environment):
         """Runs a contract of support/."""
-        both = {"PYTHONPATH": os.pathsep.join((str(self.folder), str(TESTS))), **environment}
-        said_by(sys.executable, "-c", contract, cwd=self.folder, **both)
+        program = (sys.executable, "-c", contract)
+        said_by(*program, cwd=self.folder, **self._paths(), **environment)
+
+    def _paths(self):
+        return {"PYTHONPATH": os.pathsep.join((str(self.folder), str(TESTS)))}
+
+
+def precompute(data, model, output, *options):
+    """The command that makes a cache with nothing in it that was known before."""
+    words = ("precompute-ref", data, "--model", model, "--output", output)
+    return (*words, "--set", "cache.reuse_known=false", "--no-mlflow", *options)
 
 
 def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
@@ -65,8 +83,9 @@ def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
     copy.add("pipeline/executors/threads.py", program)
     copy.put("pipeline/executors/kinds.py", '= {"ray"', f'= {{\n{line}    "ray"')
     copy.put("schemas/config.py", '"inline", "ray"', names.strip())
-    for name in ("threads", "inline"):
-        copy.precompute(world.data.paired, world.model, name, "--executor", name)
+    both = ("threads", "inline")
+    data, model = world.data.paired, world.model
+    copy.align(*(precompute(data, model, name, "--executor", name) for name in both))
     assert contents(tmp_path / "threads") == contents(tmp_path / "inline")
     copy.require(
         "import pathlib; from align.pipeline.executors.threads import Threads; "
@@ -85,12 +104,13 @@ def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
     later.root.touch()  # which is no folder: the store is down
     words = ("train", "--method", "dpo", "--cache", training_world.pairs, "--max-steps", 2)
     both = ("--set", f"tracking.uri={uri}", "--batch-size", 4)
-    copy.align(*words, *both, RUNS_FOLDER=later.address)
+    copy.align((*words, *both), RUNS_FOLDER=later.address)
     told = the_run(open_store(uri), "align")
     assert told.info.status == "FINISHED"
     later.root.unlink()
     (tmp_path / "config.yaml").write_text(f"tracking:\n  uri: {uri}\n")
-    copy.align("mlflow-sync", "align-run", "--config", "config.yaml", RUNS_FOLDER=later.address)
+    sync = ("mlflow-sync", "align-run", "--config", "config.yaml")
+    copy.align(sync, RUNS_FOLDER=later.address)
     (run_id,) = later.runs()
     same = later.told(run_id)
     assert (same.status, same.params) == ("FINISHED", told.data.params)
@@ -110,8 +130,8 @@ def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
     copy.add("stages/storage/bucket/folder_bucket.py", program)
     copy.put("stages/storage/bucket/buckets.py", '    "s3": ', f'{line}    "s3": ')
     here = {"FOLDER_BUCKETS": str(tmp_path)}
-    copy.precompute(world.data.paired, world.model, "folder://bucket/cache", **here)
-    copy.precompute(world.data.paired, world.model, "disk")
+    places = ("folder://bucket/cache", "disk")
+    copy.align(*(precompute(world.data.paired, world.model, one) for one in places), **here)
     disk = {
         f"cache/{path.relative_to(tmp_path / 'disk')}": path.read_bytes()
         for path in (tmp_path / "disk").rglob("*")
@@ -137,12 +157,11 @@ def test_a_judge_is_added_as_its_page_shows(tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "Why?", "chosen": "So.", "rejected": "Because."}\n')
     by = ("--by", "length", "--output", "judged", "--no-mlflow")
-    for words, told in (
-        ((samples,), "2 judgments made, 0 known before"),
-        ((samples,), "0 judgments made, 2 known before"),
-        (("--calibrate", pairs), "agrees with gold, where it decides"),
-    ):
-        assert told in copy.align("judge", *words, *by)
+    once = ("judge", samples, *by)
+    first, again, calibrated = copy.align(once, once, ("judge", "--calibrate", pairs, *by))
+    assert "2 judgments made, 0 known before" in first
+    assert "0 judgments made, 2 known before" in again
+    assert "agrees with gold, where it decides" in calibrated
     table = read_table(TableFolder(tmp_path / "judged", "judged"))[1]
     assert table["score"].to_list() == [-8.0, -3.0]
 
@@ -160,14 +179,15 @@ def test_a_data_shape_is_added_as_its_page_shows(tmp_path, world):
         "ranked": {"answers": answers},
         "neither": {"choices": answers},
     }
-    said = {}
+    commands = []
     for name, columns in of_shape.items():
         rows = [{"prompt": prompt, **columns} for prompt in ("which is larger?", "what color?")]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         words = ("--map", "ranking=answers") if name == "ranked" else ()
-        code = 2 if name == "neither" else 0
-        said[name] = copy.precompute(f"{name}.jsonl", world.model, name, *words, code=code)
-    assert "(ranked: prompt, ranking; paired: chosen, rejected; " in said["neither"]
+        commands.append(precompute(f"{name}.jsonl", world.model, name, *words))
+    *taken, refused = copy.answers(*commands)
+    assert [answer["code"] for answer in (*taken, refused)] == [0, 0, 2], taken
+    assert "(ranked: prompt, ranking; paired: chosen, rejected; " in refused["err"]
     scored, ranked = (load_cache(tmp_path / name).collect() for name in ("scored", "ranked"))
     assert ranked.equals(scored)
     assert ranked["scores"].to_list() == [[2.0, 1.0, 0.0]] * 2
@@ -180,8 +200,8 @@ def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
     copy.add("stages/methods/square.py", loss)
     begun = "\n_FAMILIES = (\n"
     copy.put("stages/methods/table.py", begun, f"\n{import_line}\n{begun}{row}")
-    told = copy.align("methods", "square")
+    trained = ("--cache", training_world.pairs, "--max-steps", 2, "--batch-size", 4, "--no-mlflow")
+    told, done = copy.align(("methods", "square"), ("train", "--method", "square", *trained))
     assert "(b D - t)^2" in told
     assert "margin of rewards that is wanted [a number above 0]" in told
-    trained = ("--cache", training_world.pairs, "--max-steps", 2, "--batch-size", 4, "--no-mlflow")
-    assert "2 steps done" in copy.align("train", "--method", "square", *trained)
+    assert "2 steps done" in done
