@@ -322,7 +322,7 @@ class ObjectOptions:
         is_path=True,
     )
     local_gib: float = option(
-        64.0, "most GiB of copies; those used longest ago are removed for others", gt=0
+        64.0, "most GiB of copies; those used longest ago are removed for others", gt=0, le=1e9
     )
 
 

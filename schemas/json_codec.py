@@ -204,7 +204,10 @@ def _fault_of(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value}; it must be finite."
     if isinstance(value, int) and abs(value) >= 1 << 63:
-        return f"{value!r:.60}; it cannot be that large."
+        # Python writes no integer of thousands of digits.
+        bits = value.bit_length()
+        shown = str(value) if bits < 10_000 else f"of {bits:,} bits"
+        return f"{shown:.60}; it cannot be that large."
     return "" if isinstance(value, str | float | int | None) else f"{_named(value)}: not plain."
 
 

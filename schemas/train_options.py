@@ -50,6 +50,7 @@ class TrainOptions:
         1.0,
         "times every row is seen; 0.5: half of the rows, in whole steps",
         gt=0,
+        le=1e12,
         on=TRAINING,
         binds=("length", "round"),
         was_whole=True,
@@ -86,8 +87,8 @@ class TrainOptions:
         0.1, "steps it takes to rise; below 1: a share of all steps", ge=0, on=TRAINING
     )
     weight_decay: float = option(0.0, "decoupled; not of biases and norms", ge=0, on=TRAINING)
-    beta1: float = option(0.9, "of adamw, adamw8bit, lion and muon", ge=0)
-    beta2: float = option(0.999, "of adamw, adamw8bit, lion and muon", ge=0)
+    beta1: float = option(0.9, "of adamw, adamw8bit, lion and muon", ge=0, lt=1)
+    beta2: float = option(0.999, "of adamw, adamw8bit, lion and muon", ge=0, lt=1)
     epsilon: float = option(1e-8, "of adamw, adamw8bit and muon", ge=0)
     max_grad_norm: float = option(
         1.0, "longer gradients are shortened to this; 0: never", ge=0, on=TRAINING
@@ -220,7 +221,7 @@ class LoraOptions:
     alpha: float = option(
         32.0, "scale of --lora, divided by its rank", ge=0, flag="--lora-alpha", on=TRAINING
     )
-    dropout: float = option(0.0, "of the adapter's input; needs train.dropout", ge=0)
+    dropout: float = option(0.0, "of the adapter's input; needs train.dropout", ge=0, le=1)
     targets: list[str] = option(
         [],
         "layers to adapt, by the end of their names; empty: all linear",

@@ -94,7 +94,7 @@ def fixed_in(flags: Mapping[str, Any]) -> dict[str, Any]:
 def _read(texts: Mapping[str, str]) -> dict[str, Any]:
     """The values of flags that are given as texts."""
     return {
-        name: setting_value(name, text, where=f"{facts_of(name).flag} {text}")
+        name: setting_value(name, text, where=f"{facts_of(name).flag} {text:.60}")
         for name, text in texts.items()
     }
 

@@ -235,7 +235,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         content = from_yaml(path.read_text(encoding="utf-8"))
     except (*UNREADABLE, UnicodeError) as error:
-        raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(
+            f"{path}: not readable as YAML: {' '.join(str(error).split()):.300}"
+        ) from error
     if not isinstance(content, dict | None):
         raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
     values = _flat(content or {}, str(path))
@@ -291,8 +293,8 @@ def _flat(sections: Mapping[str, Any], where: str = "") -> dict[str, Any]:
 def _parse_set(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"--set {text}: expected NAME=VALUE, for example --set cache.seed=1.")
-    return name, setting_value(name, value, where=f"--set {text}")
+        raise UsageError(f"--set {text:.60}: expected NAME=VALUE, for example --set cache.seed=1.")
+    return name, setting_value(name, value, where=f"--set {text:.60}")
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
@@ -327,7 +329,8 @@ def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, 
     parts = error.where.partition("[")[0].split(".")
     names = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
     name = next((name for name in names if name in origins), "")
-    if origins.get(name) == "--set" and "," in str(values[name]):
-        return f"--set: {error}. `align sweep --vary {name}={values[name]}` tries several values."
+    given = values.get(name)
+    if origins.get(name) == "--set" and isinstance(given, str) and "," in given:
+        return f"--set: {error}. `align sweep --vary {name}={given:.60}` tries several values."
     origin = origins.get(name, "config")
     return f"{facts_of(name).flag if origin == 'flag' else origin}: {error}"

@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import suppress
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from align.pipeline.options.settings import as_absolute, as_yaml, flatten, load_settings
 from align.pipeline.options.strict_yaml import from_yaml
 from align.schemas.config import Config
-from align.schemas.errors import AlignError
+from align.schemas.errors import AlignError, UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.methods.table import METHODS, recipe_of
 from support.command import align, refusal
@@ -221,6 +221,7 @@ AWKWARD = (
     *("1e-5,2e-5", "2026-02-30", "0x", "1:60", ".nan", "1e9999", "9" * 4999, "!!float x", "!c d"),
     *("&a [*a]", "? 1\n: 2", "{a: {b: c}}", "[[[]]]", "'", '"', '"\\ud800"', "\0", "\ud800"),
     *("%YAML 9.9", "---\n---", "|", "~", "~nosuchuser"),
+    *("9" * 30, "9" * 5000, "1e308", "1e-320", "x" * 5000, "[" * 5000, "\x1b[31m", "\x00a"),
 )
 
 
@@ -237,8 +238,29 @@ def test_odd_values_are_read_or_refused(name, value):
         (value, []),
     ):
         Path("align.yaml").write_text(text, errors="surrogatepass")
-        with suppress(AlignError):
+        said = [""]
+        try:
             as_yaml(load(*sets).config).encode()
+        except AlignError as refused:
+            said.append(str(refused))
+        assert len(said[-1]) < 1000, said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("train.beta1", 10, "train.beta1: expected a number of at least 0 and below 1, found 10"),
+        ("train.beta2", 1.0, "train.beta2: expected"),
+        ("lora.dropout", 1.5, "lora.dropout: expected"),
+        ("objects.local_gib", 1e308, "objects.local_gib: expected"),
+        ("train.epochs", 1e300, "train.epochs: expected"),
+        pytest.param("cache.seed", 1 << 20_000, "cache.seed is of 20,001 bits", id="huge"),
+        ("cache.seed", 2**63, "cache.seed is 9223372036854775808; it cannot be that large"),
+    ],
+)
+def test_a_number_that_nothing_could_use_is_refused_where_it_is_given(name, value, said):
+    with pytest.raises(UsageError, match=f"^--set: {re.escape(said)}"):
+        load_settings({}, {name: value}, file=None)
 
 
 def test_paths_in_the_file_are_meant_from_where_it_lies(here):
