@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from .pipeline.commands.cache_commands import add_looking_to
-from .pipeline.commands.examples import show_examples
+from .pipeline.commands.examples import complete_help
 from .pipeline.commands.round_commands import add_to
 from .pipeline.commands.setup_commands import add_setup_to
 from .pipeline.commands.terminal import (
@@ -225,7 +225,7 @@ def mlflow_sync(
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
 
 
-show_examples(app)
+complete_help(app)
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

@@ -1,6 +1,7 @@
 """What every command owes a person, and the way of one who has a data file and an align.yaml."""
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -96,16 +97,25 @@ print(*sys.modules)
 """
 
 
-def test_every_command_and_option_is_explained_within_80_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("columns", [80, 50])
+def test_every_command_and_option_is_explained_in_a_narrow_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
     for name, command in COMMANDS.items():
         answer = align(name, "--help")
-        assert max(map(len, answer.out.splitlines())) <= 80
-        flags = [word for one in command.params for word in (*one.opts, *one.secondary_opts)]
-        assert not [flag for flag in flags if flag.startswith("-") and flag not in answer.out], name
         assert answer.code == 0
-        assert command.help.splitlines()[0] in " ".join(answer.out.split())
-        assert not [option.name for option in command.params if not option.help]
+        assert max(map(len, answer.out.splitlines())) <= columns
+        with command.make_context(name, [], resilient_parsing=True) as context:
+            options = command.get_params(context)  # those of methods too
+        flags = [word for one in options for word in (*one.opts, *one.secondary_opts)]
+        words = {*re.findall(r"[^\s,]+", answer.out)}
+        assert not [flag for flag in flags if flag.startswith("-") and flag not in words], name
+        assert not [option.name for option in options if not option.help]
+        told = [command.help.partition("\n\n")[0], *(option.help for option in options)]
+        missing = {*" ".join(told).replace(r"\[", "[").split()} - {*answer.out.split()}
+        assert not missing, name
+    overview = {*align("--help").out.split()}
+    told = " ".join(one.help.partition("\n\n")[0] for one in COMMANDS.values())
+    assert {*COMMANDS, *told.split()} <= overview
 
 
 def test_the_version_and_short_help_are_where_they_are_looked_for():

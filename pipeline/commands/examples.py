@@ -1,8 +1,12 @@
-"""An example of each command, which ends its `--help`."""
+"""The help of each command: readable at any width, with an example at its end."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from typer.core import TyperCommand
+
+from ..options.narrow_help import ReadableCommand
 
 if TYPE_CHECKING:
     import typer
@@ -32,8 +36,10 @@ EXAMPLES = {
 }
 
 
-def show_examples(app: typer.Typer) -> None:
-    """Ends the help of each command with its example."""
+def complete_help(app: typer.Typer) -> None:
+    """Ends the help of each command with its example, and wraps it in a narrow terminal."""
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
+        if command.cls is TyperCommand:
+            command.cls = ReadableCommand
         command.epilog = f"Example: {EXAMPLES[name]}"

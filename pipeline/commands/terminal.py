@@ -22,6 +22,7 @@ from ...schemas.safe_text import mask_secrets_of, safe
 from ...stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ...stages.tracking.progress import NoProgress, Progress, make_progress
 from ..executors.cores import HOW_THREADS_WAIT
+from ..options.narrow_help import print_narrow
 from ..options.other_names import meaning_of_flag
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
@@ -72,6 +73,11 @@ class SafeFormatter(logging.Formatter):
 
 class SafeGroup(TyperGroup):
     """A group of commands whose error messages are safe to print."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Prints the help, as a table where there is room for one."""
+        if not print_narrow(self, ctx):
+            super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the words up to the command's name."""
