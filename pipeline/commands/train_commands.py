@@ -132,7 +132,8 @@ def plan(
     """Say what a training needs before it begins: steps, tokens, memory of each GPU, time, cost."""
     from ..options.settings import load_settings
     from ..plan.plan_text import plan_text
-    from ..plan.run_plan import GivenRows, PlanRequest, plan_run, rate_of
+    from ..plan.planned_rows import GivenRows
+    from ..plan.run_plan import PlanRequest, plan_run, rate_of
 
     if like and tokens_per_second:
         raise UsageError("--like and --tokens-per-second both give a speed. Leave out one of them.")
