@@ -16,8 +16,8 @@ from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ..jobs.object_inputs import local_model
+from .method_needs import read_spec_of
 from .scoring_plan import Scoring, ScoringSettings
-from .train_checks import read_spec_of
 from .workload import RowShape, even_rows
 
 MOST_MADE_ROWS = 100_000
@@ -48,6 +48,10 @@ def planned_rows(
 ) -> PlannedRows:
     """The given rows, or those of the cache."""
     if given:
+        if config.train.cache:
+            raise UsageError(
+                "--rows is for rows that are not there yet. Leave out --cache or --rows."
+            )
         return _given(config, recipe, given, device)
     return _of_cache(config, recipe, device)
 

@@ -30,7 +30,7 @@ from .memory_search import Tried, search
 from .planned_rows import GivenRows, PlannedRows, known_dtype, planned_rows
 from .remedies import Attempt, Situation, changed
 from .scoring_plan import Scoring
-from .train_checks import learning_rate_note, require_effect
+from .setting_checks import learning_rate_note, require_effect
 from .workload import Workload, feed_settings, workload_of
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest

@@ -123,7 +123,7 @@ class Scoring:
 
         with quiet(), torch.device("meta"):
             kind = PeftConfig.from_pretrained(options.adapter, local_files_only=True)
-            adapted: nn.Module = get_peft_model(model, kind)  # type: ignore[arg-type]
+            adapted: nn.Module = get_peft_model(model, kind)
         return adapted
 
 
@@ -151,10 +151,10 @@ class _ShardRows:
 
     def largest_batch(self, cost: TreeCost) -> list[Tree]:
         """The batch of the most tokens, as stage 1 makes batches of these rows."""
-        lengths = self.branches.ravel()
+        lengths, (rows, count) = self.branches.ravel(), self.branches.shape
         plans = plan_trees(
-            [(row,) for row in range(len(self.prompts))],
-            np.arange(len(lengths)).reshape(self.branches.shape).tolist(),
+            [(row,) for row in range(rows)],
+            [range(row * count, (row + 1) * count) for row in range(rows)],
             prompt_lengths=self.prompts,
             branch_lengths=lengths,
             cost=cost,

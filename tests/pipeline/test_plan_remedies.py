@@ -21,7 +21,7 @@ from align.pipeline.plan.remedies import (
     memory_savers,
 )
 from align.pipeline.plan.run_plan import USABLE, PlanRequest, plan_run
-from align.pipeline.plan.train_checks import learning_rate_note
+from align.pipeline.plan.setting_checks import learning_rate_note
 from align.pipeline.plan.workload import RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
 from align.schemas.config import Config
