@@ -44,6 +44,7 @@ class ModelOptions:
         "",
         "folder of a PEFT adapter on top of it; empty for none",
         on=("precompute-ref", "sample"),
+        read_by=("plan",),
         is_path=True,
         instead={
             "train": _OTHER_POLICY,
@@ -56,6 +57,7 @@ class ModelOptions:
         "auto: the dtype the weights are stored in",
         run_flag="--reference-dtype",
         on=SCORERS,
+        read_by=("plan",),
         binds=("round",),
         instead={"train": "Set train.dtype", "verify": _FROM_THE_CACHE},
     )
@@ -223,7 +225,7 @@ class CacheOptions:
         read_by=("score",),
     )
     rows_per_shard: int = option(
-        4096, "most rows in one shard", ge=1, on=("precompute-ref",), read_by=("score",)
+        4096, "most rows in one shard", ge=1, on=("precompute-ref",), read_by=("score", "plan")
     )
     tokens_per_shard: int = option(16_777_216, "most tokens in one shard", ge=1, read_by=("score",))
     reuse: list[str] = option(
@@ -249,6 +251,7 @@ class ScoringOptions:
         ge=1,
         run_flag="--reference-tokens",
         on=IN_TASKS,
+        read_by=("plan",),
         binds=("cache", "round"),
     )
     executor: Literal["inline", "ray"] = option(

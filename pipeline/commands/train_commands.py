@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..options.settings import Settings
+    from ..plan.planned_rows import GivenRows
     from ..plan.run_plan import PlanRequest
 
 GIB = 2**30
@@ -132,26 +133,39 @@ def plan(
     """Say what a training needs before it begins: steps, tokens, memory of each GPU, time, cost."""
     from ..options.settings import load_settings
     from ..plan.plan_text import plan_text
-    from ..plan.run_plan import GivenRows, PlanRequest, plan_run, rate_of
+    from ..plan.run_plan import PlanRequest, plan_run
+
+    settings = load_settings(flags, sets or [], file=config, command="plan")
+    asked: PlanRequest = PlanRequest(
+        gpu_bytes=size_of(gpu) if gpu else 0,
+        gpus=gpus or 1,
+        is_for_gpu=bool(gpu or gpus),
+        rows=_given_rows(rows, prompt_tokens, completion_tokens),
+        tokens_per_second=_speed(tokens_per_second, like, price),
+        price=price,
+    )
+    say_once(plan_text(plan_run(settings, asked)))
+
+
+def _speed(tokens_per_second: float, like: Path | None, price: float) -> float:
+    """Tokens per second, as given or as a run measured it; 0: unknown."""
+    from ..plan.run_plan import rate_of
 
     if like and tokens_per_second:
         raise UsageError("--like and --tokens-per-second both give a speed. Leave out one of them.")
     if price and not (like or tokens_per_second):
         raise UsageError("--price needs a speed: pass --tokens-per-second, or --like RUN.")
-    if (prompt_tokens or completion_tokens) and not rows:
+    return rate_of(like) if like else tokens_per_second
+
+
+def _given_rows(rows: int | None, prompt: int | None, completion: int | None) -> GivenRows | None:
+    from ..plan.planned_rows import GivenRows
+
+    if rows:
+        return GivenRows(rows, prompt or 300, completion or 300)
+    if prompt or completion:
         raise UsageError("--prompt-tokens and --completion-tokens are of --rows, which is missing.")
-    settings = load_settings(flags, sets or [], file=config, command="plan")
-    if rows and settings.config.train.cache:
-        raise UsageError("--rows is for rows that are not there yet. Leave out --cache or --rows.")
-    asked: PlanRequest = PlanRequest(
-        gpu_bytes=size_of(gpu) if gpu else 0,
-        gpus=gpus or 1,
-        is_for_gpu=bool(gpu or gpus),
-        rows=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
-        tokens_per_second=rate_of(like) if like else tokens_per_second,
-        price=price,
-    )
-    say_once(plan_text(plan_run(settings, asked)))
+    return None
 
 
 @with_flags("sweep")

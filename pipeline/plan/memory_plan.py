@@ -93,7 +93,7 @@ class MemoryPlanner:
     """Plans the memory of ways to train."""
 
     def __init__(self, planned: Planned, policy: TracedPolicy | None = None) -> None:
-        self._planned = planned
+        self.planned = planned
         self._policy = policy or TracedPolicy(planned)
 
     def changed(
@@ -101,18 +101,18 @@ class MemoryPlanner:
     ) -> MemoryPlanner:
         """The planner of other settings for the same policy; what was traced is not traced anew."""
         planned = replace(
-            self._planned, train=train, lora=lora, trees=trees, micro_batches=micro_batches
+            self.planned, train=train, lora=lora, trees=trees, micro_batches=micro_batches
         )
         return MemoryPlanner(planned, self._policy)
 
     @cached_property
     def own_way(self) -> Way:
         """The way of the settings."""
-        lora = self._planned.lora
+        lora = self.planned.lora
         learning: Learning = "full"
         if lora.enabled:
             learning = "qlora" if lora.quantize != "none" else "lora"
-        train = self._planned.train
+        train = self.planned.train
         chosen = train.deepspeed
         if chosen == "auto":
             way = Way(learning, chosen, train.gradient_checkpointing)
@@ -148,7 +148,7 @@ class MemoryPlanner:
 
     def components(self, way: Way) -> Components:
         """The memory of one GPU at the peak."""
-        return at_peak(*self.parts(way), self._planned.micro_batches)
+        return at_peak(*self.parts(way), self.planned.micro_batches)
 
     def constant(self, way: Way) -> EngineMemory:
         """The memory that does not depend on the micro-batch."""
@@ -158,17 +158,17 @@ class MemoryPlanner:
         """The constant memory, and that of a micro-batch."""
         engine = self.constant(way)
         traced = self._policy.trace(
-            self._planned.trees,
+            self.planned.trees,
             is_adapted=way.learning != "full",
             checkpointing=way.checkpointing,
         )
-        if way.checkpointing and self._planned.train.checkpoint_offload:
+        if way.checkpointing and self.planned.train.checkpoint_offload:
             engine, traced = replace(engine, host=engine.host + traced.kept), traced.without_kept()
         return engine, traced
 
     def setting(self, way: Way) -> Setting:
         """The engine settings for DeepSpeed."""
-        planned = self._planned
+        planned = self.planned
         train = replace(planned.train, deepspeed=way.deepspeed)
         size = hidden_size(self._policy.model(is_adapted=way.learning != "full"))
         found = EngineContext(planned.dtype, size, planned.ranks, planned.device)

@@ -6,7 +6,7 @@ From the settings, a cache's lengths or given ones, and config.json; no weight i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -16,39 +16,24 @@ from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
 from ...stages.engine.engine_memory import Elements
-from ...stages.feed.cache_index import RowTable, ShardColumns, unchecked
-from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
 from ...stages.methods.table import recipe_of
 from ...stages.model.loading.folder_check import require_peft
 from ...stages.model.loading.load import DTYPES
-from ...stages.model.loading.model_folder import model_config, stored_dtype
 from ...stages.model.loading.placement import chosen_device
-from ...stages.storage.bucket.objects import location
-from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.run.run_store import run_folder_of
 from ...stages.tracking.journal import entry_batches
-from ..jobs.object_inputs import local_model
 from ..options.settings import Settings
 from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
 from .memory_search import Tried, search
+from .planned_rows import GivenRows, PlannedRows, known_dtype, planned_rows
 from .remedies import Attempt, Situation, changed
-from .train_checks import learning_rate_note, read_spec_of, require_effect
-from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
+from .scoring_plan import Scoring
+from .setting_checks import learning_rate_note, require_effect
+from .workload import Workload, feed_settings, workload_of
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
-MOST_MADE_ROWS = 100_000
-
-
-@dataclass(frozen=True)
-class GivenRows:
-    """Rows that are not there yet: pairs of a prompt and two completions."""
-
-    count: int
-    prompt: int
-    completion: int
 
 
 @dataclass(frozen=True)
@@ -69,14 +54,6 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """Tokens that stage 1 runs the reference over."""
-
-    own: int
-    mismatched: int
-
-
-@dataclass(frozen=True)
 class ReferenceCost:
     """Extra memory of a trainer that keeps the reference beside the policy."""
 
@@ -90,8 +67,6 @@ class RunPlan:
 
     method: str
     policy: str
-    dtype: str
-    device: str
     own_way: Way
     elements: Elements
     workload: Workload
@@ -103,6 +78,16 @@ class RunPlan:
     remedy: Tried | None  # if they do not fit: what does, or comes nearest
     given_by_set: frozenset[str]
     note: str  # on the learning rate; empty: none
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the policy's weights."""
+        return self.planner.planned.dtype
+
+    @property
+    def device(self) -> str:
+        """The kind of device that is planned for."""
+        return self.planner.planned.device
 
     @cached_property
     def memory(self) -> tuple[tuple[Way, Components], ...]:
@@ -124,61 +109,73 @@ class RunPlan:
 
 def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     """Plans the training of these settings."""
+    config, recipe = settings.config, _recipe(settings)
+    device = "cuda" if request.is_for_gpu else chosen_device(config.model)
+    rows = planned_rows(config, recipe, request.rows, device)
+    _require_dealt(request.gpus, config.train.sequence_parallel)
+    work_of = cache(partial(_workload, rows, recipe, request.gpus, device))
+    workload = work_of(config.train)
+    planner = _planner(config, recipe, rows.policy, workload, device=device, ranks=request.gpus)
+
+    def planner_of(other: Config) -> MemoryPlanner:
+        work = work_of(other.train)
+        return planner.changed(other.train, other.lora, work.trees(), work.micro_batches)
+
+    own = planner.own_way
+    as_given = Tried(Attempt((), ({},)), {}, own, planner.components(own))
+    is_small = 0 < request.usable_bytes < as_given.components.peak
+    remedy = _remedy(config, request, workload, planner_of, as_given) if is_small else None
+    advised = changed(config, remedy.changes) if remedy else config
+    origins = settings.origins.items()
+    return RunPlan(
+        method=recipe.name,
+        policy=rows.policy.path,
+        own_way=own,
+        elements=planner.elements(own.learning),
+        workload=workload,
+        scoring=rows.scoring,
+        reference=_reference(planner, own, workload),
+        planner=planner,
+        own=as_given.components,
+        request=request,
+        remedy=remedy,
+        given_by_set=frozenset(name for name, origin in origins if origin == "--set"),
+        note=learning_rate_note(advised.train, advised.lora),
+    )
+
+
+def _recipe(settings: Settings) -> Recipe:
     config = settings.config
     if not config.train.method:
         raise UsageError("No method. Pass --method kto (or dpo, orpo, …; `align methods`).")
     require_effect(settings)
     if config.lora.enabled:
         require_peft()
-    recipe = recipe_of(config.train.method, config.method)
-    rows = _given(config, recipe, request.rows) if request.rows else _of_cache(config, recipe)
-    dtype = _dtype(rows.policy.path, config.train.dtype)
-    device = "cuda" if request.is_for_gpu else chosen_device(config.model)
-    _require_dealt(request.gpus, config.train.sequence_parallel)
-    work_of = cache(partial(_workload, rows, recipe, request.gpus, device))
-    workload = work_of(config.train)
-    planner = MemoryPlanner(
+    return recipe_of(config.train.method, config.method)
+
+
+def _planner(
+    config: Config,
+    recipe: Recipe,
+    policy: ModelOptions,
+    workload: Workload,
+    *,
+    device: str,
+    ranks: int,
+) -> MemoryPlanner:
+    return MemoryPlanner(
         Planned(
-            rows.policy,
+            policy,
             config.train,
             config.lora,
-            dtype=dtype,
+            dtype=known_dtype(policy.path, config.train.dtype),
             device=device,
-            ranks=request.gpus,
+            ranks=ranks,
             head=recipe.head,
             layout="flex" if device == "cuda" else "packed",
             trees=workload.trees(),
             micro_batches=workload.micro_batches,
         )
-    )
-    own = planner.own_way
-
-    def planner_of(other: Config) -> MemoryPlanner:
-        work = work_of(other.train)
-        return planner.changed(other.train, other.lora, work.trees(), work.micro_batches)
-
-    as_given = Tried(Attempt((), ({},)), {}, own, planner.components(own))
-    is_small = 0 < request.usable_bytes < as_given.components.peak
-    remedy = _remedy(config, request, workload, planner_of, as_given) if is_small else None
-    advised = changed(config, remedy.changes) if remedy else config
-    return RunPlan(
-        method=recipe.name,
-        policy=rows.policy.path,
-        dtype=dtype,
-        device=device,
-        own_way=own,
-        elements=planner.elements(own.learning),
-        workload=workload,
-        scoring=rows.scoring,
-        reference=_reference(planner, own, workload, request.gpus, dtype),
-        planner=planner,
-        own=as_given.components,
-        request=request,
-        remedy=remedy,
-        given_by_set=frozenset(
-            name for name, origin in settings.origins.items() if origin == "--set"
-        ),
-        note=learning_rate_note(advised.train, advised.lora),
     )
 
 
@@ -207,7 +204,7 @@ def _remedy(
 
 
 def _workload(
-    rows: _Rows, recipe: Recipe, ranks: int, device: str, train: TrainOptions
+    rows: PlannedRows, recipe: Recipe, ranks: int, device: str, train: TrainOptions
 ) -> Workload:
     world = World(0, ranks, 0, train.sequence_parallel)
     tokens = planned_tokens(train, device)
@@ -215,72 +212,10 @@ def _workload(
     return workload_of(rows.table, feed, train, rows=rows.count, held_out=rows.held_out)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    table: RowTable
-    count: int
-    held_out: int
-    policy: ModelOptions
-    scoring: Scoring
-
-
-def _of_cache(config: Config, recipe: Recipe) -> _Rows:
-    cache = CacheFolder(location(config.train.cache or config.cache.output))
-    manifest = load_manifest(cache)
-    path = local_model(config.train.model or manifest.model)
-    read_spec = read_spec_of(recipe, config.train, path)
-    index = open_source(cache, manifest, read_spec, ShardColumns(unchecked)).index
-    sizes = [table.sizes for table in (index.train, index.held_out)]
-    prompts = sum(int(one.prompt_tokens.sum(dtype="int64")) for one in sizes)
-    completions = sum(int(one.own_tokens.sum(dtype="int64")) for one in sizes)
-    return _Rows(
-        table=index.train,
-        count=len(index.train),
-        held_out=len(index.held_out),
-        policy=replace(config.model, path=path, adapter="", device_map="", tensor_parallel=1),
-        scoring=Scoring(prompts + completions, index.num_partners * completions),
-    )
-
-
-def _given(config: Config, recipe: Recipe, rows: GivenRows) -> _Rows:
-    path = config.train.model or config.model.path
-    if not path:
-        raise UsageError("No policy. Pass --model DIR: a folder with its config.json is enough.")
-    branches = 1 if recipe.rows == "imitated" else 2
-    shape = RowShape(rows.prompt, (rows.completion,) * branches)
-    learned = round(rows.count * (1 - config.train.eval_fraction))
-    num_pairs = config.cache.kl_pairs
-    read = max(1, num_pairs) if "mismatched" in recipe.needs else 0
-    stored = rows.prompt + 2 * rows.completion
-    return _Rows(
-        table=even_rows(max(1, min(learned, MOST_MADE_ROWS)), shape, num_partners=read),
-        count=max(1, learned),
-        held_out=rows.count - learned,
-        policy=replace(config.model, path=local_model(path), adapter="", device_map=""),
-        scoring=Scoring(rows.count * stored, rows.count * 2 * rows.completion * num_pairs),
-    )
-
-
-def _dtype(folder: str, asked: str) -> str:
-    """The dtype of the settings, else of the weights, else of config.json."""
-    if asked != "auto":
-        return asked
-    if any(Path(folder).glob("*.safetensors")):
-        return stored_dtype(folder)
-    config = model_config(folder)
-    said = str(config.get("dtype") or config.get("torch_dtype") or "")
-    if said not in DTYPES:
-        raise UsageError(
-            f"{folder}: neither weights nor config.json say the dtype. Pass --dtype bfloat16."
-        )
-    return said
-
-
-def _reference(
-    planner: MemoryPlanner, way: Way, workload: Workload, ranks: int, dtype: str
-) -> ReferenceCost:
-    itemsize, total = DTYPES[dtype].itemsize, planner.elements("full").total
-    share = ranks if planner.setting(way).stage == 3 else 1
+def _reference(planner: MemoryPlanner, way: Way, workload: Workload) -> ReferenceCost:
+    planned, total = planner.planned, planner.elements("full").total
+    itemsize = DTYPES[planned.dtype].itemsize
+    share = planned.ranks if planner.setting(way).stage == 3 else 1
     trees = workload.trees()
     tokens = sum(len(tree.prompt) + len(one) for tree in trees for one in tree.branches)
     return ReferenceCost(

@@ -13,7 +13,7 @@ from ...schemas.file_version import Remember
 from ...stages.engine.distributed import gathered, run_on_all_ranks
 from ...stages.model.loading.model_folder import ModelFiles, model_identity
 from ..jobs.object_inputs import local_options
-from ..plan.train_checks import named_elsewhere, require_same_model, require_same_reference
+from ..plan.cache_checks import named_elsewhere, require_same_model, require_same_reference
 from .training_job import TrainingJob
 
 ModelSource: TypeAlias = tuple[

@@ -28,8 +28,8 @@ from ...stages.tracking.tracker import MAIN, Status
 from ...stages.train.loop import TrainingPosition
 from ...stages.train.throughput import Machine
 from ..options.settings import flatten, without_secrets
+from ..plan.best_metric import BestMetric
 from ..plan.fitted_batches import note_fitting, planned_tokens
-from ..plan.train_checks import BestMetric
 from .checkpointer import Checkpointer, require_disk_space
 from .resume import Start, identity_of
 from .run_report import write_report

@@ -43,10 +43,12 @@ from ...stages.train.memory_backoff import MemoryBackoff
 from ...stages.train.synchronized import SaveClock, StopConditions
 from ...stages.train.throughput import Meter, forget_peak
 from ..jobs.signals import add_resume_hint, asked_to_stop
+from ..plan.cache_checks import require_positions
 from ..plan.fitted_batches import fitting_tokens, planned_tokens
+from ..plan.method_needs import sampling_note
 from ..plan.remedies import Situation, memory_savers
+from ..plan.setting_checks import learning_rate_note
 from ..plan.short_plan import short_plan
-from ..plan.train_checks import learning_rate_note, require_positions, sampling_note
 from ..plan.workload import feed_settings
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
@@ -125,14 +127,7 @@ def open_session(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
     planned = planned_tokens(config.train, policy.device.type)
-    fits = planned
-    if start:
-        fits = run_on_rank_zero(world, lambda: fitting_tokens(start.folder, planned))
-    if fits < planned:
-        progress.say(
-            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
-            f"Remove {start.folder.fitted if start else ''} to try {planned:,} again."
-        )
+    fits = _fitting(start, planned, world, progress)
     pads = not policy.path.packs
     settings = feed_settings(config.train, recipe, world, tokens=fits, pads=pads)
     feed = CacheFeed(source, held_out, settings)
@@ -149,6 +144,19 @@ def open_session(
         recipe=recipe,
         feed=feed,
     )
+
+
+def _fitting(start: Start | None, planned: int, world: World, progress: Progress) -> int:
+    """The micro-batch in tokens: the planned one, unless memory ran out with it before."""
+    if start is None:
+        return planned
+    fits = run_on_rank_zero(world, lambda: fitting_tokens(start.folder, planned))
+    if fits < planned:
+        progress.say(
+            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
+            f"Remove {start.folder.fitted} to try {planned:,} again."
+        )
+    return fits
 
 
 def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:

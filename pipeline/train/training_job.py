@@ -30,17 +30,10 @@ from ...stages.tracking.journal import Callback
 from ..jobs.object_inputs import local_model
 from ..options.first_checks import asked_recipe
 from ..options.settings import Settings
-from ..plan.train_checks import (
-    read_spec_of,
-    require_effect,
-    require_measured,
-    require_own_samples,
-    require_packable,
-    require_same_making,
-    require_same_text,
-    require_token_logps,
-    seconds_of,
-)
+from ..plan.best_metric import require_measured
+from ..plan.cache_checks import require_same_making, require_same_text
+from ..plan.method_needs import read_spec_of, require_own_samples, require_token_logps
+from ..plan.setting_checks import require_effect, require_packable, seconds_of
 
 
 @dataclass(frozen=True)

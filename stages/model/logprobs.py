@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -156,15 +156,21 @@ def last_states(
 def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
     """Log p of every completion token, in as many passes as the path needs: (T,) float32."""
     device = input_device(model)
+    batches = (path.batch(group, device) for group in passes(model, trees, path, device.type))
+    return torch.cat([branch_logps(model, batch, path) for batch in batches])
+
+
+def passes(
+    model: nn.Module, trees: Sequence[Tree], path: ScoringPath, device: str
+) -> Iterator[list[Tree]]:
+    """The trees that a kind of device runs at once, pass by pass."""
     max_tokens = len(trees) * padded_length(trees)
-    if device.type == "cpu":
+    if device == "cpu":
         max_tokens = min(max_tokens, CPU_TOKENS)
     if path.head == "exact":
         vocabulary = causal_model(model).config.get_text_config(decoder=True).vocab_size
         max_tokens = min(max_tokens, EXACT_ELEMENTS // vocabulary)
-    groups = groups_within(path.rows(trees), max_tokens, packed=path.packs)
-    batches = (path.batch(group, device) for group in groups)
-    return torch.cat([branch_logps(model, batch, path) for batch in batches])
+    return groups_within(path.rows(trees), max_tokens, packed=path.packs)
 
 
 def causal_model(model: Any) -> Any:

@@ -214,7 +214,7 @@ def _tokens(
 ) -> Tokens:
     reference = None
     if "token_reference" in recipe.needs:
-        assert batch.block.token_logps is not None, "train_checks asks for a cache that keeps them"
+        assert batch.block.token_logps is not None, "a cache without them is refused"
         device, is_learned = outputs["logps"].device, batch.block.rows.is_learned
         values = batch.block.token_logps.values
         kept = values if is_learned is None else values[is_learned]

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.memory_plan import Components, Way, at_peak
-from align.pipeline.plan.run_plan import GivenRows, PlanRequest, plan_run
+from align.pipeline.plan.planned_rows import GivenRows
+from align.pipeline.plan.run_plan import PlanRequest, plan_run
 from align.pipeline.plan.workload import RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
 from align.schemas.rows import Tree

@@ -10,6 +10,7 @@ from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.memory_plan import Way
 from align.pipeline.plan.memory_search import Tried, search
 from align.pipeline.plan.plan_text import gib, plan_text
+from align.pipeline.plan.planned_rows import GivenRows
 from align.pipeline.plan.remedies import (
     Attempt,
     Remedy,
@@ -19,8 +20,8 @@ from align.pipeline.plan.remedies import (
     flags_of,
     memory_savers,
 )
-from align.pipeline.plan.run_plan import USABLE, GivenRows, PlanRequest, plan_run
-from align.pipeline.plan.train_checks import learning_rate_note
+from align.pipeline.plan.run_plan import USABLE, PlanRequest, plan_run
+from align.pipeline.plan.setting_checks import learning_rate_note
 from align.pipeline.plan.workload import RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
 from align.schemas.config import Config

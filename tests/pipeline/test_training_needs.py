@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.options.settings import load_settings
-from align.pipeline.plan.train_checks import sampling_note
+from align.pipeline.plan.method_needs import sampling_note
 from align.pipeline.precompute.precompute import precompute
 from align.pipeline.train.train import run_training
 from align.schemas.errors import UsageError

@@ -1,4 +1,4 @@
-"""Peak memory of one micro-batch, traced on a model without weights.
+"""Peak memory of one micro-batch, or of a pass that scores, traced on a model without weights.
 
 The layers of transformers are run forward and backward on the meta device, where every tensor has
 a size and no content. So autograd itself shows what it keeps, for any model and with gradient
@@ -8,6 +8,7 @@ functions that allocate and keep as much as those kernels do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,13 +63,8 @@ class Trace:
 
 def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device: str) -> Trace:
     """The memory of one micro-batch on `device`, run on the meta device."""
-    inner, live, moments = causal_model(model), LiveMemory("meta"), list[Moment]()
-    for tensor in (*model.parameters(), *model.buffers()):
-        live.know(tensor)
-    batch = _on_meta(tree_batch(trees, torch.device("cpu"), packed=path.layout != "tree"))
-    for tensor in vars(batch).values():
-        if isinstance(tensor, Tensor):
-            live.know(tensor)
+    inner, moments = causal_model(model), list[Moment]()
+    batch, live = _begun(model, trees, path)
     model.train()
     finished, is_in_head = 0, path.head == "fused"
 
@@ -104,6 +100,38 @@ def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device:
             hook.remove()
     masks = _mask_bytes(batch, inner, path)
     return Trace((forward, *moments), kept, masks, BUFFER_BYTES if path.head == "fused" else 0)
+
+
+def scoring_trace(
+    model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device: str
+) -> tuple[int, int]:
+    """Peak bytes of one pass of stage 1 on `device`: in the layers, then in the head.
+
+    Nothing is kept for a gradient.
+    """
+    inner: Any = causal_model(model)
+    batch, live = _begun(model, trees, path)
+    model.eval()
+    with torch.inference_mode(), _stand_ins(), live:
+        states = _states(inner, batch, path)[batch.predictors]
+        layers = live.restart()
+        weight = inner.get_output_embeddings().weight
+        _Tile.of(states, weight, device).forward(states, weight)
+    return layers, live.restart()
+
+
+def _begun(
+    model: nn.Module, trees: Sequence[Tree], path: ScoringPath
+) -> tuple[TreeBatch, LiveMemory]:
+    """The batch, and a counter of what is allocated beside it and the weights."""
+    live = LiveMemory("meta")
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.know(tensor)
+    batch = _on_meta(tree_batch(trees, torch.device("cpu"), packed=path.layout != "tree"))
+    for tensor in vars(batch).values():
+        if isinstance(tensor, Tensor):
+            live.know(tensor)
+    return batch, live
 
 
 def _on_meta(batch: TreeBatch) -> TreeBatch:
@@ -207,7 +235,7 @@ class KeptHead(torch.autograd.Function):
         """Keeps the states."""
         ctx.save_for_backward(states, weight)
         ctx.tile = _Tile.of(states, weight, device)
-        ctx.tile.forward(states)
+        ctx.tile.forward(states, weight)
         return states.new_empty((), dtype=FLOAT)
 
     @staticmethod
@@ -233,10 +261,21 @@ class _Tile:
         rows, columns = TILE_ROWS[device], TILE_VOCABULARY[device]
         return _Tile(min(rows, len(states)), min(columns, len(weight)), device == "cuda")
 
-    def forward(self, states: Tensor) -> None:
-        """Allocates logits in float32; a CPU also has their softmax and states in float32."""
+    def forward(self, states: Tensor, weight: Tensor) -> None:
+        """Allocates logits in float32, then the weights of the targets.
+
+        A CPU also has the softmax of a tile, and its operands in float32.
+        """
+        rows, columns = states[: self.rows], weight[: self.columns]
         area = self.rows * self.columns * (1 if self.is_gpu else 2)
-        _hold(states.new_empty(area, dtype=FLOAT), states[: self.rows].float())
+        tiles = states.new_empty(area, dtype=FLOAT)
+        sums = states.new_empty(self.rows * math.ceil(len(weight) / self.columns), dtype=FLOAT)
+        if not self.is_gpu:
+            _hold(rows.float(), columns.float())
+        else:
+            del tiles  # before the next product, and before the targets
+        targets = weight.new_empty((len(rows), weight.shape[1]))
+        _hold(sums, torch.linalg.vecdot(rows.float(), targets.float()))
 
     def backward(self, states: Tensor, *, needs_states: bool) -> Tensor | None:
         """The gradient of the states: a float32 sum, with the weighted states allocated too."""

@@ -1,0 +1,103 @@
+"""Checks of a training's settings against each other, before anything is read."""
+
+from __future__ import annotations
+
+import re
+
+from ...schemas.errors import UsageError
+from ...schemas.train_options import LoraOptions, TrainOptions
+from ...stages.engine.optimizers import KINDS
+from ...stages.model.loading.quantized_base import require_bitsandbytes
+from ..options.settings import Settings
+
+
+def require_effect(settings: Settings) -> None:
+    """Refuses settings that would have no effect."""
+    train, lora = settings.config.train, settings.config.lora
+    if train.cache and settings.origins.get("cache.output") == "--set":
+        raise UsageError("cache.output and train.cache are both set. Name the cache once.")
+    if train.eval_cache and train.eval_fraction:
+        raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
+    if not lora.enabled and (given := [*settings.given("lora")]):
+        raise UsageError(f"{given[0]} is set, but no adapter is trained. Add --lora, or unset it.")
+    if lora.dropout and not train.dropout:
+        raise UsageError(
+            f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
+            "off. Set train.dropout, or leave lora.dropout at 0."
+        )
+    if train.eval_text and not train.holds_rows_out:
+        raise UsageError(
+            "train.eval_text is on, but no rows are held out whose text could be written down. Set "
+            "train.eval_fraction or train.eval_cache, or unset it."
+        )
+    if train.eval_text and not train.eval_table:
+        raise UsageError(
+            "train.eval_text is on, but train.eval_table is 0: there is no table for it. Say of "
+            "how many rows you want to see the text."
+        )
+    if train.min_lr and train.schedule == "constant":
+        raise UsageError(
+            f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
+            "train.schedule, or unset it."
+        )
+    if train.checkpoint_offload and not train.gradient_checkpointing:
+        raise UsageError(
+            "train.checkpoint_offload is on, but train.gradient_checkpointing is off: nothing is "
+            "kept that could wait on the CPU. Set the latter, or unset the former."
+        )
+    _require_read_by_optimizer(settings)
+
+
+def _require_read_by_optimizer(settings: Settings) -> None:
+    name, given = settings.config.train.optimizer, settings.given("train")
+    for option in ("beta1", "beta2", "epsilon"):
+        if f"train.{option}" in given and option not in KINDS[name].reads:
+            raise UsageError(
+                f"train.{option} is set, and {name} (train.optimizer) has no use for it. Unset it, "
+                "or choose another optimizer."
+            )
+
+
+def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) -> None:
+    """Refuses what needs bitsandbytes where it is missing, and 4 bits that ZeRO would flatten."""
+    if KINDS[train.optimizer].needs_bitsandbytes:
+        require_bitsandbytes(f"train.optimizer={train.optimizer}")
+    if lora.quantize == "none":
+        return
+    require_bitsandbytes(f"lora.quantize={lora.quantize}")
+    if zero_stage == 3:
+        raise UsageError(
+            f"lora.quantize is {lora.quantize}, and train.deepspeed={train.deepspeed} is ZeRO 3, "
+            "which flattens and spreads the weights: packed ones cannot be. Use --deepspeed zero2, "
+            "or set lora.quantize to none."
+        )
+
+
+FULL_LR = 1e-5  # rates up to this are usual for all weights
+
+
+def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
+    """What is usual for LoRA, where its learning rate is one for training all weights."""
+    is_adam = train.optimizer.startswith("adamw")
+    if not (lora.enabled and is_adam and 0 < train.lr <= FULL_LR):
+        return ""
+    return (
+        f"note: train.lr is {train.lr:g}, which is usual where all weights learn; LoRA usually "
+        "learns at 1e-4 to 2e-4 (--lr 1e-4)."
+    )
+
+
+_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_SECONDS = (86_400, 3600, 60, 1)
+
+
+def seconds_of(text: str, *, name: str) -> float:
+    """`3h30m` in seconds; an empty text is infinity."""
+    if not text:
+        return float("inf")
+    parts = _PARTS.fullmatch(text)
+    if parts is None:
+        raise UsageError(f"{name} is {text!r}; expected a time such as 3h30m, 45m or 90s.")
+    return float(
+        sum(int(count or 0) * size for count, size in zip(parts.groups(), _SECONDS, strict=True))
+    )
