@@ -51,8 +51,9 @@ def train(
         from ..plan.plan_text import plan_text
         from ..plan.run_plan import PlanRequest, plan_run
 
-        ranks = world_apart(os.environ).size
-        say_once(plan_text(plan_run(settings, PlanRequest(gpus=ranks))))
+        world = world_apart(os.environ)
+        if world.rank == 0:  # the others would work out the same, each for seconds
+            say(plan_text(plan_run(settings, PlanRequest(gpus=world.size))))
         return
     from ..train.training_job import open_training
 
