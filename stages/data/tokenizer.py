@@ -205,6 +205,7 @@ class TextTokenizer:
 
 def _prompt_ends(record: Record, completions: Sequence[tuple[Message, ...]]) -> dict[str, bool]:
     """How the prompt is rendered, of which the texts of all completions are to begin."""
+    assert not isinstance(record.prompt, str)
     if record.prompt[-1]["role"] != ASSISTANT:
         return {"add_generation_prompt": True}
     return {"continue_final_message": True} if _continues(completions) else {}
