@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from ...schemas.rows import BadRow, Record, Rejected, Role
 from ...schemas.turns import Turn, numbered
 from .conversation_notes import notes_of
 from .stop_tokens import Endings, span_of
-from .turn_spans import Span, common_length, spans_of
+from .turn_spans import Span, common_length, requests_of, spans_of
 from .validate import ASSISTANT
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # An encoding holds some hundred bytes for each token, until its record has become a row.
 RECORDS_AT_ONCE = 32
+CHARACTERS_AT_ONCE = 1 << 20
 
 
 @dataclass
@@ -65,19 +66,38 @@ class Encoder:
         return result
 
     def _encode(self, records: Sequence[Record], result: Encoded) -> None:
-        rendered = [item for item in (self._render(r, result) for r in records) if item]
-        texts = [text for item in rendered for text in item.texts]
-        encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
-        for item in rendered:
-            branches = [next(encodings) for _ in item.texts]
+        both = [(record, self._fitted(record)) for record in records]
+        well = [record for _, record in both if not isinstance(record, BadRow)]
+        learned = well if self._options.learn != "all" else []
+        turns = [request for each in learned for request in requests_of(each, self._tokenizer)]
+        self._tokenizer.render_ahead(well, turns)
+        rendered = [item for item in (self._render(*each, result) for each in both) if item]
+        for item, branches in self._with_encodings(rendered):
             try:
                 result.rows.append(self._row(item, branches, result.notes))
             except BadRow as bad:
                 result.rejected.append(_rejected(item.record, bad))
 
-    def _render(self, given: Record, result: Encoded) -> _Rendered | None:
+    def _fitted(self, record: Record) -> Record | BadRow:
         try:
-            record = self._tokenizer.fitted(given)
+            return self._tokenizer.fitted(record)
+        except BadRow as bad:
+            return bad
+
+    def _with_encodings(
+        self, rendered: Sequence[_Rendered]
+    ) -> Iterator[tuple[_Rendered, list[Encoding]]]:
+        """Each with its encodings, of so much text at once that they have room."""
+        for items in _in_parts(rendered):
+            texts = [text for item in items for text in item.texts]
+            encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
+            for item in items:
+                yield item, [next(encodings) for _ in item.texts]
+
+    def _render(self, given: Record, record: Record | BadRow, result: Encoded) -> _Rendered | None:
+        try:
+            if isinstance(record, BadRow):
+                raise record
             prompt, texts = self._tokenizer.render(record)
             boundaries = tuple(common_length(prompt, text) for text in texts)
             spans = tuple(
@@ -226,6 +246,19 @@ class Encoder:
         if prompt[0] == self._tokenizer.bos:
             return [prompt[0], *prompt[len(prompt) - limit + 1 :]]
         return prompt[-limit:]
+
+
+def _in_parts(rendered: Sequence[_Rendered]) -> Iterator[list[_Rendered]]:
+    part, length = list[_Rendered](), 0
+    for item in rendered:
+        own = sum(map(len, item.texts))
+        if part and length + own > CHARACTERS_AT_ONCE:
+            yield part
+            part, length = [], 0
+        part.append(item)
+        length += own
+    if part:
+        yield part
 
 
 def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:

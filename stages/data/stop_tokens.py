@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.cache import Stop, Stops
-from .template_probe import FOUND, MARK, SAID, USER, TemplateProbe, call_of_tool
+from .template_probe import FOUND, MARK, SAID, USER, call_of_tool
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
     from ...schemas.rows import Message, Text
+    from .chat_template import ChatTemplate
 
 NO_STOPS = Stops(None, None, None)
 
@@ -37,16 +38,16 @@ class Added:
         return Added(texts, frozenset(special))
 
 
-def find_stops(hf: Any, backend: Tokenizer, added: Added, template: str | None) -> Stops:
+def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | None) -> Stops:
     """The stop tokens, detected by rendering turns of an assistant.
 
     A template may write its stop at the end of a turn, or only as the head of the next one.
     If it writes none, the tokenizer's EOS is used.
     """
     eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
-    if template is None:
+    if chat is None:
         return Stops(eos, None, None)
-    probe = _StopProbe(TemplateProbe(hf, template), backend, added)
+    probe = _StopProbe(chat, backend, added)
     turn = probe.stop((USER, SAID), USER, _first_of_run) or eos
     calls = (probe.stop((USER, call), FOUND, _last_of_run(turn)) for call in _tool_calls())
     return Stops(eos, turn, next(filter(None, calls), turn))
@@ -54,7 +55,7 @@ def find_stops(hf: Any, backend: Tokenizer, added: Added, template: str | None) 
 
 @dataclass(frozen=True)
 class _StopProbe:
-    template: TemplateProbe
+    chat: ChatTemplate
     backend: Tokenizer
     added: Added
 
@@ -64,13 +65,13 @@ class _StopProbe:
         reply: Message,
         choose: Callable[[Sequence[int], Added], int | None],
     ) -> Stop | None:
-        text = self.template.render(turns)
+        text = self.chat.probed(turns)
         if MARK not in text:
             return None
         end = text.rindex(MARK) + len(MARK)
         token = choose(list(self._run(text, end)), self.added)
         if token is None:
-            token = self._next(self.template.render((*turns, reply)), text[end:])
+            token = self._next(self.chat.probed((*turns, reply)), text[end:])
         return None if token is None else Stop(token, self.added.texts[token], "template")
 
     def _run(self, text: str, end: int) -> Iterator[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...schemas.rows import Message
+    from .chat_template import ChatTemplate
 
 MARK = "PROBE"
 USER = {"role": "user", "content": "question"}
@@ -19,27 +20,6 @@ FOUND = {"role": "tool", "name": "search", "tool_call_id": "call00001", "content
 _BRACKETED = re.compile(r"<<?[^<>\s]{2,}>>?|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST], <<SYS>>
 _ARGUMENTS = {"query": MARK}
 _PARAMETERS = {"type": "object", "properties": {"query": {"type": "string", "description": MARK}}}
-
-
-@dataclass(frozen=True)
-class TemplateProbe:
-    """A chat template that is probed."""
-
-    hf: Any
-    template: str
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """The rendered conversation; empty if the template refuses it."""
-        try:
-            rendered: str = self.hf.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                chat_template=self.template,
-                tokenize=False,
-            )
-        except Exception:  # a template may not support such turns, and may raise anything
-            return ""
-        return rendered
 
 
 @dataclass(frozen=True)
@@ -62,30 +42,30 @@ def call_of_tool(arguments: Any, content: str | None) -> Message:
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def written_around(probe: TemplateProbe, tokens: Iterable[str]) -> tuple[str, ...]:
+def written_around(probe: ChatTemplate, tokens: Iterable[str]) -> tuple[str, ...]:
     """The markup that only the template writes: special tokens, and words in brackets."""
     system = {"role": "system", "content": "rules"}
     turns = (USER, SAID, USER)
-    written = probe.render(turns) + probe.render((system, *turns))
-    of_template = {token for token in tokens if token and token in probe.template + written}
+    written = probe.probed(turns) + probe.probed((system, *turns))
+    of_template = {token for token in tokens if token and token in probe.text + written}
     return tuple(sorted(of_template.union(_BRACKETED.findall(written))))
 
 
-def shown_arguments(probe: TemplateProbe) -> Shown:
+def shown_arguments(probe: ChatTemplate) -> Shown:
     """The forms in which the template takes the arguments of a tool call."""
     forms = zip(*map(_calls, _both(_ARGUMENTS)), strict=True)
     tools = (None, [next(_tools({"type": "object", "properties": {}}))])
     tried = (
-        [probe.render((USER, call), known) for call in calls]
+        [probe.probed((USER, call), known) for call in calls]
         for calls, known in product(forms, tools)
     )
     return _first_shown(tried, _ARGUMENTS)
 
 
-def shown_parameters(probe: TemplateProbe) -> Shown:
+def shown_parameters(probe: ChatTemplate) -> Shown:
     """The forms in which the template takes the parameters of a tool."""
     forms = zip(*map(_tools, _both(_PARAMETERS)), strict=True)
-    tried = ([probe.render((USER,), [tool]) for tool in tools] for tools in forms)
+    tried = ([probe.probed((USER,), [tool]) for tool in tools] for tools in forms)
     return _first_shown(tried, _PARAMETERS)
 
 

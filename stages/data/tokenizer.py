@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record
 from ..model.loading.folder_check import require_plain_tokenizer
+from .chat_template import ChatTemplate, request_of
 from .chat_wrap import Wrapping
+from .render_process import Limits
 from .stop_tokens import NO_STOPS, Added, find_stops
-from .template_probe import TemplateProbe, written_around
+from .template_probe import Shown, written_around
+from .template_worker import MIB
 from .tool_forms import ToolForms, uses_tools
 from .validate import ASSISTANT
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _ROLES = ("system", "user", ASSISTANT, "tool")
 _QUOTED = re.compile(r"""["']([\w-]+)["']""")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>.*?)\1\s*\)""")
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>(?:(?!\1).)*)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,18 @@ class TextTokenizer:
     """A fast tokenizer whose offsets are exact, with its template and special tokens."""
 
     backend: Tokenizer  # no truncation, no padding, no post-processing
-    hf: Any  # the transformers tokenizer: renders templates
+    hf: Any  # the transformers tokenizer
     bos: int | None
     adds_bos: bool  # whether a text without BOS is given one
     stops: Stops
     added: Added
-    template: str | None
+    chat: ChatTemplate | None
     specials: tuple[str, ...]
+
+    @property
+    def template(self) -> str | None:
+        """The text of the chat template."""
+        return self.chat.text if self.chat else None
 
     def fitted(self, record: Record) -> Record:
         """The record with its tool calls in the form that the chat template writes."""
@@ -69,20 +76,34 @@ class TextTokenizer:
         completions = [each for each in record.completions if not isinstance(each, str)]
         for messages in (record.prompt, *completions):
             self._require_roles(messages)
-        last = record.prompt[-1]
         texts = tuple(self.rendered(record, self.messages_of(record, c)) for c in completions)
-        if last["role"] != ASSISTANT:
-            return self.rendered(record, record.prompt, add_generation_prompt=True), texts
-        if not _continues(completions):
-            return self.rendered(record, record.prompt), texts
-        begun = self.rendered(record, record.prompt, continue_final_message=True)
-        if not all(text.startswith(begun) for text in texts):
+        how = _prompt_ends(record, completions)
+        prompt = self.rendered(record, record.prompt, **how)
+        if "continue_final_message" in how and not all(text.startswith(prompt) for text in texts):
             raise BadRow(
                 "template_error",
                 "the chat template does not show the prompt's last message, an assistant's, in "
                 "the same way when the completion continues it; end the prompt with a user's",
             )
-        return begun, texts
+        return prompt, texts
+
+    def render_ahead(self, records: Iterable[Record], turns: Iterable[bytes]) -> None:
+        """Renders at once what these records ask for, and their turns, which only saves time."""
+        if self.chat:
+            asked = (request for record in records for request in self._asked(record))
+            self.chat.ahead([*asked, *turns])
+
+    def _asked(self, record: Record) -> list[bytes]:
+        """The requests of a record; none if it is a bad one, which is told when it is rendered."""
+        if isinstance(record.prompt, str):
+            return []
+        completions = [each for each in record.completions if not isinstance(each, str)]
+        try:
+            how = _prompt_ends(record, completions)
+            whole = [self.request(record, self.messages_of(record, each)) for each in completions]
+            return [*whole, self.request(record, record.prompt, **how)]
+        except BadRow:
+            return []
 
     def messages_of(self, record: Record, completion: tuple[Message, ...]) -> tuple[Message, ...]:
         """The prompt and a completion, which may continue the prompt's last message."""
@@ -95,8 +116,15 @@ class TextTokenizer:
     def before_specials(self, text: str) -> str:
         """A rendered text without the special tokens and blanks at its end."""
         special = (self.added.texts[token] for token in self.added.special)
-        names = "|".join(re.escape(name) for name in {*special, *self.specials} if name)
-        return re.sub(rf"(?:{names}|\s)*\Z", "", text) if names else text.rstrip()
+        names = [name for name in (*special, *self.specials) if name]
+        end = len(text)
+        while True:
+            while end and text[end - 1].isspace():
+                end -= 1
+            length = max((len(name) for name in names if text.endswith(name, 0, end)), default=0)
+            if not length:
+                return text[:end]
+            end -= length
 
     def marked_turns(
         self, record: Record, messages: Sequence[Message], text: str
@@ -105,18 +133,10 @@ class TextTokenizer:
 
         What it marks in a text that is rendered otherwise is not used.
         """
-        if not (self.template and _GENERATION.search(self.template)):
+        if not (self.chat and self.marks_turns):
             return []
-        made: Any = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            tools=list(record.tools) if record.tools else None,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self.hf.special_tokens_map,
-            **record.template_options,
-        )
-        (rendered,), (found,) = made
-        return [(start, stop) for start, stop in found] if rendered == text else []
+        answer = self.chat.answer(self.request(record, messages, is_marked=True))
+        return [*answer.spans] if answer.text == text else []
 
     def wrapping(self, setting: str, folder: str) -> Wrapping:
         """The handling of plain text under `data.wrap`, which may need the chat template."""
@@ -125,17 +145,18 @@ class TextTokenizer:
             return wrap
         self.require_template(folder, "data.wrap is chat")
         special = (self.added.texts[token] for token in self.added.special)
-        probe = TemplateProbe(self.hf, self.template or "")
-        return Wrapping(True, written_around(probe, [*special, *self.specials]))
+        assert self.chat
+        return Wrapping(True, written_around(self.chat, [*special, *self.specials]))
 
     def require_template(self, folder: str, why: str = "the data are conversations") -> None:
         """Refuses conversations if there is no chat template."""
-        if self.template is None:
+        if self.chat is None:
             raise UsageError(
                 f"{folder}: {why} and the tokenizer has no chat template. "
                 "Pass --set tokens.chat_template=FILE.jinja, or use a model with a template."
             )
-        if _DATE.search(self.template):
+        self.chat.require_sound()
+        if _DATE.search(self.chat.text):
             raise UsageError(
                 f"{folder}: the chat template asks what day it is, so the same data would have "
                 "other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD."
@@ -150,7 +171,12 @@ class TextTokenizer:
     @cached_property
     def tool_forms(self) -> ToolForms:
         """The forms in which the chat template takes the arguments and parameters of tools."""
-        return ToolForms.of(TemplateProbe(self.hf, self.template or ""))
+        return ToolForms.of(self.chat) if self.chat else ToolForms(Shown(), Shown())
+
+    @cached_property
+    def marks_turns(self) -> bool:
+        """Whether the template marks what the assistant says."""
+        return _GENERATION.search(self.template or "") is not None
 
     @cached_property
     def _roles(self) -> frozenset[str]:
@@ -169,18 +195,20 @@ class TextTokenizer:
 
     def rendered(self, record: Record, messages: Sequence[Message], **how: bool) -> str:
         """The text of messages, as the template writes them with the record's tools and options."""
-        try:
-            rendered: str = self.hf.apply_chat_template(
-                list(messages),
-                tools=list(record.tools) if record.tools else None,
-                chat_template=self.template,
-                tokenize=False,
-                **record.template_options,
-                **how,
-            )
-        except Exception as error:  # a template is user code: any error makes the row bad
-            raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
-        return rendered
+        assert self.chat
+        return self.chat.answer(self.request(record, messages, **how)).text
+
+    def request(self, record: Record, messages: Sequence[Message], **how: bool) -> bytes:
+        """What renders messages with the record's tools and options."""
+        return request_of(messages, record.tools, record.template_options, how)
+
+
+def _prompt_ends(record: Record, completions: Sequence[tuple[Message, ...]]) -> dict[str, bool]:
+    """How the prompt is rendered, of which the texts of all completions are to begin."""
+    assert not isinstance(record.prompt, str)
+    if record.prompt[-1]["role"] != ASSISTANT:
+        return {"add_generation_prompt": True}
+    return {"continue_final_message": True} if _continues(completions) else {}
 
 
 def _continues(completions: Sequence[tuple[Message, ...]]) -> bool:
@@ -216,15 +244,15 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
     backend.no_padding()
     # Post-processors trim blanks off the offsets and add special tokens: both hide the boundary.
     backend.post_processor = None
-    template, added = _template_text(hf, options), Added.of(hf)
+    chat, added = _chat_template(hf, options, folder), Added.of(hf)
     return TextTokenizer(
         backend=backend,
         hf=hf,
         bos=hf.bos_token_id,
         adds_bos=adds_bos,
-        stops=find_stops(hf, backend, added, template) if options.eos == "append" else NO_STOPS,
+        stops=find_stops(hf, backend, added, chat) if options.eos == "append" else NO_STOPS,
         added=added,
-        template=template,
+        chat=chat,
         specials=tuple(sorted(set(hf.all_special_tokens))),
     )
 
@@ -273,6 +301,20 @@ def _adds_bos(hf: Any, options: TokenOptions, folder: str) -> bool:
     if hf.bos_token_id is None:
         raise UsageError(f"{folder}: tokens.bos is 'always' but the tokenizer has no BOS token.")
     return options.bos == "always" or hf("a")["input_ids"][:1] == [hf.bos_token_id]
+
+
+def _chat_template(hf: Any, options: TokenOptions, folder: str) -> ChatTemplate | None:
+    text = _template_text(hf, options)
+    if text is None:
+        return None
+    alone = Path(folder, "chat_template.jinja")
+    beside = alone if alone.is_file() else Path(folder, "tokenizer_config.json")
+    return ChatTemplate(
+        text,
+        source=options.chat_template or str(beside),
+        specials=hf.special_tokens_map,
+        limits=Limits(options.template_seconds, int(options.template_mib * MIB)),
+    )
 
 
 def _template_text(hf: Any, options: TokenOptions) -> str | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...schemas.rows import BadRow, Message, Record, Text
-from .template_probe import Shown, TemplateProbe, shown_arguments, shown_parameters
+from .template_probe import Shown, shown_arguments, shown_parameters
 from .validate import is_blank, parse_json, shown
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
 
 
 def uses_tools(record: Record) -> bool:
@@ -30,7 +33,7 @@ class ToolForms:
     parameters: Shown  # of a tool
 
     @staticmethod
-    def of(probe: TemplateProbe) -> ToolForms:
+    def of(probe: ChatTemplate) -> ToolForms:
         """The forms of a template, which is probed."""
         return ToolForms(shown_arguments(probe), shown_parameters(probe))
 

@@ -7,7 +7,7 @@ follow (one that drops earlier thinking) has no such place: its row is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,36 @@ def spans_of(
         Span(boundary if index == first else start, stop, marks[index - first])
         for index, (start, stop) in zip(turns, found, strict=True)
     )
+
+
+def requests_of(record: Record, tokenizer: TextTokenizer) -> list[bytes]:
+    """What is rendered to find the turns of a record, beside its texts."""
+    try:
+        return [
+            tokenizer.request(record, messages, **how)
+            for completion in record.completions
+            if not isinstance(completion, str) and _is_several(completion)
+            for messages, how in _parts(record, completion, tokenizer)
+        ]
+    except BadRow:  # is told when it is rendered
+        return []
+
+
+def _parts(
+    record: Record, completion: tuple[Message, ...], tokenizer: TextTokenizer
+) -> Iterator[tuple[Sequence[Message], dict[str, bool]]]:
+    messages = tokenizer.messages_of(record, completion)
+    if tokenizer.marks_turns:
+        yield messages, {"is_marked": True}
+        return
+    for index in range(len(messages) - len(completion), len(messages)):
+        if messages[index]["role"] != ASSISTANT:
+            continue
+        if before := messages[:index]:
+            yield before, {"add_generation_prompt": True}
+            yield before, {}
+        if index + 1 < len(messages):
+            yield messages[: index + 1], {}
 
 
 def _place(

@@ -9,11 +9,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from align.pipeline.executors.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted, LockedError
+from align.stages.data import render_process
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk.failpoints import OF_A_CACHE, OF_A_RING
 from support.command import align
@@ -148,7 +148,7 @@ def test_a_signal_inside_a_chat_template_is_not_taken_for_a_bad_row(
     run(replace(chat, cache=replace(chat.cache, output=str(tmp_path / "clean"))))
     interrupted = mock.Mock(side_effect=Interrupted(signal.SIGTERM))
     with monkeypatch.context() as patch:
-        patch.setattr(PreTrainedTokenizerBase, "apply_chat_template", interrupted)
+        patch.setattr(render_process.Rendering, "message", interrupted)
         with pytest.raises(Interrupted):
             run(chat)
     assert interrupted.call_count == 1

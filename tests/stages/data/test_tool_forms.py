@@ -9,9 +9,8 @@ from align.schemas.errors import UsageError
 from align.schemas.row_keys import prompt_keys_of
 from align.stages.data.chat_wrap import UNWRAPPED, Wrapping
 from align.stages.data.encode import encode_prompt
-from align.stages.data.template_probe import Shown, TemplateProbe
+from align.stages.data.template_probe import Shown
 from align.stages.data.tokenizer import load_tokenizer
-from align.stages.data.tool_forms import ToolForms
 from support import tool_templates
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
 from support.read_rows import (
@@ -80,7 +79,7 @@ def test_arguments_are_written_once_whether_they_are_given_as_an_object_or_as_te
 def forms_of(folder):
     """How a template says that it takes arguments when it is asked."""
     tokenizer = load_tokenizer(folder, TokenOptions())
-    return ToolForms.of(TemplateProbe(tokenizer.hf, tokenizer.template)).arguments
+    return tokenizer.tool_forms.arguments
 
 
 def test_one_conversation_is_one_prompt_in_either_form(folders):

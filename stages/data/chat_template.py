@@ -1,0 +1,171 @@
+"""A chat template, which a stranger wrote: rendered in a process of its own, within limits.
+
+This is the only place that renders one. A template that is not Jinja, or that cannot write a short
+question within its limits, has a fault and is refused; a row that it breaks on is a bad row.
+"""
+
+from __future__ import annotations
+
+import marshal
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.errors import UsageError
+from ...schemas.rows import BadRow
+from .render_process import KILLED, OVER_TIME, Limits, Rendered, Rendering, answers_of
+from .template_worker import FAILED, MIB, NO_MEMORY, NOT_JINJA, RENDERED, TOO_LARGE
+
+if TYPE_CHECKING:
+    from ...schemas.rows import Message
+
+MOST_TEXT = 1 << 20  # of a template: those of models have some 10,000 characters
+# More time than its rows have taken, and this many limits: then a template is refused.
+LOST_LIMITS = 8
+_BREAKS = {OVER_TIME, KILLED, NO_MEMORY}  # after which another process has to be started
+_JSON = {str, int, float, bool}
+_TAKEN = {"conversation", "messages", "tools", "chat_template", "tokenize"}
+
+
+class ChatTemplate:
+    """The template of a model; the process that renders it is shared by all of them."""
+
+    def __init__(
+        self, text: str, *, source: str, specials: Mapping[str, Any], limits: Limits
+    ) -> None:
+        self.text = text
+        self.source = source  # the file that it is from
+        self.fault = ""  # why it is refused
+        self._limits = limits
+        self._rendering = Rendering(text, limits, _plain(specials))
+        self._ahead: dict[bytes, Rendered] = {}
+        self._lost = self._used = 0.0  # seconds
+        if len(text) > MOST_TEXT:
+            self.fault = (
+                f"{source}: the chat template has {len(text):,} characters, and more than "
+                f"{MOST_TEXT:,} are not read. Pass another (--set tokens.chat_template=FILE.jinja)."
+            )
+            return
+        (answer,) = answers_of(self._rendering, [b""])
+        self._note_fault(answer)
+
+    def probed(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
+        """The text of a made-up conversation; empty if the template does not write such turns."""
+        if self.fault:
+            return ""
+        request = request_of(messages, tools, {}, {})
+        (answer,) = answers_of(self._rendering, [request])
+        self._note_fault(answer)
+        return answer.text if answer.status == RENDERED else ""
+
+    def ahead(self, requests: Iterable[bytes]) -> None:
+        """Renders what is asked for next, all at once; what was rendered before is forgotten.
+
+        It ends where the template breaks: the rest of that row is not asked for any more.
+        """
+        self._ahead = {}
+        if asked := [*dict.fromkeys(requests)]:
+            for request, found in zip(asked, self._answers(asked), strict=False):
+                self._ahead[request] = found
+                if found.status in _BREAKS:
+                    return
+
+    def answer(self, request: bytes) -> Rendered:
+        """What a request comes to; a bad row if the template breaks on it."""
+        found = self._ahead.get(request)
+        if found is None:
+            (found,) = self._answers([request])
+        if found.status == RENDERED:
+            return found
+        if found.status == FAILED:
+            raise BadRow("template_error", found.text)
+        raise BadRow("template_error", f"{self.source}: the chat template {self._over(found)}")
+
+    def require_sound(self) -> None:
+        """Refuses a template with a fault."""
+        if self.fault:
+            raise UsageError(self.fault)
+
+    def _answers(self, requests: Sequence[bytes]) -> Iterator[Rendered]:
+        self.require_sound()
+        before = time.monotonic()
+        for answer in answers_of(self._rendering, requests):
+            now = time.monotonic()
+            if answer.status in _BREAKS:
+                self._lost += now - before
+            else:
+                self._used += now - before
+            before = now
+            if self._lost > self._used + LOST_LIMITS * self._limits.seconds:
+                self.fault = (
+                    f"{self.source}: more time has gone into rows on which the chat template "
+                    f"breaks than into all others; the last one {self._over(answer)}. Pass "
+                    "another template (--set tokens.chat_template=FILE.jinja), or allow more."
+                )
+                self.require_sound()
+            yield answer
+
+    def _note_fault(self, answer: Rendered) -> None:
+        if answer.status == NOT_JINJA:
+            self.fault = (
+                f"{self.source}: the chat template is not valid Jinja ({answer.text}). Correct it, "
+                "or pass another (--set tokens.chat_template=FILE.jinja)."
+            )
+        elif answer.status not in (RENDERED, FAILED):
+            self.fault = (
+                f"{self.source}: for a conversation of a few words the chat template "
+                f"{self._over(answer)}. Pass another (--set tokens.chat_template=FILE.jinja)."
+            )
+
+    def _over(self, answer: Rendered) -> str:
+        mib = self._limits.text / MIB
+        return {
+            OVER_TIME: f"takes more than {self._limits.seconds:g} s of processor time "
+            "(tokens.template_seconds)",
+            TOO_LARGE: f"adds more than {mib:g} MiB of text (tokens.template_mib)",
+            NO_MEMORY: f"takes more memory than a text of {mib:g} MiB needs (tokens.template_mib)",
+            KILLED: "crashes the process that renders it",
+        }.get(answer.status, answer.text)
+
+
+def request_of(
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+    how: Mapping[str, bool],
+) -> bytes:
+    """What the rendering process is asked: equal bytes come to an equal text."""
+    try:
+        if taken := options.keys() & (_TAKEN | how.keys()):
+            raise ValueError(f"chat_template_kwargs may not set {min(taken)!r}")
+        if not messages:
+            raise ValueError("the conversation is empty")
+        written = [
+            {
+                key: value if type(value) in _JSON else _plain(value)
+                for key, value in message.items()
+                if value is not None
+            }
+            for message in messages
+        ]
+        asked = (written, [*tools] if tools else None, {**options}, {**how})
+        try:
+            return marshal.dumps(asked)
+        except ValueError:  # a subclass of str, int or float
+            return marshal.dumps(_plain(asked))
+    except (ValueError, RecursionError) as error:
+        raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
+
+
+def _plain(value: Any) -> Any:
+    """A value of JSON's types; of another only the name of its type is shown."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return (tuple if isinstance(value, tuple) else list)(map(_plain, value))
+    if value is None or type(value) in _JSON:
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return f"<{type(value).__name__}>"
