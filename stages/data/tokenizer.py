@@ -8,23 +8,27 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record
-from ..model.loading.folder_check import require_plain_tokenizer
+from ..model.loading.declared_sizes import require_declared_sizes
+from ..model.loading.folder_check import TOKENIZER_SETTINGS, require_plain_tokenizer
+from ..model.loading.library_errors import refused_as
+from ..model.loading.model_folder import CONFIG, model_config
 from .chat_template import ChatTemplate, request_of
 from .chat_wrap import Wrapping
 from .render_process import Limits
 from .stop_tokens import NO_STOPS, Added, find_stops
 from .template_probe import Shown, written_around
 from .template_worker import MIB
+from .tokenizer_file import TOKENIZER, require_bounded_tokenizer
 from .tool_forms import ToolForms, uses_tools
 from .validate import ASSISTANT
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
     from ..report.eval_table import Decode
 
+_OTHER_TOKENIZER = "Save the model's tokenizer beside its weights again."
 _ROLES = ("system", "user", ASSISTANT, "tool")
 _QUOTED = re.compile(r"""["']([\w-]+)["']""")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -227,7 +232,11 @@ def _joined(begun: Message, rest: Message) -> Message:
 
 def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
     """The tokenizer in `folder`, which has to be a fast one."""
-    hf = _open(folder)
+    with refused_as(partial(_at_fault, folder), _OTHER_TOKENIZER):
+        return _loaded(folder, options, _open(folder))
+
+
+def _loaded(folder: str, options: TokenOptions, hf: Any) -> TextTokenizer:
     backend = getattr(hf, "backend_tokenizer", None)
     if backend is None:
         raise UsageError(
@@ -276,14 +285,34 @@ def _open(folder: str) -> Any:
             "or set model.path in align.yaml."
         )
     require_plain_tokenizer(folder)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises nothing more precise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(
-            f"{folder}: no tokenizer can be loaded from here ({reason[:200]}). Save the model's "
-            "tokenizer beside its weights."
-        ) from error
+    require_bounded_tokenizer(folder)
+    if (Path(folder) / CONFIG).exists():  # from which transformers takes the kind of tokenizer
+        require_declared_sizes(Path(folder) / CONFIG, model_config(folder), ())
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _at_fault(folder: str) -> str:
+    """Which of the files that make a tokenizer does not load, for a message."""
+    cannot = "no tokenizer can be loaded from here"
+    root = Path(folder)
+    for file, read in ((CONFIG, _read_config), (TOKENIZER, _read_backend)):
+        try:
+            if (root / file).exists():
+                read(root, file)
+        except Exception:  # the question is only whether it is this one
+            return f"{root / file}: {cannot}"
+    settings = root / TOKENIZER_SETTINGS[0]
+    return f"{settings if settings.exists() else root / TOKENIZER}: {cannot}"
+
+
+def _read_config(root: Path, _: str) -> None:
+    AutoConfig.from_pretrained(root, trust_remote_code=False, local_files_only=True)
+
+
+def _read_backend(root: Path, file: str) -> None:
+    from tokenizers import Tokenizer  # noqa: PLC0415 - transformers has loaded it
+
+    Tokenizer.from_file(str(root / file))
 
 
 def _dated(template: str, day: str) -> str:

@@ -24,8 +24,8 @@ from ...schemas.errors import UsageError, counted
 from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
+from .loading.folder_json import read_json
 from .loading.load import quiet
-from .loading.model_folder import read_json
 from .logprobs import TOLERANCE, causal_model, input_device, reason
 from .memory.live_memory import is_out_of_memory
 from .probe_rows import ordinary_tokens
@@ -283,4 +283,9 @@ def _tokens_in(folder: str, name: str) -> list[int]:
     file = Path(folder) / name
     given = read_json(file).get("eos_token_id") if file.is_file() else None
     tokens = given if isinstance(given, list) else [given]
-    return [token for token in tokens if isinstance(token, int)]
+    if any(token is not None and not (type(token) is int and token >= 0) for token in tokens):
+        raise UsageError(
+            f"{file}: eos_token_id is {given!r:.100}, and must be a token's number or a list of "
+            "them. Correct the entry, or take it out."
+        )
+    return [token for token in tokens if token is not None]

@@ -11,7 +11,9 @@ from typing import Any
 
 from ....schemas.errors import UsageError
 from ....schemas.plain_names import is_plain_name
-from .model_folder import adapter_tensors, indexed_files, model_config, read_json
+from .declared_sizes import require_declared_sizes
+from .folder_json import read_json, require_plain_files
+from .model_folder import adapter_tensors, indexed_files, model_config
 
 # Any other name may stand for a kernel, which transformers fetches from the Hub and runs.
 ATTENTION = frozenset({"eager", "sdpa"})
@@ -26,6 +28,12 @@ ELSEWHERE = {
     "adapters": "load the adapters of other folders, or of the Hub",
     "shadow_model": "load a model of another folder, or of the Hub",
 }
+_ADAPTER_KINDS: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
+    (frozenset({"target_modules", "exclude_modules"}), (str, list), "a text or a list"),
+    (frozenset({"rank_pattern", "alpha_pattern"}), (dict,), "an object of numbers"),
+    (frozenset({"r", "lora_alpha", "lora_dropout"}), (int, float), "a number"),
+    (frozenset({"target_parameters", "modules_to_save"}), (list,), "a list of names"),
+)
 _NOTHING: tuple[Any, ...] = (None, "", {}, "mirror")  # the last: a shadow model in its own folder
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _OPENED = re.compile(r"(\w+_)?(vocab|merges|tokenizer|spm|gguf)(_file)?|init_inputs")
@@ -35,10 +43,12 @@ _SHARDS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 def require_plain_folder(folder: str) -> None:
     """Refuses every setting that loads other weights or unknown code, by its name."""
-    config, file = model_config(folder), Path(folder) / "config.json"
+    config, root = model_config(folder), Path(folder)
+    require_plain_files(root)
     for name, value in _entries(config):
-        _require_known(file, name, value)
-    root = Path(folder)
+        _require_known(root / "config.json", name, value)
+    if (generation := root / "generation_config.json").exists():
+        read_json(generation)
     indexed_files(root)
     if (root / "adapter_config.json").exists():
         raise UsageError(
@@ -57,8 +67,9 @@ def require_plain_tokenizer(folder: str) -> None:
 
     A path that an older transformers left there is allowed where no such file exists.
     """
+    require_plain_files(Path(folder))
     for file in (Path(folder) / name for name in TOKENIZER_SETTINGS):
-        for key, value in (read_json(file) if file.is_file() else {}).items():
+        for key, value in (read_json(file) if file.exists() else {}).items():
             names = value if isinstance(value, list) else [value]
             if key == "fast_tokenizer_files":
                 away = [name for name in names if not is_plain_name(name)]
@@ -98,7 +109,16 @@ def require_adapter(folder: str) -> None:
                 f"{file}: {name} makes peft {reads}, which is not supported. Set model.adapter to "
                 "an adapter for a transformers model that is whole in its folder."
             )
-    adapter_tensors(Path(folder))
+    for names, kinds, kind in _ADAPTER_KINDS:
+        for name in names & settings.keys():
+            if settings[name] is not None and not isinstance(settings[name], kinds):
+                raise UsageError(
+                    f"{file}: {name} is {settings[name]!r:.60}, and must be {kind}. Set "
+                    "model.adapter to a folder as PEFT saved it."
+                )
+    require_plain_files(Path(folder))
+    ranks = {"r": settings.get("r"), "rank_pattern": settings.get("rank_pattern")}
+    require_declared_sizes(file, ranks, adapter_tensors(Path(folder)))
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

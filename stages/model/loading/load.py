@@ -22,9 +22,11 @@ from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
 from ....schemas.train_options import LoraOptions
 from ..transformers_compat import attention_of
+from .declared_sizes import named_sizes, require_declared_sizes, require_stored_parameters
 from .folder_check import require_adapter, require_plain_folder
+from .library_errors import refused_as
 from .lora_targets import named_targets, require_all_adapted
-from .model_folder import adapter_tensors, model_config, stored_dtype
+from .model_folder import CONFIG, adapter_tensors, model_config, model_tensors, stored_dtype
 from .placement import (
     chosen_device,
     placement,
@@ -35,6 +37,7 @@ from .placement import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_OTHER_CONFIG = "Use the config.json that belongs to these weights."
 # Constants that models like GPT-2 once stored in each layer; transformers ignores only some.
 _CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
 
@@ -87,16 +90,22 @@ def nowhere(options: ModelOptions) -> ModelOptions:
 def resolve(options: ModelOptions) -> Resolved:
     """The options with dtype, attention and device decided; no weight is read."""
     require_plain_folder(options.path)
+    folder, settings = Path(options.path), model_config(options.path)
     with quiet():
-        config = _config(options)
+        config = _config(options, settings)
         require_parts(config, options)
+        tensors = model_tensors(folder)
+        require_declared_sizes(folder / CONFIG, settings, tensors)
         skeleton = _skeleton(config, options)
+    require_stored_parameters(folder / CONFIG, settings, skeleton, tensors)
     of_text = config.get_text_config(decoder=True)
+    with refused_as(f"{folder / CONFIG}: has no hidden_size that is a size", _OTHER_CONFIG):
+        hidden_size = int(of_text.hidden_size)
     return Resolved(
         dtype=_dtype(options),
         attention=_attention(skeleton, of_text, options),
         device=chosen_device(options),
-        hidden_size=int(of_text.hidden_size),
+        hidden_size=hidden_size,
         context=getattr(of_text, "max_position_embeddings", None),
     )
 
@@ -120,45 +129,45 @@ def _attention(skeleton: Any, of_text: Any, options: ModelOptions) -> str:
 def text_config(options: ModelOptions) -> Any:
     """The config of a model's text part."""
     with quiet():
-        return _config(options).get_text_config(decoder=True)
+        return _config(options, model_config(options.path)).get_text_config(decoder=True)
 
 
 def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausalLM) -> nn.Module:
     """The model of config.json on the meta device; the folder needs no weights."""
     require_plain_folder(options.path)
-    with quiet(), torch.device("meta"):
+    file = Path(options.path) / CONFIG
+    cannot = f"{file}: no model can be built from it"
+    with quiet(), torch.device("meta"), refused_as(cannot, _OTHER_CONFIG):
         empty: nn.Module = kind.from_config(
-            _config(options), dtype=DTYPES[dtype], trust_remote_code=options.trust_remote_code
+            _config(options, model_config(options.path)),
+            dtype=DTYPES[dtype],
+            trust_remote_code=options.trust_remote_code,
         )
     return empty
 
 
-def _config(options: ModelOptions) -> Any:
-    try:
+def _config(options: ModelOptions, settings: dict[str, Any]) -> Any:
+    """The config as transformers reads it; of some settings it makes one for each layer."""
+    require_declared_sizes(Path(options.path) / CONFIG, settings, ())
+    remedy = (
+        f"Use an architecture that transformers {transformers.__version__} knows, and settings as "
+        "it writes them, or set model.trust_remote_code if you trust the folder's code."
+    )
+    file = Path(options.path) / CONFIG
+    with refused_as(f"{file}: transformers cannot read this model's config.json", remedy):
         return AutoConfig.from_pretrained(
             options.path, local_files_only=True, trust_remote_code=options.trust_remote_code
         )
-    except (ValueError, OSError, KeyError) as error:
-        raise UsageError(
-            f"{options.path}: transformers cannot read this model's config.json "
-            f"({first_line(error)}). Use an architecture that transformers "
-            f"{transformers.__version__} knows, or set model.trust_remote_code if you trust the "
-            "folder's code."
-        ) from error
 
 
 def _skeleton(config: Any, options: ModelOptions) -> Any:
     """The architecture on the meta device, which decides which attention it supports."""
     asked = {} if options.attention == "auto" else {"attn_implementation": options.attention}
-    try:
-        with torch.device("meta"):
-            build: Any = AutoModelForCausalLM.from_config
-            return build(config, trust_remote_code=options.trust_remote_code, **asked)
-    except (ValueError, ImportError) as error:
-        raise UsageError(
-            f"{options.path}: cannot be built as a causal language model "
-            f"({first_line(error)}). Use a causal model, or set model.attention to auto."
-        ) from error
+    cannot = f"{Path(options.path) / CONFIG}: cannot be built as a causal language model"
+    remedy = f"Use a causal model, or set model.attention to auto. {_OTHER_CONFIG}"
+    with refused_as(cannot, remedy), torch.device("meta"):
+        build: Any = AutoModelForCausalLM.from_config
+        return build(config, trust_remote_code=options.trust_remote_code, **asked)
 
 
 def from_folder(
@@ -166,7 +175,9 @@ def from_folder(
 ) -> tuple[Any, list[str]]:
     """The folder's model, loaded by transformers, and the names of tensors it does not use."""
     without_cudnn_attention()
-    try:
+    cannot = f"{options.path}: the model cannot be loaded from config.json and its weights"
+    remedy = "Check the folder, model.device_map, model.tensor_parallel and model.dtype."
+    with refused_as(cannot, remedy):
         model, report = kind.from_pretrained(
             options.path,
             dtype=DTYPES[resolved.dtype],
@@ -179,11 +190,6 @@ def from_folder(
             **(packing or _unpacking(options.path)),
             **placement(options),
         )
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise UsageError(
-            f"{options.path}: the model cannot be loaded ({first_line(error)}). "
-            "Check the folder, model.device_map, model.tensor_parallel and model.dtype."
-        ) from error
     return model, _require_all_taken(options, report)
 
 
@@ -203,15 +209,15 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
     """
     if missing := sorted(report["missing_keys"]):
         raise UsageError(
-            f"{options.path}: the weights lack {len(missing)} tensors of the model. "
+            f"{options.path}: the weights lack {len(missing)} tensors of the model of config.json. "
             f"First: {missing[:10]}. Set model.path to a folder with all of them."
         )
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         raise UsageError(
             f"{options.path}: {len(mismatched)} tensors have another shape than config.json asks "
-            f"for. First: {name} is {list(stored)}, not {list(wanted)}. Use the config.json that "
-            "belongs to these weights."
+            f"for. First: {name} is {list(stored)}, not {list(wanted)}"
+            f"{named_sizes(model_config(options.path), [*{*wanted} - {*stored}])}. {_OTHER_CONFIG}"
         )
     unused = sorted(name for name in report["unexpected_keys"] if not _CAUSAL_MASK.search(name))
     if unused and not options.allow_unused_weights:
@@ -229,18 +235,14 @@ def with_adapter(model: Any, folder: str) -> Any:
     require_adapter(folder)
     from peft import PeftConfig, PeftModel  # noqa: PLC0415 - optional, and slow to import
 
-    try:
+    cannot = f"{folder}: the adapter of adapter_config.json cannot be put on the model"
+    with refused_as(cannot, "Set model.adapter to a PEFT adapter made for model.path."):
         kind = PeftConfig.from_pretrained(folder, local_files_only=True)
         if kind.is_prompt_learning:
             raise ValueError("adapters that add prompt tokens are not supported")
         adapted = PeftModel.from_pretrained(
             model, folder, is_trainable=False, local_files_only=True
         )
-    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
-        raise UsageError(
-            f"{folder}: the adapter cannot be put on the model ({first_line(error)}). "
-            "Set model.adapter to a PEFT adapter made for model.path."
-        ) from error
     _require_adapter_taken(adapted, folder)
     return adapted
 

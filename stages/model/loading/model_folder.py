@@ -16,6 +16,7 @@ from ....schemas.config import ModelOptions
 from ....schemas.errors import FingerprintError, UsageError
 from ....schemas.file_version import FileVersion, Remember, digest_anew
 from ....schemas.plain_names import is_plain_name
+from .folder_json import json_object, read_json
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
@@ -29,6 +30,7 @@ VOLATILE_ADAPTER = frozenset(
 )
 # A head equal to the input embedding is the same model whether it is stored or left out.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
+CONFIG = "config.json"
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ITEM_BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
@@ -38,6 +40,7 @@ ITEM_BITS = {
 READ_BYTES = 8 << 20
 _AGAIN = "Leave the folder as it is while a run reads it, then run the same command again."
 LONGEST_HEADER = 100_000_000  # what the safetensors format allows
+LARGEST_SIZE = 2**63
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def model_config(folder: str) -> dict[str, Any]:
             f"{folder}: there is no such model folder. Set model.path to a folder that holds "
             "config.json and safetensors weights."
         )
-    return read_json(root / "config.json")
+    return read_json(root / CONFIG)
 
 
 def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
@@ -193,21 +196,6 @@ def adapter_tensors(folder: Path) -> list[StoredTensor]:
             "PEFT saved with safetensors; convert an adapter_model.bin by loading and saving it."
         )
     return _tensors_of([file])
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or an error that names the file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{file}: the file is missing. Point to a complete folder as save_pretrained writes it."
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"{file}: not valid JSON ({error}). Copy the file again.") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{file}: must hold one JSON object. Copy the file again.")
-    return value
 
 
 def tensor_sha256(tensor: StoredTensor) -> str:
@@ -291,24 +279,73 @@ def _read_header(file: Path) -> list[StoredTensor]:
             raise cut_short(file)
         header = stream.read(length)
     try:
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
+        entries = json_object(header)
+        notes = entries.pop("__metadata__", None) or {}
+        if not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
+            raise ValueError("__metadata__ is not an object of texts")
         tensors = [_stored(name, entry, file, 8 + length) for name, entry in entries.items()]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"{file}: not a safetensors file. Copy the file again.") from None
+    except (ValueError, TypeError) as error:
+        why = str(error) or "its header is not a JSON object"
+        raise UsageError(f"{file}: not a safetensors file: {why}. Copy the file again.") from None
     if any(tensor.start + tensor.num_bytes > size for tensor in tensors):
         raise cut_short(file)
+    _require_gapless(file, tensors, 8 + length, size)
     return tensors
 
 
-def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTensor:
-    """The tensor of a header's entry; ValueError if its size is not that of its shape."""
-    dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
-        raise ValueError(name)
-    if dtype in ITEM_BITS and math.prod(shape) * ITEM_BITS[dtype] != 8 * (last - first):
-        raise ValueError(name)
-    return StoredTensor(name, dtype, shape, file, base + first, last - first)
+def _stored(name: str, entry: Any, file: Path, base: int) -> StoredTensor:
+    """The tensor of a header's entry; ValueError, with its name and field, if it is not one."""
+    named = f"{name!r:.100}"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{named} is not an object")
+    fields: list[Any] = [entry.get(field) for field in ("dtype", "shape", "data_offsets")]
+    dtype, shape, span = fields
+    if not isinstance(dtype, str):
+        raise ValueError(f"dtype of {named} is not a text")
+    for field, numbers in (("shape", shape), ("data_offsets", span)):
+        if not (isinstance(numbers, list) and all(map(_is_size, numbers))):
+            raise ValueError(f"{field} of {named} is not a list of sizes")
+    if len(span) != 2 or span[0] > span[1]:
+        raise ValueError(f"data_offsets of {named} are not a first and a last byte")
+    if math.prod(shape) >= LARGEST_SIZE:
+        raise ValueError(f"shape of {named} is {shape!r:.60}, larger than any tensor")
+    if dtype in ITEM_BITS and math.prod(shape) * ITEM_BITS[dtype] != 8 * (span[1] - span[0]):
+        raise ValueError(f"data_offsets of {named} hold another number of bytes than its shape")
+    if not _is_text(name):
+        raise ValueError(f"{named} is no name")
+    return StoredTensor(name, dtype, tuple(shape), file, base + span[0], span[1] - span[0])
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < LARGEST_SIZE
+
+
+def _is_text(name: str) -> bool:
+    """Whether it can be written down: JSON may hold half of a character."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _require_gapless(file: Path, tensors: list[StoredTensor], start: int, size: int) -> None:
+    """Refuses tensors that overlap or leave bytes between them, as the safetensors library does.
+
+    A byte that belongs to no tensor would be in no digest.
+    """
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != start:
+            raise UsageError(
+                f"{file}: not a safetensors file: data_offsets of {tensor.name!r:.100} do not "
+                "begin where the tensor before it ends. Copy the file again."
+            )
+        start += tensor.num_bytes
+    if start != size:
+        raise UsageError(
+            f"{file}: not a safetensors file: {size - start:,} bytes at its end belong to no "
+            "tensor. Copy the file again."
+        )
 
 
 def cut_short(file: Path) -> UsageError:

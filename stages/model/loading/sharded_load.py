@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from ....schemas.batches import Partitions
 from ....schemas.config import ModelOptions
 from ..transformers_compat import TensorSource, compute_buffers, tensor_sources
+from .folder_json import read_json
 from .load import DTYPES, from_folder, load_model, merged, nowhere, quiet, resolve, with_adapter
 from .model_folder import (
     READ_BYTES,
@@ -24,7 +25,6 @@ from .model_folder import (
     cut_short,
     model_config,
     model_tensors,
-    read_json,
     tensor_sha256,
 )
 

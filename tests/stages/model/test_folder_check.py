@@ -257,7 +257,7 @@ def test_a_path_that_an_older_tokenizer_was_saved_with_leads_nowhere(
         ({"peft_type": "SHADOW", "shadow_model": "../other"}, "shadow_model makes"),
         ({"peft_type": "NOTHING"}, "cannot be put on the model"),
         ({"peft_type": None}, "cannot be put on the model"),
-        ({"target_modules": 5}, "cannot be put on the model"),
+        ({"target_modules": 5}, "target_modules is 5"),
     ],
 )
 def test_an_adapter_fetches_no_base_and_with_settings_of_nobody_is_refused(

@@ -1,0 +1,33 @@
+"""Errors of the libraries that read a model's folder: any of them becomes one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ....schemas.errors import AlignError, Interrupted, UsageError
+
+LONGEST = 300  # characters of a library's own words: a damaged value may be in them
+
+
+@contextmanager
+def refused_as(message: str | Callable[[], str], remedy: str) -> Iterator[None]:
+    """Turns any error of the block into a UsageError: the message, its words, and what to do.
+
+    A message that takes time to find, as which file of several is at fault, is a function.
+    """
+    try:
+        yield
+    except (AlignError, Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # files that strangers wrote: also the panics of Rust
+        said = message if isinstance(message, str) else message()
+        raise UsageError(f"{said} ({in_short(error)}). {remedy}") from error
+
+
+def in_short(error: BaseException) -> str:
+    """A library's error in one line, with its kind where it has no words of its own."""
+    words = " ".join(str(error).split())
+    if not words or isinstance(error, LookupError | AssertionError):
+        words = f"{type(error).__name__} {words}".strip()
+    return words if len(words) <= LONGEST else f"{words[:LONGEST]}…"

@@ -1,0 +1,189 @@
+"""Model folders that strangers wrote: each is read, or refused by one message, in bounds."""
+
+import json
+import os
+import shutil
+from functools import partial
+
+import pytest
+
+from support.damaged_models import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    damage,
+)
+from support.model_doors import GOOD, Reader, make_bases, without_check
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+LARGE = 70 << 20  # bytes
+BOMB = {"type": "Replace", "pattern": {"String": "a"}, "content": "aaaa"}
+BOMBS = {"type": "Sequence", "normalizers": [BOMB] * 20}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    return make_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(scope="module")
+def reader(bases):
+    return Reader(bases)
+
+
+def with_setting(file, **settings):
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def with_part(file, part, **settings):
+    content = json.loads(file.read_text())
+    content[part] |= settings
+    file.write_text(json.dumps(content))
+
+
+def with_bytes(file, content):
+    file.write_bytes(content)
+
+
+def with_header(file, header):
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+
+
+def with_entry(file, **fields):
+    """Fields of the first tensor's entry; those that are ... are taken out."""
+    content = file.read_bytes()
+    entries = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    name = next(name for name in entries if name != "__metadata__")
+    changed = {**entries[name], **fields}
+    entries[name] = {field: value for field, value in changed.items() if value is not ...}
+    with_header(file, json.dumps(entries).encode())
+
+
+def as_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def sizes(*settings, of=CONFIG, base="llama"):
+    return [(base, of, partial(with_setting, **dict([one])), one[0]) for one in settings]
+
+
+# The folder, the file, what is done to it, and what the message has to name.
+CASES = [
+    *sizes(
+        ("hidden_size", "x"),
+        ("hidden_size", None),
+        ("hidden_size", [64]),
+        ("hidden_size", 10**9),
+        ("head_dim", 10**9),
+        ("head_dim", 0),
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", -1),
+        ("num_attention_heads", 0),
+        ("vocab_size", 10**30),
+        ("max_position_embeddings", "x"),
+        ("rms_norm_eps", -1),
+        ("rms_norm_eps", float("nan")),
+        ("attention_dropout", float("inf")),
+    ),
+    *sizes(("n_positions", 10**6), ("n_layer", 10**9), base="gpt2"),
+    *sizes(("num_experts", 10**9), base="mixture"),
+    ("llama", CONFIG, partial(with_bytes, content=DEEP), "nested"),
+    ("llama", CONFIG, partial(with_bytes, content=b" " * LARGE + b"{}"), "bytes"),
+    ("llama", CONFIG, as_pipe, "not a plain file"),
+    *[
+        ("llama", WEIGHTS, partial(with_header, header=header), "not a safetensors file")
+        for header in (b"[]", b"null", DEEP, b"{}", b'{"a":1}')
+    ],
+    *[
+        ("llama", WEIGHTS, partial(with_entry, **{field: value}), field)
+        for field, value in (
+            ("dtype", ...),
+            ("dtype", 7),
+            ("data_offsets", ...),
+            ("data_offsets", [0, "x"]),
+            ("data_offsets", [4, 0]),
+            ("data_offsets", [10**9, 10**9 + 4]),
+            ("shape", "x"),
+            ("shape", [10**30, 0]),
+            ("shape", [-1]),
+        )
+    ],
+    ("sharded", INDEX, partial(with_bytes, content=b"[]"), "JSON object"),
+    ("sharded", INDEX, partial(with_bytes, content=DEEP), "nested"),
+    ("llama", TOKENIZER, partial(with_bytes, content=DEEP), "nested"),
+    ("llama", TOKENIZER, partial(with_part, part="model", vocab={"a": 10**10}), "vocab"),
+    ("llama", TOKENIZER, partial(with_part, part="model", dropout=0.5), "dropout"),
+    *sizes(
+        ("normalizer", BOMBS),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////////////"}),
+        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "a"}),
+        ("padding", {"strategy": {"Fixed": 10**9}, "direction": "Right"}),
+        of=TOKENIZER,
+    ),
+    ("llama", TOKENIZER_CONFIG, partial(with_setting, model_max_length=[]), "'list'"),
+    ("llama", TOKENIZER_CONFIG, partial(with_bytes, content=DEEP), "nested"),
+    ("llama", GENERATION, partial(with_bytes, content=b"null"), "JSON object"),
+    *sizes(("eos_token_id", "x"), of=GENERATION),
+    *sizes(("r", 10**9), ("r", "x"), of=ADAPTER_CONFIG, base="adapted"),
+    ("adapted", ADAPTER_CONFIG, partial(with_setting, target_modules=7), "target_modules"),
+    ("adapted", ADAPTER_CONFIG, as_pipe, "not a plain file"),
+    ("adapted", ADAPTER, partial(with_header, header=b"[]"), "not a safetensors file"),
+]
+CHOSEN = (3, 24)  # the first and one past the last of the seeds that are always tried
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_damaged_file_is_refused_by_its_name_and_field(bases, reader, tmp_path, number):
+    base, name, change, field = CASES[number]
+    folder = shutil.copytree(bases[base], tmp_path / "model")
+    change(folder / name)
+    outcome = reader.outcome(base, folder, trains=bool(number % 2))
+    assert outcome.kind == "refused", outcome
+    assert name.rpartition("/")[2] in outcome.said
+    assert field in outcome.said
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(*CHOSEN), pytest.param(range(100, 700), marks=pytest.mark.long)],
+    ids=["few", "many"],
+)
+def test_a_folder_that_is_damaged_by_chance_is_refused_or_read_as_it_was_meant(
+    bases, reader, tmp_path, seeds
+):
+    bad = []
+    for seed in seeds:
+        folder = tmp_path / "model"
+        done = damage(bases, folder, seed)
+        outcome = reader.outcome(done.base, folder, trains=bool(seed % 2), is_meant=done.is_meant)
+        shutil.rmtree(folder)
+        bad += [(seed, done, outcome)] if outcome.kind not in GOOD else []
+    assert not bad
+
+
+@pytest.mark.parametrize(
+    ("check", "file", "change"),
+    [
+        ("sizes", CONFIG, partial(with_setting, num_hidden_layers=10**9)),
+        ("tokenizer", TOKENIZER, partial(with_setting, normalizer=BOMBS)),
+    ],
+)
+def test_a_reader_without_a_check_is_found_out(bases, reader, tmp_path, check, file, change):
+    folder = shutil.copytree(bases["llama"], tmp_path / "model")
+    change(folder / file)
+    assert reader.outcome("llama", folder).kind == "refused"
+    with without_check(check):
+        assert reader.outcome("llama", folder, seconds=3).kind not in GOOD
+
+
+def test_a_folder_that_is_whole_is_read(bases, reader):
+    for base, folder in bases.items():
+        assert reader.outcome(base, folder).kind == "same"
