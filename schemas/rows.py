@@ -25,6 +25,7 @@ REASONS = (
     "empty_prompt",
     "empty_completion",
     "too_long",
+    "too_large",
     "bad_utf8",
     "bad_label",
     TIE,

@@ -30,7 +30,7 @@ from ...stages.storage.cache.shards import iter_row_groups, parse_row_ids, read_
 from ...stages.storage.disk.digest_memory import user_folder
 from ...stages.storage.disk.locks import owner_lock
 from ..jobs.differences import differences
-from ..options.declared import binds
+from ..options.declared import bound
 from ..options.settings import flatten
 
 logger = logging.getLogger("align")
@@ -39,9 +39,10 @@ KL_PAIRS = "cache.kl_pairs"
 FILES = "data.files"
 # Of the first rows: what is added may be the first that has any.
 TOOLS = "tool_calls"  # are converted; once they were rendered as given
+CELLS = "data.max_cell_mib"  # rows that were too large may be used; kept only if it says more
 LEARN = "tokens.learn"  # of completions of several messages; once every token was learned
 # A cache may grow in place along these; along all others it would become another cache.
-GROWS_ALONG = {FILES, KL_PAIRS, TOOLS, LEARN}
+GROWS_ALONG = {FILES, KL_PAIRS, TOOLS, LEARN, CELLS}
 
 
 def fingerprint(
@@ -54,7 +55,7 @@ def fingerprint(
     rendering: Mapping[str, str],
 ) -> dict[str, str]:
     """Everything that the bytes of the cache depend on, by name."""
-    wrap = config.data.wrap
+    wrap, settings = config.data.wrap, flatten(config)
     return {
         "format": str(FORMAT_VERSION),
         FILES: files,
@@ -62,7 +63,7 @@ def fingerprint(
         **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
         **rendering,
         **tokenizer,
-        **{name: _text(value) for name, value in flatten(config).items() if binds(name, "cache")},
+        **{name: _text(settings[name]) for name in bound(settings, "cache")},
         **model,
     }
 

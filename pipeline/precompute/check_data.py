@@ -167,7 +167,9 @@ class Checked:
 
 def check_data(config: Config, *, progress: Progress) -> Checked:
     """Reads all rows of the data; refuses what `precompute-ref` would refuse before it scores."""
-    inputs = open_inputs(config.data.files, config.data.split)
+    inputs = open_inputs(
+        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
+    )
     require_one_split(inputs, "check", config.cache.output)
     shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
     require_scores(inputs, shape)

@@ -113,7 +113,9 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
 
     `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
     """
-    opened = open_inputs(config.data.files, config.data.split)
+    opened = open_inputs(
+        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
+    )
     if stage == STAGE_ONE:
         require_one_split(opened, stage, config.cache.output)
     tokenizer = load_tokenizer(config.model.path, config.tokens)

@@ -67,7 +67,9 @@ def split_prompts(config: Config) -> PromptSplit:
 
 
 def _read(config: Config) -> list[Prompt]:
-    inputs = open_inputs(config.data.files, config.data.split)
+    inputs = open_inputs(
+        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
+    )
     require_one_split(inputs, "rounds", config.rounds.output)
     found = read_prompts(inputs, config.data.map, wrapping_of(config))
     rejected = RejectedRows(

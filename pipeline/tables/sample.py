@@ -236,7 +236,9 @@ def _opened(config: Config, share: Share | None) -> SampleJob:
     sampler = sampler_of(config.model, config.tokens, config.server, config.scoring)
     sampling = sampling_of(config.sample)
     _refuse_caches(config.data.files)
-    inputs = open_inputs(config.data.files, config.data.split)
+    inputs = open_inputs(
+        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
+    )
     require_one_split(inputs, "sample", config.sample.output)
     rows = read_prompts(inputs, config.data.map, wrapping_of(config))
     asked = asked_once(map(sampler.fitted, rows.prompts))

@@ -132,7 +132,9 @@ class _Data:
 
 
 def _opened(config: Config, command: str) -> _Data:
-    inputs = open_inputs(config.data.files, config.data.split)
+    inputs = open_inputs(
+        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
+    )
     require_one_split(inputs, command, config.rewards.output)
     before = tuple(map(digested, inputs))
     shape = common_shape(inputs, config.data.map, config.data.carry)

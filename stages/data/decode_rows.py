@@ -16,6 +16,7 @@ from .data_shape import Cells, Shape
 from .file_formats import ArrowRows, CsvRows, Payload
 from .free_text import Watch
 from .input_files import Chunk, InputFile, iter_chunks
+from .large_rows import LongRows
 from .validate import (
     read_number,
     read_options,
@@ -126,6 +127,8 @@ TOO_DEEP = "a value is nested too deeply to be read"
 
 def read_cells(payload: Payload, columns: Collection[str]) -> Iterator[Cells | BadRow]:
     """Yields the cells of each row, or the reason why it cannot be read."""
+    if isinstance(payload, LongRows):
+        return (BadRow("too_large", reason) for reason in payload.reasons)
     if isinstance(payload, ArrowRows):
         return _arrow_cells(payload.batch)
     if isinstance(payload, CsvRows):

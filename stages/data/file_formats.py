@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from io import TextIOWrapper
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import BinaryIO, TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import BadDataError
-from .arrow_batches import bounded, open_batches, require_all_batches
+from .arrow_batches import (
+    batch_sizes,
+    bounded,
+    column_names_in,
+    open_batches,
+    require_all_batches,
+)
+from .csv_files import csv_rows
 from .json_files import is_json_lines, json_rows, keys_of
-from .packed_files import PACKED, is_packed, open_bytes, text_bytes
+from .large_rows import MIB, MOST_ROW_BYTES, LongRow, LongRows, is_undecodable, too_large
+from .packed_files import PACKED, is_packed, text_bytes
+from .parquet_pages import rows_at_once
 
 Item = TypeVar("Item")
 SAMPLED_JSON_ROWS = 100
-_LONGEST_CSV_CELL = 1 << 28  # an unclosed quote stops here instead of swallowing the file
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The most rows and bytes of a payload; a single row is never split."""
+    """The most rows and bytes of a payload, and the most bytes of a row that is read."""
 
     rows: int
     bytes: int
+    row_bytes: int = MOST_ROW_BYTES
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ def _arrow_rows(stream: bytes) -> ArrowRows:
     return ArrowRows(pa.ipc.open_stream(stream).read_next_batch())
 
 
-Payload: TypeAlias = JsonRows | CsvRows | ArrowRows
+Payload: TypeAlias = JsonRows | CsvRows | ArrowRows | LongRows
 
 
 @dataclass(frozen=True)
@@ -141,26 +148,52 @@ def parquet_ranges(path: Path, columns: Collection[str], most: int) -> list[File
 
 def parquet_payloads(
     path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
-) -> Iterator[ArrowRows]:
+) -> Iterator[ArrowRows | LongRows]:
     """Yields the rows of a Parquet file, row group by row group."""
     # Without buffer_size a whole column chunk is in memory; with pre_buffer the whole file.
     way = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
-    with pq.ParquetFile(path, memory_map=False, **way) as file:
+    with pq.ParquetFile(path, memory_map=False, **way) as file, path.open("rb") as raw:
         wanted = [name for name in file.schema_arrow.names if name in columns]
         for group in range(file_range.start, min(file_range.stop, file.num_row_groups)):
             promised, found = file.metadata.row_group(group), 0
-            rows = _rows_per_batch(promised, wanted, limit)
+            try:
+                rows = _rows_per_batch(raw, promised, wanted, limit)
+            except _TooMuchAtOnceError as error:
+                yield LongRows((str(error),) * promised.num_rows)
+                continue
             # Threads would each keep freed memory, and the cores belong to the tokenizers.
             for batch in file.iter_batches(rows, [group], wanted, use_threads=False):
                 found += batch.num_rows
-                yield from map(ArrowRows, bounded(batch, limit.rows, limit.bytes))
+                yield from _payloads_of(batch, limit)
             _require_rows(found, promised, f"row group {group:,} holds")
 
 
-def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit) -> int:
+class _TooMuchAtOnceError(Exception):
+    """A row group with a page that would fill the memory for a few rows."""
+
+
+def _payloads_of(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows | LongRows]:
+    for part in bounded(batch, rows=limit.rows, size=limit.bytes, most_row=limit.row_bytes):
+        yield part if isinstance(part, LongRows) else ArrowRows(part)
+
+
+def _rows_per_batch(
+    raw: BinaryIO, group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit
+) -> int:
     bytes_per_row = max(1, _bytes_of(group, wanted) // max(1, group.num_rows))
-    rows: int = limit.bytes // bytes_per_row
-    return max(1, min(limit.rows, rows))
+    rows = float(min(limit.rows, limit.bytes // bytes_per_row))
+    for index in range(group.num_columns):
+        leaf = group.column(index)
+        if str(leaf.path_in_schema).split(".", 1)[0] not in wanted:
+            continue
+        most, page = rows_at_once(raw, leaf, group.num_rows)
+        if is_undecodable(page.size, page.values, limit.row_bytes):
+            raise _TooMuchAtOnceError(
+                f"a page of {leaf.path_in_schema!r} in its row group of {group.num_rows:,} rows "
+                f"holds {page.size / MIB:,.0f} MiB in {page.values:,} values, which is not decoded"
+            )
+        rows = min(rows, most)
+    return max(1, int(rows))
 
 
 def _bytes_of(group: pq.RowGroupMetaData, wanted: Collection[str]) -> int:
@@ -176,82 +209,53 @@ def _bytes_of(group: pq.RowGroupMetaData, wanted: Collection[str]) -> int:
 def arrow_columns(path: Path) -> tuple[str, ...]:
     """The column names of an Arrow IPC file or stream."""
     require_all_batches(path)
-    with pa.memory_map(str(path)) as source:
-        for batch in open_batches(source, None):
-            if batch.num_rows:
-                return tuple(batch.schema.names)
-    return ()
+    return column_names_in(path) if any(size.rows for size in batch_sizes(path)) else ()
 
 
 def arrow_ranges(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
     """The ranges of an Arrow IPC file or stream, cut between record batches by rows."""
-    with pa.memory_map(str(path)) as source:
-        rows = [batch.num_rows for batch in open_batches(source, [*columns][:1])]
+    rows = [size.rows for size in batch_sizes(path)]
     bytes_per_row = path.stat().st_size / max(1, sum(rows))
     return _joined((int(count * bytes_per_row) for count in rows), most)
 
 
 def arrow_payloads(
     path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
-) -> Iterator[ArrowRows]:
+) -> Iterator[ArrowRows | LongRows]:
     """Yields the rows of an Arrow IPC file or stream."""
+    sizes = batch_sizes(path)
+    is_large = [is_undecodable(size.decompressed, size.rows, limit.row_bytes) for size in sizes]
+    numbers = range(file_range.start, min(file_range.stop, len(sizes)))
     # Mapped, not read: one record batch may be as large as the file.
     with pa.memory_map(str(path)) as source:
-        for batch in islice(open_batches(source, columns), file_range.start, file_range.stop):
-            yield from map(ArrowRows, bounded(batch, limit.rows, limit.bytes))
+        batches = open_batches(source, columns, numbers, is_large)
+        for size, batch in zip(map(sizes.__getitem__, numbers), batches, strict=True):
+            if batch is None:
+                why = f"its batch of {size.rows:,} rows holds {size.decompressed / MIB:,.0f} MiB"
+                yield LongRows((f"{why}, which is not decompressed",) * size.rows)
+            else:
+                yield from _payloads_of(batch, limit)
 
 
 def csv_columns(path: Path) -> tuple[str, ...]:
     """The header of a CSV file."""
-    rows = _csv_rows(path)
+    rows = csv_rows(path)
     header = next(rows, [])
+    if isinstance(header, LongRow):
+        raise BadDataError(f"its header is too long: {too_large(header.bytes, MOST_ROW_BYTES)}")
     return tuple(header) if next(rows, None) else ()
 
 
 def csv_payloads(
     path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
-) -> Iterator[CsvRows]:
+) -> Iterator[CsvRows | LongRows]:
     """Yields the rows of a CSV file, all columns of them, so that cells can be counted."""
-    rows = _csv_rows(path)
-    header = tuple(next(rows))
+    rows = csv_rows(path, limit.row_bytes)
+    header = next(rows)
+    if isinstance(header, LongRow):
+        raise BadDataError(f"its header is too long: {too_large(header.bytes, limit.row_bytes)}")
     for group in _groups(rows, lambda row: sum(map(len, row)), limit):
-        yield CsvRows(header, group)
-
-
-def _csv_rows(path: Path) -> Iterator[list[str]]:
-    delimiter = _delimiter(path)
-    with _open_text(path) as file:
-        reader = csv.reader(file, strict=True, delimiter=delimiter)
-        try:
-            yield from filter(None, _with_long_cells(reader))
-        except csv.Error as error:
-            raise BadDataError(f"line {reader.line_num:,} is not valid CSV ({error})") from None
-
-
-def _delimiter(path: Path) -> str:
-    """Tabs of a TSV file; of a CSV file commas, unless its header has none but semicolons."""
-    if ending_of(path.name).startswith(".tsv"):
-        return "\t"
-    with _open_text(path) as file:
-        header = next(filter(str.strip, file), "")
-    return next((mark for mark in ",;\t" if mark in header), ",")
-
-
-def _open_text(path: Path) -> TextIOWrapper:
-    return TextIOWrapper(open_bytes(path), "utf-8-sig", "surrogateescape", newline="")
-
-
-def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
-    """The rows, read under our limit for a cell; the process's limit is restored after each."""
-    while True:
-        limit = csv.field_size_limit(_LONGEST_CSV_CELL)
-        try:
-            row = next(reader, None)
-        finally:
-            csv.field_size_limit(limit)
-        if row is None:
-            return
-        yield row
+        yield group if isinstance(group, LongRows) else CsvRows(tuple(header), group)
 
 
 def json_columns(path: Path) -> tuple[str, ...]:
@@ -260,7 +264,8 @@ def json_columns(path: Path) -> tuple[str, ...]:
     count = 0
     for text in islice(json_rows(path), SAMPLED_JSON_ROWS):
         count += 1
-        names.update(dict.fromkeys(keys_of(text)))
+        if not isinstance(text, LongRow):
+            names.update(dict.fromkeys(keys_of(text)))
     if count and not names:
         raise BadDataError("the first rows are not JSON objects: write one object per line")
     return tuple(names)
@@ -278,23 +283,28 @@ def json_ranges(path: Path, columns: Collection[str], most: int) -> list[FileRan
 
 def json_payloads(
     path: Path, columns: Collection[str], limit: Limit, file_range: FileRange
-) -> Iterator[JsonRows]:
+) -> Iterator[JsonRows | LongRows]:
     """Yields the rows of a JSON file; they are parsed where they are checked."""
-    rows = json_rows(path, start=file_range.start, stop=file_range.stop)
-    return map(JsonRows, _groups(rows, len, limit))
+    rows = json_rows(path, start=file_range.start, stop=file_range.stop, most=limit.row_bytes)
+    for group in _groups(rows, len, limit):
+        yield group if isinstance(group, LongRows) else JsonRows(group)
 
 
 def _groups(
-    items: Iterable[Item], size_of: Callable[[Item], int], limit: Limit
-) -> Iterator[list[Item]]:
+    items: Iterable[Item | LongRow], size_of: Callable[[Item], int], limit: Limit
+) -> Iterator[list[Item] | LongRows]:
     group: list[Item] = []
     size = 0
     for item in items:
-        group.append(item)
-        size += size_of(item)
-        if len(group) >= limit.rows or size >= limit.bytes:
+        is_long = isinstance(item, LongRow)
+        if not is_long:
+            group.append(item)
+            size += size_of(item)
+        if group and (is_long or len(group) >= limit.rows or size >= limit.bytes):
             yield group
             group, size = [], 0
+        if is_long:
+            yield LongRows((too_large(item.bytes, limit.row_bytes),))
     if group:
         yield group
 

@@ -10,7 +10,10 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from ...schemas.errors import BadDataError
+from .large_rows import MOST_ROW_BYTES, LongRow
 from .packed_files import BLOCK_BYTES, open_bytes
 
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
@@ -21,8 +24,10 @@ _DATA = re.compile(rf'\s*\{{(?:{_FACT})*\s*"data"\s*:\s*(?=\[)')
 _raw_decode = json.JSONDecoder().raw_decode
 
 
-def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterator[bytes]:
-    """Yields each record's raw text, without parsing it.
+def json_rows(
+    path: Path, *, start: int = 0, stop: int = sys.maxsize, most: int = MOST_ROW_BYTES
+) -> Iterator[bytes | LongRow]:
+    """Yields each record's raw text, without parsing it; of one longer than `most`, its length.
 
     A file that starts with `[` is one array, read through a sliding buffer, and so is one that is
     an object with its rows in `data`; any other holds one record per line, and blank lines are not
@@ -30,7 +35,7 @@ def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterato
     always read whole.
     """
     with open_bytes(path) as file:
-        yield from _lines(file, start, stop) if is_json_lines(path) else _elements(file)
+        yield from _lines(file, start, stop, most) if is_json_lines(path) else _elements(file, most)
 
 
 def keys_among(path: Path, names: Collection[str]) -> list[str]:
@@ -40,6 +45,8 @@ def keys_among(path: Path, names: Collection[str]) -> list[str]:
         for name in names
     }
     for text in json_rows(path):
+        if isinstance(text, LongRow):
+            continue
         near = [name for name, written in left.items() if any(form in text for form in written)]
         for name in near:
             if name in keys_of(text):
@@ -86,20 +93,37 @@ def _is_first_of_lines(text: str) -> bool:
     return rest.startswith("\n") and not rest.isspace()
 
 
-def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+def _lines(file: BinaryIO, start: int, stop: int, most: int) -> Iterator[bytes | LongRow]:
     position = start
     if start:
         file.seek(start - 1)
-        file.readline()  # the rest of a line that begins before the range
-        position = file.tell()
-    while position < stop and (line := file.readline()):
+        # The rest of a line that begins before the range, which may end behind it.
+        position += _pass_line(file, stop - start + 1)[0] - 1
+    while position < stop and (line := file.readline(most + 1)):
         text = line if position else line.removeprefix(_BYTE_ORDER_MARK)
         position += len(line)
-        if text and not text.isspace():
+        is_blank = not text or text.isspace()
+        if len(line) > most and not line.endswith(b"\n"):
+            length, is_rest_blank = _pass_line(file)
+            position += length
+            if not (is_blank and is_rest_blank):
+                yield LongRow(len(line) + length)
+        elif not is_blank:
             yield text
 
 
-def _elements(file: BinaryIO) -> Iterator[bytes]:
+def _pass_line(file: BinaryIO, most: int = sys.maxsize) -> tuple[int, bool]:
+    """Passes over the rest of a line, or so much of it: its length, and whether it is blank."""
+    length, is_blank = 0, True
+    while length < most and (piece := file.readline(min(BLOCK_BYTES, most - length))):
+        length += len(piece)
+        is_blank = is_blank and piece.isspace()
+        if piece.endswith(b"\n"):
+            break
+    return length, is_blank
+
+
+def _elements(file: BinaryIO, most: int) -> Iterator[bytes | LongRow]:
     window = _Window(file)
     is_inside = window.skip(_DATA)
     window.next_character()
@@ -107,7 +131,7 @@ def _elements(file: BinaryIO) -> Iterator[bytes]:
     count = 0
     if window.next_character() != "]":
         while True:
-            yield window.element(count)
+            yield window.element(count, most)
             count += 1
             if (separator := window.next_character()) != ",":
                 break
@@ -153,14 +177,30 @@ class _Window:
             if self.at < len(self._text) or not self._read_more():
                 return self._text[self.at : self.at + 1]
 
-    def element(self, index: int) -> bytes:
-        """Moves past one JSON value and returns its text."""
+    def element(self, index: int, most: int) -> bytes | LongRow:
+        """Moves past one JSON value and returns its text, or its length if it is longer."""
         while (end := self._end_of_value(index)) is None:
+            if len(self._text) - self.at > most:
+                return LongRow(self._pass_value(index))
             if not self._read_more():
                 raise _broken(index, "is cut off")
         text = self._text[self.at : end]
         self.at = end
-        return text.encode("utf-8", "surrogateescape")
+        encoded = text.encode("utf-8", "surrogateescape")
+        return encoded if len(encoded) <= most else LongRow(len(encoded))
+
+    def _pass_value(self, index: int) -> int:
+        """Moves past a value without parsing it, and returns its length."""
+        length, state = 0, _Nesting()
+        while True:
+            end = state.end_in(self._text[self.at :])
+            passed = len(self._text) - self.at if end is None else end
+            length += len(self._text[self.at : self.at + passed].encode("utf-8", "surrogateescape"))
+            self.at += passed
+            if end is not None:
+                return length
+            if not self._read_more():
+                raise _broken(index, "is cut off")
 
     def _end_of_value(self, index: int) -> int | None:
         try:
@@ -186,6 +226,41 @@ class _Window:
         self._text = kept + self._decoder.decode(block, self._ended)
         self.at = 0
         return True
+
+
+class _Nesting:
+    """How deep in brackets a text ends, and whether within quotes; a block at a time."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quotes = 0
+        self._is_escaped = False
+
+    def end_in(self, text: str) -> int | None:
+        """The end of the value in this text, which goes on from the one before; or None."""
+        if self._quotes % 2 and not self._is_escaped and '"' not in text and "\\" not in text:
+            return None  # within a string, which has no end here
+        whole = f"\\{text}" if self._is_escaped else text
+        plain = _ESCAPED.sub("..", whole)
+        self._is_escaped = plain.endswith("\\")
+        shift = len(whole) - len(text)
+        codes = np.frombuffer(plain.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)[shift:]
+        is_quote = codes == ord('"')
+        is_outside = (np.cumsum(is_quote) + self._quotes) % 2 == 0
+        opens, closes = (np.isin(codes, list(map(ord, marks))) for marks in ("[{", "]}"))
+        depths = self._depth + np.cumsum((opens.astype(np.int64) - closes) * is_outside)
+        is_last = is_outside & (depths == 0) & (closes | is_quote)
+        is_behind = is_outside & ((depths < 0) | ((depths == 0) & (codes == ord(","))))
+        ends = [np.flatnonzero(is_last)[:1] + 1, np.flatnonzero(is_behind)[:1]]
+        if found := [int(end[0]) for end in ends if len(end)]:
+            return min(found)
+        if len(codes):
+            self._depth = int(depths[-1])
+            self._quotes += int(is_quote.sum())
+        return None
+
+
+_ESCAPED = re.compile(r"\\[\s\S]")
 
 
 def _broken(index: int, what: str) -> BadDataError:

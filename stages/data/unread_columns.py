@@ -28,6 +28,7 @@ from .decode_rows import read_cells
 from .file_formats import ARROW, ArrowRows, Payload
 from .free_text import ColumnSample, Watch, holds_phrase, is_empty
 from .input_files import InputFile, column_names, iter_chunks, iter_parts
+from .large_rows import LongRows
 from .validate import shown
 
 SAMPLED_PARTS = 16  # of a file that are looked at; fewer where there are many files
@@ -195,9 +196,10 @@ def _cells(
     names = [name for name in column_names(file) if name not in skipped]
     if "row_id" in names and any(name.startswith("ref_") for name in names):
         names = [name for name in names if not _EXPORTED.fullmatch(name)]
-    first = next(iter_chunks([file], names, rows_per_chunk=1), None)
-    if first and isinstance(first.payload, ArrowRows):
-        kinds = {column.name: column.type for column in first.payload.batch.schema}
+    payloads = (chunk.payload for chunk in iter_chunks([file], names, rows_per_chunk=1))
+    first = next((one for one in payloads if not isinstance(one, LongRows)), None)
+    if isinstance(first, ArrowRows):
+        kinds = {column.name: column.type for column in first.batch.schema}
         names = [name for name, kind in kinds.items() if _has_text(kind)]
         others = (name for name, kind in kinds.items() if name not in names)
         yield from ((name, True) for name in others if not pa.types.is_null(kinds[name]))

@@ -108,14 +108,20 @@ def fault_of(path, whole, number, is_plain):
     return f"{number}: {strays} is not in the file" if is_plain and strays else ""
 
 
-def read_in_slices(path):
+def read_in_slices(path, **options):
     """The records and the rejected rows of a file, as stage 1 reads them."""
-    inputs = open_inputs([str(path)])
-    shape = common_shape(inputs, {})
     records, rejected = [], []
-    for part in slices_of(inputs, shape.columns, total=data_bytes(inputs, shape.columns)):
-        for chunk, _ in iter_slice(inputs, part, shape.columns):
-            good, bad = parse_chunk(chunk, shape)
-            records += good
-            rejected += bad
+    for good, bad in read_by_chunk(path, **options):
+        records += good
+        rejected += bad
     return records, rejected
+
+
+def read_by_chunk(path, **options):
+    """Yields those of each chunk."""
+    inputs = open_inputs([str(path)], **options)
+    shape = common_shape(inputs, {})
+    for part in slices_of(inputs, shape.columns, total=data_bytes(inputs, shape.columns)):
+        for chunk, is_own in iter_slice(inputs, part, shape.columns):
+            if is_own:
+                yield parse_chunk(chunk, shape)
