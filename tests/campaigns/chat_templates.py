@@ -10,9 +10,11 @@ goes on after its last line. `--plant` answers with a text of another row: it ha
 import argparse
 import json
 import random
+import resource
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -90,19 +92,30 @@ def outcome_of(template, *, is_planted=False):
     return "text", text
 
 
+@contextmanager
+def little_memory():
+    """Jinja computes what is constant before it renders, also where it is never shown."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def fault_in(outcome, text, template):
     """What is wrong with an outcome; empty if nothing is."""
-    if outcome == "text":
-        # It has ended within its limits, so it may be made without them.
-        ((plain,), _) = render_jinja_template([MESSAGES], chat_template=template)
-        return "" if plain == text else f"another text: {text[:80]!r}, not {plain[:80]!r}"
+    if outcome not in ("text", "raises"):
+        return ""
+    try:  # it has ended within its limits, so it may be made without them
+        with little_memory():
+            ((plain,), _) = render_jinja_template([MESSAGES], chat_template=template)
+    except Exception:  # whatever a template raises
+        return "" if outcome == "raises" else "is a text within its limits alone"
     if outcome == "raises":
-        try:
-            render_jinja_template([MESSAGES], chat_template=template)
-        except Exception:  # whatever a template raises
-            return ""
         return "raises within its limits alone"
-    return ""
+    return "" if plain == text else f"another text: {text[:80]!r}, not {plain[:80]!r}"
 
 
 def main(arguments=None):

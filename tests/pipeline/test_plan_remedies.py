@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from transformers import LlamaConfig
@@ -153,16 +154,20 @@ def tiny(folder_of):
 def test_the_first_attempt_that_fits_is_the_one_that_is_found(tiny):
     """Beside a search that leaves no attempt out."""
 
-    def planner_of(config):
+    @cache
+    def work_of(train):
         feed = feed_settings(
-            config.train,
+            train,
             recipe_of("dpo", {}),
             World(0, 1, 0),
-            tokens=config.train.tokens_per_batch or 16_384,
+            tokens=train.tokens_per_batch or 16_384,
             pads=False,
         )
         even = even_rows(1000, RowShape(50, (50, 50)), num_partners=0)
-        work = workload_of(even, feed, config.train, rows=1000, held_out=0)
+        return workload_of(even, feed, train, rows=1000, held_out=0)
+
+    def planner_of(config):
+        work = work_of(config.train)
         return tiny.planner.changed(config.train, config.lora, work.trees(), work.micro_batches)
 
     now = Situation(Config(), 1, 1, tiny.workload.micro_tokens, tiny.workload.longest)
