@@ -245,7 +245,8 @@ def _loaded(folder: str, options: TokenOptions, hf: Any) -> TextTokenizer:
         )
     if options.eos == "append" and hf.eos_token_id is None:
         raise UsageError(
-            f"{folder}: the tokenizer has no EOS token. Set one, or pass --set tokens.eos=never."
+            f"{folder}: the tokenizer has no EOS token. Set eos_token in "
+            "tokenizer_config.json, or pass --set tokens.eos=never."
         )
     adds_bos = _adds_bos(hf, options, folder)
     # Modified and not copied: a large vocabulary would take as much memory again.

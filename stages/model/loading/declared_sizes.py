@@ -147,6 +147,18 @@ def require_stored_parameters(
         )
 
 
+def require_enough_experts(file: Path, config: Any) -> None:
+    """Refuses a mixture that would choose more experts for a token than it has."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        experts = getattr(config, name, None)
+        if type(chosen) is int and type(experts) is int and 0 < experts < chosen:
+            raise UsageError(
+                f"{file}: num_experts_per_tok is {chosen} (or is by default), and "
+                f"{name} only {experts}. {_AGAIN}"
+            )
+
+
 def named_sizes(settings: dict[str, Any], shape: Sequence[int]) -> str:
     """The settings whose values are in a shape, for a message: ` (hidden_size is 64)`."""
     found = [

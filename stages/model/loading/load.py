@@ -22,7 +22,12 @@ from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
 from ....schemas.train_options import LoraOptions
 from ..transformers_compat import attention_of
-from .declared_sizes import named_sizes, require_declared_sizes, require_stored_parameters
+from .declared_sizes import (
+    named_sizes,
+    require_declared_sizes,
+    require_enough_experts,
+    require_stored_parameters,
+)
 from .folder_check import require_adapter, require_plain_folder
 from .library_errors import refused_as
 from .lora_targets import named_targets, require_all_adapted
@@ -99,6 +104,7 @@ def resolve(options: ModelOptions) -> Resolved:
         skeleton = _skeleton(config, options)
     require_stored_parameters(folder / CONFIG, settings, skeleton, tensors)
     of_text = config.get_text_config(decoder=True)
+    require_enough_experts(folder / CONFIG, of_text)
     with refused_as(f"{folder / CONFIG}: has no hidden_size that is a size", _OTHER_CONFIG):
         hidden_size = int(of_text.hidden_size)
     return Resolved(
@@ -345,7 +351,8 @@ def merged(model: Any) -> nn.Module:
     """The plain model, with its adapter, if it has one, merged into the weights."""
     if not hasattr(model, "merge_and_unload"):
         return model  # type: ignore[no-any-return]
-    with quiet():
+    cannot = "The adapter of adapter_config.json cannot be merged into the model"
+    with refused_as(cannot, "Merge it with PEFT, or train without it."), quiet():
         plain: nn.Module = model.merge_and_unload()
     return plain
 
