@@ -115,7 +115,7 @@ class RunRecords:
             self._describe()
         if position.step:
             self.say(f"continuing after step {position.step:,}")
-        self._progress.begin("training", total=total_steps - position.step, unit="steps")
+        self._progress.begin("training", total=max(total_steps - position.step, 0), unit="steps")
 
     def agreed(self, gap: float, *, is_packed: bool) -> None:
         """Records the largest difference between the log-probs of the policy and of the cache."""
