@@ -118,7 +118,7 @@ class _Scan:
             if self._state == "quote" and text[at] == '"':  # the second of two
                 self._state, at = "quoted", at + 1
             elif self._state == "quoted":
-                at = self._quoted.match(text, at).end()
+                at = _behind(self._quoted, text, at)
                 if at < len(text):
                     self._state, at = "quote", at + 1
             elif text[at] in "\r\n":
@@ -128,10 +128,10 @@ class _Scan:
             elif self._state == "quote":
                 raise csv.Error(f"{self._mark!r} expected after '\"'")
             elif self._state == "start":
-                at = self._cells.match(text, at).end()
+                at = _behind(self._cells, text, at)
                 at = self._begin_cell(text, at)
             else:
-                at = self._rest.match(text, at).end()
+                at = _behind(self._rest, text, at)
         return False
 
     def _begin_cell(self, text: str, at: int) -> int:
@@ -142,6 +142,11 @@ class _Scan:
         if at < len(text) and text[at] not in "\r\n":
             self._state = "plain"
         return at
+
+
+def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return found.end() if found else at
 
 
 def _delimiter(path: Path) -> str:

@@ -296,14 +296,15 @@ def _groups(
     group: list[Item] = []
     size = 0
     for item in items:
-        is_long = isinstance(item, LongRow)
-        if not is_long:
+        if not isinstance(item, LongRow):
             group.append(item)
             size += size_of(item)
-        if group and (is_long or len(group) >= limit.rows or size >= limit.bytes):
+            if len(group) < limit.rows and size < limit.bytes:
+                continue
+        if group:
             yield group
             group, size = [], 0
-        if is_long:
+        if isinstance(item, LongRow):
             yield LongRows((too_large(item.bytes, limit.row_bytes),))
     if group:
         yield group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -71,7 +72,9 @@ def _sizes(column: pa.Array) -> NDArray[np.float64]:
 def _picked(sizes: NDArray[np.float64], indices: pa.Array) -> NDArray[np.float64]:
     if not len(sizes):
         return np.zeros(len(indices))
-    return sizes[np.asarray(indices.fill_null(0) if indices.null_count else indices)]
+    places = np.asarray(indices.fill_null(0) if indices.null_count else indices)
+    picked: NDArray[np.float64] = sizes[places]
+    return picked
 
 
 def _list_sizes(column: pa.Array) -> NDArray[np.float64]:
@@ -114,6 +117,6 @@ def _numbers(column: pa.Array, buffer: int, wide: bool, count: int) -> NDArray[n
     held = column.buffers()[buffer]
     if held is None or not held.size:
         return np.zeros(count, dtype=np.int64)
-    kind, end = np.int64 if wide else np.int32, column.offset + count
-    numbers: NDArray[np.int64] = np.frombuffer(held, dtype=kind, count=end)[column.offset :]
-    return numbers
+    kind, end = "i8" if wide else "i4", column.offset + count
+    numbers: NDArray[Any] = np.frombuffer(held, dtype=kind, count=end)
+    return numbers[column.offset :]

@@ -56,12 +56,13 @@ def _page(content: bytes, at: int) -> Page | None:
         fields = header.read()
     except (IndexError, ValueError):
         return None
-    sizes = [fields.get(key) for key in (_TYPE, _SIZE, _PACKED_SIZE)]
-    counted = next((fields[key] for key in _COUNTED if isinstance(fields.get(key), dict)), {})
-    values = counted.get(1, 0)
-    if not all(isinstance(one, int) and one >= 0 for one in (*sizes, values)):
+    structs = (fields.get(key) for key in _COUNTED)
+    counted: dict[int, Any] = next((one for one in structs if isinstance(one, dict)), {})
+    numbers: list[Any] = [fields.get(key) for key in (_TYPE, _SIZE, _PACKED_SIZE)]
+    numbers.append(counted.get(1, 0))
+    if not all(isinstance(one, int) and one >= 0 for one in numbers):
         return None
-    kind, size, packed = sizes
+    kind, size, packed, values = numbers
     return Page(kind == _DICTIONARY, size, packed, values, at + header.at)
 
 
