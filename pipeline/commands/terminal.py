@@ -8,9 +8,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -57,10 +59,22 @@ def own_process(arguments: Sequence[str]) -> None:
     # A thread may still send to MLflow when the program ends.
     for package in WARNING:
         warnings.filterwarnings("ignore", module=package)
+    if "torch" not in sys.modules and sys.stderr.isatty() and is_first_rank():
+        sys.meta_path.insert(0, TorchToldOf())
     for word in arguments:
         mask_secrets_of(word.partition("=")[2] if "=" in word.partition("://")[0] else word)
     if logging.lastResort:  # Python's handler for records that no other handler takes
         logging.lastResort.setFormatter(SafeFormatter())
+
+
+class TorchToldOf(MetaPathFinder):
+    """Says to a person who waits that torch is loaded, which takes seconds; it finds nothing."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        """Is asked for every module that is imported."""
+        if name == "torch":
+            sys.meta_path.remove(self)
+            say("loading torch", err=True)
 
 
 class SafeFormatter(logging.Formatter):
