@@ -302,8 +302,8 @@ def _at_fault(folder: str) -> str:
                 read(root, file)
         except Exception:  # the question is only whether it is this one
             return f"{root / file}: {cannot}"
-    settings = root / TOKENIZER_SETTINGS[0]
-    return f"{settings if settings.exists() else root / TOKENIZER}: {cannot}"
+    files = (root / TOKENIZER_SETTINGS[0], root / TOKENIZER)
+    return f"{next((file for file in files if file.exists()), root)}: {cannot}"
 
 
 def _read_config(root: Path, _: str) -> None:

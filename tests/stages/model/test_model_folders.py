@@ -181,7 +181,7 @@ def test_a_reader_without_a_check_is_found_out(bases, reader, tmp_path, check, f
     change(folder / file)
     assert reader.outcome("llama", folder).kind == "refused"
     with without_check(check):
-        assert reader.outcome("llama", folder, seconds=3).kind not in GOOD
+        assert reader.outcome("llama", folder, seconds=1).kind not in GOOD
 
 
 def test_a_folder_that_is_whole_is_read(bases, reader):
