@@ -27,7 +27,7 @@ from ...stages.data.data_splits import require_one_split
 from ...stages.data.decode_rows import parse_chunk
 from ...stages.data.encode import Encoder
 from ...stages.data.free_text import Watch
-from ...stages.data.input_files import InputFile, iter_chunks, open_inputs
+from ...stages.data.input_files import InputFile, inputs_of, iter_chunks
 from ...stages.data.shown_row import lines_of
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
 from ...stages.data.unread_columns import counts_of, not_read, require_read, require_watched_read
@@ -167,9 +167,7 @@ class Checked:
 
 def check_data(config: Config, *, progress: Progress) -> Checked:
     """Reads all rows of the data; refuses what `precompute-ref` would refuse before it scores."""
-    inputs = open_inputs(
-        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
-    )
+    inputs = inputs_of(config.data)
     require_one_split(inputs, "check", config.cache.output)
     shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
     require_scores(inputs, shape)

@@ -25,7 +25,7 @@ from ...stages.data.input_files import (
     InputFile,
     data_bytes,
     digested,
-    open_inputs,
+    inputs_of,
     require_unchanged,
     slices_of,
 )
@@ -113,9 +113,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
 
     `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
     """
-    opened = open_inputs(
-        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
-    )
+    opened = inputs_of(config.data)
     if stage == STAGE_ONE:
         require_one_split(opened, stage, config.cache.output)
     tokenizer = load_tokenizer(config.model.path, config.tokens)

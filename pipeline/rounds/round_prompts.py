@@ -16,7 +16,7 @@ from ...schemas.row_keys import prompt_keys_of
 from ...schemas.rows import Record
 from ...schemas.samples import Prompt
 from ...stages.data.data_splits import require_one_split
-from ...stages.data.input_files import open_inputs
+from ...stages.data.input_files import inputs_of
 from ...stages.data.prompt_rows import read_prompts
 from ...stages.feed.cache_index import held_out
 from ...stages.sample.prompts import asked_once
@@ -67,9 +67,7 @@ def split_prompts(config: Config) -> PromptSplit:
 
 
 def _read(config: Config) -> list[Prompt]:
-    inputs = open_inputs(
-        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
-    )
+    inputs = inputs_of(config.data)
     require_one_split(inputs, "rounds", config.rounds.output)
     found = read_prompts(inputs, config.data.map, wrapping_of(config))
     rejected = RejectedRows(

@@ -16,7 +16,7 @@ from ...schemas.samples import Prompt, Sample, Sampler, Sampling
 from ...schemas.table_manifest import TableManifest
 from ...stages.data.chat_wrap import template_unused
 from ...stages.data.data_splits import require_one_split
-from ...stages.data.input_files import InputFile, open_inputs
+from ...stages.data.input_files import InputFile, inputs_of
 from ...stages.data.prompt_rows import PromptRows, read_prompts
 from ...stages.report.alpaca_eval import require_single_turns, write_alpaca_eval
 from ...stages.sample.prompts import asked_once, by_length
@@ -236,9 +236,7 @@ def _opened(config: Config, share: Share | None) -> SampleJob:
     sampler = sampler_of(config.model, config.tokens, config.server, config.scoring)
     sampling = sampling_of(config.sample)
     _refuse_caches(config.data.files)
-    inputs = open_inputs(
-        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
-    )
+    inputs = inputs_of(config.data)
     require_one_split(inputs, "sample", config.sample.output)
     rows = read_prompts(inputs, config.data.map, wrapping_of(config))
     asked = asked_once(map(sampler.fitted, rows.prompts))

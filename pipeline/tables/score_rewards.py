@@ -28,8 +28,8 @@ from ...stages.data.input_files import (
     Digested,
     InputFile,
     digested,
+    inputs_of,
     iter_chunks,
-    open_inputs,
     require_unchanged,
 )
 from ...stages.data.unread_columns import (
@@ -132,9 +132,7 @@ class _Data:
 
 
 def _opened(config: Config, command: str) -> _Data:
-    inputs = open_inputs(
-        config.data.files, config.data.split, max_cell_mib=config.data.max_cell_mib
-    )
+    inputs = inputs_of(config.data)
     require_one_split(inputs, command, config.rewards.output)
     before = tuple(map(digested, inputs))
     shape = common_shape(inputs, config.data.map, config.data.carry)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from ...schemas.config import DataOptions
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from .data_folders import ENDINGS, data_files
 from .file_formats import FORMATS, WHOLE, FileRange, Limit, Payload, ending_of, json_columns
@@ -73,6 +74,11 @@ def open_inputs(
                 raise UsageError(f"{path} is given twice. Name every file once.")
             inputs[path.resolve()] = _opened(path, int(max_cell_mib * MIB))
     return tuple(inputs.values())
+
+
+def inputs_of(data: DataOptions) -> tuple[InputFile, ...]:
+    """The data files that the settings name."""
+    return open_inputs(data.files, data.split, max_cell_mib=data.max_cell_mib)
 
 
 def column_names(file: InputFile) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ _WITHOUT_TENSORS = 10_000, 1 << 24  # a folder that only has its config.json: la
 BITS_OF_A_PARAMETER = 1  # the fewest that any quantization stores, rounded down
 LARGEST_BUFFERS = 1 << 28  # bytes: the masks and tables of a model that are not stored
 
-_AGAIN = "Use the config.json that belongs to these weights."
+OTHER_CONFIG = "Use the config.json that belongs to these weights."
 
 
 def require_declared_sizes(
@@ -66,7 +66,7 @@ def require_declared_sizes(
             if number > most:
                 raise UsageError(
                     f"{file}: {name} is {number:,}, and with the tensors that are stored "
-                    f"{most:,} would be the most. {_AGAIN}"
+                    f"{most:,} would be the most. {OTHER_CONFIG}"
                 )
 
 
@@ -100,7 +100,7 @@ def _is_positive(value: Any) -> bool:
 
 def _wrong(file: Path, name: str, value: Any, kind: str) -> UsageError:
     shown = f"{value!r:.60}" if not isinstance(value, int) or abs(value) < _LARGEST else "larger"
-    return UsageError(f"{file}: {name} is {shown}, and must be {kind}. {_AGAIN}")
+    return UsageError(f"{file}: {name} is {shown}, and must be {kind}. {OTHER_CONFIG}")
 
 
 def _entries(settings: dict[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,7 +135,7 @@ def require_stored_parameters(
         raise UsageError(
             f"{file}: asks for {asked:,} parameters, and the {stored:,} bytes that are stored "
             f"cannot hold them. {name} would be {list(largest.shape)}"
-            f"{named_sizes(settings, largest.shape)}. {_AGAIN}"
+            f"{named_sizes(settings, largest.shape)}. {OTHER_CONFIG}"
         )
     buffers = [*skeleton.named_buffers()]
     total = sum(one.numel() * one.itemsize for _, one in buffers)
@@ -143,7 +143,8 @@ def require_stored_parameters(
         name, buffer = max(buffers, key=lambda named: named[1].numel())
         raise UsageError(
             f"{file}: the model would need {total:,} bytes for what is not stored, most of them "
-            f"for {name} of {list(buffer.shape)}{named_sizes(settings, buffer.shape)}. {_AGAIN}"
+            f"for {name} of {list(buffer.shape)}{named_sizes(settings, buffer.shape)}. "
+            f"{OTHER_CONFIG}"
         )
 
 
@@ -155,7 +156,7 @@ def require_enough_experts(file: Path, config: Any) -> None:
         if type(chosen) is int and type(experts) is int and 0 < experts < chosen:
             raise UsageError(
                 f"{file}: num_experts_per_tok is {chosen} (or is by default), and "
-                f"{name} only {experts}. {_AGAIN}"
+                f"{name} only {experts}. {OTHER_CONFIG}"
             )
 
 

@@ -23,6 +23,7 @@ from ....schemas.errors import UsageError
 from ....schemas.train_options import LoraOptions
 from ..transformers_compat import attention_of
 from .declared_sizes import (
+    OTHER_CONFIG,
     named_sizes,
     require_declared_sizes,
     require_enough_experts,
@@ -42,7 +43,6 @@ from .placement import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_OTHER_CONFIG = "Use the config.json that belongs to these weights."
 # Constants that models like GPT-2 once stored in each layer; transformers ignores only some.
 _CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
 
@@ -105,7 +105,7 @@ def resolve(options: ModelOptions) -> Resolved:
     require_stored_parameters(folder / CONFIG, settings, skeleton, tensors)
     of_text = config.get_text_config(decoder=True)
     require_enough_experts(folder / CONFIG, of_text)
-    with refused_as(f"{folder / CONFIG}: has no hidden_size that is a size", _OTHER_CONFIG):
+    with refused_as(f"{folder / CONFIG}: has no hidden_size that is a size", OTHER_CONFIG):
         hidden_size = int(of_text.hidden_size)
     return Resolved(
         dtype=_dtype(options),
@@ -143,7 +143,7 @@ def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausa
     require_plain_folder(options.path)
     file = Path(options.path) / CONFIG
     cannot = f"{file}: no model can be built from it"
-    with quiet(), torch.device("meta"), refused_as(cannot, _OTHER_CONFIG):
+    with quiet(), torch.device("meta"), refused_as(cannot, OTHER_CONFIG):
         empty: nn.Module = kind.from_config(
             _config(options, model_config(options.path)),
             dtype=DTYPES[dtype],
@@ -170,7 +170,7 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
     """The architecture on the meta device, which decides which attention it supports."""
     asked = {} if options.attention == "auto" else {"attn_implementation": options.attention}
     cannot = f"{Path(options.path) / CONFIG}: cannot be built as a causal language model"
-    remedy = f"Use a causal model, or set model.attention to auto. {_OTHER_CONFIG}"
+    remedy = f"Use a causal model, or set model.attention to auto. {OTHER_CONFIG}"
     with refused_as(cannot, remedy), torch.device("meta"):
         build: Any = AutoModelForCausalLM.from_config
         return build(config, trust_remote_code=options.trust_remote_code, **asked)
@@ -223,7 +223,7 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
         raise UsageError(
             f"{options.path}: {len(mismatched)} tensors have another shape than config.json asks "
             f"for. First: {name} is {list(stored)}, not {list(wanted)}"
-            f"{named_sizes(model_config(options.path), [*{*wanted} - {*stored}])}. {_OTHER_CONFIG}"
+            f"{named_sizes(model_config(options.path), [*{*wanted} - {*stored}])}. {OTHER_CONFIG}"
         )
     unused = sorted(name for name in report["unexpected_keys"] if not _CAUSAL_MASK.search(name))
     if unused and not options.allow_unused_weights:
