@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
-from io import TextIOWrapper
+from collections.abc import Callable, Iterator
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 
 from ...schemas.errors import BadDataError
@@ -36,17 +36,20 @@ class _Lines:
     def __init__(self, file: TextIOWrapper, most: int) -> None:
         self.count = 0
         self.is_long = False
-        self.of_row: list[str] = []  # the lines of the row that is being read
+        self._of_row: list[str] = []  # the lines of the row that is being read
+        self._count_before = 0
         self._left = self._most = most
         self._file = file
+        self._ahead = StringIO()  # what was read behind a long row
+        self._readline: Callable[[int], str] = file.readline
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline(self._left + 1)
+        line = self._readline(self._left + 1)
         self._left -= len(line)
-        self.of_row.append(line)
+        self._of_row.append(line)
         if self._left < 0:
             self.is_long = True
             raise StopIteration
@@ -57,14 +60,29 @@ class _Lines:
 
     def begin_row(self) -> None:
         """Forgets the lines of the row before."""
-        self.of_row.clear()
+        self._of_row.clear()
+        self._count_before = self.count
         self._left, self.is_long = self._most, False
 
-    def rest(self) -> Iterator[str]:
-        """The text of a long row so far, and what follows it, up to an end of line each."""
-        yield from self.of_row
-        while text := self._file.readline(BLOCK_BYTES):
+    def blocks(self) -> Iterator[str]:
+        """The text of a long row so far, and what follows it, in blocks."""
+        yield "".join(self._of_row)
+        self._readline = self._file.readline
+        while text := self._ahead.read() or self._file.read(BLOCK_BYTES):
             yield text
+
+    def end_row(self, lines: int, behind: str) -> None:
+        """Goes on behind a long row of so many lines; this was read already."""
+        self.count = self._count_before + lines
+        self._ahead = StringIO(behind + self._ahead.read(), newline="")
+        self._readline = self._line_ahead
+
+    def _line_ahead(self, size: int) -> str:
+        line = self._ahead.readline(size)
+        if len(line) == size or line.endswith(("\r", "\n")):
+            return line
+        self._readline = self._file.readline
+        return line + self._file.readline(size - len(line))
 
 
 def _next_row(reader: Iterator[list[str]], lines: _Lines, most: int) -> list[str] | None:
@@ -83,11 +101,13 @@ def _next_row(reader: Iterator[list[str]], lines: _Lines, most: int) -> list[str
 
 def _pass_over(lines: _Lines, delimiter: str) -> int:
     """The length of a row that is passed over, in characters."""
-    state, size = _Scan(delimiter), 0
-    for text in lines.rest():
-        size += len(text)
-        lines.count += text.endswith("\n")
-        if state.ends_in(text):
+    state, size, count = _Scan(delimiter), 0, 0
+    for text in lines.blocks():
+        end = state.end_in(text)
+        row = text if end is None else text[:end]
+        size, count = size + len(row), count + row.count("\n")
+        if end is not None:
+            lines.end_row(count, text[end:])
             return size
     if state.is_quoted:
         raise csv.Error("unexpected end of data")
@@ -102,7 +122,7 @@ class _Scan:
         # Cells without quotes, each with the mark behind it.
         self._cells = re.compile(rf'(?:{mark}|[^"{mark}\r\n][^{mark}\r\n]*+{mark})*+')
         self._rest = re.compile(rf"[^{mark}\r\n]*+")
-        self._quoted = re.compile(r'(?:[^"]++|"")*+')
+        self._quotes = re.compile(r'"++')
         self._mark = delimiter
         self._state = "start"  # of a cell; or "plain", "quoted", "quote", which may be its last
 
@@ -111,18 +131,18 @@ class _Scan:
         """Whether the text ends within quotes."""
         return self._state == "quoted"
 
-    def ends_in(self, text: str) -> bool:
-        """Whether the row ends in this text, which goes on from the one before."""
+    def end_in(self, text: str) -> int | None:
+        """Where in this text, which goes on from the one before, the row ends; or None."""
+        if self._state == "plain" and not any(mark in text for mark in ("\r", "\n", self._mark)):
+            return None
         at = 0
         while at < len(text):
             if self._state == "quote" and text[at] == '"':  # the second of two
                 self._state, at = "quoted", at + 1
             elif self._state == "quoted":
-                at = _behind(self._quoted, text, at)
-                if at < len(text):
-                    self._state, at = "quote", at + 1
+                at = self._pass_quoted(text, at)
             elif text[at] in "\r\n":
-                return True
+                return at + (2 if text.startswith("\r\n", at) else 1)
             elif text[at] == self._mark:
                 self._state, at = "start", at + 1
             elif self._state == "quote":
@@ -132,7 +152,16 @@ class _Scan:
                 at = self._begin_cell(text, at)
             else:
                 at = _behind(self._rest, text, at)
-        return False
+        return None
+
+    def _pass_quoted(self, text: str, at: int) -> int:
+        """Goes behind the next quotes, of which two are one that is in the cell."""
+        if (first := text.find('"', at)) < 0:
+            return len(text)
+        end = _behind(self._quotes, text, first)
+        if (end - first) % 2:
+            self._state = "quote"
+        return end
 
     def _begin_cell(self, text: str, at: int) -> int:
         """Goes into the cell that begins here, if one does before the end of the text."""

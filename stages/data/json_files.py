@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,7 +94,7 @@ def _is_first_of_lines(text: str) -> bool:
     return rest.startswith("\n") and not rest.isspace()
 
 
-def _lines(file: BinaryIO, start: int, stop: int, most: int) -> Iterator[bytes | LongRow]:
+def _lines(file: BufferedReader, start: int, stop: int, most: int) -> Iterator[bytes | LongRow]:
     position = start
     if start:
         file.seek(start - 1)
@@ -108,8 +109,21 @@ def _lines(file: BinaryIO, start: int, stop: int, most: int) -> Iterator[bytes |
             position += length
             if not (is_blank and is_rest_blank):
                 yield LongRow(len(line) + length)
-        elif not is_blank:
+        elif is_blank:
+            position += _pass_blank_lines(file)
+        else:
             yield text
+
+
+def _pass_blank_lines(file: BufferedReader) -> int:
+    """Passes over the lines ahead that are whole and blank, and returns their length."""
+    passed = 0
+    while block := file.peek():
+        end = block.rfind(b"\n", 0, len(block) - len(block.lstrip())) + 1
+        if not end:
+            break
+        passed += len(file.read(end))
+    return passed
 
 
 def _pass_line(file: BinaryIO, most: int = sys.maxsize) -> tuple[int, bool]:
@@ -193,12 +207,13 @@ class _Window:
         """Moves past a value without parsing it, and returns its length."""
         length, state = 0, _Nesting()
         while True:
-            end = state.end_in(self._text[self.at :])
-            passed = len(self._text) - self.at if end is None else end
-            length += len(self._text[self.at : self.at + passed].encode("utf-8", "surrogateescape"))
-            self.at += passed
+            block = self._text[self.at :].encode("utf-8", "surrogateescape")
+            end = state.end_in(block)
+            length += len(block) if end is None else end
             if end is not None:
+                self.at += len(block[:end].decode("utf-8", "surrogateescape"))
                 return length
+            self.at = len(self._text)
             if not self._read_more():
                 raise _broken(index, "is cut off")
 
@@ -236,31 +251,36 @@ class _Nesting:
         self._quotes = 0
         self._is_escaped = False
 
-    def end_in(self, text: str) -> int | None:
+    def end_in(self, block: bytes) -> int | None:
         """The end of the value in this text, which goes on from the one before; or None."""
-        if self._quotes % 2 and not self._is_escaped and '"' not in text and "\\" not in text:
+        is_text = b'"' not in block and b"\\" not in block
+        if is_text and self._quotes % 2 and not self._is_escaped:
             return None  # within a string, which has no end here
-        whole = f"\\{text}" if self._is_escaped else text
-        plain = _ESCAPED.sub("..", whole)
-        self._is_escaped = plain.endswith("\\")
-        shift = len(whole) - len(text)
-        codes = np.frombuffer(plain.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)[shift:]
-        is_quote = codes == ord('"')
+        whole = b"\\" + block if self._is_escaped else block
+        plain = _ESCAPED.sub(b"..", whole) if b"\\" in whole else whole
+        self._is_escaped = plain.endswith(b"\\")
+        marks = _MARKS[np.frombuffer(plain, np.uint8)[len(whole) - len(block) :]]
+        places = np.flatnonzero(marks)
+        marks = marks[places]
+        is_quote = marks == _QUOTE
         is_outside = (np.cumsum(is_quote) + self._quotes) % 2 == 0
-        opens, closes = (np.isin(codes, list(map(ord, marks))) for marks in ("[{", "]}"))
-        depths = self._depth + np.cumsum((opens.astype(np.int64) - closes) * is_outside)
-        is_last = is_outside & (depths == 0) & (closes | is_quote)
-        is_behind = is_outside & ((depths < 0) | ((depths == 0) & (codes == ord(","))))
-        ends = [np.flatnonzero(is_last)[:1] + 1, np.flatnonzero(is_behind)[:1]]
+        depths = self._depth + np.cumsum(_STEPS[marks] * is_outside)
+        is_last = is_outside & (depths == 0) & ((marks == _CLOSES) | is_quote)
+        is_behind = is_outside & ((depths < 0) | ((depths == 0) & (marks == _COMMA)))
+        ends = [places[is_last][:1] + 1, places[is_behind][:1]]
         if found := [int(end[0]) for end in ends if len(end)]:
             return min(found)
-        if len(codes):
+        if len(marks):
             self._depth = int(depths[-1])
             self._quotes += int(is_quote.sum())
         return None
 
 
-_ESCAPED = re.compile(r"\\[\s\S]")
+_QUOTE, _OPENS, _CLOSES, _COMMA = range(1, 5)  # what a byte may be; any other is 0
+_MARKS = np.zeros(256, np.uint8)
+_MARKS[[*b'"[{]},']] = _QUOTE, _OPENS, _OPENS, _CLOSES, _CLOSES, _COMMA
+_STEPS = np.array([0, 0, 1, -1, 0])  # how much deeper each leads
+_ESCAPED = re.compile(rb"\\[\s\S]")
 
 
 def _broken(index: int, what: str) -> BadDataError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -20,7 +19,7 @@ def is_packed(path: Path) -> bool:
     return path.suffix.lower() in _CODECS
 
 
-def open_bytes(path: Path) -> BinaryIO:
+def open_bytes(path: Path) -> BufferedReader:
     """The bytes of a file, those of a compressed one decompressed; a cut one is an OSError."""
     if not is_packed(path):
         return path.open("rb")

@@ -1,36 +1,30 @@
 """Draws chat templates, many of them hostile, and compares what they come to with Jinja alone.
 
-    python tests/campaigns/chat_templates.py --seeds 0:2000 --log FILE [--plant]
-
 A template ends in a text, a bad row or a refusal. Each text is compared with that of Jinja without
-bounds, where it ends within its limits too. FILE gets a line for each seed; a run that was stopped
-goes on after its last line. `--plant` answers with a text of another row: it has to be found.
+bounds, where it ends within its limits too.
 """
 
-import argparse
-import json
 import random
-import resource
 import sys
-import time
-from collections import Counter
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from campaigns import runner  # noqa: E402
+from campaigns.cases import Campaign, End, addresses_for, tried  # noqa: E402
+from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
-from align.schemas.errors import UsageError
-from align.schemas.rows import BadRow
-from align.stages.data.chat_template import ChatTemplate, request_of
-from align.stages.data.render_process import Limits
+from align.schemas.rows import BadRow  # noqa: E402
+from align.stages.data.chat_template import ChatTemplate, request_of  # noqa: E402
+from align.stages.data.render_process import Limits  # noqa: E402
 
 LIMITS = Limits(0.1, 1 << 18)
 MESSAGES = [
     {"role": "user", "content": "a question\nof two lines"},
     {"role": "assistant", "content": "an answer, <b>bold</b>"},
 ]
+ASKED = [*MESSAGES]
 COUNTS = ("2", "7", "2", "7", "messages | length", "999", "10 ** 5", "10 ** 10")
 TEXTS = ("'ab'", "messages[0].content", "messages[-1].role", "'<\t>'", "ns.a", "ns.a")
 FILTERS = (
@@ -77,74 +71,48 @@ def template_of(seed):
     return "{% set ns = namespace(a='ab') %}" + body
 
 
-def outcome_of(template, *, is_planted=False):
-    """How a template ends, with its text if that is how."""
+def rendered(template):
+    """The text of a template, or the bad row that it ends in."""
     chat = ChatTemplate(template, source="F", specials={}, limits=LIMITS)
+    chat.require_sound()
     try:
-        chat.require_sound()
-        messages = MESSAGES[::-1] if is_planted else MESSAGES
-        text = chat.answer(request_of(messages, None, {}, {})).text
-    except UsageError:
-        return "refused", ""
+        return chat.answer(request_of(ASKED, None, {}, {})).text
     except BadRow as bad:
-        is_over = "tokens.template_" in bad.detail or "crashes" in bad.detail
-        return ("over its limits" if is_over else "raises"), ""
-    return "text", text
+        return bad
 
 
-@contextmanager
-def little_memory():
-    """Jinja computes what is constant before it renders, also where it is never shown."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+def case(seed, folder):
+    """Renders a template, and compares its text."""
+    template = template_of(seed)
+    (folder / "case").write_text(template)
+    return tried(partial(rendered, template), ("F",), partial(judged, template))
 
 
-def fault_in(outcome, text, template):
-    """What is wrong with an outcome; empty if nothing is."""
-    if outcome not in ("text", "raises"):
-        return ""
+def judged(template, found):
+    """Whether Jinja alone comes to the same."""
+    if isinstance(found, BadRow) and (
+        "tokens.template_" in found.detail or "crash" in found.detail
+    ):
+        return End("quarantined", found.detail)
     try:  # it has ended within its limits, so it may be made without them
-        with little_memory():
+        # Jinja computes what is constant before it renders, also where it is never shown.
+        with addresses_for(1 << 30):
             ((plain,), _) = render_jinja_template([MESSAGES], chat_template=template)
-    except Exception:  # whatever a template raises
-        return "" if outcome == "raises" else "is a text within its limits alone"
-    if outcome == "raises":
-        return "raises within its limits alone"
-    return "" if plain == text else f"another text: {text[:80]!r}, not {plain[:80]!r}"
+    except Exception as error:  # whatever a template raises
+        if isinstance(found, BadRow):
+            return End("quarantined", found.detail)
+        return End("wrong", f"is a text within its limits alone: {error}"[:300])
+    if isinstance(found, BadRow):
+        return End("wrong", f"raises within its limits alone: {found.detail}")
+    return End("same" if plain == found else "wrong", "" if plain == found else f"{found[:80]!r}")
 
 
-def main(arguments=None):
-    """Runs the seeds that the log does not hold yet."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", default="0:200")
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--plant", action="store_true")
-    given = parser.parse_args(arguments)
-    lines = given.log.read_text().splitlines() if given.log.exists() else []
-    known = {one["seed"]: one for one in map(json.loads, lines)}
-    first, last = map(int, given.seeds.split(":"))
-    with given.log.open("a", buffering=1) as log:
-        for seed in range(first, last):
-            if seed in known:
-                continue
-            template, begun = template_of(seed), time.monotonic()
-            outcome, text = outcome_of(template, is_planted=given.plant)
-            found = {"seed": seed, "outcome": outcome, "seconds": time.monotonic() - begun}
-            known[seed] = found | {"fault": fault_in(outcome, text, template)}
-            log.write(f"{json.dumps(known[seed])}\n")
-    counts = Counter(one["outcome"] for one in known.values())
-    faults = [one for one in known.values() if one["fault"]]
-    slowest = max(one["seconds"] for one in known.values())
-    print(f"{len(known)} templates: {dict(counts)}; slowest {slowest:.1f} s; {len(faults)} faults")
-    for one in faults[:10]:
-        print(f"seed {one['seed']}: {one['fault']}\n  {template_of(one['seed'])}")
-    return int(bool(faults))
+def with_another_row():
+    """Answers with the text of another row."""
+    ASKED.reverse()
 
+
+CAMPAIGN = Campaign(__file__, lambda seed: "template", case, plants={"row": with_another_row})
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(CAMPAIGN))

@@ -193,26 +193,24 @@ def rows_in(name, content):
 
 
 def _json_rows(content):
-    text = content.removeprefix(b"\xef\xbb\xbf")
-    start = text.lstrip()[:1]
+    """Bytes that are no text survive as surrogates, and their rows are None."""
+    text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
-        if start == b"[":
+        if text.lstrip().startswith("["):
             raise
         whole = None
     if isinstance(whole, dict) and isinstance(whole.get("data"), list):
         whole = whole["data"]
-    if isinstance(whole, list):
-        return list(map(_texts, whole))
-    return [
-        _texts(_json_or_none(line)) for line in text.split(b"\n") if line and not line.isspace()
-    ]
+    if not isinstance(whole, list):
+        whole = [_json_or_none(line) for line in text.split("\n") if line and not line.isspace()]
+    return list(map(_texts, whole))
 
 
 def _json_or_none(line):
     try:
-        return json.loads(line.decode())
+        return json.loads(line)
     except (ValueError, RecursionError):
         return None
 

@@ -74,10 +74,19 @@ class Damage:
     is_meant: bool = False
 
 
+def file_of(seed):
+    """Which file of a folder is damaged."""
+    return _drawn(seed)[1]
+
+
+def _drawn(seed):
+    draw = random.Random(f"model folder {seed}")
+    return draw, *draw.choices([*KINDS], [often for often, _ in KINDS.values()])
+
+
 def damage(bases, folder, seed):
     """Copies one of the folders `bases` and damages a file of it, as the seed says."""
-    draw = random.Random(f"model folder {seed}")
-    (kind,) = draw.choices([*KINDS], [often for often, _ in KINDS.values()])
+    draw, kind = _drawn(seed)
     having = [name for name in sorted(bases) if _has(bases[name], kind)]
     base = draw.choice(having)
     shutil.copytree(bases[base], folder)
@@ -286,10 +295,18 @@ def _is_meant(before, after):
     return _alike(before, now)
 
 
+# Texts that a tokenizer may have or not.
+AFFIXES = ("end_of_word_suffix", "continuing_subword_prefix")
+
+
 def _alike(before, now):
     if isinstance(before, dict) and isinstance(now, dict):
         # A name that is missing or unknown is a folder that somebody may have meant.
-        return all(_alike(before[name], now[name]) for name in before.keys() & now.keys())
+        both = before.keys() & now.keys()
+        with_texts = {name: now[name] for name in both if name in AFFIXES}
+        return all(isinstance(one, str | None) for one in with_texts.values()) and all(
+            _alike(before[name], now[name]) for name in both - with_texts.keys()
+        )
     if isinstance(before, list) and isinstance(now, list):
         kinds = [_kind(one) for one in before]
         return all(_kind(one) in kinds for one in now) if before else True

@@ -3,7 +3,7 @@
 import gc
 from pathlib import Path
 
-from support.damaged_files import read_by_chunk
+from support.read_files import read_by_chunk
 
 
 def counted_rows(path):

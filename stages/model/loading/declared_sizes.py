@@ -149,8 +149,10 @@ def require_stored_parameters(
 
 
 def require_enough_experts(file: Path, config: Any) -> None:
-    """Refuses a mixture that would choose more experts for a token than it has."""
+    """Refuses a mixture that would choose more experts for a token than it has, or -1."""
     chosen = getattr(config, "num_experts_per_tok", None)
+    if type(chosen) is int and chosen < 0:
+        raise UsageError(f"{file}: num_experts_per_tok is {chosen}. {OTHER_CONFIG}")
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         experts = getattr(config, name, None)
         if type(chosen) is int and type(experts) is int and 0 < experts < chosen:

@@ -300,7 +300,7 @@ def _stored(name: str, entry: Any, file: Path, base: int) -> StoredTensor:
         raise ValueError(f"{named} is not an object")
     fields: list[Any] = [entry.get(field) for field in ("dtype", "shape", "data_offsets")]
     dtype, shape, span = fields
-    if not isinstance(dtype, str):
+    if not (isinstance(dtype, str) and _is_text(dtype)):
         raise ValueError(f"dtype of {named} is not a text")
     for field, numbers in (("shape", shape), ("data_offsets", span)):
         if not (isinstance(numbers, list) and all(map(_is_size, numbers))):
@@ -320,10 +320,10 @@ def _is_size(number: Any) -> bool:
     return type(number) is int and 0 <= number < LARGEST_SIZE
 
 
-def _is_text(name: str) -> bool:
+def _is_text(value: str) -> bool:
     """Whether it can be written down: JSON may hold half of a character."""
     try:
-        name.encode()
+        value.encode()
     except UnicodeEncodeError:
         return False
     return True

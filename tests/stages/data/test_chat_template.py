@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from campaigns import chat_templates
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from align.schemas.config import TokenOptions
@@ -224,15 +223,3 @@ def test_specials_at_the_end_of_a_text_are_taken_off_whatever_their_order(folder
         assert tokenizer.before_specials(text) == re.sub(rf"(?:{names}|\s)*\Z", "", text)
     # In steps as many as characters, though blanks stand in many places.
     assert tokenizer.before_specials(" " * 10**6 + "a" + " <|im_end|>" * 9) == " " * 10**6 + "a"
-
-
-@pytest.mark.parametrize("seeds", ["0:12", pytest.param("0:2000", marks=pytest.mark.long)])
-def test_drawn_templates_end_as_jinja_alone_or_within_their_limits(tmp_path, seeds):
-    log = tmp_path / "log"
-    asked = ["--seeds", seeds, "--log", str(log)]
-    assert chat_templates.main(asked) == 0
-    first = log.read_text()
-    assert chat_templates.main(asked) == 0  # nothing is left to do
-    assert log.read_text() == first
-    planted = ["--seeds", "0:12", "--log", str(tmp_path / "planted"), "--plant"]
-    assert chat_templates.main(planted) == 1

@@ -1,47 +1,25 @@
 """A damaged file is refused, or all of its rows are read, and from its own bytes alone."""
 
-import multiprocessing
 import struct
 from itertools import product
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import BadDataError
-from support.damaged_files import (
-    DICTIONARY,
-    FILES,
-    LARGE,
-    PAIRS,
-    PLAIN,
-    ROWS,
-    STRING,
-    VIEW,
-    pairs,
-    parquet,
-    read_damaged,
-    read_in_slices,
-)
-from support.patience import PATIENCE
+from support.read_files import read_in_slices
 from support.read_rows import write_rows
 
-CHILDREN = multiprocessing.get_context("forkserver")  # of a process that has no threads
-
-
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.long)])
-def test_a_file_damaged_by_chance_is_refused_or_read_row_by_row_from_its_own_bytes(tmp_path, count):
-    for name, whole in FILES.items():
-        (tmp_path / name).write_bytes(whole)
-        assert len(read_in_slices(tmp_path / name)[0]) == ROWS
-    child = CHILDREN.Process(target=read_damaged, args=(tmp_path, count), daemon=True)
-    child.start()  # which may die of it
-    child.join(PATIENCE)
-    assert (child.exitcode, (tmp_path / "faults").read_text()) == (0, "")
+PAIRS = [
+    {"prompt": f"{i}. " + "why " * (i % 5), "chosen": f"good {i}", "rejected": "bad" * (1 + i % 3)}
+    for i in range(15)
+]
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_no_bit_of_a_page_header_loses_rows_without_a_word(tmp_path, version):
-    path, rows = tmp_path / "a.parquet", PAIRS[:15]
+    path, rows = tmp_path / "a.parquet", PAIRS
     options = {"row_group_size": 5, "compression": "zstd", "data_page_version": version}
     whole = write_rows(path, rows, use_dictionary=False, **options) and path.read_bytes()
     refused = 0
@@ -60,18 +38,20 @@ def test_no_bit_of_a_page_header_loses_rows_without_a_word(tmp_path, version):
 
 def test_a_page_that_is_not_what_its_checksum_says_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
-    path.write_bytes(parquet(*pairs(STRING), **PLAIN, write_page_checksum=True))
-    assert len(read_in_slices(path)[0]) == ROWS
+    plain = {"compression": "none", "use_dictionary": False}
+    pq.write_table(pa.Table.from_pylist(PAIRS), path, **plain, write_page_checksum=True)
+    assert len(read_in_slices(path)[0]) == len(PAIRS)
     path.write_bytes(path.read_bytes().replace(b"good 7", b"g\0od 7"))
     with pytest.raises(BadDataError, match=r"a\.parquet cannot be read"):
         read_in_slices(path)
 
 
 TEXTS = ["p" * 3, "q" * 5, "XX"]
+STRING, VIEW = pa.string(), pa.string_view()
 KINDS = {
     "string": STRING,
-    "large_string": LARGE,
-    "dictionary": DICTIONARY,
+    "large_string": pa.large_string(),
+    "dictionary": pa.dictionary(pa.int32(), STRING),
     "list": pa.list_(pa.struct([("role", STRING), ("content", STRING)])),
     "view list": pa.list_view(pa.struct([("role", STRING), ("content", VIEW)])),
 }

@@ -17,10 +17,10 @@ from campaigns import large_data
 from align.stages.data.csv_files import csv_rows
 from align.stages.data.json_files import json_rows
 from align.stages.data.large_rows import LongRow, row_sizes
-from support.damaged_files import read_in_slices
 from support.flips import SEED
 from support.patience import PATIENCE
 from support.peaks import read_measured
+from support.read_files import read_in_slices
 
 CHILDREN = multiprocessing.get_context("forkserver")
 MIB = 1 << 20

@@ -16,7 +16,6 @@ from support.damaged_models import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     WEIGHTS,
-    damage,
 )
 from support.model_doors import GOOD, Reader, make_bases, without_check
 
@@ -107,6 +106,7 @@ CASES = [
         for field, value in (
             ("dtype", ...),
             ("dtype", 7),
+            ("dtype", "\ud800"),
             ("data_offsets", ...),
             ("data_offsets", [0, "x"]),
             ("data_offsets", [4, 0]),
@@ -137,7 +137,6 @@ CASES = [
     ("adapted", ADAPTER_CONFIG, as_pipe, "not a plain file"),
     ("adapted", ADAPTER, partial(with_header, header=b"[]"), "not a safetensors file"),
 ]
-CHOSEN = (3, 24)  # the first and one past the last of the seeds that are always tried
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -149,24 +148,6 @@ def test_a_damaged_file_is_refused_by_its_name_and_field(bases, reader, tmp_path
     assert outcome.kind == "refused", outcome
     assert name.rpartition("/")[2] in outcome.said
     assert field in outcome.said
-
-
-@pytest.mark.parametrize(
-    "seeds",
-    [range(*CHOSEN), pytest.param(range(100, 700), marks=pytest.mark.long)],
-    ids=["few", "many"],
-)
-def test_a_folder_that_is_damaged_by_chance_is_refused_or_read_as_it_was_meant(
-    bases, reader, tmp_path, seeds
-):
-    bad = []
-    for seed in seeds:
-        folder = tmp_path / "model"
-        done = damage(bases, folder, seed)
-        outcome = reader.outcome(done.base, folder, trains=bool(seed % 2), is_meant=done.is_meant)
-        shutil.rmtree(folder)
-        bad += [(seed, done, outcome)] if outcome.kind not in GOOD else []
-    assert not bad
 
 
 @pytest.mark.parametrize(
