@@ -7,14 +7,17 @@ question within its limits, has a fault and is refused; a row that it breaks on 
 from __future__ import annotations
 
 import marshal
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow
-from .render_process import KILLED, OVER_TIME, Limits, Rendered, Rendering, answers_of
+from .render_process import KILLED, OVER_TIME, Batch, Limits, Rendered, Rendering
 from .template_worker import FAILED, MIB, NO_MEMORY, NOT_JINJA, RENDERED, TOO_LARGE
+from .validate import ASSISTANT
 
 if TYPE_CHECKING:
     from ...schemas.rows import Message
@@ -23,8 +26,13 @@ MOST_TEXT = 1 << 20  # of a template: those of models have some 10,000 character
 # More time than its rows have taken, and this many limits: then a template is refused.
 LOST_LIMITS = 8
 _BREAKS = {OVER_TIME, KILLED, NO_MEMORY}  # after which another process has to be started
+_WITHOUT_REFERENCES = 2  # the version of marshal that writes equal values as equal bytes
 _JSON = {str, int, float, bool}
 _TAKEN = {"conversation", "messages", "tools", "chat_template", "tokenize"}
+_ROLES = ("system", "user", ASSISTANT, "tool")
+_QUOTED = re.compile(r"""["']([\w-]+)["']""")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_Rows = TypeVar("_Rows")
 
 
 class ChatTemplate:
@@ -46,35 +54,38 @@ class ChatTemplate:
                 f"{MOST_TEXT:,} are not read. Pass another (--set tokens.chat_template=FILE.jinja)."
             )
             return
-        (answer,) = answers_of(self._rendering, [b""])
-        self._note_fault(answer)
+        self._note_fault(self._alone(b""))
 
     def probed(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """The text of a made-up conversation; empty if the template does not write such turns."""
         if self.fault:
             return ""
-        request = request_of(messages, tools, {}, {})
-        (answer,) = answers_of(self._rendering, [request])
+        answer = self._alone(request_of(messages, tools, {}, {}))
         self._note_fault(answer)
         return answer.text if answer.status == RENDERED else ""
 
-    def ahead(self, requests: Iterable[bytes]) -> None:
-        """Renders what is asked for next, all at once; what was rendered before is forgotten.
+    def ahead(self, batches: Iterable[tuple[_Rows, Iterable[bytes]]]) -> Iterator[_Rows]:
+        """Rows once their requests are rendered, while those of the next are.
 
-        It ends where the template breaks: the rest of that row is not asked for any more.
+        It only saves time: what is not asked ahead is rendered when it is asked for.
         """
-        self._ahead = {}
-        if asked := [*dict.fromkeys(requests)]:
-            for request, found in zip(asked, self._answers(asked), strict=False):
-                self._ahead[request] = found
-                if found.status in _BREAKS:
-                    return
+        last: tuple[_Rows, Batch] | None = None
+        for rows, requests in batches:
+            answers = self._until_broken(last[1]) if last else {}
+            batch = self._sent([*dict.fromkeys(requests)])
+            if last:
+                self._ahead = answers
+                yield last[0]
+            last = rows, batch
+        if last:
+            self._ahead = self._until_broken(last[1])
+            yield last[0]
 
     def answer(self, request: bytes) -> Rendered:
         """What a request comes to; a bad row if the template breaks on it."""
         found = self._ahead.get(request)
         if found is None:
-            (found,) = self._answers([request])
+            (found,) = self._answers(self._sent([request]))
         if found.status == RENDERED:
             return found
         if found.status == FAILED:
@@ -86,10 +97,49 @@ class ChatTemplate:
         if self.fault:
             raise UsageError(self.fault)
 
-    def _answers(self, requests: Sequence[bytes]) -> Iterator[Rendered]:
-        self.require_sound()
-        before = time.monotonic()
-        for answer in answers_of(self._rendering, requests):
+    @cached_property
+    def roles(self) -> frozenset[str]:
+        """The roles that every template has, and those that this one names."""
+        return frozenset({*_ROLES, *_QUOTED.findall(self.text)})
+
+    def require_roles(self, messages: Iterable[Message]) -> None:
+        """Refuses roles that the template does not have."""
+        for message in messages:
+            if message["role"] not in self.roles:
+                raise BadRow(
+                    "schema",
+                    f"the chat template does not know the role {message['role']!r}: rename it "
+                    f"({', '.join(_ROLES)}), or name it in a template (tokens.chat_template)",
+                )
+
+    @cached_property
+    def marks_turns(self) -> bool:
+        """Whether the template marks what the assistant says."""
+        return _GENERATION.search(self.text) is not None
+
+    def _alone(self, request: bytes) -> Rendered:
+        (answer,) = Batch(self._rendering, [request]).answers()
+        return answer
+
+    def _sent(self, requests: Sequence[bytes]) -> Batch:
+        if requests:
+            self.require_sound()
+        return Batch(self._rendering, requests)
+
+    def _until_broken(self, batch: Batch) -> dict[bytes, Rendered]:
+        """The answers up to a row that the template breaks on, whose rest is not asked for."""
+        answers = {}
+        for request, found in zip(batch.requests, self._answers(batch), strict=False):
+            answers[request] = found
+            if found.status in _BREAKS:
+                break
+        return answers
+
+    def _answers(self, batch: Batch) -> Iterator[Rendered]:
+        now = time.monotonic()
+        self._used += now - batch.sent  # for which nobody has waited
+        before = now - batch.seconds_to_send
+        for answer in batch.answers():
             now = time.monotonic()
             if answer.status in _BREAKS:
                 self._lost += now - before
@@ -140,21 +190,21 @@ def request_of(
             raise ValueError(f"chat_template_kwargs may not set {min(taken)!r}")
         if not messages:
             raise ValueError("the conversation is empty")
-        written = [
-            {
-                key: value if type(value) in _JSON else _plain(value)
-                for key, value in message.items()
-                if value is not None
-            }
-            for message in messages
-        ]
+        written = [*map(_written, messages)]
         asked = (written, [*tools] if tools else None, {**options}, {**how})
         try:
-            return marshal.dumps(asked)
+            return marshal.dumps(asked, _WITHOUT_REFERENCES)
         except ValueError:  # a subclass of str, int or float
-            return marshal.dumps(_plain(asked))
+            return marshal.dumps(_plain(asked), _WITHOUT_REFERENCES)
     except (ValueError, RecursionError) as error:
         raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
+
+
+def _written(message: Message) -> Message:
+    """A message of JSON's types, without what is null."""
+    if type(message) is dict and _JSON.issuperset(map(type, message.values())):
+        return message
+    return {key: _plain(value) for key, value in message.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:

@@ -17,17 +17,19 @@ from ...schemas.rows import BadRow, Record, Rejected, Role
 from ...schemas.turns import Turn, numbered
 from .conversation_notes import notes_of
 from .stop_tokens import Endings, span_of
-from .turn_spans import Span, common_length, requests_of, spans_of
+from .turn_spans import Span, common_length, spans_of, turn_requests
 from .validate import ASSISTANT
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
+    from .conversation import Conversation
     from .tokenizer import TextTokenizer
 
 # An encoding holds some hundred bytes for each token, until its record has become a row.
 RECORDS_AT_ONCE = 32
 CHARACTERS_AT_ONCE = 1 << 20
+REQUESTED_AT_ONCE = 1 << 20  # bytes that are sent to be rendered; two batches are held
 
 
 @dataclass
@@ -37,6 +39,13 @@ class Encoded:
     rows: list[EncodedRecord] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    given: Record
+    fitted: Record | BadRow
+    conversation: Conversation | None  # None: plain text
 
 
 @dataclass(frozen=True)
@@ -60,29 +69,54 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> Encoded:
         """The encoded records, each as a row or as rejected."""
-        result = Encoded()
-        for start in range(0, len(records), RECORDS_AT_ONCE):
-            self._encode(records[start : start + RECORDS_AT_ONCE], result)
+        result, batches = Encoded(), self._batches(records)
+        chat = self._tokenizer.chat
+        for asked in chat.ahead(batches) if chat else (each for each, _ in batches):
+            self._encode(asked, result)
         return result
 
-    def _encode(self, records: Sequence[Record], result: Encoded) -> None:
-        both = [(record, self._fitted(record)) for record in records]
-        well = [record for _, record in both if not isinstance(record, BadRow)]
-        learned = well if self._options.learn != "all" else []
-        turns = [request for each in learned for request in requests_of(each, self._tokenizer)]
-        self._tokenizer.render_ahead(well, turns)
-        rendered = [item for item in (self._render(*each, result) for each in both) if item]
+    def _encode(self, asked: Sequence[_Asked], result: Encoded) -> None:
+        rendered = [item for item in (self._render(each, result) for each in asked) if item]
         for item, branches in self._with_encodings(rendered):
             try:
                 result.rows.append(self._row(item, branches, result.notes))
             except BadRow as bad:
                 result.rejected.append(_rejected(item.record, bad))
 
-    def _fitted(self, record: Record) -> Record | BadRow:
+    def _asked(self, given: Record) -> _Asked:
+        """A record before it is rendered, in the form that the chat template takes."""
         try:
-            return self._tokenizer.fitted(record)
+            fitted = self._tokenizer.fitted(given)
         except BadRow as bad:
-            return bad
+            return _Asked(given, bad, None)
+        return _Asked(given, fitted, self._tokenizer.conversation(fitted))
+
+    def _ahead(self, asked: _Asked) -> Iterator[bytes]:
+        """What its template will be asked; less of a bad row, which is told when it is rendered."""
+        if asked.conversation is None:
+            return
+        try:
+            yield from asked.conversation.requests()
+            if self._options.learn != "all":
+                yield from turn_requests(asked.conversation)
+        except BadRow:
+            return
+
+    def _batches(self, records: Sequence[Record]) -> Iterator[tuple[list[_Asked], list[bytes]]]:
+        """Records with what is rendered ahead of them, of so many bytes that they have room."""
+        batch, requests, size = list[_Asked](), list[bytes](), 0
+        for asked in map(self._asked, records):
+            batch.append(asked)
+            for request in self._ahead(asked):
+                requests.append(request)
+                size += len(request)
+                if size > REQUESTED_AT_ONCE:
+                    break
+            if len(batch) == RECORDS_AT_ONCE or size > REQUESTED_AT_ONCE:
+                yield batch, requests
+                batch, requests, size = [], [], 0
+        if batch:
+            yield batch, requests
 
     def _with_encodings(
         self, rendered: Sequence[_Rendered]
@@ -94,14 +128,15 @@ class Encoder:
             for item in items:
                 yield item, [next(encodings) for _ in item.texts]
 
-    def _render(self, given: Record, record: Record | BadRow, result: Encoded) -> _Rendered | None:
+    def _render(self, asked: _Asked, result: Encoded) -> _Rendered | None:
+        given, record, conversation = asked.given, asked.fitted, asked.conversation
         try:
             if isinstance(record, BadRow):
                 raise record
-            prompt, texts = self._tokenizer.render(record)
+            prompt, texts = _texts(record, conversation)
             boundaries = tuple(common_length(prompt, text) for text in texts)
             spans = tuple(
-                self._spans(given, record, number, text, boundary)
+                self._spans(given, conversation, number, text, boundary)
                 for number, (text, boundary) in enumerate(zip(texts, boundaries, strict=True))
             )
         except BadRow as bad:
@@ -120,11 +155,16 @@ class Encoder:
         return _Rendered(record, texts, boundaries, is_kept, spans)
 
     def _spans(
-        self, given: Record, fitted: Record, number: int, text: str, boundary: int
+        self,
+        given: Record,
+        conversation: Conversation | None,
+        number: int,
+        text: str,
+        boundary: int,
     ) -> tuple[Span, ...] | None:
-        if self._options.learn == "all":
+        if self._options.learn == "all" or conversation is None:
             return None
-        return spans_of(given, fitted, number, text, boundary, self._tokenizer)
+        return spans_of(given, conversation, number, text, boundary, self._tokenizer)
 
     def _row(self, item: _Rendered, branches: list[Encoding], notes: Counter[str]) -> EncodedRecord:
         starts = [
@@ -261,9 +301,18 @@ def _in_parts(rendered: Sequence[_Rendered]) -> Iterator[list[_Rendered]]:
         yield part
 
 
+def _texts(record: Record, conversation: Conversation | None) -> tuple[str, tuple[str, ...]]:
+    """The prompt and each branch's full text; plain text is joined, conversations rendered."""
+    if conversation:
+        return conversation.texts()
+    prompt = str(record.prompt)
+    return prompt, tuple(prompt + str(completion) for completion in record.completions)
+
+
 def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:
     """The untruncated prompt of a record, as a model that completes it reads it."""
-    prompt, _ = tokenizer.render(tokenizer.fitted(record))
+    fitted = tokenizer.fitted(record)
+    prompt, _ = _texts(fitted, tokenizer.conversation(fitted))
     encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
 

@@ -42,6 +42,7 @@ AMONG_OTHERS_SECONDS = 0.5
 _MESSAGE_LENGTH = 200
 _STATM = Path("/proc/self/statm")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one thing
+_ANY_THOUGHT = frozenset(_THOUGHTS)
 _END = "CONTINUE_FINAL_MESSAGE_TAG "  # a blank at its end shows whether blanks were stripped
 
 
@@ -152,9 +153,9 @@ def _text(
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose thoughts are found under the names that templates ask for."""
-    found = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
-    if found is None:
+    if _ANY_THOUGHT.isdisjoint(message):
         return message
+    found = next(message[name] for name in _THOUGHTS if name in message)
     return {"thinking": found, **message, "reasoning_content": found}
 
 
@@ -163,7 +164,7 @@ def _leave_open(template: str, messages: list[dict[str, Any]]) -> str:
     said: str = messages[-1]["content"]
     if "content" not in template:
         raise ValueError("the template does not name 'content', which is to be continued")
-    messages[-1]["content"] = said + _END
+    messages[-1] = {**messages[-1], "content": said + _END}
     return said
 
 
@@ -185,10 +186,10 @@ class _Pieces:
 
     def joined(self, pieces: Iterator[str]) -> str:
         """The whole text."""
-        kept = []
+        kept, most = [], self._most
         for piece in pieces:
-            self.length += len(piece)
-            if self.length > self._most:
+            self.length = length = self.length + len(piece)
+            if length > most:
                 raise _TooLargeError
             kept.append(piece)
         return "".join(kept)
@@ -216,14 +217,29 @@ class _Marks(Extension):
 
 @lru_cache(maxsize=4)
 def _compiled(text: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols]
     )
     environment.filters["tojson"] = _as_json
     environment.globals.update(
         raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Names
     )
-    return environment.from_string(text)
+    template = environment.from_string(text)
+    template.globals = {**template.globals}  # of layers, which are slow to copy for each text
+    return template
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The environment, in which the values of a message are found at once."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As ever: a key if the type has no attribute of that name, which a message's has not."""
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICT:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+_OF_DICT = frozenset(dir(dict))
 
 
 def _as_json(

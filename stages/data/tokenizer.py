@@ -17,20 +17,20 @@ from transformers import AutoConfig, AutoTokenizer
 from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
-from ...schemas.rows import BadRow, Message, Record
+from ...schemas.rows import BadRow, Record
 from ..model.loading.declared_sizes import require_declared_sizes
 from ..model.loading.folder_check import TOKENIZER_SETTINGS, require_plain_tokenizer
 from ..model.loading.library_errors import refused_as
 from ..model.loading.model_folder import CONFIG, model_config
-from .chat_template import ChatTemplate, request_of
+from .chat_template import ChatTemplate
 from .chat_wrap import Wrapping
+from .conversation import Conversation
 from .render_process import Limits
 from .stop_tokens import NO_STOPS, Added, find_stops
 from .template_probe import Shown, written_around
 from .template_worker import MIB
 from .tokenizer_file import TOKENIZER, require_bounded_tokenizer
 from .tool_forms import ToolForms, uses_tools
-from .validate import ASSISTANT
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from ..report.eval_table import Decode
 
 _OTHER_TOKENIZER = "Save the model's tokenizer beside its weights again."
-_ROLES = ("system", "user", ASSISTANT, "tool")
-_QUOTED = re.compile(r"""["']([\w-]+)["']""")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>(?:(?!\1).)*)\1\s*\)""")
 
 
@@ -73,50 +70,12 @@ class TextTokenizer:
         except BadRow:
             return True
 
-    def render(self, record: Record) -> tuple[str, tuple[str, ...]]:
-        """The prompt and each branch's full text; plain text is joined, conversations rendered."""
-        if isinstance(record.prompt, str):
-            prompt = record.prompt
-            return prompt, tuple(prompt + str(completion) for completion in record.completions)
-        completions = [each for each in record.completions if not isinstance(each, str)]
-        for messages in (record.prompt, *completions):
-            self._require_roles(messages)
-        texts = tuple(self.rendered(record, self.messages_of(record, c)) for c in completions)
-        how = _prompt_ends(record, completions)
-        prompt = self.rendered(record, record.prompt, **how)
-        if "continue_final_message" in how and not all(text.startswith(prompt) for text in texts):
-            raise BadRow(
-                "template_error",
-                "the chat template does not show the prompt's last message, an assistant's, in "
-                "the same way when the completion continues it; end the prompt with a user's",
-            )
-        return prompt, texts
-
-    def render_ahead(self, records: Iterable[Record], turns: Iterable[bytes]) -> None:
-        """Renders at once what these records ask for, and their turns, which only saves time."""
-        if self.chat:
-            asked = (request for record in records for request in self._asked(record))
-            self.chat.ahead([*asked, *turns])
-
-    def _asked(self, record: Record) -> list[bytes]:
-        """The requests of a record; none if it is a bad one, which is told when it is rendered."""
-        if isinstance(record.prompt, str):
-            return []
-        completions = [each for each in record.completions if not isinstance(each, str)]
-        try:
-            how = _prompt_ends(record, completions)
-            whole = [self.request(record, self.messages_of(record, each)) for each in completions]
-            return [*whole, self.request(record, record.prompt, **how)]
-        except BadRow:
-            return []
-
-    def messages_of(self, record: Record, completion: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The prompt and a completion, which may continue the prompt's last message."""
-        assert not isinstance(record.prompt, str)
-        prompt = record.prompt
-        if prompt[-1]["role"] == completion[0]["role"] == ASSISTANT:
-            return (*prompt[:-1], _joined(prompt[-1], completion[0]), *completion[1:])
-        return (*prompt, *completion)
+    def conversation(self, record: Record) -> Conversation | None:
+        """A record under the chat template; None if it is plain text."""
+        if not record.is_conversation:
+            return None
+        assert self.chat
+        return Conversation(record, self.chat)
 
     def before_specials(self, text: str) -> str:
         """A rendered text without the special tokens and blanks at its end."""
@@ -130,18 +89,6 @@ class TextTokenizer:
             if not length:
                 return text[:end]
             end -= length
-
-    def marked_turns(
-        self, record: Record, messages: Sequence[Message], text: str
-    ) -> list[tuple[int, int]]:
-        """Where the template itself marks what the assistant says in a text; none if it does not.
-
-        What it marks in a text that is rendered otherwise is not used.
-        """
-        if not (self.chat and self.marks_turns):
-            return []
-        answer = self.chat.answer(self.request(record, messages, is_marked=True))
-        return [*answer.spans] if answer.text == text else []
 
     def wrapping(self, setting: str, folder: str) -> Wrapping:
         """The handling of plain text under `data.wrap`, which may need the chat template."""
@@ -177,57 +124,6 @@ class TextTokenizer:
     def tool_forms(self) -> ToolForms:
         """The forms in which the chat template takes the arguments and parameters of tools."""
         return ToolForms.of(self.chat) if self.chat else ToolForms(Shown(), Shown())
-
-    @cached_property
-    def marks_turns(self) -> bool:
-        """Whether the template marks what the assistant says."""
-        return _GENERATION.search(self.template or "") is not None
-
-    @cached_property
-    def _roles(self) -> frozenset[str]:
-        """The roles that every template has, and those that this one names."""
-        return frozenset({*_ROLES, *_QUOTED.findall(self.template or "")})
-
-    def _require_roles(self, messages: Sequence[Message]) -> None:
-        """Refuses roles that the chat template does not have."""
-        for message in messages:
-            if message["role"] not in self._roles:
-                raise BadRow(
-                    "schema",
-                    f"the chat template does not know the role {message['role']!r}: rename it "
-                    f"({', '.join(_ROLES)}), or name it in a template (tokens.chat_template)",
-                )
-
-    def rendered(self, record: Record, messages: Sequence[Message], **how: bool) -> str:
-        """The text of messages, as the template writes them with the record's tools and options."""
-        assert self.chat
-        return self.chat.answer(self.request(record, messages, **how)).text
-
-    def request(self, record: Record, messages: Sequence[Message], **how: bool) -> bytes:
-        """What renders messages with the record's tools and options."""
-        return request_of(messages, record.tools, record.template_options, how)
-
-
-def _prompt_ends(record: Record, completions: Sequence[tuple[Message, ...]]) -> dict[str, bool]:
-    """How the prompt is rendered, of which the texts of all completions are to begin."""
-    assert not isinstance(record.prompt, str)
-    if record.prompt[-1]["role"] != ASSISTANT:
-        return {"add_generation_prompt": True}
-    return {"continue_final_message": True} if _continues(completions) else {}
-
-
-def _continues(completions: Sequence[tuple[Message, ...]]) -> bool:
-    """Whether completions continue the last message of the prompt, an assistant's."""
-    continuing = {completion[0]["role"] == ASSISTANT for completion in completions}
-    if len(continuing) > 1:
-        raise BadRow(
-            "schema", "some completions continue the prompt's last message, and others answer it"
-        )
-    return continuing == {True}
-
-
-def _joined(begun: Message, rest: Message) -> Message:
-    return {**begun, **rest, "content": begun["content"] + (rest.get("content") or "")}
 
 
 def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:

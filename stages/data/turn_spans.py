@@ -15,6 +15,7 @@ from ...schemas.rows import BadRow, Message, Record, Text
 from .validate import ASSISTANT, Unlearned
 
 if TYPE_CHECKING:
+    from .conversation import Conversation
     from .tokenizer import TextTokenizer
 
 
@@ -40,20 +41,24 @@ def _is_several(completion: Text) -> bool:
 
 
 def spans_of(
-    given: Record, fitted: Record, number: int, text: str, boundary: int, tokenizer: TextTokenizer
+    given: Record,
+    fitted: Conversation,
+    number: int,
+    text: str,
+    boundary: int,
+    tokenizer: TextTokenizer,
 ) -> tuple[Span, ...] | None:
     """The turns of a completion from its boundary on; None if it is one that is learned.
 
     `given` says what is learned, `fitted` is what was rendered as `text`.
     """
-    completion = fitted.completions[number]
-    if isinstance(completion, str) or not _is_several(given.completions[number]):
+    if not _is_several(given.completions[number]):
         return None
-    messages = tokenizer.messages_of(fitted, completion)
+    messages, completion = fitted.wholes[number], fitted.completions[number]
     first = len(messages) - len(completion)
     turns = [index for index in range(first, len(messages)) if messages[index]["role"] == ASSISTANT]
     marks = [isinstance(each, Unlearned) for each in given.completions[number]]
-    places = tokenizer.marked_turns(fitted, messages, text)
+    places = fitted.marked_turns(messages, text)
     if len(places) == sum(each["role"] == ASSISTANT for each in messages):
         found = places[len(places) - len(turns) :]
     else:
@@ -64,56 +69,50 @@ def spans_of(
     )
 
 
-def requests_of(record: Record, tokenizer: TextTokenizer) -> list[bytes]:
-    """What is rendered to find the turns of a record, beside its texts."""
-    try:
-        return [
-            tokenizer.request(record, messages, **how)
-            for completion in record.completions
-            if not isinstance(completion, str) and _is_several(completion)
-            for messages, how in _parts(record, completion, tokenizer)
-        ]
-    except BadRow:  # is told when it is rendered
-        return []
-
-
-def _parts(
-    record: Record, completion: tuple[Message, ...], tokenizer: TextTokenizer
-) -> Iterator[tuple[Sequence[Message], dict[str, bool]]]:
-    messages = tokenizer.messages_of(record, completion)
-    if tokenizer.marks_turns:
-        yield messages, {"is_marked": True}
-        return
-    for index in range(len(messages) - len(completion), len(messages)):
-        if messages[index]["role"] != ASSISTANT:
+def turn_requests(conversation: Conversation) -> Iterator[bytes]:
+    """What is rendered to find the turns, beside the texts."""
+    for messages, completion in zip(conversation.wholes, conversation.completions, strict=True):
+        if not _is_several(completion):
             continue
-        if before := messages[:index]:
-            yield before, {"add_generation_prompt": True}
-            yield before, {}
-        if index + 1 < len(messages):
-            yield messages[: index + 1], {}
+        if conversation.chat.marks_turns:
+            yield conversation.request(messages, is_marked=True)
+            continue
+        for index in range(len(messages) - len(completion), len(messages)):
+            if messages[index]["role"] != ASSISTANT:
+                continue
+            if before := messages[:index]:
+                yield conversation.request(before, add_generation_prompt=True)
+                yield conversation.request(before)
+            if index + 1 < len(messages):
+                yield conversation.request(messages[: index + 1])
 
 
 def _place(
-    record: Record, messages: Sequence[Message], index: int, text: str, tokenizer: TextTokenizer
+    conversation: Conversation,
+    messages: Sequence[Message],
+    index: int,
+    text: str,
+    tokenizer: TextTokenizer,
 ) -> tuple[int, int]:
     """Where a message begins and ends: where what comes before, and all up to it, ends."""
     before, upto = messages[:index], messages[: index + 1]
     start, stop = 0, len(text)
     if before:
-        asked = tokenizer.rendered(record, before, add_generation_prompt=True)
-        start = max(_end(record, before, text, tokenizer), common_length(asked, text))
+        asked = conversation.text(before, add_generation_prompt=True)
+        start = max(_end(conversation, before, text, tokenizer), common_length(asked, text))
     if len(upto) < len(messages):
-        stop = _end(record, upto, text, tokenizer)
+        stop = _end(conversation, upto, text, tokenizer)
     return start, stop
 
 
-def _end(record: Record, messages: Sequence[Message], text: str, tokenizer: TextTokenizer) -> int:
+def _end(
+    conversation: Conversation, messages: Sequence[Message], text: str, tokenizer: TextTokenizer
+) -> int:
     """Where the first messages of a text end: where they do when they are rendered alone.
 
     Special tokens and blanks at their end may be others there, as where nothing follows.
     """
-    alone = tokenizer.rendered(record, messages)
+    alone = conversation.text(messages)
     shared = common_length(alone, text)
     if shared == len(alone):
         return shared

@@ -162,15 +162,19 @@ def test_a_row_that_a_template_breaks_on_is_a_bad_row_and_the_others_are_as_ever
     hostile_folder = folder_of(hostile.once_triggered(EVERY[bomb]))
     rows = [conversation((bot(f"one {n}"), user("and?"), bot("two"))) for n in range(40)]
     rows = [replace(row, row=n) for n, row in enumerate(rows)]
-    bad = replace(rows[7], prompt=(user(f"{hostile.TRIGGER}!"),))
-    result = encode(
-        hostile_folder, *rows[:7], bad, *rows[8:], template_seconds=0.2, template_mib=0.5
+    hit = {7, 33}  # one in the first batch, and one in the batch that is rendered meanwhile
+    bad = [replace(one, prompt=(user(f"{hostile.TRIGGER}!"),)) for one in rows]
+    mixed = [bad[n] if n in hit else rows[n] for n in range(40)]
+    result = encode(hostile_folder, *mixed, template_seconds=0.2, template_mib=0.5)
+    assert [(one.row, one.reason) for one in result.rejected] == [
+        (n, "template_error") for n in sorted(hit)
+    ]
+    for rejected in result.rejected:
+        assert hostile_folder in rejected.detail
+        assert "tokens.template_" in rejected.detail
+    well = encode(
+        folder_of(hostile.once_triggered("")), *[rows[n] for n in range(40) if n not in hit]
     )
-    (rejected,) = result.rejected
-    assert (rejected.row, rejected.reason) == (7, "template_error")
-    assert hostile_folder in rejected.detail
-    assert "tokens.template_" in rejected.detail
-    well = encode(folder_of(hostile.once_triggered("")), *rows[:7], *rows[8:])
     assert [*map(repr, result.rows)] == [*map(repr, well.rows)]
     assert not well.rejected
 
@@ -204,6 +208,28 @@ def test_a_worker_that_was_killed_is_replaced_and_threads_share_one():
     with ThreadPoolExecutor(4) as pool:
         texts = pool.map(lambda n: chat.answer(request([user(f"{n}.")])).text, range(200))
     assert [int(re.findall(r"(\d+)\.", text)[0]) for text in texts] == [*range(200)]
+
+
+def test_a_batch_that_is_rendered_meanwhile_is_kept_whoever_asks_and_whatever_dies():
+    chat, other = of(CHATML), of("{{ messages[0].content }}")
+    batches = [[request([user(f"{n}.{k};")]) for k in range(5)] for n in range(6)]
+    for number, batch in enumerate(chat.ahead((each, each) for each in batches)):
+        assert other.answer(request([user("else")])).text == "else"
+        assert "new" in chat.answer(request([user("new")])).text
+        if number % 2:
+            os.kill(render_process._SHARED._worker._process.pid, signal.SIGKILL)
+        texts = [chat.answer(one).text for one in batch]
+        assert [re.findall(r"(\S+);", text) for text in texts] == [
+            [f"{number}.{k}"] for k in range(5)
+        ]
+    assert number == 5
+
+
+def test_batches_that_nobody_waits_for_do_not_answer_others():
+    chat = of(CHATML)
+    batches = [[request([user(f"{n}.")])] * 3 for n in range(3)]
+    assert next(chat.ahead((each, each) for each in batches)) == batches[0]
+    assert "hi" in chat.answer(request([user("hi")])).text
 
 
 def test_options_of_a_row_cannot_stand_for_its_messages():
