@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ....schemas.errors import AlignError, Interrupted, UsageError
+from ....schemas.errors import AlignError, Interrupted, MemoryLimitError, UsageError
 
 LONGEST = 300  # characters of a library's own words: a damaged value may be in them
 
@@ -13,6 +13,8 @@ LONGEST = 300  # characters of a library's own words: a damaged value may be in 
 @contextmanager
 def refused_as(message: str | Callable[[], str], remedy: str) -> Iterator[None]:
     """Turns any error of the block into a UsageError: the message, its words, and what to do.
+
+    Memory that runs out is no fault of a file whose sizes were checked before.
 
     A message that takes time to find, as which file of several is at fault, is a function.
     """
@@ -22,7 +24,17 @@ def refused_as(message: str | Callable[[], str], remedy: str) -> Iterator[None]:
         raise
     except BaseException as error:  # files that strangers wrote: also the panics of Rust
         said = message if isinstance(message, str) else message()
+        if _is_of_memory(error):
+            raise MemoryLimitError(
+                f"{said} (memory ran out: {in_short(error)}). Free some, or take a larger machine."
+            ) from error
         raise UsageError(f"{said} ({in_short(error)}). {remedy}") from error
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """By torch's name and words, as it is not imported for a tokenizer."""
+    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_named or "DefaultCPUAllocator" in str(error)
 
 
 def in_short(error: BaseException) -> str:

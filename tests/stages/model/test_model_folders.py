@@ -6,7 +6,10 @@ import shutil
 from functools import partial
 
 import pytest
+import torch
 
+from align.schemas.errors import MemoryLimitError
+from align.stages.model.loading.library_errors import refused_as
 from support.damaged_models import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -168,3 +171,11 @@ def test_a_reader_without_a_check_is_found_out(bases, reader, tmp_path, check, f
 def test_a_folder_that_is_whole_is_read(bases, reader):
     for base, folder in bases.items():
         assert reader.outcome(base, folder).kind == "same"
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_folder():
+    with (
+        pytest.raises(MemoryLimitError, match=r"config\.json cannot be loaded \(memory ran out"),
+        refused_as("config.json cannot be loaded", "Copy the file again."),
+    ):
+        torch.empty(1 << 55)
