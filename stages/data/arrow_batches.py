@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ...schemas.errors import BadDataError
-from .large_rows import MIB, MOST_DECODED, LongRows, row_sizes, too_large
+from .large_rows import MIB, MOST_DECODED, LongRows, is_light, row_sizes, too_large
 
 _MAGIC = b"ARROW1"  # at both ends of a file; a stream has none
 _END = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")  # of a stream; the second as before Arrow 0.15
@@ -187,6 +187,21 @@ def _unended(path: Path, batches: int, rest: bytes) -> str:
     )
 
 
+def joined(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
+    """Batches of so many rows, made of smaller ones; of fewer rows where they hold much."""
+    held, count, size = list[pa.RecordBatch](), 0, 0
+    for batch in batches:
+        held.append(batch)
+        count, size = count + batch.num_rows, size + batch.nbytes
+        if count >= rows or size > _MOST_PLAIN:
+            whole = pa.concat_batches(held)
+            yield whole.slice(0, rows)
+            rest = whole.slice(rows)
+            held, count, size = ([rest], len(rest), rest.nbytes) if len(rest) else ([], 0, 0)
+    if held:
+        yield pa.concat_batches(held)
+
+
 def bounded(
     batch: pa.RecordBatch, *, rows: int, size: int, most_row: int
 ) -> Iterator[pa.RecordBatch | LongRows]:
@@ -196,18 +211,28 @@ def bounded(
     """
     _require_valid(batch)
     schema = pa.schema([(field.name, _plain(field.type)) for field in batch.schema])
+    # A cast loads all of Arrow's functions.
+    is_plain = schema.types == batch.schema.types
     for start in range(0, batch.num_rows, rows):
-        part = batch.slice(start, rows)
-        sizes = row_sizes(part)
-        for first, stop in _runs(sizes > most_row):
-            if sizes[first] > most_row:
-                yield LongRows(tuple(too_large(one, most_row) for one in sizes[first:stop]))
+        for part in _readable(batch.slice(start, rows), most_row):
+            if isinstance(part, LongRows):
+                yield part
                 continue
-            # Halves of what would become large in plain types, before it does.
-            for few in _light_parts(part.slice(first, stop - first), sizes[first:stop]):
-                # A cast loads all of Arrow's functions.
-                plain = few if schema.types == batch.schema.types else few.cast(schema)
-                yield from _halves(plain.replace_schema_metadata(None), size)
+            plain = part if is_plain else part.cast(schema)
+            yield from _halves(plain.replace_schema_metadata(None), size)
+
+
+def _readable(batch: pa.RecordBatch, most_row: int) -> Iterator[pa.RecordBatch | LongRows]:
+    """The batch without rows that are too large, in parts that are not large in plain types."""
+    if is_light(batch, min(most_row, _MOST_PLAIN)):
+        yield batch
+        return
+    sizes = row_sizes(batch)
+    for first, stop in _runs(sizes > most_row):
+        if sizes[first] > most_row:
+            yield LongRows(tuple(too_large(one, most_row) for one in sizes[first:stop]))
+        else:
+            yield from _light_parts(batch.slice(first, stop - first), sizes[first:stop])
 
 
 def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from .arrow_batches import (
     batch_sizes,
     bounded,
     column_names_in,
+    joined,
     open_batches,
     require_all_batches,
 )
@@ -156,13 +157,15 @@ def parquet_payloads(
         wanted = [name for name in file.schema_arrow.names if name in columns]
         for group in range(file_range.start, min(file_range.stop, file.num_row_groups)):
             promised, found = file.metadata.row_group(group), 0
+            rows = _rows_per_batch(promised, wanted, limit)
             try:
-                rows = _rows_per_batch(raw, promised, wanted, limit)
+                few = _rows_at_once(raw, promised, wanted, rows, limit)
             except _TooMuchAtOnceError as error:
                 yield LongRows((str(error),) * promised.num_rows)
                 continue
             # Threads would each keep freed memory, and the cores belong to the tokenizers.
-            for batch in file.iter_batches(rows, [group], wanted, use_threads=False):
+            batches = file.iter_batches(few, [group], wanted, use_threads=False)
+            for batch in batches if few == rows else joined(batches, rows):
                 found += batch.num_rows
                 yield from _payloads_of(batch, limit)
             _require_rows(found, promised, f"row group {group:,} holds")
@@ -177,33 +180,44 @@ def _payloads_of(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows | Lo
         yield part if isinstance(part, LongRows) else ArrowRows(part)
 
 
-def _rows_per_batch(
-    raw: BinaryIO, group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit
-) -> int:
+def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit) -> int:
     bytes_per_row = max(1, _bytes_of(group, wanted) // max(1, group.num_rows))
-    rows = float(min(limit.rows, limit.bytes // bytes_per_row))
-    for index in range(group.num_columns):
-        leaf = group.column(index)
-        if str(leaf.path_in_schema).split(".", 1)[0] not in wanted:
-            continue
-        most, page = rows_at_once(raw, leaf, group.num_rows)
+    rows: int = limit.bytes // bytes_per_row
+    return max(1, min(limit.rows, rows))
+
+
+def _rows_at_once(
+    raw: BinaryIO,
+    group: pq.RowGroupMetaData,
+    wanted: Collection[str],
+    rows: int,
+    limit: Limit,
+) -> int:
+    """How many of so many rows may be decoded at once, by what the pages say of themselves."""
+    few = float(rows)
+    for leaf in _leaves(group, wanted):
+        most, page = rows_at_once(raw, leaf, group.num_rows, few)
         if is_undecodable(page.size, page.values, limit.row_bytes):
             raise _TooMuchAtOnceError(
                 f"a page of {leaf.path_in_schema!r} in its row group of {group.num_rows:,} rows "
                 f"holds {page.size / MIB:,.0f} MiB in {page.values:,} values, which is not decoded"
             )
-        rows = min(rows, most)
-    return max(1, int(rows))
+        # A group with fewer rows than are wanted may be decoded whole.
+        few = few if most >= group.num_rows else min(few, most)
+    return max(1, int(few))
+
+
+def _leaves(
+    group: pq.RowGroupMetaData, wanted: Collection[str]
+) -> Iterator[pq.ColumnChunkMetaData]:
+    for leaf in map(group.column, range(group.num_columns)):
+        if str(leaf.path_in_schema).split(".", 1)[0] in wanted:
+            yield leaf
 
 
 def _bytes_of(group: pq.RowGroupMetaData, wanted: Collection[str]) -> int:
     """The uncompressed size of these columns."""
-    leaves = map(group.column, range(group.num_columns))
-    return sum(
-        leaf.total_uncompressed_size
-        for leaf in leaves
-        if str(leaf.path_in_schema).split(".", 1)[0] in wanted
-    )
+    return sum(leaf.total_uncompressed_size for leaf in _leaves(group, wanted))
 
 
 def arrow_columns(path: Path) -> tuple[str, ...]:

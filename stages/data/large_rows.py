@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,37 @@ def too_large(size: float, most: int) -> str:
 def is_undecodable(size: int, values: int, most: int) -> bool:
     """Whether decoding a part of a file would fill the memory for a few large values."""
     return size > MOST_DECODED and size > values * most / 16
+
+
+def is_light(batch: pa.RecordBatch, most: int) -> bool:
+    """Whether all rows together hold no more, as far as that shows without looking at each."""
+    counted = max((_counted(field.type) for field in batch.schema), default=1.0)
+    return bool(batch.nbytes * counted <= most)
+
+
+def _counted(kind: pa.DataType) -> float:
+    """How often `row_sizes` may count a byte of a column; endlessly where values are shared."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        least = _least(kind.value_type)
+        return max(1 + _PER_VALUE / least, _counted(kind.value_type)) if least else math.inf
+    if pa.types.is_struct(kind):
+        return max((_counted(field.type) for field in kind), default=math.inf)
+    return 1.0 if _least(kind) else math.inf
+
+
+def _least(kind: pa.DataType) -> int:
+    """The bytes that a value takes at least; 0 if it may be none."""
+    if pa.types.is_struct(kind):
+        return max((_least(field.type) for field in kind), default=0)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return int(kind.bit_width) // 8
+    return 4 if any(is_kind(kind) for is_kind in _WITH_OFFSETS) else 0
+
+
+_WITH_OFFSETS = (
+    *(pa.types.is_string, pa.types.is_binary, pa.types.is_list),
+    *(pa.types.is_large_string, pa.types.is_large_binary, pa.types.is_large_list),
+)
 
 
 def row_sizes(batch: pa.RecordBatch) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ A header is a Thrift struct in the compact protocol: https://parquet.apache.org/
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,9 +17,12 @@ import pyarrow.parquet as pq
 from ...schemas.errors import BadDataError
 from .large_rows import MOST_DECODED
 
-_HEADER_BYTES = 1 << 12  # read at once; one with long statistics is read again, whole
+_HEADER_BYTES = 1 << 14  # read at once; one with long statistics is read again, whole
 _TYPE, _SIZE, _PACKED_SIZE = 1, 2, 3
-_COUNTED = (5, 7, 8)  # the structs of a data page, a dictionary and a data page of version 2
+# The structs of a data page, a dictionary and a data page of version 2, and where they say how
+# their values are written.
+_ENCODING = {5: 2, 7: 2, 8: 4}
+_DELTA_BYTE_ARRAY = 7  # of which each value begins as the one before
 _DICTIONARY = 2  # a type of pages
 _NESTED_AT_MOST = 8
 _AT_ONCE = 128 << 20  # bytes that a batch may decode to
@@ -29,6 +33,7 @@ class Page:
     """A page of a column."""
 
     is_dictionary: bool
+    is_delta: bool
     size: int  # decompressed
     packed_size: int
     values: int
@@ -37,13 +42,14 @@ class Page:
 
 def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
     """The pages of one column in one row group."""
-    at = chunk.data_page_offset
-    if chunk.dictionary_page_offset is not None and 0 < chunk.dictionary_page_offset < at:
-        at = chunk.dictionary_page_offset
-    end = at + chunk.total_compressed_size
+    at, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
+    if dictionary is not None and 0 < dictionary < at:
+        at = dictionary
+    end, number = at + chunk.total_compressed_size, file.fileno()
     while at < end:
-        file.seek(at)
-        page = _page(file.read(_HEADER_BYTES), at) or _page(file.read(_HEADER_BYTES << 12), at)
+        page = _page(os.pread(number, _HEADER_BYTES, at), at) or _page(
+            os.pread(number, _HEADER_BYTES << 10, at), at
+        )
         if page is None:
             raise BadDataError(f"its page at byte {at:,} has no valid header")
         yield page
@@ -51,110 +57,128 @@ def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
 
 
 def _page(content: bytes, at: int) -> Page | None:
-    header = _Struct(content)
     try:
-        fields = header.read()
+        fields, end = _struct(content, 0, 0)
     except (IndexError, ValueError):
         return None
-    structs = (fields.get(key) for key in _COUNTED)
-    counted: dict[int, Any] = next((one for one in structs if isinstance(one, dict)), {})
+    counted: dict[int, Any] = {}
+    encoding = 0
+    for key, name in _ENCODING.items():
+        if isinstance(found := fields.get(key), dict):
+            counted, encoding = found, found.get(name, 0)
+            break
     numbers: list[Any] = [fields.get(key) for key in (_TYPE, _SIZE, _PACKED_SIZE)]
     numbers.append(counted.get(1, 0))
     if not all(isinstance(one, int) and one >= 0 for one in numbers):
         return None
     kind, size, packed, values = numbers
-    return Page(kind == _DICTIONARY, size, packed, values, at + header.at)
+    is_delta = encoding == _DELTA_BYTE_ARRAY
+    return Page(kind == _DICTIONARY, is_delta, size, packed, values, at + end)
 
 
-class _Struct:
-    """A struct in the compact protocol: its numbers and structs by the ids of their fields."""
+def _struct(content: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
+    """A struct in the compact protocol by the ids of its fields, and where it ends.
 
-    def __init__(self, content: bytes) -> None:
-        self.at = 0
-        self._content = content
-
-    def read(self, depth: int = 0) -> dict[int, Any]:
-        """Reads one struct, of whose fields only numbers and structs have values."""
-        if depth > _NESTED_AT_MOST:
-            raise ValueError
-        fields: dict[int, Any] = {}
-        number = 0
-        while head := self._byte():
-            number = number + (head >> 4) if head >> 4 else self._signed()
-            fields[number] = self._value(head & 15, depth)
-        return fields
-
-    def _value(self, kind: int, depth: int) -> Any:
-        match kind:
-            case 1 | 2:  # the kind is the truth value
-                return kind == 1
-            case 3:
-                return self._byte()
-            case 4 | 5 | 6:
-                return self._signed()
-            case 7:
-                return self._pass(8)
-            case 8:
-                return self._pass(self._unsigned())
-            case 9 | 10:
-                return self._list(depth)
-            case 12:
-                return self.read(depth + 1)
+    Only numbers and structs have values.
+    """
+    if depth > _NESTED_AT_MOST:
         raise ValueError
-
-    def _list(self, depth: int) -> None:
-        head = self._byte()
-        count = self._unsigned() if head >> 4 == 15 else head >> 4
-        for _ in range(min(count, len(self._content))):
-            self._value(head & 15, depth + 1)
-
-    def _pass(self, count: int) -> None:
-        self.at += count
-        if self.at > len(self._content):
-            raise IndexError
-
-    def _byte(self) -> int:
-        self.at += 1
-        return self._content[self.at - 1]
-
-    def _unsigned(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128 or shift > 63:
-                return value
-
-    def _signed(self) -> int:
-        value = self._unsigned()
-        return (value >> 1) ^ -(value & 1)
-
-
-def rows_at_once(file: BinaryIO, chunk: pq.ColumnChunkMetaData, rows: int) -> tuple[float, Page]:
-    """The rows of a column that may be decoded at once, and its largest page."""
-    largest, most = Page(False, 0, 0, 0, 0), float(rows)
-    values_per_row = max(1.0, chunk.num_values / max(1, rows))
-    is_delta = "DELTA_BYTE_ARRAY" in chunk.encodings  # whose values begin as the one before
-    for page in pages_of(file, chunk):
-        largest = max(largest, page, key=lambda one: one.size)
-        if page.is_dictionary:
-            value = float(_longest_value(file, chunk, page))
+    fields: dict[int, Any] = {}
+    number = 0
+    while head := content[at]:
+        at += 1
+        if step := head >> 4:
+            number += step
         else:
-            value = page.size if is_delta else page.size / max(1, page.values)
+            number, at = _signed(content, at)
+        fields[number], at = _value(content, at, head & 15, depth)
+    return fields, at + 1
+
+
+def _value(content: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+    if kind in (4, 5, 6):
+        return _signed(content, at)
+    if kind in (1, 2):  # the kind is the truth value
+        return kind == 1, at
+    if kind == 12:
+        return _struct(content, at, depth + 1)
+    if kind == 8:
+        length, at = _unsigned(content, at)
+        return None, _within(content, at + length)
+    if kind == 3:
+        return content[at], at + 1
+    if kind == 7:
+        return None, _within(content, at + 8)
+    if kind in (9, 10):
+        return None, _list_end(content, at, depth)
+    raise ValueError
+
+
+def _list_end(content: bytes, at: int, depth: int) -> int:
+    head = content[at]
+    count, at = _unsigned(content, at + 1) if head >> 4 == 15 else (head >> 4, at + 1)
+    for _ in range(min(count, len(content))):
+        _, at = _value(content, at, head & 15, depth + 1)
+    return at
+
+
+def _within(content: bytes, at: int) -> int:
+    if at > len(content):
+        raise IndexError
+    return at
+
+
+def _unsigned(content: bytes, at: int) -> tuple[int, int]:
+    byte = content[at]
+    if byte < 128:
+        return byte, at + 1
+    value, shift = byte & 127, 7
+    while True:
+        at += 1
+        byte = content[at]
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128 or shift > 63:
+            return value, at + 1
+
+
+def _signed(content: bytes, at: int) -> tuple[int, int]:
+    value, at = _unsigned(content, at)
+    return (value >> 1) ^ -(value & 1), at
+
+
+def rows_at_once(
+    file: BinaryIO, chunk: pq.ColumnChunkMetaData, rows: int, wanted: float
+) -> tuple[float, Page]:
+    """The rows of a column that may be decoded at once, and its largest page.
+
+    They are the fewest that the pages may need; where that is far below what is `wanted`, the
+    values of a dictionary are looked at, too.
+    """
+    largest, most = Page(False, False, 0, 0, 0, 0), float(rows)
+    values_per_row = max(1.0, chunk.num_values / max(1, rows))
+    for page in pages_of(file, chunk):
+        if page.size > largest.size:
+            largest = page
+        value: float = page.size
+        if page.is_dictionary and chunk.physical_type == "BYTE_ARRAY":
+            value = max(1, page.size - 4 * page.values)  # if all others are empty
+            if wanted * value * values_per_row > _AT_ONCE * _MOST_BATCHES:
+                value = _longest_value(file, chunk, page)
+        elif not page.is_delta:
+            value = page.size / max(1, page.values)
         most = min(most, _AT_ONCE / max(1.0, value * values_per_row))
     return most, largest
 
 
+_MOST_BATCHES = 16  # that are joined rather than to look at the values of a dictionary
+
+
 def _longest_value(file: BinaryIO, chunk: pq.ColumnChunkMetaData, page: Page) -> int:
     """The length of the longest text in a dictionary, or more."""
-    least = page.size - 4 * (page.values - 1)
-    if chunk.physical_type != "BYTE_ARRAY" or least * chunk.num_values < _AT_ONCE:
-        return max(1, least)
     if page.size > MOST_DECODED or page.values > page.size // 4:
         return page.size
-    file.seek(page.at)
-    content = file.read(page.packed_size)
+    content = os.pread(file.fileno(), page.packed_size, page.at)
     try:
         if chunk.compression != "UNCOMPRESSED":
             codec = pa.Codec(chunk.compression.lower())

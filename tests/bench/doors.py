@@ -212,10 +212,11 @@ def load_model_of(folder):
 
 
 JOBS = {
-    "parquet": reading("plain.parquet"),
-    "chats": reading("chats.parquet"),
-    "rows": parsing("plain.parquet"),
+    "parquet": parsing("plain.parquet"),
+    "chats": parsing("chats.parquet"),
     "jsonl": parsing("plain.jsonl"),
+    "chunks": reading("plain.parquet"),
+    "chatchunks": reading("chats.parquet"),
     "templates": with_tokenizer(rendering),
     "tokens": with_tokenizer(encoding),
     "tokenizer": load_tokenizer_of,

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from campaigns import large_data
 
+from align.stages.data.arrow_batches import joined
 from align.stages.data.csv_files import csv_rows
 from align.stages.data.json_files import json_rows
-from align.stages.data.large_rows import LongRow, row_sizes
+from align.stages.data.large_rows import LongRow, is_light, row_sizes
 from support.flips import SEED
 from support.patience import PATIENCE
 from support.peaks import read_measured
@@ -127,6 +128,28 @@ def test_the_size_of_a_row_is_that_of_its_values_wherever_they_are_kept(name):
     for part in (batch, batch.slice(7, 30), batch.slice(49), batch.slice(3, 0)):
         expected = [weighed(one) for one in part.column(0).to_pylist()]
         assert row_sizes(part).tolist() == expected
+        for most in (0, sum(expected) - 1, sum(expected), 10**6):
+            assert sum(expected) <= most or not is_light(part, most)
+    plain = pa.record_batch({"a": pa.array(cells)})
+    assert is_light(plain, 10 * plain.nbytes)  # so that ordinary rows are not looked at
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_batches_that_are_decoded_in_parts_are_those_that_are_decoded_whole(seed):
+    draw = random.Random(seed)
+    whole = pa.record_batch({"a": [drawn(MESSAGE, draw) for _ in range(100)]})
+    rows = draw.randrange(1, 130)
+    few = draw.randrange(1, rows + 1)
+    parts = [whole.slice(start, few) for start in range(0, 100, few)]
+    found = [*joined(parts, rows)]
+    least = [min(rows, 100 - done) for done in range(0, 100, rows)]
+    assert [len(one) for one in found] == least
+    assert pa.Table.from_batches(found) == pa.Table.from_batches([whole])
+
+
+def test_parts_that_hold_much_are_not_joined():
+    large = pa.record_batch({"a": ["x" * (40 * MIB)]})
+    assert [len(one) for one in joined([large] * 5, 100)] == [2, 2, 1]
 
 
 def test_runs_count_in_every_row_that_they_cover():
