@@ -25,7 +25,8 @@ from .csv_files import csv_rows
 from .json_files import is_json_lines, json_rows, keys_of
 from .large_rows import MIB, MOST_ROW_BYTES, LongRow, LongRows, is_undecodable, too_large
 from .packed_files import PACKED, is_packed, text_bytes
-from .parquet_pages import rows_at_once
+from .parquet_footer import Group, read_groups
+from .parquet_pages import repeats_a_text, rows_at_once
 
 Item = TypeVar("Item")
 SAMPLED_JSON_ROWS = 100
@@ -130,21 +131,19 @@ def _one_range(path: Path, columns: Collection[str], most: int) -> list[FileRang
 def parquet_columns(path: Path) -> tuple[str, ...]:
     """The column names of a Parquet file."""
     with pq.ParquetFile(path, memory_map=False) as file:
-        groups = map(file.metadata.row_group, range(file.num_row_groups))
-        _require_rows(sum(group.num_rows for group in groups), file.metadata, "its row groups name")
+        rows = sum(group.rows for group in read_groups(path))
+        _require_rows(rows, file.metadata.num_rows, "its row groups name")
         return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
 
 
-def _require_rows(rows: int, promised: pq.FileMetaData | pq.RowGroupMetaData, what: str) -> None:
-    if rows != promised.num_rows:
-        raise BadDataError(f"{what} {rows:,} rows, and its footer {promised.num_rows:,}")
+def _require_rows(rows: int, promised: int, what: str) -> None:
+    if rows != promised:
+        raise BadDataError(f"{what} {rows:,} rows, and its footer {promised:,}")
 
 
 def parquet_ranges(path: Path, columns: Collection[str], most: int) -> list[FileRange]:
     """The ranges of a Parquet file, cut between row groups."""
-    with pq.ParquetFile(path, memory_map=False) as file:
-        groups = map(file.metadata.row_group, range(file.num_row_groups))
-        return _joined((_bytes_of(group, columns) for group in groups), most)
+    return _joined((_bytes_of(group, columns) for group in read_groups(path)), most)
 
 
 def parquet_payloads(
@@ -155,20 +154,35 @@ def parquet_payloads(
     way = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
     with pq.ParquetFile(path, memory_map=False, **way) as file, path.open("rb") as raw:
         wanted = [name for name in file.schema_arrow.names if name in columns]
-        for group in range(file_range.start, min(file_range.stop, file.num_row_groups)):
-            promised, found = file.metadata.row_group(group), 0
+        groups = read_groups(path)
+        encoded = [name for name in wanted if _is_encoded(file.schema_arrow.field(name).type)]
+        for group in range(file_range.start, min(file_range.stop, len(groups))):
+            promised, found = groups[group], 0
+            _require_distinct(raw, promised, encoded)
             rows = _rows_per_batch(promised, wanted, limit)
             try:
                 few = _rows_at_once(raw, promised, wanted, rows, limit)
             except _TooMuchAtOnceError as error:
-                yield LongRows((str(error),) * promised.num_rows)
+                yield LongRows((str(error),) * promised.rows)
                 continue
             # Threads would each keep freed memory, and the cores belong to the tokenizers.
             batches = file.iter_batches(few, [group], wanted, use_threads=False)
             for batch in batches if few == rows else joined(batches, rows):
                 found += batch.num_rows
                 yield from _payloads_of(batch, limit)
-            _require_rows(found, promised, f"row group {group:,} holds")
+            _require_rows(found, promised.rows, f"row group {group:,} holds")
+
+
+def _is_encoded(kind: pa.DataType) -> bool:
+    """Whether texts are read as places in a dictionary."""
+    inner = (kind.field(index).type for index in range(kind.num_fields))
+    return bool(pa.types.is_dictionary(kind)) or any(map(_is_encoded, inner))
+
+
+def _require_distinct(raw: BinaryIO, group: Group, encoded: Collection[str]) -> None:
+    for chunk in group.of(encoded):
+        if repeats_a_text(raw, chunk):
+            raise BadDataError(f"the dictionary of {chunk.path!r} holds a text twice")
 
 
 class _TooMuchAtOnceError(Exception):
@@ -180,44 +194,36 @@ def _payloads_of(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows | Lo
         yield part if isinstance(part, LongRows) else ArrowRows(part)
 
 
-def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit) -> int:
-    bytes_per_row = max(1, _bytes_of(group, wanted) // max(1, group.num_rows))
+def _rows_per_batch(group: Group, wanted: Collection[str], limit: Limit) -> int:
+    bytes_per_row = max(1, _bytes_of(group, wanted) // max(1, group.rows))
     rows: int = limit.bytes // bytes_per_row
     return max(1, min(limit.rows, rows))
 
 
 def _rows_at_once(
     raw: BinaryIO,
-    group: pq.RowGroupMetaData,
+    group: Group,
     wanted: Collection[str],
     rows: int,
     limit: Limit,
 ) -> int:
     """How many of so many rows may be decoded at once, by what the pages say of themselves."""
     few = float(rows)
-    for leaf in _leaves(group, wanted):
-        most, page = rows_at_once(raw, leaf, group.num_rows, few)
+    for chunk in group.of(wanted):
+        most, page = rows_at_once(raw, chunk, group.rows, few)
         if is_undecodable(page.size, page.values, limit.row_bytes):
             raise _TooMuchAtOnceError(
-                f"a page of {leaf.path_in_schema!r} in its row group of {group.num_rows:,} rows "
+                f"a page of {chunk.path!r} in its row group of {group.rows:,} rows "
                 f"holds {page.size / MIB:,.0f} MiB in {page.values:,} values, which is not decoded"
             )
         # A group with fewer rows than are wanted may be decoded whole.
-        few = few if most >= group.num_rows else min(few, most)
+        few = few if most >= group.rows else min(few, most)
     return max(1, int(few))
 
 
-def _leaves(
-    group: pq.RowGroupMetaData, wanted: Collection[str]
-) -> Iterator[pq.ColumnChunkMetaData]:
-    for leaf in map(group.column, range(group.num_columns)):
-        if str(leaf.path_in_schema).split(".", 1)[0] in wanted:
-            yield leaf
-
-
-def _bytes_of(group: pq.RowGroupMetaData, wanted: Collection[str]) -> int:
+def _bytes_of(group: Group, wanted: Collection[str]) -> int:
     """The uncompressed size of these columns."""
-    return sum(leaf.total_uncompressed_size for leaf in _leaves(group, wanted))
+    return sum(chunk.size for chunk in group.of(wanted))
 
 
 def arrow_columns(path: Path) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The rows of data files, as stage 1 reads them."""
 
+from align.schemas.errors import AlignError
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import data_bytes, iter_slice, open_inputs, slices_of
@@ -22,3 +23,18 @@ def read_by_chunk(path, **options):
         if part.part == 0:
             for chunk, _ in iter_slice(inputs, part, shape.columns):
                 yield parse_chunk(chunk, shape)
+
+
+def read_with_flips(path, rows):
+    """Reads a Parquet file with one bit of its footer flipped, for each byte of that."""
+    whole = path.read_bytes()
+    footer = int.from_bytes(whole[-8:-4], "little")
+    for byte in range(len(whole) - 8 - footer, len(whole)):
+        broken = bytearray(whole)
+        broken[byte] ^= 1 << byte % 8
+        path.write_bytes(broken)
+        try:
+            records, rejected = read_in_slices(path)
+        except AlignError:
+            continue
+        assert len(records) + len(rejected) == rows, byte

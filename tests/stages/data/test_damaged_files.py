@@ -1,5 +1,6 @@
 """A damaged file is refused, or all of its rows are read, and from its own bytes alone."""
 
+import multiprocessing
 import struct
 from itertools import product
 
@@ -8,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import BadDataError
-from support.read_files import read_in_slices
+from support.patience import PATIENCE
+from support.read_files import read_in_slices, read_with_flips
 from support.read_rows import write_rows
 
+CHILDREN = multiprocessing.get_context("forkserver")  # of a process that has no threads
 PAIRS = [
     {"prompt": f"{i}. " + "why " * (i % 5), "chosen": f"good {i}", "rejected": "bad" * (1 + i % 3)}
     for i in range(15)
@@ -34,6 +37,26 @@ def test_no_bit_of_a_page_header_loses_rows_without_a_word(tmp_path, version):
         else:
             assert len(records) + len(rejected) == len(rows), (byte, bit)
     assert refused
+
+
+def test_no_bit_of_a_footer_ends_the_process_or_loses_rows(tmp_path):
+    table = pa.Table.from_pylist(PAIRS)
+    pq.write_table(table, tmp_path / "a.parquet", store_schema=False)
+    child = CHILDREN.Process(target=read_with_flips, args=(tmp_path / "a.parquet", len(PAIRS)))
+    child.start()  # which may die of it
+    child.join(PATIENCE)
+    assert child.exitcode == 0
+
+
+def test_a_dictionary_that_holds_a_text_twice_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = pa.array([row["prompt"] for row in PAIRS]).dictionary_encode()
+    table = pa.Table.from_pylist(PAIRS).set_column(0, "prompt", texts)
+    pq.write_table(table, path, compression="none")
+    assert len(read_in_slices(path)[0]) == len(PAIRS)
+    path.write_bytes(path.read_bytes().replace(b"7. why why", b"2. why why"))
+    with pytest.raises(BadDataError, match="'prompt' holds a text twice"):
+        read_in_slices(path)
 
 
 def test_a_page_that_is_not_what_its_checksum_says_is_refused(tmp_path):
