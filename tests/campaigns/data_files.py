@@ -16,7 +16,7 @@ from campaigns.cases import Campaign, End, tried  # noqa: E402
 from support.peaks import counted_rows  # noqa: E402
 from support.read_files import read_in_slices  # noqa: E402
 
-LARGE_EVERY = 50  # cases there is one of a file that is not damaged, but large
+LARGE_EVERY = 400  # cases there is one of a file that is not damaged, but large
 
 
 def is_large(seed):
