@@ -23,7 +23,8 @@ from .head.fused_head_backward import call_head_for_logps
 from .layouts.flex_attention import why_no_flex
 from .layouts.shared_sequence import part_of, summed
 from .layouts.tree_attention import TreeBatch
-from .loading.load import add_lora, first_line, load_model, merged, text_config, value_head
+from .loading.heads import value_head
+from .loading.load import add_lora, first_line, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
 from .logprobs import (

@@ -23,7 +23,8 @@ from .layouts.flex_attention import why_no_flex
 from .layouts.shared_sequence import joined
 from .layouts.tree_attention import TreeBatch, single_branches
 from .loading.folder_check import require_plain_tokenizer
-from .loading.load import SCORES, ScalarHead, first_line, load_model, merged, quiet
+from .loading.heads import SCORES, ScalarHead
+from .loading.load import first_line, load_model, merged, quiet
 from .loading.model_folder import model_config
 from .logprobs import (
     PATHS,

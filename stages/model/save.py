@@ -13,7 +13,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ...schemas.config import ModelOptions
-from .loading.load import VALUE_HEAD, is_reward_model, load_model, merged, quiet, with_adapter
+from .loading.heads import VALUE_HEAD, is_reward_model
+from .loading.load import load_model, merged, quiet, with_adapter
 from .logprobs import causal_model
 from .reward_model import load_reward_model
 

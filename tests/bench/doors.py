@@ -61,7 +61,7 @@ def line(job, both, rounds):
     before, now = (statistics.median(wall for wall, _ in each) for each in sampled)
     ratios = [now[0] / before[0] for before, now in zip(*sampled, strict=True)]
     least = [min(wall for wall, _ in each) for each in sampled]
-    used = [min(used for _, used in each) for each in sampled]
+    used = [max(0.01, sum(used for _, used in each)) for each in sampled]
     cells = (statistics.median(ratios), least[1] / least[0], used[1] / used[0])
     return f"{job:12}{before:10.3f}{now:10.3f}{cells[0]:8.2f}{cells[1]:8.2f}{cells[2]:11.2f}"
 
@@ -116,7 +116,28 @@ def make(folder, rows, vocabulary, width):
     (root / "plain.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in plain))
     shape = (width, 4, 4, 2, width * 3)
     sides.make_model(root / "model", shape, vocabulary)
+    sides.save_tokenizer(root / "model", byte_pairs(vocabulary))
     (root / "model" / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def byte_pairs(vocabulary):
+    """A tokenizer that merges pairs of bytes, by rules that are drawn."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    draw = random.Random(1)
+    tokens = dict.fromkeys([*sides.SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    parts, rules = [*tokens][len(sides.SPECIALS) :], []
+    while len(tokens) < vocabulary:
+        first, second = draw.choice(parts), draw.choice(parts)
+        if first + second not in tokens and len(first + second) < 16:
+            tokens[first + second] = None
+            parts.append(first + second)
+            rules.append((first, second))
+    numbers = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(numbers, rules))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
 def serve(folder):

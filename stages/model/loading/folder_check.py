@@ -41,8 +41,8 @@ _OPENED = re.compile(r"(\w+_)?(vocab|merges|tokenizer|spm|gguf)(_file)?|init_inp
 _SHARDS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
-def require_plain_folder(folder: str) -> None:
-    """Refuses every setting that loads other weights or unknown code, by its name."""
+def require_plain_folder(folder: str) -> dict[str, Any]:
+    """The config.json, which has no setting that loads other weights or unknown code."""
     config, root = model_config(folder), Path(folder)
     require_plain_files(root)
     for name, value in _entries(config):
@@ -60,6 +60,7 @@ def require_plain_folder(folder: str) -> None:
             f"{root / shards[0]}: transformers would load this and not model.safetensors. Load the "
             "model you trust and save_pretrained it to another folder."
         )
+    return config
 
 
 def require_plain_tokenizer(folder: str) -> None:

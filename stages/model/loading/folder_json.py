@@ -101,12 +101,17 @@ def _is_deep(value: Any) -> bool:
     """Whether containers are nested deeper than functions that call themselves can follow."""
     level = [value]
     for _ in range(DEEPEST):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
+        level = [inner for outer in level for inner in _containers_in(outer)]
         if not level:
             return False
     return True
+
+
+def _containers_in(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    values = outer.values() if isinstance(outer, dict) else outer
+    if _CONTAINERS.isdisjoint(map(type, values)):  # fast, as for a vocabulary
+        return ()
+    return (inner for inner in values if type(inner) in _CONTAINERS)
+
+
+_CONTAINERS = frozenset({dict, list})

@@ -1,4 +1,4 @@
-"""Loads a causal language model as the options say, and puts an adapter or a value head on it."""
+"""Loads a causal language model as the options say, and puts an adapter on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ....schemas.config import ModelOptions
@@ -30,9 +29,17 @@ from .declared_sizes import (
     require_stored_parameters,
 )
 from .folder_check import require_adapter, require_plain_folder
+from .heads import is_reward_model
 from .library_errors import refused_as
 from .lora_targets import named_targets, require_all_adapted
-from .model_folder import CONFIG, adapter_tensors, model_config, model_tensors, stored_dtype
+from .model_folder import (
+    CONFIG,
+    StoredTensor,
+    adapter_tensors,
+    model_config,
+    model_tensors,
+    stored_dtype,
+)
 from .placement import (
     chosen_device,
     placement,
@@ -94,8 +101,7 @@ def nowhere(options: ModelOptions) -> ModelOptions:
 
 def resolve(options: ModelOptions) -> Resolved:
     """The options with dtype, attention and device decided; no weight is read."""
-    require_plain_folder(options.path)
-    folder, settings = Path(options.path), model_config(options.path)
+    folder, settings = Path(options.path), require_plain_folder(options.path)
     with quiet():
         config = _config(options, settings)
         require_parts(config, options)
@@ -108,7 +114,7 @@ def resolve(options: ModelOptions) -> Resolved:
     with refused_as(f"{folder / CONFIG}: has no hidden_size that is a size", OTHER_CONFIG):
         hidden_size = int(of_text.hidden_size)
     return Resolved(
-        dtype=_dtype(options),
+        dtype=_dtype(options, tensors),
         attention=_attention(skeleton, of_text, options),
         device=chosen_device(options),
         hidden_size=hidden_size,
@@ -140,12 +146,11 @@ def text_config(options: ModelOptions) -> Any:
 
 def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausalLM) -> nn.Module:
     """The model of config.json on the meta device; the folder needs no weights."""
-    require_plain_folder(options.path)
-    file = Path(options.path) / CONFIG
+    settings, file = require_plain_folder(options.path), Path(options.path) / CONFIG
     cannot = f"{file}: no model can be built from it"
     with quiet(), torch.device("meta"), refused_as(cannot, OTHER_CONFIG):
         empty: nn.Module = kind.from_config(
-            _config(options, model_config(options.path)),
+            _config(options, settings),
             dtype=DTYPES[dtype],
             trust_remote_code=options.trust_remote_code,
         )
@@ -270,8 +275,8 @@ def _require_adapter_taken(adapted: Any, folder: str) -> None:
         )
 
 
-def _dtype(options: ModelOptions) -> str:
-    dtype = stored_dtype(options.path) if options.dtype == "auto" else options.dtype
+def _dtype(options: ModelOptions, tensors: Sequence[StoredTensor]) -> str:
+    dtype = stored_dtype(options.path, tensors) if options.dtype == "auto" else options.dtype
     if dtype not in DTYPES:
         raise UsageError(
             f"{options.path}: the weights are stored as {dtype}. "
@@ -360,40 +365,3 @@ def merged(model: Any) -> nn.Module:
 def _name_of_head(model: Any) -> str:
     layer = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is layer), "")
-
-
-VALUE_HEAD = "value_head"  # what the policy calls it, and the file it is saved in
-SCORES = "ForSequenceClassification"  # how transformers names models that score texts
-
-
-class ScalarHead(nn.Linear):
-    """A projection to one number, computed in float32 for weights of any dtype.
-
-    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
-    """
-
-    def forward(self, states: Tensor) -> Tensor:
-        """The projection of `states` (..., hidden): (..., 1) float32."""
-        bias = None if self.bias is None else self.bias.float()
-        return linear(states.float(), self.weight.float(), bias)
-
-
-def is_reward_model(model: Any) -> bool:
-    """Whether a transformers model scores texts."""
-    return type(model).__name__.endswith(SCORES)
-
-
-def value_head(model: Any) -> ScalarHead:
-    """A head that gives a value for each last hidden state, in the model's dtype.
-
-    It is initialized to zero: random values would be no better, every rank has the same, and the
-    first steps do not change the policy's states.
-    """
-    output = model.get_output_embeddings()
-    config = model.config.get_text_config(decoder=True)
-    width = output.in_features if isinstance(output, nn.Linear) else config.hidden_size
-    device = model.get_input_embeddings().weight.device
-    head = ScalarHead(width, 1, device=device, dtype=model.dtype)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -108,10 +109,13 @@ def code_digest(folder: str) -> str:
     return _sha256(*(f"{file.relative_to(folder)} {content}" for file, content in named))
 
 
-def stored_dtype(folder: str) -> str:
-    """The floating dtype that holds most of the weights, for example `bfloat16`."""
+def stored_dtype(folder: str, tensors: Sequence[StoredTensor] | None = None) -> str:
+    """The floating dtype that holds most of the weights, for example `bfloat16`.
+
+    The headers are read unless their tensors are given.
+    """
     sizes: dict[str, int] = {}
-    for tensor in model_tensors(Path(folder)):
+    for tensor in model_tensors(Path(folder)) if tensors is None else tensors:
         if tensor.dtype in DTYPE_NAMES:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
     if not sizes:
