@@ -19,7 +19,7 @@ SEEDS = {
 # A check that is left out, and cases in which that shows.
 PLANTED = {
     "chat_templates": ("row", "0:4"),
-    "data_files": ("counts", "2484:2485"),
+    "data_files": ("text", "606:610"),
     "model_folders": ("experts", "1403:1404"),
 }
 LONG = pytest.mark.long
