@@ -37,6 +37,22 @@ class AlignError(Exception):
 
     exit_code = 2
 
+    def __str__(self) -> str:
+        """The message, without the middle of a word or a list that nobody reads to its end."""
+        text = _LONG_WORD.sub(lambda word: _shortened(word[0], LONGEST_WORD), super().__str__())
+        return _shortened(text, LONGEST_MESSAGE)
+
+
+LONGEST_WORD = 500  # characters; paths are shorter
+LONGEST_MESSAGE = 10_000
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+
+
+def _shortened(text: str, most: int) -> str:
+    left = len(text) - most
+    ends = (most * 2 // 3, most // 3)
+    return f"{text[: ends[0]]}…({left:,} more)…{text[-ends[1] :]}" if left > 0 else text
+
 
 class UsageError(AlignError):
     """The request cannot be carried out as written."""

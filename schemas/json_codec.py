@@ -93,7 +93,7 @@ def version_in(text: str | bytes) -> int | None:
 
 def from_plain(cls: type[T], plain: dict[str, Any], *, where: str = "") -> T:
     """Options from settings; missing ones have their defaults."""
-    _require_plain(plain, where)
+    require_plain(plain, where)
     try:
         # As JSON: pydantic's strict mode takes a mapping for a dataclass from there alone.
         read = _reader(cls).validate_json(json.dumps(plain), strict=True, extra="forbid")
@@ -185,15 +185,18 @@ def _as_written(cls: type[T], plain: Any, text: str | bytes, write: Callable[[An
     return cast("T", value)
 
 
-def _require_plain(value: Any, where: str) -> None:
+def require_plain(value: Any, where: str = "") -> None:
     """Refuses values that no setting can have, at any depth."""
     if isinstance(value, dict):
         for key, item in value.items():
-            _require_plain(key, where)
-            _require_plain(item, _join(where, str(key)))
+            named = _join(where, str(key))
+            if not isinstance(key, str) or _fault_of(key):
+                message = f"{where or 'top'}: {key!r:.60} is a name that is not plain text"
+                raise CodecError(message, where=named)
+            require_plain(item, named)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _require_plain(item, f"{where}[{index}]")
+            require_plain(item, f"{where}[{index}]")
     elif fault := _fault_of(value):
         raise CodecError(f"{where} is {fault}", where=where)
 

@@ -15,12 +15,14 @@ SEEDS = {
     "chat_templates": ("0:12", "1000:3000"),
     "data_files": ("0:49", "100000:102000"),
     "model_folders": ("3:15", "100:700"),
+    "settings": ("0:200", "10000:30000"),
 }
 # A check that is left out, and cases in which that shows.
 PLANTED = {
     "chat_templates": ("row", "0:4"),
     "data_files": ("text", "606:610"),
     "model_folders": ("experts", "1403:1404"),
+    "settings": ("bounds", "0:200"),
 }
 LONG = pytest.mark.long
 
@@ -48,7 +50,7 @@ def test_no_case_ends_in_an_error_of_ours_or_is_wrong_in_silence(tmp_path, name,
 
 # Folders without a check have a test of their own, and making them takes long.
 @pytest.mark.parametrize(
-    "name", ["chat_templates", "data_files", pytest.param("model_folders", marks=LONG)]
+    "name", ["chat_templates", "data_files", "settings", pytest.param("model_folders", marks=LONG)]
 )
 def test_a_check_that_is_left_out_is_found(name):
     plant, seeds = PLANTED[name]

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ..plan.run_plan import PlanRequest
 
 GIB = 2**30
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*g(?:i?b)?", re.IGNORECASE)
+_BYTES = re.compile("[0-9]{1,18}")
+_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*g(?:i?b)?", re.IGNORECASE)
 
 
 def add_training_to(app: typer.Typer) -> None:
@@ -209,7 +210,7 @@ def sweep(
 def size_of(text: str) -> int:
     """`80g` in bytes, of 2**30 each; a number alone is bytes."""
     match = _SIZE.fullmatch(text)
-    size = round(float(match[1]) * GIB) if match else int(text) if text.isdigit() else 0
+    size = round(float(match[1]) * GIB) if match else int(text) if _BYTES.fullmatch(text) else 0
     if size < GIB:
         raise UsageError(f"--gpu {text}: expected a size such as 24g, 48g or 80g, or bytes.")
     return size

@@ -137,13 +137,16 @@ class RayActors:
         return max(1, len([node for node in ray.nodes() if node["Alive"]]))
 
 
+_COUNT = re.compile("[0-9]{1,9}")
+
+
 def workers_of(text: str) -> tuple[int, int] | None:
     """Reads `2:8` or `4`; None for an empty text."""
     if not text:
         return None
     least, colon, most = text.partition(":")
     numbers = (least, most) if colon else (least, least)
-    if not all(number.isdecimal() for number in numbers) or not 1 <= int(least) <= int(numbers[1]):
+    if not all(map(_COUNT.fullmatch, numbers)) or not 1 <= int(least) <= int(numbers[1]):
         raise UsageError(
             f"--ray-workers {text}: expected MIN:MAX or one number, each at least 1; for example "
             "1:8."

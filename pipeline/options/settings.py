@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,8 +285,8 @@ def _flat(sections: Mapping[str, Any], where: str = "") -> dict[str, Any]:
             pairs += [(f"{section}.{name}", value) for name, value in content.items()]
         elif content is not None:
             pairs.append((str(section), content))
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    counts = Counter(name for name, _ in pairs)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise UsageError(f"{where}: given twice: {', '.join(twice)}. Write each of them once.")
     return dict(pairs)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import yaml
@@ -10,6 +12,7 @@ import yaml
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 
+MOST_VALUES = 20_000  # about a second of parsing
 # The last of them: a number of too many digits.
 UNREADABLE = (yaml.YAMLError, RecursionError, ValueError)
 
@@ -31,7 +34,9 @@ def setting_value(name: str, text: str, *, where: str) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses what a config never needs: aliases, tags, and keys given twice."""
+    """Refuses what a config never needs: aliases, tags, keys given twice, and many values."""
+
+    values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -39,11 +44,15 @@ class _StrictLoader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if tag := getattr(event, "tag", None):
             raise yaml.YAMLError(f"tags are not allowed: {tag}")
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise yaml.YAMLError(f"more than {MOST_VALUES:,} values")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {str(key) for key in keys if keys.count(key) > 1}
+        counts = Counter(key for key in keys if isinstance(key, Hashable))
+        twice = {str(key) for key, count in counts.items() if count > 1}
         if twice:
             raise yaml.YAMLError(f"given twice: {', '.join(sorted(twice))}")
         return super().construct_mapping(node, deep)

@@ -87,7 +87,7 @@ def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
     )
 
 
-_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_PARTS = re.compile("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"))
 _SECONDS = (86_400, 3600, 60, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ...stages.tracking.journal import EVAL
 from ..options.declared import set_by
 from ..options.settings import parse_varied
 from .run_report import Curves, Measured, Trained, curves, read_history
+
+MOST_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,17 @@ def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> li
         section, _, option = key.partition(".")
         if section == "method" and not any(option in recipe.option_names for recipe in recipes):
             raise UsageError(f"{key}: none of {', '.join(methods)} has it. See `align methods`.")
-    trials = []
+    trials: list[Trial] = []
     for method, recipe in zip(methods, recipes, strict=True):
         own = {
             key: values
             for key, values in varied.items()
             if not key.startswith("method.") or key.removeprefix("method.") in recipe.option_names
         }
+        if len(trials) + math.prod(map(len, own.values())) > MOST_TRIALS:
+            raise UsageError(
+                f"--vary: more than {MOST_TRIALS:,} runs. Leave out some of the values."
+            )
         for values in itertools.product(*own.values()):
             chosen = [f"{key}={value}" for key, value in zip(own, values, strict=True)]
             name = re.sub(r"[^\w.+-]", "_", "-".join((recipe.name, *values)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 
 import torch
 
-from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.bounded_json import json_object
+from ...schemas.errors import UsageError, closest, did_you_mean, os_errors_as_storage_errors
+from ...schemas.json_codec import CodecError, require_plain
 from ...schemas.train_options import TrainOptions
 from .optimizers import completed_block, optimizer_block, require_fitting_stage
 
@@ -145,22 +146,19 @@ def _read(name: str) -> dict[str, Any]:
         )
     if path.stat().st_size > LARGEST_FILE:
         raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; no DeepSpeed config.")
+    with os_errors_as_storage_errors("read", path):
+        content = path.read_bytes()
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
+        config = json_object(content)
+    except ValueError as error:
         raise UsageError(f"{path}: not readable as JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: expected a JSON object, found {config!r:.60}.")
+    except TypeError as error:
+        raise UsageError(f"{path}: expected a JSON object, found {content!r:.60}.") from error
+    try:
+        require_plain(config)
+    except CodecError as error:
+        raise UsageError(f"{path}: {error}") from error
     return config
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; duplicate keys are refused, of which JSON keeps the last."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r} is given twice")
-    return content
 
 
 AUTO = "auto"
@@ -265,7 +263,7 @@ def _require_possible(config: dict[str, Any], source: str) -> None:
         raise UsageError(f"{source}: bf16 and fp16 are both enabled; leave one of them.")
     stage = stage_of(config)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UsageError(f"{source}: zero_optimization.stage is {stage!r}; it is 0, 1, 2 or 3.")
+        raise UsageError(f"{source}: zero_optimization.stage is {stage!r:.60}; it is 0, 1, 2 or 3.")
 
 
 def _refused(config: dict[str, Any]) -> Iterator[str]:
@@ -274,7 +272,7 @@ def _refused(config: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {reason}"
     for key, value in REQUIRED.items():
         if _at(config, key) not in (None, value, AUTO):
-            yield f"{key}: {_at(config, key)} in the file, but it has to be {value}"
+            yield f"{key}: {_at(config, key)!s:.60} in the file, but it has to be {value}"
 
 
 def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: int) -> Iterator[str]:
@@ -283,11 +281,11 @@ def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: in
     kind, wanted = _at(config, "optimizer.type"), _at(ours, "optimizer.type")
     # The file may name one that train.optimizer does not have.
     if wanted != "AdamW" and kind not in (None, AUTO, wanted):
-        yield f"optimizer.type: {kind} in the file, {wanted} here (train.optimizer)"
+        yield f"optimizer.type: {kind!s:.60} in the file, {wanted} here (train.optimizer)"
     for key, option in OPTION_OF.items():
         found, value = _at(config, key), _at(expected, key)
         if found not in (None, AUTO) and not _same(found, value):
-            yield f"{key}: {found} in the file, {value} here ({option})"
+            yield f"{key}: {found!s:.60} in the file, {value} here ({option})"
 
 
 def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:

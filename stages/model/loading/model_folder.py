@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ....schemas.bounded_json import json_object
 from ....schemas.config import ModelOptions
 from ....schemas.errors import FingerprintError, UsageError
 from ....schemas.file_version import FileVersion, Remember, digest_anew
 from ....schemas.plain_names import is_plain_name
-from .folder_json import json_object, read_json
+from .folder_json import read_json
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
