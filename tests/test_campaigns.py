@@ -14,6 +14,7 @@ from support.rooms import ROOT
 SEEDS = {
     "chat_templates": ("0:12", "1000:3000"),
     "data_files": ("0:49", "100000:102000"),
+    "folders": ("0:16", "100000:101000"),
     "model_folders": ("3:15", "100:700"),
     "settings": ("0:200", "10000:30000"),
 }
@@ -21,6 +22,7 @@ SEEDS = {
 PLANTED = {
     "chat_templates": ("row", "0:4"),
     "data_files": ("text", "606:610"),
+    "folders": ("values", "122:123"),
     "model_folders": ("experts", "1403:1404"),
     "settings": ("bounds", "0:200"),
 }
@@ -48,9 +50,13 @@ def test_no_case_ends_in_an_error_of_ours_or_is_wrong_in_silence(tmp_path, name,
     assert (tmp_path / "cases.jsonl").read_text() == lines  # nothing was left to do
 
 
-# Folders without a check have a test of their own, and making them takes long.
+# The checks of folders have tests of their own, and making folders takes long.
 @pytest.mark.parametrize(
-    "name", ["chat_templates", "data_files", "settings", pytest.param("model_folders", marks=LONG)]
+    "name",
+    [
+        *("chat_templates", "data_files", "settings"),
+        *(pytest.param(name, marks=LONG) for name in ("folders", "model_folders")),
+    ],
 )
 def test_a_check_that_is_left_out_is_found(name):
     plant, seeds = PLANTED[name]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...schemas.cache import Manifest
 from ...schemas.config import TokenOptions
-from ...schemas.errors import UsageError, counted
+from ...schemas.errors import CorruptionError, UsageError, counted
 from ...schemas.json_codec import to_json
 from ...schemas.rows import Role, ScoredBlock
 from ...stages.data.shown_row import lines_of
@@ -51,7 +51,7 @@ def lines_of_row(folder: CacheFolder, wanted: str, *, model: str | None) -> Iter
     place = Place.of(wanted, manifest)
     block = find_row(folder, manifest, place)
     if block:
-        yield from _of_scored(block, manifest, model or manifest.model)
+        yield from _of_scored(folder, block, manifest, model or manifest.model)
         return
     for dropped in dropped_rows(folder, manifest):
         if (dropped.file, dropped.row) == (place.file, place.row):
@@ -63,15 +63,21 @@ def lines_of_row(folder: CacheFolder, wanted: str, *, model: str | None) -> Iter
     )
 
 
-def _of_scored(block: ScoredBlock, manifest: Manifest, model: str) -> Iterator[str]:
+def _of_scored(
+    folder: CacheFolder, block: ScoredBlock, manifest: Manifest, model: str
+) -> Iterator[str]:
     stored, rows = manifest.fingerprint, block.rows
     options = TokenOptions(bos=stored["tokens.bos"], eos=stored["tokens.eos"])  # type: ignore[arg-type]
     tokenizer = load_tokenizer(local_model(model), options)
     names = {entry.identity: entry.name for entry in manifest.inputs}
+    file = int(rows.file[0])
+    if file not in names:
+        raise CorruptionError(
+            f"{folder.manifest} is damaged: it does not name the data file {file:016x}, of which "
+            f"its row {rows.ids()[0]} is. Restore it from a copy, or make the cache again."
+        )
     yield f"row id {rows.ids()[0]}"
-    yield from lines_of(
-        rows, tokenizer, file=names[int(rows.file[0])], prompt_side=stored["tokens.prompt_side"]
-    )
+    yield from lines_of(rows, tokenizer, file=names[file], prompt_side=stored["tokens.prompt_side"])
     yield "  the reference's log-probs, summed over what is learned:"
     counts = rows.num_learned.tolist()
     for role, logp, count in zip(rows.roles.tolist(), block.logps.tolist(), counts, strict=True):

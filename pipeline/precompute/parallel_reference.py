@@ -111,6 +111,10 @@ class LeadingReference:
         """Width of the residual stream."""
         return self._reference.hidden_size()
 
+    def vocabulary(self) -> int:
+        """The number of token ids that it knows."""
+        return self._reference.vocabulary()
+
     def open(self) -> LeadingScorer:
         """Loads the weights on all ranks."""
         _broadcast(self._world, ScoreOrder(opens=True))

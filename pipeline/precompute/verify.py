@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def verify(
     dtype = manifest.fingerprint.get("model.dtype", "float32")
     # One process computes what several may have computed together, to the tolerance of the dtype.
     alone = open_reference(replace(recorded, tensor_parallel=1))
-    worst, branches = _rescore(folder, manifest, rescore, alone.open(), dtype)
+    sample = sample_rows(folder, manifest, rescore, alone.vocabulary())
+    worst, branches = _rescore(sample, alone.open(), dtype)
     return f"{text}\n{branches} branches scored again: largest difference {worst:.2e} nats"
 
 
@@ -80,10 +81,10 @@ def _require_same_reference(manifest: Manifest, identity: dict[str, str]) -> Non
 
 
 def _rescore(
-    folder: CacheFolder, manifest: Manifest, count: int, scorer: Scorer, dtype: str
+    sample: Iterable[tuple[str, ScoredBlock]], scorer: Scorer, dtype: str
 ) -> tuple[float, int]:
     worst, branches = 0.0, 0
-    for name, block in sample_rows(folder, manifest, count):
+    for name, block in sample:
         again = Rescored.of(block, _score_rows(block, scorer), dtype)
         if not again.is_same:
             row = block.rows.row[block.rows.row_of_branch[again.worst]]

@@ -28,7 +28,7 @@ from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.load import resolve
+from ...stages.model.loading.load import resolve, text_config
 from ...stages.model.loading.lora_targets import adapts_experts
 from ...stages.model.logprobs import causal_model
 from ...stages.model.policy import Policy, Sharding, load_policy
@@ -212,11 +212,11 @@ def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:
     """The training rows, and the evaluation rows: held out of them, or of another cache."""
-    source = open_source(job.cache, job.manifest, job.read_spec, columns)
+    read_spec = replace(job.read_spec, vocabulary=int(text_config(job.policy).vocab_size))
+    source = open_source(job.cache, job.manifest, read_spec, columns)
     if job.held_out is None:
         return source, source
-    read_spec = replace(job.read_spec, eval_fraction=1.0)
-    return source, open_source(*job.held_out, read_spec, columns)
+    return source, open_source(*job.held_out, replace(read_spec, eval_fraction=1.0), columns)
 
 
 def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
@@ -276,8 +276,9 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     if not job.begins_as_reference:
         records.say("The policy is not the reference of the cache: its log-probs are not compared.")
         return
+    known = session.source.spec.vocabulary
     sample = run_on_all_ranks(
-        session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
+        session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS, known))
     )
     is_packed = job.config.lora.quantize != "none"
     gap = largest_gap(

@@ -25,6 +25,7 @@ from ...schemas.methods import RowKind
 from ...schemas.rows import Role
 from ...schemas.score_gaps import ROUNDINGS, further_apart, precision, without_rounding
 from ...schemas.turns import Learn
+from ..storage.cache.shards import MOST_IDS
 
 
 @dataclass(frozen=True)
@@ -235,3 +236,4 @@ class ReadSpec:
     # Tokens between the prompt and a completion of this role. If there are any, every branch is
     # read as a row of its own, whose prompt ends with them.
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
+    vocabulary: int = MOST_IDS  # token ids that the policy knows; rows with others are refused

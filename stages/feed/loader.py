@@ -212,7 +212,7 @@ def _read_group(
     path = source.folder.shard(source.manifest.shards[location.unit])
     with naming_unit(location.unit), open_shard(path) as file:
         table = file.read_row_group(location.group, use_threads=False)
-        block = read_block(table, source=str(path))
+        block = read_block(table, source=str(path), vocabulary=source.spec.vocabulary)
         return as_read(block, rows, spec=source.spec, source=str(path))
 
 

@@ -13,7 +13,7 @@ from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.cleanup import superseded
 from ..storage.cache.manifest_file import load_manifest
-from ..storage.cache.shards import TURNS, iter_row_groups, learned_tokens
+from ..storage.cache.shards import TURNS, iter_row_groups, learned_tokens, require_same_branches
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
     for shard in manifest.shards:
         path = folder.shard(shard)
         for group in iter_row_groups(path, [*SHARD.names(), TURNS]):
+            require_same_branches(group, BRANCHES.values(), str(path))
             groups.append(pl.DataFrame(pl.from_arrow(group)).select(SHARD.names()))
             learned.append(learned_tokens(group, source=str(path)))
     rows = pl.concat([pl.DataFrame(schema=SHARD), *groups])

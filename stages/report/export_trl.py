@@ -25,6 +25,7 @@ from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.manifest_file import load_manifest
 from ..storage.cache.shards import TURNS, carried_names, iter_row_groups, open_shard, read_block
+from ..storage.cache.verify_cache import check_shard
 from ..storage.disk import fs
 from ..storage.store import store_of
 
@@ -78,16 +79,27 @@ def _require_rows(folder: CacheFolder) -> Manifest:
 
 
 def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
+    first = None
     for shard in _require_rows(folder).shards:
+        check_shard(folder, shard)
         path = folder.shard(shard)
         for group in iter_row_groups(path):
             read_block(group, source=str(path))
             _require_all_learned(group.schema, folder)
-            layout = _layout_of(group, source=str(path))
-            rows = pl.DataFrame(pl.from_arrow(group.select(layout.columns)))
-            table = _flat(rows.lazy(), layout, decode).collect().to_arrow()
-            plain = [(field.name, _plain(field.type)) for field in table.schema]
-            yield table.cast(pa.schema(plain))
+            if not len(group):
+                continue
+            table = _flat_table(group, decode, source=str(path))
+            first = first or table.schema
+            if not table.schema.equals(first):
+                raise CorruptionError(f"The cache of {path} {_MIXED}")
+            yield table
+
+
+def _flat_table(group: pa.Table, decode: Decode, *, source: str) -> pa.Table:
+    layout = _layout_of(group, source=source)
+    rows = pl.DataFrame(pl.from_arrow(group.select(layout.columns)))
+    table = _flat(rows.lazy(), layout, decode).collect().to_arrow()
+    return table.cast(pa.schema([(field.name, _plain(field.type)) for field in table.schema]))
 
 
 def _require_all_learned(schema: pa.Schema, folder: CacheFolder) -> None:
@@ -115,8 +127,6 @@ def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
             if writer is None:
                 opened = pq.ParquetWriter(sink, table.schema, compression="zstd")
                 writer = stack.enter_context(opened)
-            if not table.schema.equals(writer.schema):
-                raise CorruptionError(_MIXED)
             writer.write_table(table)
             num_rows += len(table)
     return num_rows
@@ -130,7 +140,7 @@ class Decode(Protocol):
         ...
 
 
-_MIXED = "The shards of this cache hold different kinds of rows. Make the cache again."
+_MIXED = "holds different kinds of rows. Make the cache again."
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ def _kind_and_levels(roles: pl.Series, source: str) -> tuple[StoredKind, int]:
     offsets = offsets_of(roles.list.len().to_numpy())
     stored = branch_layout(roles.explode().to_numpy(), offsets, source=source)
     if (stored.kinds != stored.kinds[0]).any():
-        raise CorruptionError(_MIXED)
+        raise CorruptionError(f"{source} {_MIXED}")
     return StoredKind(stored.kinds[0]), stored.num_partners
 
 
@@ -183,7 +193,7 @@ def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.Laz
 def _require_layout(roles: pl.Series, *, layout: Layout) -> pl.Series:
     known = (layout.kind, layout.levels)
     if len(roles) and _kind_and_levels(roles, "This cache") != known:
-        raise CorruptionError(_MIXED)
+        raise CorruptionError(f"This cache {_MIXED}")
     return roles
 
 

@@ -33,6 +33,9 @@ class Lossy:
     def hidden_size(self):
         return 64
 
+    def vocabulary(self):
+        return 1 << 31
+
     def open(self):
         poison = dict.fromkeys(self.tokens, np.nan)
         return Faulty(poison=poison, heals=self.heals, room=self.room, pads=False)

@@ -93,7 +93,7 @@ def damage(bases, folder, seed):
     name = draw.choice(sorted(p.name for p in folder.glob("model-*"))) if kind == "shard" else kind
     file = folder / name
     if draw.random() < 0.03:
-        return Damage(base, kind, _elsewhere(file, draw))
+        return Damage(base, kind, elsewhere(file, draw))
     change = _header if name.endswith(".safetensors") else _json
     what, is_meant = change(file, kind, draw)
     return Damage(base, kind, what, is_meant)
@@ -103,7 +103,7 @@ def _has(base, kind):
     return any(base.glob("model-*")) if kind == "shard" else (base / kind).exists()
 
 
-def _elsewhere(file, draw):
+def elsewhere(file, draw):
     """What may stand in the place of a file."""
     content = file.read_bytes()
     file.unlink()
@@ -127,12 +127,12 @@ def _elsewhere(file, draw):
 def _json(file, kind, draw):
     content = file.read_bytes()
     before = json.loads(content)
-    what, after = _other_json(content, before, kind, draw)
+    what, after = other_json(content, before, kind, draw)
     file.write_bytes(after)
     return what, _is_meant(before, after)
 
 
-def _other_json(content, before, kind, draw):
+def other_json(content, before, kind, draw):
     """A description, and the bytes of a JSON file that was damaged."""
     way = draw.random()
     if way < 0.55:
@@ -141,7 +141,7 @@ def _other_json(content, before, kind, draw):
         name, value = draw.choice(ADDED.get(kind, ("metadata", "weight_map"))), draw.choice(WRONG)
         return f"{name} = {shown(value)}", encoded({**before, name: value})
     if way < 0.9:
-        return _other_bytes(content, draw)
+        return other_bytes(content, draw)
     return draw.choice(
         [
             ("null", b"null"),
@@ -198,7 +198,8 @@ def _other_value(tree, kind, draw):
     return f"{path} = {shown(parent[key])}", encoded(tree)
 
 
-def _other_bytes(content, draw):
+def other_bytes(content, draw):
+    """A description, and bytes of which some are other ones or missing."""
     data, at = bytearray(content), draw.randrange(len(content))
     size = draw.choice((1, 4, 64))
     match draw.randrange(6):
@@ -223,13 +224,13 @@ def _header(file, kind, draw):
     header, body = content[8 : 8 + size], content[8 + size :]
     way, is_meant = draw.random(), False
     if way < 0.25:
-        what, after = _other_bytes(header, draw)
+        what, after = other_bytes(header, draw)
         is_meant = _is_meant(json.loads(header), after)
     elif way < 0.75:
         what, after = _other_entry(json.loads(header), draw)
         is_meant = _is_meant(json.loads(header), after)
     elif way < 0.9:
-        what, after = _other_json(header, json.loads(header), kind, draw)
+        what, after = other_json(header, json.loads(header), kind, draw)
         is_meant = _is_meant(json.loads(header), after)
     elif way < 0.95:
         cut = draw.randrange(len(content))

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from ....schemas.arrow_columns import list_column
 from ....schemas.cache import Commit, FileEntry
-from ....schemas.errors import CorruptionError, NonFiniteError, StorageError
+from ....schemas.errors import CorruptionError, NonFiniteError, StorageError, damaged
 from ....schemas.json_codec import signed
 from ....schemas.rows import Rejected, ScoredBlock
 from ..bucket.objects import Location
@@ -219,6 +219,7 @@ def _require_file(named: Location, size: int, path: Location) -> None:
         raise COMMITS.damaged(path, f"{named} has {found} bytes instead of {size}")
 
 
+_RESTORE = "Restore it from a copy, or make the cache again."
 SCHEMA = pa.schema(
     [
         pa.field("file", pa.string(), nullable=False),
@@ -228,6 +229,12 @@ SCHEMA = pa.schema(
         pa.field("detail", pa.string(), nullable=False),
     ]
 )
+
+
+def require_rejected_rows(schema: pa.Schema, path: Location) -> None:
+    """Refuses a file of rejected rows with other columns."""
+    if not schema.equals(SCHEMA):
+        raise damaged(path, "it has other columns than rejected rows", _RESTORE)
 
 
 def write_quarantine(

@@ -6,7 +6,7 @@ Blocks of rows (numpy) become columns (Arrow), and columns blocks, without copie
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ....schemas.arrow_columns import (
 )
 from ....schemas.columns import Column, ColumnTable, offsets_of
 from ....schemas.errors import CorruptionError, damaged, storage_error
-from ....schemas.rows import ID_DIGITS, PromptKeys, RowBlock, ScoredBlock, hex_texts
+from ....schemas.rows import ID_DIGITS, PromptKeys, Role, RowBlock, ScoredBlock, hex_texts
 from ....schemas.turns import Learn, learned_counts
 from ..bucket.objects import Location
 from ..disk import fs
@@ -37,6 +37,7 @@ from ..store import store_of
 
 ROWS_PER_GROUP = 512
 TOKENS_PER_GROUP = 512 * 1024
+MOST_IDS = 1 << 31  # a token id has 32 bits, and a sign
 
 
 def write_shard(path: Path, block: ScoredBlock) -> None:
@@ -60,6 +61,9 @@ def read_shard(path: Location) -> ScoredBlock:
 def iter_row_groups(path: Location, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yields one table per row group, page checksums verified."""
     with open_shard(path) as file:
+        # A file that says that it has no such column would leave it out.
+        needed = [name for name in columns or () if name not in OPTIONAL]
+        _require_schema(file.schema_arrow, str(path), with_columns=needed)
         for index in range(file.num_row_groups):
             yield file.read_row_group(index, columns=columns, use_threads=False)
 
@@ -78,7 +82,9 @@ def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDAr
         return file.read(columns=list(columns), use_threads=False), np.array(sizes, np.int64)
 
 
-def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
+def read_rows(
+    path: Location, rows: NDArray[np.int64], vocabulary: int = MOST_IDS
+) -> Iterator[ScoredBlock]:
     """Some rows of a shard, ascending, row group by row group; no other group is read."""
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
@@ -86,7 +92,7 @@ def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
         group_of = np.searchsorted(offsets, rows, side="right") - 1
         for group in np.unique(group_of).tolist():
             table = file.read_row_group(group, use_threads=False)
-            block = read_block(table, source=str(path))
+            block = read_block(table, source=str(path), vocabulary=vocabulary)
             yield block.take(rows[group_of == group] - offsets[group])
 
 
@@ -239,8 +245,13 @@ def to_table(block: ScoredBlock) -> pa.Table:
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
-    """The block behind a table of all shard columns; the table may be a slice of another."""
+def read_block(
+    table: pa.Table, *, source: str = "a shard", vocabulary: int = MOST_IDS
+) -> ScoredBlock:
+    """The block behind a table of all shard columns; the table may be a slice of another.
+
+    Token ids that are not below `vocabulary` are refused.
+    """
     _require_schema(table.schema, source)
     branch_offsets = offsets_of(lengths_of(arrow_column(table, "completion_ids")))
     found: dict[str, Any] = dict.fromkeys(OPTIONAL)
@@ -249,7 +260,7 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
             values = arrow_column(table, name)
             if each.per != "row":
                 same = np.array_equal(offsets_of(lengths_of(values)), branch_offsets)
-                _require(same, source, "has lists over branches of different lengths")
+                _require(same, source, _OTHER_BRANCHES)
                 values = flattened(values)
             found[name] = ragged_of(values) if each.is_list else numpy_of(values)
     for name, each in _COUNTS.items():
@@ -258,7 +269,38 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     for name in [name for name in OPTIONAL if found[name] is not None]:
         same = np.array_equal(found[name].offsets, found["completion_ids"].offsets)
         _require(same, source, f"has {name} of other tokens than completion_ids")
-    return _block_of(table, source, branch_offsets, found)
+    block = _block_of(table, source, branch_offsets, found)
+    require_values(block, source, vocabulary)
+    return block
+
+
+def require_values(block: ScoredBlock, source: str, vocabulary: int) -> None:
+    """Refuses what no tokenizer and no reference can have made, though it is signed."""
+    rows, logps = block.rows, [block.logps]
+    for name, ids in (("prompt_ids", rows.prompts), ("completion_ids", rows.completions)):
+        # One pass: as an unsigned number a negative id is larger than any other.
+        highest = int(ids.values.view(np.uint32).max(initial=0))
+        if highest >= vocabulary and len(ids.values):
+            odd = ids.values[ids.values.view(np.uint32) >= vocabulary]
+            known = (
+                "" if vocabulary == MOST_IDS else f", and the model knows those to {vocabulary - 1}"
+            )
+            what = f"has {len(odd)} token ids in {name} that cannot be, the first {odd[0]}{known}"
+            _require(False, source, what)
+    if block.token_logps is not None:  # of what is not learned a log-prob may be anything
+        values, is_learned = block.token_logps.values, rows.is_learned
+        logps.append(values if is_learned is None else values[is_learned])
+    for values in logps:
+        _require(bool(np.isfinite(values).all()), source, "has log-probs that are not finite")
+    known_roles = (rows.roles >= 0) & (rows.roles <= max(Role))
+    _require(bool(known_roles.all()), source, f"has roles other than 0 to {max(Role)}")
+
+
+def require_same_branches(table: pa.Table, names: Iterable[str], source: str) -> None:
+    """Refuses columns with lists over other branches than each other's."""
+    first, *others = (lengths_of(arrow_column(table, name)) for name in names)
+    same = all(np.array_equal(first, lengths) for lengths in others)
+    _require(same, source, _OTHER_BRANCHES)
 
 
 def learned_tokens(
@@ -308,6 +350,7 @@ def _require(good: bool, source: str, what: str) -> None:
 
 
 _RESTORE = "Restore it from a copy, or make the cache again."
+_OTHER_BRANCHES = "has lists over branches of different lengths"
 _FILE_DIGITS = 16  # hex digits of a data file's identity
 _ROW_ID = re.compile(rf"[0-9a-f]{{{ID_DIGITS}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
 _FILE = re.compile(rf"[0-9a-f]{{{_FILE_DIGITS}}}", re.ASCII)

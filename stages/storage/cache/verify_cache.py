@@ -49,7 +49,10 @@ def damaged_units(folder: CacheFolder, manifest: Manifest) -> dict[int, str]:
 
 def _wrongly_described(folder: CacheFolder, commit: Commit) -> str:
     """How a shard's rows differ from what its manifest says, though its digest is right."""
-    found = counted(read_shard(folder.shard(commit)))
+    try:
+        found = counted(read_shard(folder.shard(commit)))
+    except CorruptionError as error:
+        return f"unit {commit.unit}: {error}"
     lines = [
         f"{name} {getattr(commit, name)} instead of {value}"
         for name, value in found.items()
@@ -111,14 +114,18 @@ def _check(
 
 
 def sample_rows(
-    folder: CacheFolder, manifest: Manifest, count: int
+    folder: CacheFolder, manifest: Manifest, count: int, vocabulary: int
 ) -> Iterator[tuple[str, ScoredBlock]]:
-    """Yields rows that are spread over the cache, a few at a time, and the name of their shard."""
+    """Yields rows that are spread over the cache, a few at a time, and the name of their shard.
+
+    They are to be scored by a model that knows so many token ids.
+    """
     wanted = np.unique(np.arange(count) * manifest.rows // count)
     first = 0
     for commit in manifest.shards:
         here = wanted[(wanted >= first) & (wanted < first + commit.rows)] - first
         first += commit.rows
         if len(here):
-            for block in read_rows(folder.shard(commit), here):
-                yield commit.file, block
+            with naming_unit(commit.unit):
+                for block in read_rows(folder.shard(commit), here, vocabulary):
+                    yield commit.file, block

@@ -292,9 +292,9 @@ def remove_tree(path: Path) -> None:
     """Removes a folder with everything in it, if it exists; links are not followed."""
 
     def remove() -> None:
-        while path.exists():
+        while path.exists() or path.is_symlink():
             with suppress(FileNotFoundError):  # another process removes it too
-                shutil.rmtree(path)
+                (Path.unlink if path.is_symlink() else shutil.rmtree)(path)
 
     operate("remove_tree", path, remove)
 

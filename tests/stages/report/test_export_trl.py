@@ -1,6 +1,7 @@
 """A cache as one table for other trainers: every column of every kind of rows."""
 
 import re
+import shutil
 
 import polars as pl
 import pyarrow.parquet as pq
@@ -8,6 +9,7 @@ import pytest
 
 from align.schemas.errors import CorruptionError
 from align.stages.report.export_trl import export_trl, scan_trl
+from align.stages.storage.cache.cache_folder import CacheFolder
 
 # The first line of each kind, or the one with a cut; ids and texts are the same numbers.
 LINES = {
@@ -88,6 +90,17 @@ def test_a_failed_export_leaves_nothing(caches, tmp_path):
     with pytest.raises(CorruptionError, match="fit no kind of data"):
         exported(caches["two chosen"], tmp_path / "x.parquet")
     assert not list(tmp_path.iterdir())
+
+
+def test_shards_that_are_swapped_are_refused(caches, tmp_path):
+    folder = tmp_path / "cache"
+    shutil.copytree(caches["paired"].root, folder)
+    first, second, *_ = sorted((folder / "data").iterdir())
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    with pytest.raises(CorruptionError, match=f"unit 0: .*{first.name}"):
+        exported(CacheFolder(folder), tmp_path / "x.parquet")
 
 
 def test_rows_of_no_known_kind_or_of_several_are_refused_to_a_query(caches):

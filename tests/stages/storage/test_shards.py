@@ -136,6 +136,45 @@ def test_columns_that_contradict_each_other_are_corrupt(column, value, said):
         read_block(bad, source="part")
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("prompts", -1, "1 token ids in prompt_ids that cannot be, the first -1"),
+        ("completions", -(2**31), "in completion_ids that cannot be, the first -2147483648"),
+        ("logps", np.nan, "log-probs that are not finite"),
+        ("logps", -np.inf, "log-probs that are not finite"),
+        ("token_logps", np.inf, "log-probs that are not finite"),
+        ("roles", 6, "roles other than 0 to 5"),
+        ("roles", -1, "roles other than 0 to 5"),
+    ],
+)
+def test_values_that_nothing_can_have_made_are_refused(column, value, said):
+    block = block_of(9, 2, token_logps=True)
+    of_rows = getattr(block.rows, column, None)
+    values = getattr(block, column) if of_rows is None else of_rows
+    (values.values if isinstance(values, Ragged) else values)[-1] = value
+    with pytest.raises(CorruptionError, match=f"part has .*{said}"):
+        read_block(to_table(block), source="part")
+
+
+def test_a_token_that_the_model_does_not_know_is_refused():
+    block = block_of(9, 2)
+    block.rows.prompts.values[:], block.rows.completions.values[:] = 7, 8
+    assert len(read_block(to_table(block), vocabulary=9).rows) == 9
+    said = "in completion_ids that cannot be, the first 8, and the model knows those to 7"
+    with pytest.raises(CorruptionError, match=said):
+        read_block(to_table(block), vocabulary=8)
+
+
+def test_what_is_not_learned_may_have_any_log_prob():
+    block = block_of(9, 2, token_logps=True)
+    lists = block.rows.completions
+    turns = np.ones(len(lists.values), np.int16)
+    turns[0], block.token_logps.values[0] = -1, -np.inf
+    rows = dataclasses.replace(block.rows, turns=Ragged(turns, lists.offsets))
+    assert len(read_block(to_table(dataclasses.replace(block, rows=rows))).rows) == 9
+
+
 def test_what_is_not_a_shard_is_corrupt(tmp_path):
     table = to_table(block_of(1, 6))
     with pytest.raises(CorruptionError, match="other columns"):
