@@ -328,7 +328,7 @@ def _require_own_names(values: Mapping[str, Any], origins: Mapping[str, str]) ->
 def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """The message: what is wrong, which source it came from, and how to give several values."""
     parts = error.where.partition("[")[0].split(".")
-    names = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+    names = [error.where, *(".".join(parts[:depth]) for depth in range(len(parts), 0, -1))]
     name = next((name for name in names if name in origins), "")
     given = values.get(name)
     if origins.get(name) == "--set" and isinstance(given, str) and "," in given:

@@ -257,8 +257,11 @@ def _require_possible(config: dict[str, Any], source: str) -> None:
     for key in ("bf16", "fp16", "optimizer", "zero_optimization"):
         if not isinstance(config.get(key, {}), dict):
             raise UsageError(f"{source}: {key} must be an object, found {config[key]!r:.60}.")
-    if not isinstance(config.get("optimizer", {}).get("params", {}), dict):
-        raise UsageError(f"{source}: optimizer.params must be an object.")
+    for key in ("optimizer.params", "zero_optimization.offload_optimizer"):
+        if not isinstance(_at(config, key), dict | None):
+            raise UsageError(f"{source}: {key} must be an object.")
+    if not isinstance(_at(config, "optimizer.type"), str | None):
+        raise UsageError(f"{source}: optimizer.type must be text.")
     if all(_at(config, f"{name}.enabled") is True for name in ("bf16", "fp16")):
         raise UsageError(f"{source}: bf16 and fp16 are both enabled; leave one of them.")
     stage = stage_of(config)

@@ -178,7 +178,8 @@ def judged_settings(settings, *, text="", sets=()):
     """Whether accepted settings are sound, and what was written."""
     values = flatten(settings.config)
     options = {name.removeprefix("method."): of for name, of in values.items() if "method." in name}
-    known = declared().keys() & values.keys()
+    # An option of a method has the bounds of its method.
+    known = {name for name in declared().keys() & values.keys() if "method." not in name}
     faults = [fault_of(name, declared()[name], values[name]) for name in sorted(known)]
     written = written_in(text)
     faults.append(refused_forms(text))
