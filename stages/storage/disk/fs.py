@@ -294,7 +294,10 @@ def remove_tree(path: Path) -> None:
     def remove() -> None:
         while path.exists() or path.is_symlink():
             with suppress(FileNotFoundError):  # another process removes it too
-                (Path.unlink if path.is_symlink() else shutil.rmtree)(path)
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    shutil.rmtree(path)
 
     operate("remove_tree", path, remove)
 
