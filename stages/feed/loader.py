@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
 from ...schemas.columns import ColumnTable, column, joined_ranges, offsets_of
+from ...schemas.errors import damaged
 from ...schemas.rows import ScoredBlock
 from ..storage.cache.shards import open_shard, read_block
 from ..storage.cache.verify_cache import naming_unit
@@ -213,6 +214,8 @@ def _read_group(
     with naming_unit(location.unit), open_shard(path) as file:
         table = file.read_row_group(location.group, use_threads=False)
         block = read_block(table, source=str(path), vocabulary=source.spec.vocabulary)
+        if block.token_logps is None and source.manifest.fingerprint["cache.token_logps"] == "true":
+            raise damaged(path, "it lacks the log-probs of tokens", "Make the cache again.")
         return as_read(block, rows, spec=source.spec, source=str(path))
 
 

@@ -236,5 +236,7 @@ def _texts(row):
 
 def text_of(cell):
     """The text of a cell, of a conversation of one message that of the message."""
-    is_chat = isinstance(cell, list | tuple) and len(cell) == 1 and isinstance(cell[0], dict)
-    return cell[0].get("content") if is_chat else cell
+    messages = list(cell) if isinstance(cell, list | tuple) else []
+    if len(messages) == 1 and isinstance(messages[0], dict):
+        return messages[0].get("content")
+    return messages or cell
