@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NoReturn
 
 MOST_VALUES = 8_000_000  # they take about 1 GiB in Python
@@ -62,17 +63,12 @@ def _is_deep(value: Any) -> bool:
     """Whether containers are nested deeper than functions that call themselves can follow."""
     level = [value]
     for _ in range(DEEPEST):
-        level = [inner for outer in level for inner in _containers_in(outer)]
-        if not level:
+        contents = [outer.values() if isinstance(outer, dict) else outer for outer in level]
+        # Fast, for a vocabulary and its merges.
+        if _CONTAINERS.isdisjoint(map(type, chain.from_iterable(contents))):
             return False
+        level = [inner for inner in chain.from_iterable(contents) if type(inner) in _CONTAINERS]
     return True
-
-
-def _containers_in(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    values = outer.values() if isinstance(outer, dict) else outer
-    if _CONTAINERS.isdisjoint(map(type, values)):  # fast, as for a vocabulary
-        return ()
-    return (inner for inner in values if type(inner) in _CONTAINERS)
 
 
 _CONTAINERS = frozenset({dict, list})

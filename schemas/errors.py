@@ -44,7 +44,7 @@ class AlignError(Exception):
 
 
 LONGEST_WORD = 500  # characters; paths are shorter
-LONGEST_MESSAGE = 10_000
+LONGEST_MESSAGE = 100_000
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 

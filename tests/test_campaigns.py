@@ -13,20 +13,23 @@ from support.rooms import ROOT
 # The cases of each that are always tried, and many more.
 SEEDS = {
     "chat_templates": ("0:12", "1000:3000"),
+    "commands": ("0:1", "1000:1500"),
     "data_files": ("0:49", "100000:102000"),
-    "folders": ("0:16", "100000:101000"),
-    "model_folders": ("3:15", "100:700"),
-    "settings": ("0:200", "10000:30000"),
+    "folders": ("0:8", "100000:101000"),
+    "model_folders": ("3:7", "100:700"),
+    "settings": ("0:64", "10000:30000"),
 }
 # A check that is left out, and cases in which that shows.
 PLANTED = {
     "chat_templates": ("row", "0:4"),
+    "commands": ("cleaning", "0:16"),
     "data_files": ("text", "606:610"),
     "folders": ("values", "122:123"),
     "model_folders": ("experts", "1403:1404"),
     "settings": ("bounds", "0:200"),
 }
 LONG = pytest.mark.long
+SLOW = ("commands", "folders", "model_folders", "settings")
 
 
 def campaign(name, *arguments):
@@ -50,12 +53,12 @@ def test_no_case_ends_in_an_error_of_ours_or_is_wrong_in_silence(tmp_path, name,
     assert (tmp_path / "cases.jsonl").read_text() == lines  # nothing was left to do
 
 
-# The checks of folders have tests of their own, and making folders takes long.
+# These have tests of their own, and making what they damage takes long.
 @pytest.mark.parametrize(
     "name",
     [
-        *("chat_templates", "data_files", "settings"),
-        *(pytest.param(name, marks=LONG) for name in ("folders", "model_folders")),
+        *("chat_templates", "data_files"),
+        *(pytest.param(name, marks=LONG) for name in SLOW),
     ],
 )
 def test_a_check_that_is_left_out_is_found(name):

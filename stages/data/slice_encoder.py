@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ...schemas.config import TokenOptions
 from ...schemas.errors import FingerprintError
 from ...schemas.row_keys import EncodedChunk, InputCounts, KeyedRows, key_rows
+from .collector import collector_paused
 from .data_shape import Shape
 from .decode_rows import parse_chunk
 from .encode import Encoder
@@ -62,21 +61,9 @@ class SliceEncoder:
 
     def _encode(self, chunk: Chunk, watch: Watch | None) -> EncodedChunk:
         named = replace(chunk, file=self._job.files[chunk.file])
-        with _collector_paused():
+        with collector_paused():
             records, rejected = parse_chunk(named, self._job.shape, watch)
             encoded = self._encoder.encode(records)
             keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
         refused = [*rejected, *encoded.rejected]
         return EncodedChunk(chunk.file, keyed, refused, dict(encoded.notes))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Disables garbage collection inside: a chunk makes many objects and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

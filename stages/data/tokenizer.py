@@ -24,6 +24,7 @@ from ..model.loading.library_errors import refused_as
 from ..model.loading.model_folder import CONFIG, model_config
 from .chat_template import ChatTemplate
 from .chat_wrap import Wrapping
+from .collector import collector_paused
 from .conversation import Conversation
 from .render_process import Limits
 from .stop_tokens import NO_STOPS, Added, find_stops
@@ -128,7 +129,7 @@ class TextTokenizer:
 
 def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
     """The tokenizer in `folder`, which has to be a fast one."""
-    with refused_as(partial(_at_fault, folder), _OTHER_TOKENIZER):
+    with collector_paused(), refused_as(partial(_at_fault, folder), _OTHER_TOKENIZER):
         return _loaded(folder, options, _open(folder))
 
 

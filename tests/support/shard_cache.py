@@ -115,7 +115,9 @@ def write_cache(root, blocks):
         for unit, path in enumerate(sorted(folder.data.iterdir()))
     )
     root_digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
-    return folder, SimpleNamespace(shards=shards, root=root_digest)
+    keeps = all(block.token_logps is not None for block in blocks)
+    fingerprint = {"cache.token_logps": str(keeps).lower()}
+    return folder, SimpleNamespace(shards=shards, root=root_digest, fingerprint=fingerprint)
 
 
 def footers(paths):
