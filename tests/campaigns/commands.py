@@ -62,7 +62,7 @@ class World:
 
 def a_path(draw, here):
     """Something in the place of a file or a folder."""
-    place = here / "place"
+    place = here / f"place {len([*here.iterdir()])}"
     match draw.randrange(12):
         case 0:
             return draw.choice(ADDRESSES)
@@ -71,7 +71,7 @@ def a_path(draw, here):
         case 2:
             os.mkfifo(place)
         case 3:
-            place.symlink_to(draw.choice(("nowhere", "place", "../outside", "/dev/zero")))
+            place.symlink_to(draw.choice(("nowhere", place.name, "../outside", "/dev/zero")))
         case 4:
             place.mkdir()
         case 5:
