@@ -21,7 +21,9 @@ _BYTE_ARRAY = 6
 # The ids of the fields: of the file, a row group, a column in it, and what is known of that.
 _ROW_GROUPS, _COLUMNS, _ROWS, _META = 4, 1, 3, 3
 _TYPE, _PATH, _CODEC, _VALUES, _SIZE, _PACKED_SIZE, _DATA, _DICTIONARY = 1, 3, 4, 5, 6, 7, 9, 11
-_OF_CHUNK = dict.fromkeys((1, 3, 4, 5, 6, 7, 9, 11), ALL)
+_OF_CHUNK = dict.fromkeys(
+    (_TYPE, _PATH, _CODEC, _VALUES, _SIZE, _PACKED_SIZE, _DATA, _DICTIONARY), ALL
+)
 _WANTED = {_ROW_GROUPS: {_COLUMNS: {_META: _OF_CHUNK}, _ROWS: ALL}}
 
 
@@ -61,7 +63,7 @@ def read_groups(path: Path) -> tuple[Group, ...]:
     return _groups(path, status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(16)
+@lru_cache(256)  # each is asked for its columns, its ranges and its rows
 def _groups(path: Path, size: int, changed: int) -> tuple[Group, ...]:
     with path.open("rb") as file:
         file.seek(-min(size, 8), os.SEEK_END)

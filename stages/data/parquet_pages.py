@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -109,12 +110,14 @@ def _longest_value(file: BinaryIO, chunk: ColumnChunk, page: Page) -> int:
 def repeats_a_text(file: BinaryIO, chunk: ColumnChunk) -> bool:
     """Whether a dictionary holds a text twice: Arrow then gives rows the texts of others."""
     first = next(pages_of(file, chunk), None)
-    texts = _texts_of(file, chunk, first) if first and first.is_dictionary else None
-    return texts is not None and len({*texts}) < len(texts)
+    if first is None or not first.is_dictionary:
+        return False
+    texts = [*(_texts_of(file, chunk, first) or ())]
+    return len({*texts}) < len(texts)
 
 
-def _texts_of(file: BinaryIO, chunk: ColumnChunk, page: Page) -> list[bytes] | None:
-    """The texts in a dictionary, unless they are too many, or cannot be decompressed."""
+def _texts_of(file: BinaryIO, chunk: ColumnChunk, page: Page) -> Iterator[memoryview] | None:
+    """The texts in a dictionary, of which none is copied, unless they are too many, or cannot be decompressed."""
     if page.size > MOST_DECODED or page.values > page.size // 4 or not chunk.is_text:
         return None
     content = os.pread(file.fileno(), page.packed_size, page.at)
@@ -124,9 +127,12 @@ def _texts_of(file: BinaryIO, chunk: ColumnChunk, page: Page) -> list[bytes] | N
             content = codec.decompress(content, page.size, asbytes=True)
     except (pa.ArrowException, ValueError, OSError):  # the reader knows it, or will say so itself
         return None
-    texts, at = list[bytes](), 0
-    while at + 4 <= len(content) and len(texts) < page.values:
+    return islice(_texts_in(memoryview(content)), page.values)
+
+
+def _texts_in(content: memoryview) -> Iterator[memoryview]:
+    at = 0
+    while at + 4 <= len(content):
         end = at + 4 + int.from_bytes(content[at : at + 4], "little")
-        texts.append(content[at + 4 : end])
+        yield content[at + 4 : end]
         at = end
-    return texts

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from campaigns import damaged_data, hostile_settings, runner  # noqa: E402
-from campaigns.cases import Campaign, End  # noqa: E402
+from campaigns.cases import MOST_MIB, Campaign, End  # noqa: E402
 from campaigns.settings import declared  # noqa: E402
 
 from align.schemas import errors  # noqa: E402
@@ -29,7 +29,7 @@ CODES = {
     if isinstance(one, type) and issubclass(one, errors.AlignError)
 }
 STARTED = {"cpu": 8.0, "mib": 900}  # what a command may need that loads torch and a tiny model
-SECONDS, MOST_MIB, PATIENCE = 10, 1024, 120
+SECONDS, PATIENCE = 10, 120
 LONGEST = 20_000  # characters
 SECRET = "hunter2-is-secret"
 CONTROL = re.compile(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f]")
@@ -211,8 +211,9 @@ def case(seed, folder):
     code, said, seconds, mib = ran(words, here)
     end = _judged(code, said, seconds, mib)
     if _state(folder) != before:
-        end = ("wrong", "something outside has changed")
-    return End(end[0], f"{words!r:.300} {end[1]}", round(seconds, 2), round(mib))
+        end = End("wrong", "something outside has changed")
+    detail = f"{words!r:.300} {end.detail}"
+    return End(end.outcome, detail, round(seconds, 2), round(mib))
 
 
 def _state(folder):
@@ -250,20 +251,20 @@ def ran(words, here):
 def _judged(code, said, seconds, mib):
     last = said.strip()[-300:]
     if code is None or seconds > STARTED["cpu"] + SECONDS:
-        return "hang", last
+        return End("hang", last)
     if mib > STARTED["mib"] + MOST_MIB:
-        return "memory", last
+        return End("memory", last)
     if "Traceback (most recent call last)" in said:
-        return "traceback", last
+        return End("traceback", last)
     if code not in CODES | {0}:
-        return "crash", f"exit code {code}: {last}"
+        return End("crash", f"exit code {code}: {last}")
     if SECRET in said:
-        return "wrong", f"a secret is said: {last}"
+        return End("wrong", f"a secret is said: {last}")
     if (sign := CONTROL.search(said)) or len(said) > LONGEST:
-        return "unreadable", f"{len(said)} characters, {sign!r}: {last}"
+        return End("unreadable", f"{len(said)} characters, {sign!r}: {last}")
     if code and not said.strip():
-        return "unnamed", "nothing is said"
-    return ("refused" if code else "same"), last
+        return End("unnamed", "nothing is said")
+    return End("refused" if code else "same", last)
 
 
 UNCLEAN = """
