@@ -117,7 +117,7 @@ def repeats_a_text(file: BinaryIO, chunk: ColumnChunk) -> bool:
 
 
 def _texts_of(file: BinaryIO, chunk: ColumnChunk, page: Page) -> Iterator[memoryview] | None:
-    """The texts in a dictionary, of which none is copied, unless they are too many, or cannot be decompressed."""
+    """The texts in a dictionary, uncopied; None if they are too many or not decompressed."""
     if page.size > MOST_DECODED or page.values > page.size // 4 or not chunk.is_text:
         return None
     content = os.pread(file.fileno(), page.packed_size, page.at)
