@@ -6,7 +6,6 @@ what config.json asks for is bounded by what is there, before anything is built.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,8 +30,12 @@ _NEEDED = frozenset(
     {"hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "n_embd", "n_head"}
     | {"n_layer", "d_model"}
 )
-_POSITIVE = frozenset({"max_position_embeddings", "n_positions", "head_dim", "rope_theta", "r"})
+_POSITIVE = frozenset(
+    {"max_position_embeddings", "n_positions", "head_dim", "rope_theta", "r"}
+    | {"attn_logit_softcapping", "final_logit_softcapping"}
+)
 _EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
+_FLOATS = 2.0**-126, 2.0**128  # between them float32 has the number, and computes with it
 _LARGEST = 2**63  # beyond it a library would count wrongly
 # Several small numbers may be stored in one (16 of 2 bits in 32), and several sizes in one tensor.
 PACKED = 32
@@ -74,8 +77,8 @@ def _require_kind(file: Path, name: str, key: str, value: Any) -> None:
     """Refuses a value of another kind than such a setting has."""
     if isinstance(value, int) and abs(value) >= _LARGEST:
         raise _wrong(file, name, value, "a number of 64 bits")
-    if isinstance(value, float) and not math.isfinite(value) and not name.endswith("limit"):
-        raise _wrong(file, name, value, "a finite number")
+    if isinstance(value, float) and not _is_float(value) and not name.endswith("limit"):
+        raise _wrong(file, name, value, "0 or a number that float32 can hold")
     is_missing = value is None and "." in name  # in a part, which may be of images
     if key in _NEEDED and not is_missing and not (type(value) is int and value > 0):
         # Some architectures have a size for each layer.
@@ -85,6 +88,12 @@ def _require_kind(file: Path, name: str, key: str, value: Any) -> None:
         raise _wrong(file, name, value, "a number above 0")
     elif _EPSILON.fullmatch(key) and not (value is None or (_is_number(value) and 0 <= value < 1)):
         raise _wrong(file, name, value, "a number from 0 up to 1")
+    elif key == "attention_dropout" and not (_is_number(value) and 0 <= value <= 1):
+        raise _wrong(file, name, value, "a number from 0 to 1")
+
+
+def _is_float(value: float) -> bool:
+    return value == 0 or _FLOATS[0] <= abs(value) < _FLOATS[1]
 
 
 def _is_number(value: Any) -> bool:
