@@ -20,6 +20,7 @@ SEEDS = {
     "data_files": ("0:49", "100000:102000"),
     "folders": ("0:8", "100000:101000"),
     "model_folders": ("3:7", "100:700"),
+    "server_answers": ("0:12", "1000:3000"),
     "settings": ("0:64", "10000:30000"),
 }
 # A check that is left out, and cases in which that shows.
@@ -29,6 +30,7 @@ PLANTED = {
     "data_files": ("text", "606:610"),
     "folders": ("values", "122:123"),
     "model_folders": ("experts", "1403:1404"),
+    "server_answers": ("range", "41:42"),
     "settings": ("bounds", "0:200"),
 }
 LONG = pytest.mark.long
@@ -70,7 +72,7 @@ def test_a_campaign_that_was_stopped_goes_on_behind_its_last_whole_line(capsys, 
 @pytest.mark.parametrize(
     "name",
     [
-        *("chat_templates", "data_files"),
+        *("chat_templates", "data_files", "server_answers"),
         *(pytest.param(name, marks=LONG) for name in SLOW),
     ],
 )
