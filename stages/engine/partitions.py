@@ -90,6 +90,12 @@ def split_each(sizes: Mapping[str, int], rank: int, *, ranks: int) -> Partition:
     return Partition(sum(parts), tuple(fragments))
 
 
+def require_length(key: str, partition: Partition, flat: Tensor) -> None:
+    """ValueError unless a tensor has the length of its partition, with or without the padding."""
+    if not partition.used <= flat.numel() <= partition.length:
+        raise ValueError(f"{key} has {flat.numel():,} values in a part of {partition.length:,}")
+
+
 class ScatteredValues:
     """Values of parameters by key, such as `weight`, as views of flat tensors of many ranks."""
 
@@ -104,8 +110,7 @@ class ScatteredValues:
 
     def add(self, key: str, partition: Partition, flat: Tensor) -> None:
         """Adds the values of a partition; ValueError if the tensor is not of its length."""
-        if not partition.used <= flat.numel() <= partition.length:
-            raise ValueError(f"{key} has {flat.numel():,} values in a part of {partition.length:,}")
+        require_length(key, partition, flat)
         self._dtypes.setdefault(key, flat.dtype)
         for fragment in partition.fragments:
             view = flat.view(-1)[fragment.at : fragment.at + fragment.length]
