@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ...schemas.checkpoint import FittedBatches
 from ...schemas.train_options import TrainOptions
+from ...stages.storage.bucket.objects import Location
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.storage.signed_records import SignedRecords
 
@@ -28,4 +31,9 @@ def note_fitting(folder: RunFolder, planned: int, fits: int) -> None:
     _FITTED.replace(folder.fitted, FittedBatches(planned, fits))
 
 
-_FITTED = SignedRecords(FittedBatches, label="fitted", remedy="Remove it.")
+def _faults(fitted: FittedBatches, path: Location) -> Iterator[str]:
+    if not 0 < fitted.fits <= fitted.planned:
+        yield f"{fitted.fits} of {fitted.planned} tokens cannot be what fits"
+
+
+_FITTED = SignedRecords(FittedBatches, label="fitted", remedy="Remove it.", faults=_faults)

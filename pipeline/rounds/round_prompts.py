@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 
 from ...schemas.config import Config
@@ -87,7 +87,8 @@ def content_digest(prompts: Sequence[Prompt]) -> str:
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     """Writes a file of prompts as `align sample` reads it, unless it is there."""
-    payload = io.BytesIO()
-    prompt_table(prompts).write_parquet(payload, compression="zstd", statistics=False)
-    if not path.is_file() or fs.read_bytes(path) != payload.getvalue():
-        fs.publish(path, payload.getvalue(), label="table")
+    sink = io.BytesIO()
+    prompt_table(prompts).write_parquet(sink, compression="zstd", statistics=False)
+    payload = sink.getvalue()
+    if not path.is_file() or fs.sha256_of(path) != sha256(payload).hexdigest():
+        fs.publish(path, payload, label="table")

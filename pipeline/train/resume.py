@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import __version__
-from ...schemas.batches import World
+from ...schemas.batches import Cursor, World
 from ...schemas.checkpoint import Checkpoint, Position, RunIdentity
 from ...schemas.errors import CorruptionError, FingerprintError, StorageError, UsageError
 from ...schemas.safe_text import masked
@@ -28,7 +28,7 @@ from ...stages.model.layouts.flex_attention import why_no_flex
 from ...stages.model.logprobs import ScoringPath, causal_model, own_attention
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
-from ...stages.storage.run.checkpoints import choose_checkpoint
+from ...stages.storage.run.checkpoints import CHECKPOINTS, choose_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, begins_as, forget_ending, read_ending
 from ...stages.storage.run.run_store import RunStore, run_folder_of, run_store_of
 from ..jobs.differences import differences
@@ -86,6 +86,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
     if start.checkpoint:
         position = start.checkpoint.position
         changes += run_on_all_ranks(world, lambda: require_same_computing(position, session))
+        run_on_all_ranks(world, lambda: require_reached(position, session, folder))
 
     def begin() -> None:
         if start.checkpoint:
@@ -194,6 +195,14 @@ def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]
             listed,
         )
     return changed
+
+
+def require_reached(begun: Position, session: Session, folder: RunFolder) -> None:
+    """Refuses a position that no run of these rows and this method comes to."""
+    reached = Cursor(*divmod(begun.global_step, session.feed.steps_per_epoch))
+    if begun.cursor != reached or not session.recipe.has_state(begun.memory):
+        path = folder.step(begun.global_step)
+        raise CHECKPOINTS.damaged(path, "its record is of other rows or another method")
 
 
 def spread_of(identity: RunIdentity) -> dict[str, str]:

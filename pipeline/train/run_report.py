@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, UsageError, counted
+from ...stages.model.loading.folder_json import read_json
 from ...stages.report.cache_tables import grid
 from ...stages.report.charts import further_curves, learning_curves, plain
 from ...stages.report.eval_table import REWARD, kind_of, read_samples, spread_charts
@@ -319,8 +319,7 @@ class Trained:
         config = whole / "config.json"
         if self.ending != "finished" or not config.exists():  # an adapter alone
             return
-        kinds = json.loads(config.read_text())["architectures"]
-        if any("Classification" in kind for kind in kinds):  # a reward model
+        if "Classification" in str(read_json(config).get("architectures")):  # a reward model
             yield f"next: align score data.parquet --reward-model {whole}"
         else:
             yield f"next: align sample prompts.jsonl --model {whole}"

@@ -13,22 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.batches import World
-from ...schemas.errors import CorruptionError, StorageError
+from ...schemas.errors import AlignError, CorruptionError, StorageError
 from ...schemas.safe_text import masked
 from .deepspeed_compat import STATE_TYPES, gathered_weight, quietly, state_written_by
 from .distributed import run_on_all_ranks
-from .resized_state import Order, ResizedState, put_into, read_state, resize
+from .resized_state import Order, ResizedState, put_into, read_state, require_fit, resize
 
-# The exceptions of its loader for a file that is missing, damaged or of another run.
-_NOT_OURS = (
-    pickle.UnpicklingError,
-    AssertionError,
-    EOFError,
-    OSError,
-    KeyError,
-    RuntimeError,
-    ValueError,
-)
 TAG = "state"
 CONFIG = "ds_config"
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -51,11 +41,13 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
     """
     with _refusing(folder):
         saved = read_state(folder / TAG)
-    # Without ZeRO every rank has all of it, for any number of ranks.
-    is_same_size = saved.ranks == world.size or saved.stage == 0
-    if is_same_size and saved.stage == engine.zero_optimization_stage():
+        # Without ZeRO every rank has all of it, for any number of ranks.
+        is_same_size = saved.ranks == world.size or saved.stage == 0
+        is_same = is_same_size and saved.stage == engine.zero_optimization_stage()
+    if is_same:
         is_whole = all(parameter.requires_grad for parameter in engine.module.parameters())
         with _refusing(folder), quietly(), _data_only():
+            require_fit(saved, engine, order, rank=world.rank)
             # Frozen parameters are not in the state.
             engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_whole)
         return
@@ -66,7 +58,7 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
 
     # All ranks have cut theirs before one of them enters a collective.
     resized = run_on_all_ranks(world, cut)
-    with quietly():
+    with _refusing(folder), quietly():
         put_into(engine, resized)
 
 
@@ -74,9 +66,14 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
 def _refusing(folder: Path) -> Iterator[None]:
     try:
         yield
-    except _NOT_OURS as error:
+    except AlignError:
+        raise
+    except Exception as error:  # a file of a stranger can make the loader raise anything
+        # Torch's own words would have it opened with all its code.
+        is_pickle = isinstance(error, pickle.UnpicklingError)
+        why = "it holds more than tensors" if is_pickle else _first_line(error)
         raise CorruptionError(
-            f"{folder} does not fit the model and engine of this run ({_first_line(error)}). Use "
+            f"{folder} does not fit the model and engine of this run ({why}). Use "
             "the model, optimizer and train.dtype that it was saved with."
         ) from error
 

@@ -167,6 +167,12 @@ class Recipe:
             if part.method.update_state
         }
 
+    def has_state(self, state: MethodState) -> bool:
+        """Whether a state is one of these methods, after any number of steps."""
+        methods = [part.method for part in self.parts if part.method.update_state]
+        sizes = {method.name: method.state_size for method in methods}
+        return {name: len(values) for name, values in state.items()} in ({}, sizes)
+
     def rewards(self, branches: Branches) -> Tensor | None:
         """The rewards of the first part that has any, (branches,); no gradient."""
         seen = self.modifiers.applied(branches)

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class MetricPoint:
 
 RESERVED = ("step", "time")
 POINTS_AT_ONCE = 10_000
+MOST_STEPS = 1 << 53
+LAST_TIME = 1e11  # seconds since 1970; in the year 5138
 
 
 def open_journal(path: Path, *, keep_through: int, is_evaluated: bool = True) -> Journal:
@@ -101,11 +104,14 @@ def read_entries(path: Path, start: int, *, max_points: int) -> list[Entry]:
 
 
 def entry_batches(path: Path) -> Iterator[list[Entry]]:
-    """Every whole line that can be read, some at a time."""
-    start = 0
+    """Every whole line that can be read, some at a time; how many cannot is told."""
+    start = lost = 0
     while entries := read_entries(path, start, max_points=POINTS_AT_ONCE):
         yield [entry for entry in entries if entry.points]
         start = entries[-1].end
+        lost += sum(entry.step < 0 for entry in entries)
+    if lost:
+        logger.warning("%s: %d lines cannot be read and are left out.", path, lost)
 
 
 def _drop_after(path: Path, step: int, is_evaluated: bool) -> int:
@@ -147,8 +153,16 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(fields, dict):
         return None
-    good = type(fields.get("step")) is int and isinstance(fields.get("time"), int | float)
-    return fields if good else None
+    is_at = type(fields.get("step")) is int and isinstance(fields.get("time"), int | float)
+    return fields if is_at and _in_bounds(fields) else None
+
+
+def _in_bounds(fields: dict[str, Any]) -> bool:
+    """Whether a table can hold the numbers of a line; no line is written with others."""
+    numbers = [value for value in fields.values() if isinstance(value, int | float)]
+    # NaN is not below anything.
+    are_finite = all(abs(value) <= sys.float_info.max for value in numbers)
+    return are_finite and 0 <= fields["step"] < MOST_STEPS and 0 <= fields["time"] < LAST_TIME
 
 
 EVAL = "eval/"  # begins the name of what was measured on held-out rows

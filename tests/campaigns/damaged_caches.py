@@ -114,13 +114,11 @@ def damage(cache, draw):
         other.write_bytes(content)
         return Damage(f"{file.name} and {other.name} swapped", (file.name, other.name))
     if way < 0.3:
-        return Damage(
-            f"{file.name}: {_in_its_place(file, cache, draw)}", (*names, str(file.parent))
-        )
+        return Damage(f"{file.name}: {in_its_place(file, cache, draw)}", (*names, str(file.parent)))
     if file.suffix == ".json" and way < 0.8:
         what, content = other_json(content, json.loads(content), "", draw)
         if draw.random() < 0.5:
-            content = _signed_record(content)
+            content = signed_record(content)
             what += ", signed"
     else:
         what, content = other_bytes(content, draw)
@@ -128,10 +126,11 @@ def damage(cache, draw):
     return Damage(f"{file.name}: {what}", names)
 
 
-def _in_its_place(file, cache, draw):
+def in_its_place(file, root, draw):
+    """Puts something else in the place of a file of a folder, or of the folder that it is in."""
     way = draw.randrange(4)
     if way == 0:
-        outside = cache.parent / "outside"
+        outside = root.parent / "outside"
         file.rename(outside)
         file.symlink_to(outside)
         return "a link to the same bytes"
@@ -141,9 +140,9 @@ def _in_its_place(file, cache, draw):
         return "a link elsewhere"
     if way == 2:
         folder = file.parent
-        if folder == cache:
+        if folder == root:
             return elsewhere(file, draw)
-        outside = cache.parent / "outside"
+        outside = root.parent / "outside"
         folder.rename(outside)
         folder.symlink_to(outside)
         return "in a folder that is a link"
@@ -158,7 +157,7 @@ def _signed_damage(cache, draw):
         del manifest["root"]
         what, content = other_json(json.dumps(manifest).encode(), manifest, "", draw)
         (cache / "manifest.json").write_bytes(content)
-        _sign(cache, json.loads(content)) if _is_object(content) else None
+        _sign(cache, json.loads(content)) if is_object(content) else None
         return Damage(f"manifest.json: {what}", _names(cache), is_signed=True)
     entry = draw.choice(manifest["shards"])
     path, folder = cache / "data" / entry["file"], "data"
@@ -195,7 +194,8 @@ def _names(cache):
     return (str(cache), "manifest.json", *found, *(f"unit {unit}" for unit in range(9)))
 
 
-def _is_object(content):
+def is_object(content):
+    """Whether bytes are a JSON object."""
     try:
         return isinstance(json.loads(content), dict)
     except (ValueError, RecursionError):
@@ -216,9 +216,9 @@ def _canonical(plain):
     return text.encode("utf-8", "surrogatepass")
 
 
-def _signed_record(content):
+def signed_record(content):
     """A record with a digest over all other fields."""
-    if not _is_object(content):
+    if not is_object(content):
         return content
     plain = {name: value for name, value in json.loads(content).items() if name != "digest"}
     return _canonical(plain | {"digest": _digest(plain)})

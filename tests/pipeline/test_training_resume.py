@@ -8,6 +8,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from align.schemas.batches import Cursor
 from align.schemas.json_codec import to_signed_json
 from align.stages.storage.run.checkpoints import read_checkpoint
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder, read_ending
@@ -113,6 +114,24 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     require_same(broken_run, course.whole())
 
 
+def test_a_folder_that_no_run_leaves_is_refused_by_name(course, broken_run):
+    """Its digests are right: whoever hands it over has made them."""
+    step = broken_run / "checkpoints" / "step-00000004"
+    known, whole = read_checkpoint(step), (step / RECORD_NAME).read_bytes()
+    for change in ({"cursor": Cursor(0, 1)}, {"memory": {"kto": (1.0, 2.0)}}):
+        position = dataclasses.replace(known.position, **change)
+        record = dataclasses.replace(known, position=position)
+        (step / RECORD_NAME).write_text(to_signed_json(record))
+        assert f"{step} is damaged: its record is of" in refused(course, 5, broken_run, *RESUME)
+    (step / RECORD_NAME).write_bytes(whole)
+    tables, outside = broken_run / "evaluations", broken_run.with_name("outside")
+    tables.rename(outside)
+    tables.symlink_to(outside)
+    before = contents(outside)
+    assert f"{tables} is a link" in refused(course, 2, broken_run, *RESUME)
+    assert contents(outside) == before
+
+
 @pytest.fixture(scope="module")
 def finished(course, tmp_path_factory):
     """A run that MLflow was told of; begun with --resume auto where there was nothing."""
@@ -137,6 +156,11 @@ def test_a_finished_run_is_not_touched(course, finished, tmp_path):
     assert touched(run) == before
     (run / "config.yaml").unlink()
     assert "train.seed: begun with 0, now 1" in refused(course, 4, run, *RESUME, "--seed", 1)
+    config = run / "model" / "config.json"
+    described = config.read_bytes()
+    config.write_bytes(b"{")
+    assert f"{config}: not valid JSON" in refused(course, 2, run, *RESUME)
+    config.write_bytes(described)
     path = run / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"loss":0.', b'"loss":1.', 1))
     assert f"{path} is damaged: it differs from what the" in refused(course, 5, run, *RESUME)

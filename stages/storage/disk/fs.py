@@ -26,6 +26,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+LARGEST = 512 << 20  # bytes of a file read at once; the manifest of a million shards has as many
 
 
 def publish(path: Path, payload: bytes, *, label: str, draft_in: Path | None = None) -> None:
@@ -183,8 +184,11 @@ def sha256_of_open(source: io.BufferedReader, path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of one regular file."""
+    """The content of one regular file; one that is too large for memory is refused."""
     with open_regular(path) as source, os_errors_as_storage_errors("read", path):
+        if (size := os.fstat(source.fileno()).st_size) > LARGEST:
+            why = OSError(f"it has {size:,} bytes, and {LARGEST:,} are the most")
+            raise StorageError(f"{path}: {why}. Restore it, or remove it.") from why
         return source.read()
 
 

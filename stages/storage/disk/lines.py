@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....schemas.errors import os_errors_as_storage_errors
+from ....schemas.errors import StorageError, os_errors_as_storage_errors
 from . import fs
+
+LONGEST = 64 << 20  # bytes of a line
 
 
 class Lines:
@@ -46,9 +48,14 @@ def read_lines(path: Path, start: int = 0) -> Iterator[Line]:
     """The whole lines from a byte on."""
     with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
         source.seek(start)
-        while (text := source.readline()).endswith(b"\n"):
+        while (text := source.readline(LONGEST)).endswith(b"\n"):
             start += len(text)
             yield Line(text, start)
+        if len(text) == LONGEST:
+            raise StorageError(
+                f"{path}: the line at byte {start:,} has more than {LONGEST:,} bytes. Restore the "
+                "file, or remove it."
+            )
 
 
 def line_start(path: Path, wanted: int) -> int:

@@ -211,6 +211,8 @@ def _faults(checkpoint: Checkpoint, path: Location) -> Iterator[str]:
     paths = [file.path for file in checkpoint.files]
     if paths != sorted(set(paths)) or not all(map(is_plain_path, paths)):
         yield "its record names impossible paths"
+    if any(len(pair) != 2 for pair in checkpoint.position.window.values()):
+        yield "its record has means of more than a sum and a count"
 
 
 def _refuse_another_format(text: bytes, path: Location) -> None:

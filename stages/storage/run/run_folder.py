@@ -137,6 +137,9 @@ class RunFolder:
         refuse_foreign(self.root, is_ours=self._is_ours, what="training run")
         make_place(self.root, self.private)
         fs.make_folder(self.checkpoints)
+        for folder in (self.evaluation(0).parent, self.copies, self._ledgers):
+            if folder.is_symlink():  # what is removed below them would be someone else's
+                raise UsageError(f"{folder} is a link. Put the folder itself in its place.")
         fs.fsync_folder(self.root)
 
     def _is_ours(self) -> bool:
@@ -224,7 +227,7 @@ def read_ending(folder: RunFolder) -> Ending | None:
     ending = endings.find(folder.ending)
     for file in ending.files if ending else ():
         path = folder.root / file.path
-        if path.exists() and described(folder.root, path) != file:
+        if path.exists() and not _is_as(folder.root, path, file):
             raise endings.damaged(path, "it differs from what the run left")
     return ending
 
@@ -245,6 +248,12 @@ def _faults(ending: Ending, path: Location) -> Iterator[str]:
     for file in ending.files:
         if not is_plain_path(file.path):
             yield f"it names the file {file.path!r}"
+
+
+def _is_as(root: Path, path: Path, known: CheckpointFile) -> bool:
+    # A file may have become too large to read it all.
+    is_as_long = path.stat(follow_symlinks=False).st_size == known.bytes
+    return is_as_long and described(root, path) == known
 
 
 def described(root: Path, path: Path) -> CheckpointFile:

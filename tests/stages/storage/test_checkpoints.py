@@ -160,6 +160,7 @@ DAMAGE = {
     "a pipe": lambda step: os.mkfifo(step / "pipe"),
     "another step's record": edit(lambda plain: plain["position"].update(global_step=4)),
     "an unknown field": edit(lambda plain: plain.update(extra=1)),
+    "a mean of three": edit(lambda plain: plain["position"].update(window={"loss": [1.0, 2.0, 3]})),
     **{name: edit(lambda plain, to=name: plain["files"][0].update(path=to)) for name in NAMES},
 }
 

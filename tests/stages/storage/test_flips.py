@@ -68,6 +68,14 @@ class OfFitted:
         return fitted_batches.fitting_tokens(RunFolder(base), 4096)
 
 
+@pytest.mark.parametrize("fits", [-1, 0, 4097])
+def test_batches_that_cannot_fit_are_refused(tmp_path, fits):
+    (tmp_path / "_align").mkdir()
+    fitted_batches.note_fitting(RunFolder(tmp_path), 4096, fits)
+    with pytest.raises(CorruptionError, match=f"fitted.json is damaged: {fits} of 4096"):
+        OfFitted().read(tmp_path)
+
+
 @pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", [OfTable, OfAnswers, OfRound, OfFitted])
 def test_a_flipped_bit_is_refused_by_name_or_changes_nothing(tmp_path, kind, count):

@@ -84,6 +84,14 @@ def test_a_full_disk_is_reported_with_the_bytes_it_lacks(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_would_fill_the_memory_is_refused(tmp_path):
+    path = tmp_path / "large"
+    path.touch()
+    os.truncate(path, fs.LARGEST + 1)  # it takes no room on the disk
+    with pytest.raises(StorageError, match=f"{path}: it has 536,870,913 bytes"):
+        fs.read_bytes(path)
+
+
 def test_neither_a_link_nor_a_pipe_is_taken_for_a_file(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError):

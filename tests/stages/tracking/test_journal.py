@@ -10,6 +10,7 @@ from align.stages.storage.disk.lines import line_start
 from align.stages.tracking import progress as progress_module
 from align.stages.tracking.journal import (
     MetricPoint,
+    entry_batches,
     key_of,
     open_journal,
     read_entries,
@@ -87,14 +88,29 @@ def test_a_torn_last_line_is_dropped(path):
         assert steps(path) == [1, 2, 3], cut
 
 
-@pytest.mark.parametrize("junk", [b"\xa5\xa5", b"[]", b'{"step":"x","time":1}', b'{"step":1}', b""])
+NUMBERS = (
+    '"step":-1',
+    f'"step":{2**70}',
+    '"time":NaN',
+    '"time":1e300',
+    '"x":1e999',
+    f'"x":{10**400}',
+)
+JUNK = (b"\xa5\xa5", b"[]", b'{"step":"x","time":1}', b'{"step":1}', b"")
+
+
+@pytest.mark.parametrize(
+    "junk", [*JUNK, *(f'{{"step":1,"time":1,{one}}}'.encode() for one in NUMBERS)]
+)
 def test_lines_nobody_can_read_are_dropped_and_told(path, junk, caplog):
     write(path, [1, 2])
     first, second = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, junk, second, b""]))
+    assert [entry.step for batch in entry_batches(path) for entry in batch] == [1, 2]
+    assert "1 lines cannot be read and are left out" in caplog.text
     write(path, [3], keep_through=2)
     assert steps(path) == [1, 2, 3]
-    assert "1 lines cannot be read" in caplog.text
+    assert "1 lines cannot be read and are dropped" in caplog.text
 
 
 def test_entries_are_read_from_any_whole_line_on(path):
