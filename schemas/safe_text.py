@@ -19,6 +19,8 @@ T = TypeVar("T")
 MASK = "***"
 # Parts of a password are masked in messages too, unless they are shorter than this.
 SHORTEST_PART = 2
+# Shorter secrets may be parts of other words: they are masked only where they stand alone.
+MASKED_ANYWHERE = 12
 LONGEST_NAME = 20  # a user's name that is longer is a token
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]*")
@@ -67,10 +69,21 @@ def shown(text: str) -> str:
 def redacted(text: str) -> str:
     """The text without secrets: those in addresses, and those that this process has registered."""
     text = masked(text)
-    for secret in sorted(_secrets | _of_environment(), key=len, reverse=True):
-        if secret in text:
+    for secret in _known():
+        if len(secret) >= MASKED_ANYWHERE:
+            text = text.replace(secret, MASK)
+        elif secret in text:
             text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", MASK, text)
     return text
+
+
+def beginning(text: str, most: int) -> str:
+    """The first characters of a text, without a part of a secret at their end."""
+    for secret in _known():
+        at = text.find(secret, max(0, most - len(secret) + 1), most + len(secret) - 1)
+        if at >= 0:
+            most = at
+    return text[:most]
 
 
 def masked(value: T) -> T:
@@ -152,6 +165,11 @@ def _pieces(secret: str) -> set[str]:
     whole = {secret, unquote(secret)}
     parts = {part for one in whole for part in re.split(r"[/?#:@&=\\\[\]]", one)}
     return {one for one in whole | parts if len(one) >= SHORTEST_PART}
+
+
+def _known() -> list[str]:
+    """The secrets that this process has registered or finds in its environment, longest first."""
+    return sorted(_secrets | _of_environment(), key=len, reverse=True)
 
 
 def _of_environment() -> set[str]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
-from ...schemas.errors import UsageError
+from ...schemas.errors import AlignError, UsageError
 from ...schemas.rows import BadRow, Record
 from ..model.loading.declared_sizes import require_declared_sizes
 from ..model.loading.folder_check import TOKENIZER_SETTINGS, require_plain_tokenizer
@@ -196,8 +196,9 @@ def _at_fault(folder: str) -> str:
     for file, read in ((CONFIG, _read_config), (TOKENIZER, _read_backend)):
         try:
             if (root / file).exists():
-                read(root, file)
-        except Exception:  # the question is only whether it is this one
+                with refused_as(cannot, _OTHER_TOKENIZER):
+                    read(root, file)
+        except AlignError:  # the question is only whether it is this one
             return f"{root / file}: {cannot}"
     files = (root / TOKENIZER_SETTINGS[0], root / TOKENIZER)
     return f"{next((file for file in files if file.exists()), root)}: {cannot}"

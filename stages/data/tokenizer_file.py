@@ -16,7 +16,7 @@ from ..model.loading.folder_json import read_json
 TOKENIZER = "tokenizer.json"
 MOST_GROWTH = 1_000  # of a text, in characters; of known tokenizers it is below 10
 LONGEST_PADDING = 10_000_000  # tokens; some tokenizers were saved padding to the model's longest
-LARGEST_ID = 2**31
+MOST_UNUSED = 1 << 22  # numbers of no token below the largest: Rust may keep a place for each
 
 
 def require_bounded_tokenizer(folder: str) -> None:
@@ -46,9 +46,10 @@ def _require_model(file: Path, model: dict[str, Any]) -> None:
     given = model.get("vocab")
     vocabulary: dict[str, Any] = given if isinstance(given, dict) else {}  # or a list of texts
     ids = vocabulary.values()
+    end = len(ids) + MOST_UNUSED
     # By types, since a vocabulary has a hundred thousand.
-    if ids and not ({*map(type, ids)} == {int} and 0 <= min(ids) <= max(ids) < LARGEST_ID):
-        wrong = next(name for name, token in vocabulary.items() if not _is_id(token))
+    if ids and not ({*map(type, ids)} == {int} and 0 <= min(ids) <= max(ids) < end):
+        wrong = next(name for name, token in vocabulary.items() if not _is_id(token, end))
         raise UsageError(
             f"{file}: model.vocab has {vocabulary[wrong]!r:.60} for {wrong!r:.60}, which is no "
             "token's number. Copy the file again."
@@ -60,8 +61,8 @@ def _require_model(file: Path, model: dict[str, Any]) -> None:
         )
 
 
-def _is_id(token: Any) -> bool:
-    return type(token) is int and 0 <= token < LARGEST_ID
+def _is_id(token: Any, end: int) -> bool:
+    return type(token) is int and 0 <= token < end
 
 
 def _whole(value: Any) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # Of ZeRO 1 and 2: DeepSpeed pads the flat tensor to a multiple of this many values per rank.
 ALIGNMENT = 2
+AT_ONCE = 1 << 24  # values
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def require_length(key: str, partition: Partition, flat: Tensor) -> None:
     """ValueError unless a tensor has the length of its partition, with or without the padding."""
     if not partition.used <= flat.numel() <= partition.length:
         raise ValueError(f"{key} has {flat.numel():,} values in a part of {partition.length:,}")
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all are finite, looked at some at a time: torch makes a copy to tell."""
+    return all(bool(part.isfinite().all()) for part in values.reshape(-1).split(AT_ONCE))
 
 
 class ScatteredValues:

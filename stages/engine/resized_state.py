@@ -18,7 +18,14 @@ from torch import Tensor
 
 from ...schemas.errors import UsageError
 from .deepspeed_compat import STATE_TYPES, replace_optimizer_state, shapes_of_groups
-from .partitions import Partition, PartitionLayout, ScatteredValues, require_length, split_each
+from .partitions import (
+    Partition,
+    PartitionLayout,
+    ScatteredValues,
+    is_finite,
+    require_length,
+    split_each,
+)
 
 Order = Sequence[Sequence[str]]  # names of the trained parameters, group by group
 
@@ -34,6 +41,7 @@ STATE_KEYS = {
 PADDINGS = "param_alignment_paddings"
 SHARED = {"loss_scaler", "dynamic_loss_scale", "overflow"}  # every rank has the same
 OF_STEP = {"lr", "params", "step"}  # what a group has anew at each step, or by its numbers
+OF_KERNEL = {"capturable", "differentiable", "foreach", "fused"}  # how the same is computed
 ADAM = ("exp_avg", "exp_avg_sq")
 MOMENTS = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
@@ -155,7 +163,7 @@ def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int) -> N
     rank = rank if stage else 0
     dtypes = {name: one.dtype for name, one in engine.module.named_parameters()}
     for name, kept in saved.model["module"].items():
-        if kept.dtype != dtypes.get(name, kept.dtype) or not bool(kept.isfinite().all()):
+        if kept.dtype != dtypes.get(name, kept.dtype) or not is_finite(kept):
             raise ValueError(f"{name} is of another dtype, or has values that are not finite")
     for index, weight in enumerate(saved.weights(rank, order)):
         partition = layout.partition(index, rank)
@@ -181,7 +189,7 @@ def _require_part(key: str, partition: Partition, flat: Tensor) -> None:
     if not flat.is_floating_point():
         raise ValueError(f"{key} is of {flat.dtype}")
     for fragment in partition.fragments:  # padding may hold anything
-        if not bool(flat.view(-1)[fragment.at :][: fragment.length].isfinite().all()):
+        if not is_finite(flat.view(-1)[fragment.at :][: fragment.length]):
             raise ValueError(f"{key} has values of {fragment.name} that are not finite")
 
 
@@ -197,7 +205,7 @@ def _require_same_making(
         raise ValueError(f"{odd[0][0]} is missing from one of them, or has another size")
     groups = live.get(STATE_KEYS[stage][0], live)["param_groups"]
     for now, was in zip(groups, saved.base(0)["param_groups"], strict=True):
-        for name in now.keys() & was.keys() - OF_STEP:
+        for name in now.keys() & was.keys() - OF_STEP - OF_KERNEL:
             if now[name] != was[name]:
                 raise ValueError(f"{name} of the optimizer is {was[name]!r:.40}, not {now[name]}")
 

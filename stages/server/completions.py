@@ -17,7 +17,7 @@ from .server_client import BrokenAnswerError, ServerCosts, shortened
 CHAT, TEXT = "/chat/completions", "/completions"
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _UNFINISHED = frozenset(("abort", "error"))  # of vLLM and SGLang, for requests they gave up
-_DATED = re.compile(r"-\d{4}-?\d{2}-?\d{2}")
+_DATED = re.compile(r"-\d{4}-?\d{2}-?\d{2}", re.ASCII)
 
 
 @dataclass(frozen=True)

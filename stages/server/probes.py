@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ...schemas.errors import FingerprintError
 from ...schemas.round_options import ServerOptions
 from ...schemas.samples import Sampling
+from .server_client import shortened
 
 logger = logging.getLogger("align")
 
@@ -40,8 +41,8 @@ def require_same_probes(
         first = changed[0]
         raise FingerprintError(
             f"{options.url}: {said}, so this is another model than the one whose answers are kept "
-            f"under revision {options.revision!r}. To {first!r} it said {kept[first]!r}, and says "
-            f"{now[first]!r}. Start the server with the same model, or state another "
-            "server.revision."
+            f"under revision {options.revision!r}. To {first!r} it said "
+            f"{shortened(kept[first])!r}, and says {shortened(now[first])!r}. Start the server "
+            "with the same model, or state another server.revision."
         )
     logger.warning("%s: %s; a server may do that without another model.", options.url, said)

@@ -18,7 +18,7 @@ import httpx2
 
 from ...schemas.errors import ServerError, UsageError, counted
 from ...schemas.round_options import ServerOptions
-from ...schemas.safe_text import bare_address, mask_secret, mask_secrets_of, safe
+from ...schemas.safe_text import bare_address, beginning, mask_secret, mask_secrets_of, safe
 from .timed_requests import HttpAnswer, NoAnswerError, TimedRequests
 
 logger = logging.getLogger("align")
@@ -29,8 +29,10 @@ FIRST_PAUSE = 0.5  # seconds before a request is sent again; twice as long each 
 LONGEST_PAUSE = 30.0
 LONGEST_ASKED_PAUSE = 300.0  # that a server asks for
 LOGGED_PAUSE = 4.0
-MOST_BYTES = 64 << 20  # of one answer
+MOST_BYTES = 4 << 20  # of an answer that no long text was asked for in
+BYTES_PER_TOKEN = 256  # of one that was: no text has as many
 MOST_SAID = 300  # characters of an error's own words
+MOST_BYTES_OF_ERROR = 1 << 16  # of a larger one the beginning is shown as it is
 _ONCE_MORE = frozenset((408, 409, 425, 429))
 _OF_THIS_REQUEST = frozenset((400, 413, 422))
 _NOT_THERE = {
@@ -85,12 +87,14 @@ class ServerCosts:
 class ServerClient:
     """A connection to a server, for any number of threads."""
 
-    def __init__(self, options: ServerOptions, costs: ServerCosts) -> None:
+    def __init__(self, options: ServerOptions, costs: ServerCosts, *, tokens: int = 0) -> None:
+        """`tokens`: the most of an answer."""
         self.address = _checked_address(options.url)
         self.stopping = threading.Event()  # no request is sent again from now on
         self._options = options
         self._costs = costs
-        self._http = _requests_of(options)
+        self._http = _requests_of(options, max(MOST_BYTES, BYTES_PER_TOKEN * tokens))
+        self._reading = threading.Lock()  # of many large answers one is unpacked at a time
 
     def __enter__(self) -> Self:
         self._http.__enter__()
@@ -126,7 +130,9 @@ class ServerClient:
     ) -> Answer:
         for retry in range(self._options.retries + 1):
             try:
-                return read(self._answer(method, path, body))
+                content = self._content(method, path, body)
+                with self._reading:
+                    return read(_json_of(content))
             except (BrokenAnswerError, _FailedError) as error:
                 failure = error
             if retry < self._options.retries:
@@ -148,7 +154,8 @@ class ServerClient:
             raise GivenUpError
         self._costs.add(retries=1)
 
-    def _answer(self, method: str, path: str, body: bytes | None) -> Any:
+    def _content(self, method: str, path: str, body: bytes | None) -> bytes:
+        """The body of an answer with the status 200."""
         self._costs.add(requests=1)
         try:
             answer = self._http.send(method, f"{self.address}{path}", body)
@@ -156,10 +163,7 @@ class ServerClient:
             raise _FailedError(shortened(str(error))) from error
         if answer.status != 200:
             raise self._refusal(path, answer)
-        try:
-            return json.loads(answer.content, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            raise BrokenAnswerError(f"not JSON: {shortened(_text(answer.content))!r}") from error
+        return answer.content
 
     def _refusal(self, path: str, answer: HttpAnswer) -> Exception:
         """The error for an answer other than 200."""
@@ -185,8 +189,17 @@ class ServerClient:
         )
 
 
+def _json_of(content: bytes) -> Any:
+    try:
+        return json.loads(content, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise BrokenAnswerError(f"not JSON: {shortened(_text(content))!r}") from error
+
+
 def said_in(content: bytes) -> str:
     """A server's own words about an error, safe to show."""
+    if len(content) > MOST_BYTES_OF_ERROR:
+        return shortened(_text(content))
     try:
         said = json.loads(content)
         for name in ("error", "message", "detail"):
@@ -199,12 +212,12 @@ def said_in(content: bytes) -> str:
 
 def shortened(text: str) -> str:
     """The beginning of a server's message, safe to show."""
-    text = safe(" ".join(text[: 16 * MOST_SAID].split()))
+    text = safe(" ".join(beginning(text, 16 * MOST_SAID).split()))
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"
 
 
 def _text(content: bytes) -> str:
-    return content[: 16 * MOST_SAID].decode(errors="replace")
+    return content[: 128 * MOST_SAID].decode(errors="replace")  # more than is shown of it
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -233,14 +246,14 @@ def _checked_address(url: str) -> str:
     return url.rstrip("/")
 
 
-def _requests_of(options: ServerOptions) -> TimedRequests:
+def _requests_of(options: ServerOptions, most_bytes: int) -> TimedRequests:
     headers = _key_header(options.key_variable)
     try:
         return TimedRequests(
             headers,
             connections=options.concurrency + 1,
             seconds=options.timeout,
-            most_bytes=MOST_BYTES,
+            most_bytes=most_bytes,
         )
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(

@@ -116,7 +116,8 @@ class OpenServer:
         """Yields samples as they arrive; at most `concurrency` answers are not yet yielded."""
         asked = sum(len(one.numbers) for one in wanted)
         kept = refused = 0
-        with ServerClient(self._options, self._costs) as client:
+        tokens = self._sampling.max_new_tokens
+        with ServerClient(self._options, self._costs, tokens=tokens) as client:
             groups: Iterator[list[Sample | Refused]] = in_groups(
                 self._tasks(wanted),
                 partial(self._asked, client),
@@ -231,7 +232,7 @@ def _listed(answer: Any) -> list[str]:
 
 
 def _only_one(names: Sequence[str], address: str) -> str:
-    if len(names) == 1 and names[0]:
+    if len(names) == 1 and names[0] and shortened(names[0]) == names[0]:
         return names[0]
     listed = shortened(", ".join(map(repr, names))) or "no model"
     raise UsageError(f"{address} lists {listed}. Name the one to ask: server.model.")

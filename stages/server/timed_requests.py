@@ -42,7 +42,8 @@ class TimedRequests:
             # A few compressed bytes may decompress to gigabytes.
             headers={**headers, "Accept-Encoding": "identity"},
             timeout=None,
-            limits=httpx2.Limits(max_connections=connections),
+            # A connection each: bytes after an answer would be read as the next request's.
+            limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=0),
             follow_redirects=False,  # the API key is for one address only
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
@@ -100,7 +101,7 @@ class TimedRequests:
         """The whole body, unless it is compressed or too large."""
         encoding = response.headers.get("Content-Encoding", "")
         if encoding.lower() not in {"", "identity"}:
-            raise NoAnswerError(f"an answer in the encoding {encoding[:20]!r}, not asked for")
+            raise NoAnswerError(f"an answer in the encoding {encoding!r}, not asked for")
         content = bytearray()
         async with aclosing(response.aiter_raw()) as parts:
             async for part in parts:

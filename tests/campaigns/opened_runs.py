@@ -71,11 +71,16 @@ def settings_of(run, *, stage=2, texts=(), **changed):
     return load_settings(flags, values, file=None, command="sweep" if texts else "train")
 
 
-def train(run, *, callbacks=(), **changed):
-    """What a training leaves, as far as it owes nothing to the machine."""
+def train(run, **changed):
+    """What a training says and leaves, as far as that owes nothing to the machine."""
+    return told(run, **changed), made(run)
+
+
+def told(run, *, callbacks=(), **changed):
+    """What a training says in the end."""
     job = open_training(settings_of(run, **changed))
     trained = run_training(replace(job, callbacks=callbacks), progress=NoProgress())
-    return trained.text(), made(run)
+    return trained.text()
 
 
 def made(run):
@@ -121,7 +126,7 @@ def loaded(run):
 OPENED = {
     "resume": train,
     "resized": partial(train, stage=0),
-    "again": lambda run: train(run)[0],
+    "again": told,
     "longer": partial(train, **{"train.max_steps": 8}),
     "sweep": swept,
     "policy": begun,

@@ -6,6 +6,7 @@ import pytest
 
 from align.schemas.safe_text import (
     bare_address,
+    beginning,
     mask_secrets_of,
     masked,
     masked_address,
@@ -79,6 +80,18 @@ def test_secrets_of_the_environment_are_never_printed(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "swordfish")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     assert redacted("login with swordfish is false") == "login with *** is false"
+
+
+def test_a_long_secret_is_masked_inside_of_a_word_and_never_cut_in_two(monkeypatch):
+    secret = "swordfish-and-chips"
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", secret)
+    assert redacted(f"x{secret}y {secret}s") == "x***y ***s"
+    text = f"login {secret} fails"
+    cut = {beginning(text, most) for most in range(6, 6 + len(secret))}
+    assert cut == {"login "}
+    assert beginning(text, 25) == f"login {secret}"
+    assert beginning(text, 3) == "log"
+    assert beginning(text, 100) == text
 
 
 def test_what_a_terminal_would_obey_is_written_out():

@@ -82,6 +82,7 @@ class ChatServer:
     paths: tuple = (OF_CHAT, OF_TEXT, OF_MODELS)  # others: 404
     refuse: Callable = lambda _: None  # (status, message, *headers) of a refusal
     amend: Callable = lambda reply: reply  # what is sent for a reply; or bytes
+    wire: Callable | None = None  # (Asked or None, payload): the bytes in place of an answer
     head: tuple = ()  # further lines of every answer's head
     delay: float = 0.0  # seconds before each answer
     retry_after: Any = None  # of 429 and 503
@@ -224,7 +225,10 @@ class _Handler(BaseHTTPRequestHandler):
             answer(stub, *asked)
 
     def _list(self, stub):
-        self._send(200, stub.amend({"object": "list", "data": [{"id": stub.model}]}))
+        listed = stub.amend({"object": "list", "data": [{"id": stub.model}]})
+        if stub.wire:
+            return self._as_drawn(stub.wire(None, json.dumps(listed).encode()))
+        return self._send(200, listed)
 
     def _complete(self, stub, asked):
         fault = stub.begin(asked)
@@ -251,6 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
         reply = stub.reply(asked, fault)
         sent = stub.amend(reply)
         payload = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+        if stub.wire:
+            return self._as_drawn(stub.wire(asked, payload))
         if fault in {"cut", "half"}:
             half, length = payload[: len(payload) // 2], fault == "cut" and len(payload)
             # Said, or the client may ask again here: in vain, and unseen by this server.
@@ -259,6 +265,13 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         stub.note(asked, reply, fault)  # before it is sent: who has it may look at once
         return self._write(200, payload)
+
+    def _as_drawn(self, pieces):
+        """Whatever bytes there are; the connection stays open if the last of them is empty."""
+        self.close_connection = True
+        for piece in pieces:
+            self.wfile.write(piece)
+            self.close_connection = bool(piece)
 
     def _trickle(self, fault):
         """What never becomes an answer: a head, a body, or a welcome before any head."""

@@ -23,7 +23,7 @@ _LAYERS = re.compile(
 )
 _SIZES = re.compile(
     r"(\w+_)?(size|dim|dims|rank|heads|experts|embd|inner|width|groups)|d_(model|ff|kv|inner)"
-    r"|n_(head|embd|inner)|r|expand"
+    r"|n_(head|embd|inner)|num_labels|r|expand"
 )
 # Without these there is no model: a zero would divide, and a null is no size.
 _NEEDED = frozenset(
@@ -32,7 +32,7 @@ _NEEDED = frozenset(
 )
 _POSITIVE = frozenset(
     {"max_position_embeddings", "n_positions", "head_dim", "rope_theta", "r"}
-    | {"attn_logit_softcapping", "final_logit_softcapping"}
+    | {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
 )
 _EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 _FLOATS = 2.0**-126, 2.0**128  # between them float32 has the number, and computes with it

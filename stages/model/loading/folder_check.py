@@ -33,7 +33,10 @@ _ADAPTER_KINDS: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
     (frozenset({"rank_pattern", "alpha_pattern"}), (dict,), "an object of numbers"),
     (frozenset({"r", "lora_alpha", "lora_dropout"}), (int, float), "a number"),
     (frozenset({"target_parameters", "modules_to_save"}), (list,), "a list of names"),
+    (frozenset({"use_rslora", "use_dora", "use_qalora"}), (bool,), "true or false"),
+    (frozenset({"lora_bias", "fan_in_fan_out"}), (bool,), "true or false"),
 )
+_ADAPTER_NUMBERS = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "lora_dropout")
 _NOTHING: tuple[Any, ...] = (None, "", {}, "mirror")  # the last: a shadow model in its own folder
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _OPENED = re.compile(r"(\w+_)?(vocab|merges|tokenizer|spm|gguf)(_file)?|init_inputs")
@@ -118,8 +121,8 @@ def require_adapter(folder: str) -> None:
                     "model.adapter to a folder as PEFT saved it."
                 )
     require_plain_files(Path(folder))
-    ranks = {"r": settings.get("r"), "rank_pattern": settings.get("rank_pattern")}
-    require_declared_sizes(file, ranks, adapter_tensors(Path(folder)))
+    numbers = {name: settings.get(name) for name in _ADAPTER_NUMBERS}
+    require_declared_sizes(file, numbers, adapter_tensors(Path(folder)))
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

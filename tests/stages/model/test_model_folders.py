@@ -38,6 +38,9 @@ def reader(bases):
     return Reader(bases)
 
 
+INFINITE = float("inf")
+
+
 def with_setting(file, **settings):
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
@@ -93,8 +96,10 @@ CASES = [
         ("max_position_embeddings", "x"),
         ("rms_norm_eps", -1),
         ("rms_norm_eps", float("nan")),
-        *(("attention_dropout", wrong) for wrong in (float("inf"), None, 2)),
+        *(("attention_dropout", wrong) for wrong in (INFINITE, None, 2)),
         ("final_logit_softcapping", 1e-300),
+        ("query_pre_attn_scalar", -256),
+        ("num_labels", 10**18),
     ),
     *sizes(("n_positions", 10**6), ("n_layer", 10**9), base="gpt2"),
     *sizes(("num_experts", 10**9), base="mixture"),
@@ -123,7 +128,12 @@ CASES = [
     ("sharded", INDEX, partial(with_bytes, content=b"[]"), "JSON object"),
     ("sharded", INDEX, partial(with_bytes, content=DEEP), "nested"),
     ("llama", TOKENIZER, partial(with_bytes, content=DEEP), "nested"),
-    ("llama", TOKENIZER, partial(with_part, part="model", vocab={"a": 10**10}), "vocab"),
+    ("llama", TOKENIZER, partial(with_part, part="model", vocab={"a": 10**9}), "vocab"),
+    # A text that Rust cuts behind its end, whose panic is no exception.
+    (
+        *("mixture", TOKENIZER),
+        *(partial(with_part, part="model", continuing_subword_prefix="a" * 10**5), "tokenizer"),
+    ),
     ("llama", TOKENIZER, partial(with_part, part="model", dropout=0.5), "dropout"),
     *sizes(
         ("normalizer", BOMBS),
@@ -137,6 +147,7 @@ CASES = [
     ("llama", GENERATION, partial(with_bytes, content=b"null"), "JSON object"),
     *sizes(("eos_token_id", "x"), of=GENERATION),
     *sizes(("r", 10**9), ("r", "x"), of=ADAPTER_CONFIG, base="adapted"),
+    *sizes(("use_rslora", 1), ("lora_alpha", -INFINITE), of=ADAPTER_CONFIG, base="adapted"),
     ("adapted", ADAPTER_CONFIG, partial(with_setting, target_modules=7), "target_modules"),
     ("adapted", ADAPTER_CONFIG, as_pipe, "not a plain file"),
     ("adapted", ADAPTER, partial(with_header, header=b"[]"), "not a safetensors file"),

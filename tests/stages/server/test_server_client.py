@@ -25,7 +25,7 @@ from align.stages.server.server_client import (
 )
 from support.asking import chat as chat_prompt
 from support.asking import collected, echo, options_of, sampler_of_stub, wanted_of
-from support.chat_server import chat_server
+from support.chat_server import Reply, chat_server
 
 KEY = "planted-key-8f3a91c4d7"
 
@@ -116,12 +116,33 @@ NO_ANSWERS = {
 @pytest.mark.parametrize("said", NO_ANSWERS)
 def test_what_is_not_one_plain_json_value_of_some_length_is_no_answer(said, monkeypatch):
     monkeypatch.setattr(server_client, "MOST_BYTES", 1000 if "bytes" in said else 10**6)
+    monkeypatch.setattr(server_client, "BYTES_PER_TOKEN", 1)  # of the 512 that are asked for
     with (
         chat_server(echo, **NO_ANSWERS[said]) as stub,
         pytest.raises(ServerError, match=f"2 requests without a usable answer.*{said}"),
     ):
         sample_all(stub)
     assert {asked.headers["accept-encoding"] for asked in stub.requests} == {"identity"}
+
+
+def test_an_answer_may_be_longer_where_more_tokens_are_asked_for(monkeypatch):
+    monkeypatch.setattr(server_client, "MOST_BYTES", 1000)
+    with chat_server(lambda asked: Reply("word " * 1000)) as stub:
+        samples, _ = sample_all(stub)  # 512 tokens of 256 bytes are more than these 5,000
+    assert {sample.text for sample in samples.values()} == {"word " * 1000}
+
+
+def test_what_follows_an_answer_is_not_that_to_the_next_request():
+    def twice(asked, payload):
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(payload)
+        return [(head + payload) * 2, b""]  # and the connection is left open
+
+    prompts = [chat_prompt(str(number)) for number in range(4)]
+    with chat_server(lambda asked: Reply(f"to {asked.last}"), wire=twice) as stub:
+        sampler = sampler_of_stub(stub, concurrency=1).open(Sampling())
+        samples, _ = collected(sampler.sample(wanted_of(prompts, 1)))
+    found = {prompt.text[-1]["content"]: samples[prompt.key, 0].text for prompt in prompts}
+    assert found == {str(number): f"to {number}" for number in range(4)}
 
 
 def test_a_proxy_or_certificates_that_cannot_be_used_are_an_error_of_the_environment(monkeypatch):
@@ -216,7 +237,10 @@ def test_what_one_model_may_be_called():
         ("gpt-9", "gpt-9-2026-08-06"),
     ):
         assert is_same_model(asked, answered), asked
-    for asked, answered in (("gpt-9", "gpt-9-mini"), ("gpt-9-mini", "gpt-9"), ("m", "")):
+    for asked, answered in (
+        *(("gpt-9", "gpt-9-mini"), ("gpt-9-mini", "gpt-9"), ("m", "")),
+        ("gpt-9", "gpt-9-\u0662\u0660\u0662\u0666-\u0660\u0668-\u0660\u0666"),
+    ):
         assert not is_same_model(asked, answered), asked
 
 
@@ -322,6 +346,13 @@ def test_a_server_says_in_many_ways_what_is_wrong(content, said):
     assert said_in(content) == said
 
 
+def test_no_part_of_a_key_is_said_where_a_long_message_ends(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    for before in range(16 * server_client.MOST_SAID - len(KEY), 16 * server_client.MOST_SAID + 1):
+        said = said_in(b'{"error": "key:%s%s"}' % (b" " * (before - 4), KEY.encode()))
+        assert said in {"key:", "key: ***"}, before
+
+
 KEPT = {f"chat: {i}": f"answer {i}" for i in range(6)}
 
 
@@ -329,10 +360,17 @@ KEPT = {f"chat: {i}": f"answer {i}" for i in range(6)}
 def test_most_other_answers_are_another_model_and_a_few_may_be_of_another_batch(count, caplog):
     now = {name: f"{text}!" if i < count else text for i, (name, text) in enumerate(KEPT.items())}
     now |= {"text: 1": "of another kind"}
+    now = {
+        name: f"{text}{' and on' * 100_000}" if text[-1] == "!" else text
+        for name, text in now.items()
+    }
     said, options = f"{count} of 6 probes", ServerOptions(url="http://host/v1", revision="one")
     if count > 3:
-        with pytest.raises(FingerprintError, match=f"{said}.*'one'.*another server.revision"):
+        with pytest.raises(
+            FingerprintError, match=f"{said}.*'one'.*another server.revision"
+        ) as caught:
             require_same_probes(KEPT, now, options)
+        assert len(str(caught.value)) < 1000
     else:
         require_same_probes(KEPT, now, options)
         assert (said in caplog.text) == (count > 0)

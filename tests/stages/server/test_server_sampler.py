@@ -250,6 +250,7 @@ ONLY = {"data": [{"id": "only"}]}
 NOT_ONE = {
     "lists 'a', 'b'. Name the one to ask: server.model": {"data": [{"id": "a"}, {"id": "b"}]},
     "lists no model": {"data": []},
+    r"lists 'a\\x1b\[31m'. Name the one": {"data": [{"id": "a\x1b[31m"}]},
     "without data.* Or name the model: server.model": 5,
     "whose data is of the type str": {"data": "only"},
     "without id": {"data": [5]},
