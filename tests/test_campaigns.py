@@ -20,7 +20,7 @@ SEEDS = {
     "data_files": ("0:49", "100000:102000"),
     "folders": ("0:8", "100000:101000"),
     "model_folders": ("3:7", "100:700"),
-    "runs": ("0:4", "10000:10500"),
+    "runs": ("1071:1074", "10000:10500"),
     "server_answers": ("0:12", "1000:3000"),
     "settings": ("0:64", "10000:30000"),
 }
@@ -31,7 +31,7 @@ PLANTED = {
     "data_files": ("text", "606:610"),
     "folders": ("values", "122:123"),
     "model_folders": ("experts", "1403:1404"),
-    "runs": ("digests", "0:40"),
+    "runs": ("digests", "10:11"),
     "server_answers": ("range", "41:42"),
     "settings": ("bounds", "0:200"),
 }

@@ -84,7 +84,9 @@ class RoundsFolder:
     def finished(self) -> list[RoundRecord]:
         """The records of the finished rounds, from the first on."""
         found: list[RoundRecord] = []
-        while record := ROUNDS.find(self.round(len(found) + 1).record):
+        while record := ROUNDS.find(path := self.round(len(found) + 1).record):
+            if record.number != len(found) + 1:
+                raise ROUNDS.damaged(path, f"it is of round {record.number}")
             found.append(record)
         return found
 

@@ -10,7 +10,7 @@ from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.round_record import RoundRecord
 from align.stages.storage.answers import Answers
 from align.stages.storage.bucket import objects
-from align.stages.storage.run.rounds_folder import ROUNDS
+from align.stages.storage.run.rounds_folder import ROUNDS, RoundsFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.run.run_store import RunStore
 from align.stages.storage.tables import TableFolder, read_table
@@ -55,6 +55,15 @@ class OfRound:
 
     def read(self, base):
         return ROUNDS.read(base / "round.json")
+
+
+def test_a_round_that_has_the_record_of_another_is_refused(tmp_path):
+    rounds = RoundsFolder(tmp_path)
+    for number in (1, 2):
+        rounds.round(number).root.mkdir()
+        OfRound().make(rounds.round(number).root)
+    with pytest.raises(CorruptionError, match="round-002/round.json is damaged: it is of round 1"):
+        rounds.finished()
 
 
 class OfFitted:
