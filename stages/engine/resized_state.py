@@ -179,8 +179,11 @@ def _moments(saved: SavedState, engine: Any, rank: int, index: int) -> dict[str,
     state = saved.base(rank)["state"]
     has_stepped = saved.model["global_steps"] > saved.model["skipped_steps"]
     # Without ZeRO, a parameter that never had a gradient has none.
-    if index in state or (has_stepped and (saved.stage or not state)):
-        return {name: state.get(index, {})[name] for name in names}
+    if names and (index in state or (has_stepped and (saved.stage or not state))):
+        known = state.get(index, {})
+        if not 0 < known.get("step", 1) <= saved.model["global_steps"]:
+            raise ValueError(f"the optimizer has taken {known['step']} steps")
+        return {name: known[name] for name in names}
     return {}
 
 

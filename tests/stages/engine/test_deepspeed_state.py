@@ -94,6 +94,7 @@ OTHERS = {
     "a weight that is no number": other_weights(lambda weights: weights * float("nan")),
     "a short moment": lambda content: flat(content)[2].update(exp_avg=torch.ones(3)),
     "no moment": lambda content: flat(content)[2].pop("exp_avg_sq"),
+    "steps below zero": lambda content: flat(content)[2].update(step=torch.tensor(-1.0)),
     "no moments": lambda content: flat(content)[1]["state"].clear(),
     "another decay": lambda content: flat(content)[1]["param_groups"][0].update(weight_decay=9.0),
 }
