@@ -208,6 +208,20 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")
     say(f"{write_report(run)} written. It needs no network: open it in any browser.")
 
 
+@app.command(rich_help_panel="Look")
+def diff(
+    run_a: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    run_b: Annotated[Path, typer.Argument(help="Folder of another one.")],
+    step: Annotated[
+        int | None, typer.Option(help="Compare after this step (default: each one's last).")
+    ] = None,
+) -> None:
+    """Compare two runs row by row: which held-out rows flip, and whether chance explains it."""
+    from .pipeline.train.run_diff import diff_runs
+
+    say(diff_runs(run_a, run_b, step).text())
+
+
 @app.command("mlflow-sync", rich_help_panel="Look")
 def mlflow_sync(
     run: Annotated[Path, typer.Argument(help="Folder of a training run, sweep, scores or cache.")],

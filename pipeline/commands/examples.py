@@ -32,6 +32,7 @@ EXAMPLES = {
     "sweep": "align sweep --method dpo --method kto --lr 1e-6,1e-5",
     "methods": "align methods kto",
     "report": "align report align-run",
+    "diff": "align diff runs/dpo runs/kto",
     "mlflow-sync": "align mlflow-sync align-run",
 }
 

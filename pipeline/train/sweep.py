@@ -26,6 +26,7 @@ from ..jobs.signals import WAY_ON
 from ..options.declared import set_by
 from ..options.settings import Settings
 from .policy_identity import PolicyDigests, digest_policies
+from .run_diff import standing
 from .train import shard_columns, train_in
 from .training_job import TrainingJob, open_training
 from .trials import SweepResult, Trial, TrialResult, sweep_page, values_of
@@ -66,12 +67,10 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
                 with tagged(tags, parent):
                     results.append(_try(trial, job, world, columns, progress))
                 _report(SweepResult(output, tuple(results)), world, parent)
-            run_on_rank_zero(
-                world, partial(_publish_page, SweepResult(output, tuple(results)), parent)
-            )
+            result = run_on_rank_zero(world, partial(_compared, output, tuple(results), parent))
             if any(one.error for one in results):
                 parent.finish("FAILED")
-    return SweepResult(output, tuple(results))
+    return result
 
 
 def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
@@ -175,6 +174,17 @@ def _publish(result: SweepResult, parent: Run) -> None:
     if result.failures:
         failures = "\n".join(f"{one.trial.name}: {one.error}" for one in result.failures)
         parent.set_tags({"align.failed": failures})
+
+
+def _compared(output: Path, results: tuple[TrialResult, ...], parent: Run) -> SweepResult:
+    """Publishes the results of all runs, and which of them is ahead."""
+    folders = {one.trial.name: RunFolder(output / one.trial.name) for one in results if one.trained}
+    result = SweepResult(output, results)
+    with log_failure("No comparison of the runs"):
+        result = replace(result, standing=tuple(standing(folders)))
+        _publish(result, parent)
+    _publish_page(result, parent)
+    return result
 
 
 def _publish_page(result: SweepResult, parent: Run) -> None:

@@ -129,6 +129,7 @@ class SweepResult:
 
     folder: Path
     results: tuple[TrialResult, ...]
+    standing: tuple[str, ...] = ()  # which of them is ahead, once all have ended
 
     @property
     def failures(self) -> list[TrialResult]:
@@ -182,6 +183,7 @@ class SweepResult:
                 )
         for one in self.failures:
             yield f"{one.trial.name} failed: {one.error}"
+        yield from self.standing
         yield f"in {self.folder}"
 
 

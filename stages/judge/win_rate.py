@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from ...schemas.errors import UsageError
 from ...schemas.score_gaps import further_apart
+from ..report.intervals import interval_of_rate
 
 if TYPE_CHECKING:
     import polars as pl
 
-DRAWS = 2000
 OUTCOMES = ("wins", "ties", "losses")
 SAMPLE = ("prompt_key", "number")
 
@@ -48,7 +48,7 @@ def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: in
     points = outcomes @ np.array([1.0, 0.5, 0.0])
     _, groups = np.unique(prompts, return_inverse=True)
     won, of = np.bincount(groups, points), np.bincount(groups, comparisons)
-    low, high = _interval(won[of > 0], of[of > 0], seed)
+    low, high = interval_of_rate(won[of > 0], of[of > 0], seed=seed)
     total = int(comparisons.sum())
     ties = float(outcomes[:, 1].sum() / total)
     return WinRate(float(points.sum() / total), low, high, ties, total, unjudged)
@@ -83,12 +83,3 @@ def _compared(
 
 def _by_sample(table: pl.DataFrame, column: str) -> dict[tuple[str, int], Any]:
     return {(key, number): cell for key, number, cell in table[[*SAMPLE, column]].iter_rows()}
-
-
-def _interval(won: NDArray[Any], of: NDArray[Any], seed: int) -> tuple[float, float]:
-    """The 95 % bootstrap interval: rates of as many prompts, drawn with replacement."""
-    random = np.random.default_rng(seed)
-    drawn = (random.integers(len(won), size=len(won)) for _ in range(DRAWS))
-    rates = [float(won[chosen].sum() / of[chosen].sum()) for chosen in drawn]
-    low, high = np.quantile(rates, [0.025, 0.975])
-    return float(low), float(high)

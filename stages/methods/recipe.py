@@ -173,6 +173,12 @@ class Recipe:
         sizes = {method.name: method.state_size for method in methods}
         return {name: len(values) for name, values in state.items()} in ({}, sizes)
 
+    @property
+    def reward_formula(self) -> str:
+        """What these rewards are, in the words of the table of methods; empty without any."""
+        formulas = (part.method.rewards.formula for part in self.parts if part.method.rewards)
+        return next(formulas, "")
+
     def rewards(self, branches: Branches) -> Tensor | None:
         """The rewards of the first part that has any, (branches,); no gradient."""
         seen = self.modifiers.applied(branches)

@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.options.settings import signed
+from align.pipeline.train.run_diff import diff_runs, known_rows, standing
 from align.pipeline.train.run_report import write_report
+from align.schemas.errors import UsageError
 from align.stages.storage.run.run_folder import RunFolder
 
 
@@ -117,3 +119,58 @@ def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_refere
         prompt = line["prompt"].removesuffix("<|good|>").removesuffix("<|bad|>")
         assert (prompt, line["completion"]) in told
     assert "log(policy / reference)" not in words_of(tmp_path / "run")
+
+
+def with_margins(run, folder, margins):
+    """A copy of a run whose last table has these margins of rewards, by the ids of rows."""
+    path = RunFolder(shutil.copytree(run, folder)).evaluation(6)
+    head = ("row", "row_id", "role", "tokens", "logp", "reference_logp", "log_ratio", "reward")
+    with path.open("w", newline="") as sink:
+        writer = csv.writer(sink, lineterminator="\n")
+        writer.writerow(head)
+        for number, (row_id, margin) in enumerate(margins.items()):
+            for role, reward in (("chosen", margin), ("rejected", 0.0)):
+                writer.writerow([number, row_id, role, 5, -1.0, -2.0, 1.0, reward])
+    return folder
+
+
+def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run, tmp_path):
+    first = with_margins(whole_run, tmp_path / "a", {"x": -1.0, "y": 1.0, "z": 1.0})
+    second = with_margins(whole_run, tmp_path / "b", {"x": 1.0, "y": -1.0, "z": 2.0})
+    diff = diff_runs(first, second)
+    assert (diff.found.gained, diff.found.lost, diff.found.in_both) == (("x",), ("y",), 1)
+    assert diff_runs(first, second, step=3).found.gained == ()
+    with pytest.raises(UsageError, match="0, 3, 6"):
+        diff_runs(first, second, step=5)
+    for table in RunFolder(second).evaluations().values():
+        table.unlink()
+    with pytest.raises(UsageError, match="eval-fraction"):
+        diff_runs(first, second)
+
+
+def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_run, tmp_path):
+    """Of 40 rows the best has 38 right; one that lacks 2 of them flips 2, another 20."""
+    names = {
+        name: 2 + 20 * (name == "far") + 2 * (name == "near") for name in ("far", "near", "top")
+    }
+    folders = {}
+    for name, wrong in names.items():
+        margins = {f"r{number}": -1.0 if number < wrong else 1.0 for number in range(40)}
+        folders[name] = RunFolder(with_margins(whole_run, tmp_path / name, margins))
+    best, alike, apart, *_ = standing(folders)
+    assert best.startswith("top ")
+    assert "0.95" in best
+    assert ("near" in alike, "far" in alike) == (True, False)
+    assert ("near" in apart, "far" in apart) == (False, True)
+    assert standing({"top": folders["top"]}) == []
+
+
+def test_the_prompt_and_the_file_of_each_row_are_those_of_the_cache(course, tmp_path):
+    manifest = json.loads((course.cache / "manifest.json").read_text())
+    known = known_rows({"train.eval_cache": "", "train.cache": str(course.cache)})
+    assert {one.source for one in known.values()} == {one["name"] for one in manifest["inputs"]}
+    rows = pq.read_table(course.cache / "data").to_pylist()
+    prompts = {row["row_id"]: str(row["prompt_key"]) for row in rows}
+    assert {name: one.prompt for name, one in known.items()} == prompts
+    gone = {"train.eval_cache": str(tmp_path / "gone")}
+    assert known_rows(gone) == {}

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from align.pipeline.jobs.tracker_sync import sync_runs
+from align.pipeline.train.run_diff import diff_runs, standing
 from align.pipeline.train.run_report import Measured
 from align.pipeline.train.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
 from align.stages.storage.cache.cache_folder import CacheFolder, OutputFolder
 from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.run.run_folder import RunFolder
 from support.command import align, refusal
 from support.mlflow_runs import open_store
 from support.trainings import KILLED
@@ -116,6 +118,13 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
         assert one["rows"] == "held out"
         assert one["before"]["eval/loss"] != one["after"]["eval/loss"]
         assert (folder / one["name"] / "model" / "config.json").is_file()
+
+    good = [folder / one["name"] for one in rows[::2]]
+    (ahead, *_) = standing({run.name: RunFolder(run) for run in good})
+    found = diff_runs(*good).found.accuracy
+    assert ahead.startswith(good[found.second > found.first].name)
+    assert ahead in (folder / "sweep.txt").read_text()
+    assert ahead.partition(":")[0] in " ".join(answer.out.split())
 
     links = set(re.findall(r'href="([^"]*)"', (folder / "sweep.html").read_text()))
     assert links == {f"{name}/report.html" for name in ("dpo-1e-3", "dpo-1e30", "orpo-1e-3")}

@@ -1,0 +1,174 @@
+"""Two runs side by side, by the held-out rows that both were measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.cache import Manifest
+from ...schemas.errors import CorruptionError, UsageError, counted
+from ...stages.methods.table import recipe_of
+from ...stages.report.cache_tables import grid
+from ...stages.report.eval_table import REWARD, read_samples
+from ...stages.report.two_runs import SURE, Difference, Known, TwoRuns, compare, measure_of
+from ...stages.storage.bucket.objects import location
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache.shards import read_columns
+from ...stages.storage.run.run_folder import RunFolder
+from ..options.settings import run_settings
+from .run_report import training_folder
+
+if TYPE_CHECKING:
+    import polars as pl
+
+MOST_SHOWN = 5
+UNITS = {"log_ratio": "margin of log-ratios, nats", "logp": "margin of log-probs, nats"}
+
+
+def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
+    """Compares two runs after their last evaluation, or after that of a step."""
+    runs = [_measured(training_folder(root), step) for root in (first, second)]
+    measure = _measure(runs)
+    known = known_rows(runs[0].settings)
+    found = compare(*(run.samples for run in runs), measure, known)
+    return RunDiff(tuple(run.said for run in runs), runs[0].told(measure), found)
+
+
+@dataclass(frozen=True)
+class RunDiff:
+    """Two runs, and what they make of the rows that both have."""
+
+    runs: tuple[str, ...]  # what each is
+    measure: str  # what has to be higher for a row to be right
+    found: TwoRuns
+
+    def text(self) -> str:
+        """What a person wants to know: how far apart they are, and where."""
+        lines = [f"{name}: {run}" for name, run in zip("AB", self.runs, strict=True)]
+        right = f"right: {self.measure} of the chosen side is higher, or of one label beyond 0"
+        return "\n".join([*lines, right, "", *_lines(self.found)])
+
+
+def standing(folders: Mapping[str, RunFolder]) -> list[str]:
+    """Which run has the most held-out rows right, and which are told apart from it.
+
+    Of several comparisons each has its share of the 5 % in which chance may look like more.
+    """
+    with_tables = {name: one for name, one in folders.items() if one.evaluations()}
+    if len(with_tables) < 2:
+        return []
+    runs = {name: _measured(folder, None) for name, folder in with_tables.items()}
+    measure = _measure([*runs.values()])
+    tables = {name: run.samples for name, run in runs.items()}
+    own = {name: compare(one, one, measure).accuracy for name, one in tables.items()}
+    best = max(own, key=lambda name: own[name].first)
+    found = {name: compare(tables[best], tables[name], measure) for name in own if name != best}
+    apart = [name for name, one in found.items() if one.chance < SURE / len(found)]
+    alike = [name for name in found if name not in apart]
+    rows = counted(own[best].rows, "held-out rows")
+    lines = [
+        f"{best} has the most of {rows} right: {own[best].first:.4f}, by "
+        f"{runs[best].told(measure)}."
+    ]
+    if alike:
+        lines.append(f"These rows do not tell it apart from {', '.join(alike)}.")
+    if apart:
+        lines.append(f"By more than chance it is ahead of {', '.join(apart)}.")
+    return [*lines, "`align diff` shows two of them row by row."]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The single completions of a run after a step."""
+
+    said: str
+    samples: pl.DataFrame
+    settings: dict[str, Any]
+
+    @property
+    def formula(self) -> str:
+        """The rewards that its loss compares."""
+        return recipe_of(self.settings["train.method"], {}).reward_formula
+
+    def told(self, measure: str) -> str:
+        """What a column of its table holds."""
+        return f"the reward {self.formula}" if measure == REWARD else f"the {measure}"
+
+
+def _measure(runs: Sequence[_Measured]) -> str:
+    return measure_of([run.samples for run in runs], {run.formula for run in runs})
+
+
+def _measured(folder: RunFolder, step: int | None) -> _Measured:
+    tables, settings = folder.evaluations(), run_settings(folder)
+    if not tables:
+        raise UsageError(
+            f"{folder.root} has no single completions of held-out rows. Train with "
+            "--eval-fraction, or train.eval_cache, and with train.eval_table above 0."
+        )
+    chosen = max(tables) if step is None else step
+    if chosen not in tables:
+        steps = ", ".join(map(str, tables))
+        raise UsageError(f"{folder.root} was not measured after step {chosen}, but after: {steps}.")
+    said = f"{folder.root}, {settings['train.method']}, after step {chosen:,}"
+    return _Measured(said, read_samples(tables[chosen]), settings)
+
+
+def known_rows(settings: dict[str, Any]) -> dict[str, Known]:
+    """The prompt and the source of each row of a run's cache; nothing if it is gone."""
+    given = settings["train.eval_cache"] or settings["train.cache"] or settings["cache.output"]
+    folder = CacheFolder(location(given))
+    try:
+        manifest = load_manifest(folder)
+    except (UsageError, CorruptionError):
+        return {}
+    return dict(_rows_of(folder, manifest))
+
+
+def _rows_of(folder: CacheFolder, manifest: Manifest) -> Iterator[tuple[str, Known]]:
+    names = {f"{entry.identity:016x}": entry.name for entry in manifest.inputs}
+    for shard in manifest.shards:
+        table, _ = read_columns(folder.shard(shard), ["row_id", "prompt_key", "source"])
+        for row in table.to_pylist():
+            source = names.get(row["source"]["file"], "")
+            yield row["row_id"], Known(str(row["prompt_key"]), source)
+
+
+def _lines(found: TwoRuns) -> Iterator[str]:
+    overall = [found.accuracy, *([found.gap] if found.gap else [])]
+    head = (f"{counted(found.accuracy.rows, 'held-out rows')}", "A", "B", "B - A", "95 % interval")
+    yield from grid(head, [_cells(one) for one in overall])
+    if found.left_out:
+        yield f"  {counted(found.left_out, 'rows')} that only one of them can tell are left out."
+    yield ""
+    yield (
+        f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
+        f"{len(found.gained):,}. Chance alone divides the flipped rows as unevenly with a "
+        f"probability of {found.chance:.3g} (McNemar, exact)."
+    )
+    yield _verdict(found)
+    for name, ids in (("A", found.lost), ("B", found.gained)):
+        if ids:
+            more = ", …" if len(ids) > MOST_SHOWN else ""
+            yield f"right in {name} alone: {', '.join(ids[:MOST_SHOWN])}{more}"
+    if found.parts:
+        yield ""
+        head = ("accuracy by part", "rows", "A", "B", "B - A", "95 % interval")
+        cells = [(one.name, f"{one.rows:,}", *_cells(one)[1:]) for one in found.parts]
+        yield from grid(head, cells)
+
+
+def _verdict(found: TwoRuns) -> str:
+    if not found.are_told_apart:
+        return "These rows do not tell the two apart."
+    better = "B" if len(found.gained) > len(found.lost) else "A"
+    return f"{better} is right on more of them, by more than chance explains (below {SURE:g})."
+
+
+def _cells(one: Difference) -> tuple[str, ...]:
+    gained = one.second - one.first
+    figures = (f"{one.first:.4f}", f"{one.second:.4f}", f"{gained:+.4f}")
+    return UNITS.get(one.name, one.name), *figures, f"{one.low:+.4f} to {one.high:+.4f}"

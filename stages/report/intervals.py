@@ -1,0 +1,50 @@
+"""How far a figure may be off by chance: bootstrap intervals, and McNemar's exact test."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DRAWS = 2000
+MOST_DRAWN = 1 << 18  # units at once
+TAILS = (0.025, 0.975)
+
+
+def interval_of_rate(
+    sums: NDArray[Any], counts: NDArray[Any], *, seed: int = 0
+) -> tuple[float, float]:
+    """The 95 % bootstrap interval of all sums over all counts.
+
+    Each entry is a unit that is drawn whole, with replacement: a prompt with all its rows.
+    """
+    random, units = np.random.default_rng(seed), len(sums)
+    at_once = max(1, MOST_DRAWN // units)
+    rates = []
+    for start in range(0, DRAWS, at_once):
+        chosen = random.integers(units, size=(min(at_once, DRAWS - start), units))
+        rates.append(sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1))
+    low, high = np.quantile(np.concatenate(rates), TAILS)
+    return float(low), float(high)
+
+
+def interval_of_mean(
+    values: NDArray[Any], units: NDArray[Any], *, seed: int = 0
+) -> tuple[float, float]:
+    """The 95 % bootstrap interval of a mean; values of the same unit are drawn together."""
+    _, number = np.unique(units, return_inverse=True)
+    return interval_of_rate(np.bincount(number, values), np.bincount(number), seed=seed)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """How likely chance alone divides the rows that two judge differently at least so unevenly."""
+    differing, fewer = only_first + only_second, min(only_first, only_second)
+    # 2 * sum of C(n, k) / 2**n, by logarithms: the numbers themselves overflow.
+    logs = [
+        math.lgamma(differing + 1) - math.lgamma(k + 1) - math.lgamma(differing - k + 1)
+        for k in range(fewer + 1)
+    ]
+    likely = math.fsum(math.exp(each - differing * math.log(2)) for each in logs)
+    return min(1.0, 2 * likely)

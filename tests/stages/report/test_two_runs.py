@@ -1,0 +1,117 @@
+"""Two runs are compared row by row."""
+
+import polars as pl
+import pytest
+
+from align.schemas.errors import UsageError
+from align.stages.report.intervals import mcnemar
+from align.stages.report.two_runs import Known, compare, measure_of
+
+
+def table(rows, roles=("chosen", "rejected"), **others):
+    """A table of completions; each row has an id and the reward of each of its sides."""
+    lines = [
+        {
+            "row": number,
+            "row_id": name,
+            "role": role,
+            "tokens": 10 + number,
+            "logp": reward * 10 - 3,
+            "reference_logp": -3.0,
+            "log_ratio": reward * 10,
+            "reward": float(reward),
+            **others,
+        }
+        for number, (name, *rewards) in enumerate(rows)
+        for role, reward in zip(roles, rewards, strict=True)
+        if reward is not None
+    ]
+    return pl.DataFrame(lines)
+
+
+# Margins of A: 1, -1, 2, 0; of B: 3, 1, -1, 1.
+FIRST = table([("a", 1, 0), ("b", 0, 1), ("c", 2, 0), ("d", 1, 1)])
+SECOND = table([("d", 2, 1), ("c", 0, 1), ("b", 1, 0), ("a", 3, 0)])
+
+
+def test_rows_are_matched_by_their_ids_and_a_tie_is_half_right():
+    found = compare(FIRST, SECOND)
+    assert (found.accuracy.first, found.accuracy.second) == ((1 + 0 + 1 + 0.5) / 4, 3 / 4)
+    assert found.gained == ("b",)
+    assert found.lost == ("c",)
+    assert (found.in_both, found.left_out, found.chance) == (1, 0, mcnemar(1, 1))
+    assert not found.are_told_apart
+    assert found.gap.name == "log_ratio"
+    assert (found.gap.first, found.gap.second) == pytest.approx((10 * 2 / 4, 10 * 4 / 4))
+    assert found.gap.low < 5 < found.gap.high
+
+
+def test_labels_of_a_row_are_compared_as_its_pair_is():
+    labels = table(
+        [("a", 3, 0), ("b", 1, 0), ("c", 0, 1), ("d", 2, 1)], ("desirable", "undesirable")
+    )
+    assert compare(FIRST, labels) == compare(FIRST, SECOND)
+
+
+def test_a_label_alone_is_right_on_its_side_of_zero():
+    one = table([("a", 1), ("b", -1)], ("desirable",))
+    other = pl.concat([one, table([("c", -2)], ("undesirable",))])
+    found = compare(other, other)
+    assert (found.accuracy.first, found.accuracy.rows) == (2 / 3, 3)
+
+
+def test_a_row_that_one_run_lacks_or_has_half_of_is_left_out():
+    half = table([("a", 1, 0), ("b", None, 1), ("x", 1, 0)])
+    found = compare(FIRST, half)
+    assert (found.accuracy.rows, found.left_out) == (1, 4)
+    infinite = table([("a", float("inf"), 0), ("b", 1, 0)])
+    assert compare(FIRST, infinite).accuracy.rows == 1
+    with pytest.raises(UsageError, match="in common"):
+        compare(FIRST, table([("x", 1, 0)]))
+
+
+def test_a_run_without_a_reference_is_compared_by_its_log_probs():
+    bare = SECOND.drop("reference_logp", "log_ratio")
+    found = compare(FIRST, bare)
+    assert (found.gap.name, found.accuracy) == ("logp", compare(FIRST, SECOND).accuracy)
+    scores = FIRST.drop("logp", "reference_logp", "log_ratio").with_columns(policy_score="reward")
+    assert compare(scores, scores).gap is None
+
+
+def test_two_losses_are_compared_by_what_they_have_in_common():
+    bare = SECOND.drop("reference_logp", "log_ratio")
+    assert measure_of([FIRST, SECOND], ["b r", "b r"]) == "reward"
+    assert measure_of([FIRST, SECOND], ["b r", "b r/n"]) == "log_ratio"
+    assert measure_of([FIRST, bare], ["b r", "lam m"]) == "logp"
+    found = compare(FIRST.with_columns(reward=0.0), SECOND, "log_ratio")
+    assert found.accuracy == compare(FIRST, SECOND).accuracy
+
+
+def test_a_clear_difference_is_told_with_its_part():
+    names = [f"r{number:03}" for number in range(120)]
+    wrong = table([(name, 0, 1) for name in names])
+    better = table(
+        [(name, *((1, 0) if number % 3 else (0, 1))) for number, name in enumerate(names)]
+    )
+    known = {
+        name: Known(name[:3], "web" if number < 60 else "books")
+        for number, name in enumerate(names)
+    }
+    found = compare(wrong, better, known=known)
+    assert found.are_told_apart
+    assert (len(found.gained), len(found.lost)) == (80, 0)
+    assert found.accuracy.low > 0.5
+    sources = {one.name: one for one in found.parts if one.name in {"web", "books"}}
+    assert {name: (one.rows, one.second) for name, one in sources.items()} == {
+        "web": (60, 2 / 3),
+        "books": (60, 2 / 3),
+    }
+    lengths = [one for one in found.parts if one.name not in sources]
+    assert sum(one.rows for one in lengths) == 120
+    reversed_ = compare(better, wrong, known=known)
+    assert (reversed_.accuracy.low, reversed_.gained) == (-found.accuracy.high, ())
+
+
+def test_candidates_have_no_good_and_no_bad_side():
+    with pytest.raises(UsageError, match="candidate"):
+        compare(table([("a", 1)], ("candidate",)), FIRST)
