@@ -161,6 +161,9 @@ def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int) -> N
     layout = _saved_layout(saved, order)
     _require_same_making(saved, layout, _live_layout(engine, live, order, saved.ranks), live, stage)
     rank = rank if stage else 0
+    for name in SHARED & live.keys():
+        if type(saved.optimizers[rank].get(name)) is not type(live[name]):
+            raise ValueError(f"{name} is missing, or is another's")
     dtypes = {name: one.dtype for name, one in engine.module.named_parameters()}
     for name, kept in saved.model["module"].items():
         if kept.dtype != dtypes.get(name, kept.dtype) or not is_finite(kept):
