@@ -17,7 +17,7 @@ from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.cache.shards import read_columns
-from ...stages.storage.run.run_folder import RunFolder
+from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ..options.settings import run_settings
 from .run_report import training_folder
 
@@ -103,6 +103,7 @@ def _measure(runs: Sequence[_Measured]) -> str:
 
 
 def _measured(folder: RunFolder, step: int | None) -> _Measured:
+    read_ending(folder)  # which refuses tables that are not what the run left
     tables, settings = folder.evaluations(), run_settings(folder)
     if not tables:
         raise UsageError(

@@ -161,6 +161,9 @@ def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int) -> N
     layout = _saved_layout(saved, order)
     _require_same_making(saved, layout, _live_layout(engine, live, order, saved.ranks), live, stage)
     rank = rank if stage else 0
+    for name in SHARED & live.keys():
+        if type(saved.optimizers[rank].get(name)) is not type(live[name]):
+            raise ValueError(f"{name} is missing, or is another's")
     dtypes = {name: one.dtype for name, one in engine.module.named_parameters()}
     for name, kept in saved.model["module"].items():
         if kept.dtype != dtypes.get(name, kept.dtype) or not is_finite(kept):
@@ -179,8 +182,11 @@ def _moments(saved: SavedState, engine: Any, rank: int, index: int) -> dict[str,
     state = saved.base(rank)["state"]
     has_stepped = saved.model["global_steps"] > saved.model["skipped_steps"]
     # Without ZeRO, a parameter that never had a gradient has none.
-    if index in state or (has_stepped and (saved.stage or not state)):
-        return {name: state.get(index, {})[name] for name in names}
+    if names and (index in state or (has_stepped and (saved.stage or not state))):
+        known = state.get(index, {})
+        if not 0 < known.get("step", 1) <= saved.model["global_steps"]:
+            raise ValueError(f"the optimizer has taken {known['step']} steps")
+        return {name: known[name] for name in names}
     return {}
 
 

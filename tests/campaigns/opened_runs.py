@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from align.pipeline.commands.python_api import load_run
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.fitted_batches import note_fitting
+from align.pipeline.train.run_diff import diff_runs
 from align.pipeline.train.run_report import write_report
 from align.pipeline.train.sweep import sweep
 from align.pipeline.train.train import run_training
@@ -115,6 +116,11 @@ def reported(run):
     return write_report(run).read_text()
 
 
+def compared(run):
+    """A run beside the whole one."""
+    return diff_runs(run, Runs.bases / FINISHED).text()
+
+
 def loaded(run):
     """A run as Python has it."""
     found = load_run(run)
@@ -131,6 +137,7 @@ OPENED = {
     "sweep": swept,
     "policy": begun,
     "report": reported,
+    "diff": compared,
     "load": loaded,
 }
 

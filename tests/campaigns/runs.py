@@ -22,7 +22,7 @@ from campaigns.cases import Campaign, End, tried  # noqa: E402
 MODULES = ("campaigns.opened_runs", "campaigns.damaged_runs")
 DOORS = {
     "paused": ("resume", "resume", "resume", "resized", "report", "load"),
-    "finished": ("again", "again", "longer", "sweep", "policy", "report", "load"),
+    "finished": ("again", "diff", "longer", "sweep", "policy", "report", "load"),
 }
 CONTINUED = ("resume", "resized", "longer")
 TRAINED = (*CONTINUED, "policy")

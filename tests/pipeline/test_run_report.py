@@ -12,7 +12,7 @@ import pytest
 from align.pipeline.options.settings import signed
 from align.pipeline.train.run_diff import diff_runs, known_rows, standing
 from align.pipeline.train.run_report import write_report
-from align.schemas.errors import UsageError
+from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.run.run_folder import RunFolder
 
 
@@ -131,6 +131,7 @@ def with_margins(run, folder, margins):
         for number, (row_id, margin) in enumerate(margins.items()):
             for role, reward in (("chosen", margin), ("rejected", 0.0)):
                 writer.writerow([number, row_id, role, 5, -1.0, -2.0, 1.0, reward])
+    (folder / "_align" / "ending.json").unlink()  # which has the digest of the table
     return folder
 
 
@@ -146,6 +147,14 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
         table.unlink()
     with pytest.raises(UsageError, match="eval-fraction"):
         diff_runs(first, second)
+
+
+def test_a_table_that_differs_from_what_its_run_left_is_not_compared(whole_run, tmp_path):
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    table = RunFolder(run).evaluation(6)
+    table.write_text(table.read_text().replace("1", "2", 1))
+    with pytest.raises(CorruptionError, match=f"{table} is damaged"):
+        diff_runs(whole_run, run)
 
 
 def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_run, tmp_path):

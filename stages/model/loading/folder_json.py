@@ -24,11 +24,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file}: cannot be read ({error}). Copy the folder again.") from None
     if not stat.S_ISREG(mode.st_mode):  # opening a pipe would wait for a writer
         raise UsageError(f"{file}: is not a plain file. Copy the folder again.")
-    if mode.st_size > LARGEST:
-        raise UsageError(
-            f"{file}: has {mode.st_size:,} bytes, and {LARGEST:,} are the most that such a file "
-            "may have. Copy the file again, or take it from the model's publisher."
-        )
+    _require_bounded(file, mode.st_size)
     with os_errors_as_storage_errors("read", file):
         content = file.read_bytes()
     try:
@@ -39,8 +35,25 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file}: must hold one JSON object. Copy the file again.") from None
 
 
+# What a tokenizer is made of besides the JSON that is looked at before.
+READ_WHOLE = {
+    *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("added_tokens.json", "special_tokens_map.json"),
+}
+
+
 def require_plain_files(folder: Path) -> None:
-    """Refuses pipes and devices in a folder: a library that opens one may wait for ever."""
+    """Refuses what a library waits for or reads for ever: pipes, devices, texts without an end."""
     for file in folder.iterdir():
         if file.exists() and not file.is_file() and not file.is_dir():
             raise UsageError(f"{file}: is not a plain file. Take it out of the folder.")
+        if file.name in READ_WHOLE and file.exists():
+            _require_bounded(file, file.stat().st_size)
+
+
+def _require_bounded(file: Path, size: int) -> None:
+    if size > LARGEST:
+        raise UsageError(
+            f"{file}: has {size:,} bytes, and {LARGEST:,} are the most that such a file "
+            "may have. Copy the file again, or take it from the model's publisher."
+        )

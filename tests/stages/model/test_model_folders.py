@@ -105,6 +105,7 @@ CASES = [
     *sizes(("num_experts", 10**9), base="mixture"),
     ("llama", CONFIG, partial(with_bytes, content=DEEP), "nested"),
     ("llama", CONFIG, partial(with_bytes, content=b" " * LARGE + b"{}"), "bytes"),
+    ("llama", "chat_template.jinja", partial(with_bytes, content=b" " * (LARGE + 1)), "bytes"),
     ("llama", CONFIG, as_pipe, "not a plain file"),
     *[
         ("llama", WEIGHTS, partial(with_header, header=header), "not a safetensors file")
