@@ -28,6 +28,8 @@ def register(monkeypatch):
 class FileStore:
     """A folder of runs."""
 
+    unkept = ()
+
     def __init__(self, root):
         self.root = Path(root)
         self.address = str(self.root)

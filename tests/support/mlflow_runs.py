@@ -74,6 +74,8 @@ def warnings_in(caplog):
 class MlflowStore:
     """A SQLite store, as a tracker's contract tries it."""
 
+    unkept = ()
+
     def __init__(self, path):
         self.path = Path(path)
         self.address = f"sqlite:///{path}"

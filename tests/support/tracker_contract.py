@@ -103,11 +103,16 @@ class Recorded:
         told = store.told(self.ledger.record.run_id)
         wanted = dataclasses.replace(self.whole, **others)
         own = {name: told.tags.get(name) for name in wanted.tags}  # a store adds its own
-        assert dataclasses.replace(told, tags=own) == wanted
+        unkept = {name: getattr(told, name) for name in store.unkept}
+        assert not any(unkept.values())
+        assert dataclasses.replace(told, tags=own) == dataclasses.replace(wanted, **unkept)
 
 
 def require_tracker_contract(kind, new_store, folder):
-    """`new_store` makes a store that holds nothing: its address, what it was told, its troubles."""
+    """`new_store` makes a store that holds nothing: its address, what it was told, its troubles.
+
+    `unkept` of a store names what of `Told` has no place in any store of this kind.
+    """
     with _changed(delivery, "POINTS_PER_CALL", POINTS):
         _require_survival(kind, new_store(), folder / "killed")
         _require_idempotence(kind, new_store(), folder / "again")
