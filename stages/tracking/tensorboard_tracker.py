@@ -25,6 +25,7 @@ FOLDER = "tensorboard"  # in the folder of the run
 # A reader takes the files in the order of their names, and stays at the last of them.
 EVENTS = "events.out.tfevents."
 SETTINGS, MODEL, STATUS, NUMBERS = (f"{EVENTS}{name}" for name in ("1", "2-", "3", "4"))
+LARGEST = 3.4028234663852886e38  # in 32 bits
 SENT, DRAFT = "sent.json", "draft"
 
 
@@ -168,13 +169,10 @@ class TensorboardTracker:
         return bytes(event.SerializeToString())
 
     def _numbers(self, entry: Entry) -> bytes:
-        """One event of a line, as tensors: TensorBoard's older form of a number has 32 bits."""
-        double = self._types.DT_DOUBLE
+        """One event of a line; in 32 bits, for TensorBoard's data server shows no other numbers."""
+        make = self._summary.Summary.Value
         values = [
-            self._value(
-                point.key, "scalars", "SCALAR", self._tensor(dtype=double, double_val=[point.value])
-            )
-            for point in entry.points
+            make(tag=point.key, simple_value=_in_32_bits(point.value)) for point in entry.points
         ]
         summary = self._summary.Summary(value=values)
         when = entry.points[0].time_ms / 1000
@@ -183,14 +181,14 @@ class TensorboardTracker:
 
     def _text(self, name: str, text: str) -> Any:
         tensor = self._tensor(dtype=self._types.DT_STRING, string_val=[text.encode()])
-        return self._value(name, "text", "TENSOR", tensor)
+        return self._value(name, "text", tensor)
 
-    def _value(self, name: str, plugin: str, data_class: str, tensor: Any) -> Any:
+    def _value(self, name: str, plugin: str, tensor: Any) -> Any:
         """A value of a kind that one of TensorBoard's own plugins shows."""
         tensor.tensor_shape.SetInParent()  # of no dimensions
         metadata = self._summary.SummaryMetadata(
             plugin_data={"plugin_name": plugin},
-            data_class=getattr(self._summary, f"DATA_CLASS_{data_class}"),
+            data_class=self._summary.DATA_CLASS_TENSOR,
         )
         return self._summary.Summary.Value(tag=name, metadata=metadata, tensor=tensor)
 
@@ -204,7 +202,7 @@ class TensorboardTracker:
     def _hparams_value(self, name: str, **info: Any) -> Any:
         content = self._hparams.HParamsPluginData(version=0, **info).SerializeToString()
         value = self._value(
-            f"_hparams_/{name}", "hparams", "TENSOR", self._tensor(dtype=self._types.DT_FLOAT)
+            f"_hparams_/{name}", "hparams", self._tensor(dtype=self._types.DT_FLOAT)
         )
         value.metadata.plugin_data.content = content
         value.tensor.float_val.append(0.0)  # one without a value is left out
@@ -224,6 +222,11 @@ def table(rows: Mapping[str, str]) -> str:
     change = str.maketrans({"&": "&amp;", **escaped})
     lines = [f"| {name} | {value.translate(change)} |" for name, value in rows.items()]
     return "\n".join(["| name | value |", "|---|---|", *lines])
+
+
+def _in_32_bits(value: float) -> float:
+    """The nearest number, or the largest: TensorBoard draws no infinity."""
+    return max(-LARGEST, min(LARGEST, value))
 
 
 def _plain_value(text: str) -> Any:

@@ -29,6 +29,7 @@ class FileStore:
     """A folder of runs."""
 
     unkept = ()
+    bits = 64
 
     def __init__(self, root):
         self.root = Path(root)

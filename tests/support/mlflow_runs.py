@@ -75,6 +75,7 @@ class MlflowStore:
     """A SQLite store, as a tracker's contract tries it."""
 
     unkept = ()
+    bits = 64
 
     def __init__(self, path):
         self.path = Path(path)

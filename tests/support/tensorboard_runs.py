@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
@@ -16,21 +17,20 @@ from support.tracker_contract import Told
 
 def scalars(run):
     """Name, step, value and seconds of every number, as often as it is there."""
-    found = _read(run)
+    events = _read(run).events
     return sorted(
-        (name, event.step, event.tensor_proto.double_val[0], event.wall_time)
-        for name, plugin in found.plugins.items()
-        if plugin == "scalars"
-        for event in found.events.Tensors(name)
+        (name, event.step, event.value, event.wall_time)
+        for name in events.Tags()["scalars"]
+        for event in events.Scalars(name)
     )
 
 
 def journalled(root):
-    """The same of every number that was measured."""
+    """The same of every number that was measured, rounded to 32 bits."""
     lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
     times = {"step", "time"}
     return sorted(
-        (name, line["step"], line[name], line["time"])
+        (name, line["step"], float(np.float32(line[name])), line["time"])
         for line in lines
         for name in line.keys() - times
     )
@@ -47,6 +47,7 @@ class TensorboardStore:
     """A folder of runs."""
 
     unkept = ("files",)  # they are in the folder of the run already
+    bits = 32
 
     def __init__(self, root):
         self.root = Path(root)
@@ -95,7 +96,7 @@ class Read:
 
 
 def _read(run):
-    events = EventAccumulator(str(run), size_guidance={"tensors": 0})
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     names = events.Tags()["tensors"]
     return Read(events, {one: events.SummaryMetadata(one).plugin_data.plugin_name for one in names})
