@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .option import IN_TASKS, SCORERS, TRAINING, option, section
@@ -311,6 +311,12 @@ class TrackingOptions:
         on=(*SCORERS, *TRAINING, "rounds"),
         read_by=("score --from-labels",),
     )
+    trackers: list[str] = option(
+        [],
+        "where runs are recorded, such as mlflow,tensorboard; empty: mlflow",
+        flag="--track",
+        on=(*SCORERS, *TRAINING, "rounds"),
+    )
     uri: str = option(
         "", "tracking server; empty: MLFLOW_TRACKING_URI or sqlite:///mlflow.db", read_by=SCORERS
     )
@@ -322,6 +328,10 @@ class TrackingOptions:
     system_metrics: bool = option(
         False, "with each logged step of a training also processor, memory, disk and GPU memory"
     )
+
+    def none(self) -> TrackingOptions:
+        """The same options, of a run that is not recorded."""
+        return replace(self, mlflow=False, trackers=[])
 
 
 @dataclass(frozen=True)

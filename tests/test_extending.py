@@ -103,7 +103,7 @@ def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
     uri, later = f"sqlite:///{tmp_path}/mlflow.db", FileStore(tmp_path / "closed")
     later.root.touch()  # which is no folder: the store is down
     words = ("train", "--method", "dpo", "--cache", training_world.pairs, "--max-steps", 2)
-    both = ("--set", f"tracking.uri={uri}", "--batch-size", 4)
+    both = ("--track", "mlflow,files", "--set", f"tracking.uri={uri}", "--batch-size", 4)
     copy.align((*words, *both), RUNS_FOLDER=later.address)
     told = the_run(open_store(uri), "align")
     assert told.info.status == "FINISHED"

@@ -12,7 +12,7 @@ TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(PATHS)}
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 VERBS = {"data", "feed", "judge", "pairing", "sample", "score", "select", "train"}
 # Rooms that any verb uses, and which further rooms of this kind each of them may use.
-NOUNS = {name: set() for name in ("engine", "methods", "model", "server", "storage")}
+NOUNS = {name: set() for name in ("engine", "methods", "model", "render", "server", "storage")}
 NOUNS |= {name: {"storage"} for name in ("demo", "report", "sort", "tracking")}
 # The rooms of pipeline/: each may import those before it.
 ORDER = (

@@ -163,7 +163,7 @@ def recorded_by_first(config: Config) -> Config:
     """The config, without a record of the run on all ranks but the first."""
     if is_first_rank():
         return config
-    return replace(config, tracking=replace(config.tracking, mlflow=False))
+    return replace(config, tracking=config.tracking.none())
 
 
 def is_first_rank() -> bool:

@@ -40,7 +40,7 @@ def send_earlier(home: Path, options: TrackingOptions) -> dict[str, str]:
     A failure is logged, and what was not sent stays.
     """
     run_ids = {}
-    for kind in map(kind_of, addresses(options)):
+    for kind in map(kind_of, addresses(options, home)):
         for folder in unsent_runs(home):
             if not folder.ledger(kind.name).exists():
                 continue

@@ -192,7 +192,7 @@ def _deliver(address: str, folder: RunFolder, ledger: Ledger) -> int:
 
 def _address(kind: TrackerKind, root: Path, named: str, options: TrackingOptions, uri: str) -> str:
     """The store to send to: the one given by hand, else the user's, if the folder names it too."""
-    own = kind.address(options)
+    own = kind.address(options, root)
     if uri or (own and kind.plain(own) == named):
         return uri or own
     way = (

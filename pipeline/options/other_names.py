@@ -50,7 +50,7 @@ _MEAN = "Every mean is over the global batch, so a batch may be dealt in any way
 _ALWAYS = "Nothing needs to be set: it is always so."
 _EPOCHS = "Several passes read the same cache; the reference is not run again."
 _WARMUP = "Below 1 it is a share of all steps, else a number of steps."
-_TO_MLFLOW = "Runs are recorded in MLflow unless --no-mlflow is given."
+_TRACKERS = "Names with commas between; without it runs are recorded in MLflow."
 _LIKE_NO_OTHER = "A share of the prompts is held out, chosen by their hash; 0 holds out none."
 
 TABLE = (
@@ -199,10 +199,10 @@ TABLE = (
         "The folder of the run; the model is in its folder model. A cache has cache.output."),
     _is("overwrite_output_dir", FACTORY, "", "A finished run is never written over: name another."),
     _is("logging_steps", EVERY, "train.log_every"),
-    _is("report_to use_wandb use_mlflow wandb_project use_tensorboard", EVERY, "tracking.mlflow",
-        _TO_MLFLOW),
+    _is("report_to use_wandb use_mlflow use_tensorboard", EVERY, "tracking.trackers",
+        _TRACKERS),
     _is("mlflow_tracking_uri", AXOLOTL, "tracking.uri"),
-    _is("mlflow_experiment_name", AXOLOTL, "tracking.experiment"),
+    _is("mlflow_experiment_name wandb_project", EVERY, "tracking.experiment"),
     _is("run_name mlflow_run_name wandb_run_name", EVERY, "tracking.run_name"),
 )  # fmt: skip
 

@@ -23,7 +23,8 @@ from ...stages.storage.bucket.local_copies import keep_copies_in
 from ...stages.storage.bucket.objects import is_remote
 from ...stages.storage.disk import fs
 from ...stages.storage.run.run_folder import RunFolder
-from .declared import facts_of, paths
+from ...stages.tracking.tracker import require_trackers
+from .declared import facts_of, paths, reads
 from .flags import require_used
 from .other_names import meaning_of
 from .strict_yaml import UNREADABLE, from_yaml, setting_value
@@ -94,6 +95,8 @@ def load_settings(
     if isinstance(uri := values.get("tracking.uri"), str):
         _require_address(uri, origins["tracking.uri"])
     settings = Settings(_build(values, origins), origins)
+    if reads(command, "tracking.trackers"):
+        require_trackers(settings.config.tracking)
     keep_copies_in(settings.config.objects.folder, settings.config.objects.local_gib)
     for name in settings.on_command:
         require_used(command, name, origins[name])

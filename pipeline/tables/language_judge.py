@@ -11,8 +11,9 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
 from ...schemas.samples import SERVER, OpenSampler, Sampler, Sampling
-from ...stages.judge.judge_template import Question, load_template
+from ...stages.judge.judge_template import JudgeTemplate, Question, load_template
 from ...stages.judge.judgments import Asked, LanguageJudge, Readings
+from ...stages.render.render_process import Limits
 from ...stages.tracking.progress import Progress
 from ..executors.executor import WHOLE, Share
 from ..executors.kinds import require_executor
@@ -27,7 +28,7 @@ def require_language(
 ) -> None:
     """Refuses settings that name no language model, or a template that is none."""
     require_executor(config.scoring, share, is_served=bool(config.server.url))
-    load_template(kind, config.judge.template)
+    _template_of(config, kind)
     if not has_sampler:
         _require_named(config)
 
@@ -37,6 +38,10 @@ def judge_sampler(config: Config) -> Sampler:
     _require_named(config)
     model = replace(config.model, path=config.judge.model, adapter="")
     return sampler_of(model, config.tokens, config.server, config.scoring)
+
+
+def _template_of(config: Config, kind: Question) -> JudgeTemplate:
+    return load_template(kind, config.judge.template, Limits.of(config.tokens))
 
 
 def _require_named(config: Config) -> None:
@@ -60,7 +65,7 @@ class JudgeModel:
     def of(config: Config, kind: Question, sampler: Sampler | None) -> JudgeModel:
         """The one that is given or that the settings name, which takes the likeliest tokens."""
         asked = sampler or judge_sampler(config)
-        template = load_template(kind, config.judge.template)
+        template = _template_of(config, kind)
         sampling = Sampling(temperature=0.0, max_new_tokens=config.judge.max_new_tokens)
         return JudgeModel(LanguageJudge(template, asked.identity(), sampling), asked, config)
 

@@ -106,7 +106,7 @@ def _scoring(config: Config, folder: Path, earlier: Sequence[Path]) -> Config:
             reuse_known=config.cache.reuse_known,
         ),
         rewards=replace(config.rewards, output=str(folder / SCORED)),
-        tracking=replace(config.tracking, mlflow=False),  # the judge has a run of its own
+        tracking=config.tracking.none(),  # the judge has a run of its own
     )
 
 

@@ -15,14 +15,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow
-from .render_process import KILLED, OVER_TIME, Batch, Limits, Rendered, Rendering
-from .template_worker import FAILED, MIB, NO_MEMORY, NOT_JINJA, RENDERED, TOO_LARGE
+from ..render.render_process import (
+    KILLED,
+    MOST_TEXT,
+    OVER_TIME,
+    Batch,
+    Limits,
+    Rendered,
+    Rendering,
+)
+from ..render.template_worker import FAILED, NO_MEMORY, NOT_JINJA, RENDERED
 from .validate import ASSISTANT
 
 if TYPE_CHECKING:
     from ...schemas.rows import Message
 
-MOST_TEXT = 1 << 20  # of a template: those of models have some 10,000 characters
 # More time than its rows have taken, and this many limits: then a template is refused.
 LOST_LIMITS = 8
 _BREAKS = {OVER_TIME, KILLED, NO_MEMORY}  # after which another process has to be started
@@ -90,7 +97,9 @@ class ChatTemplate:
             return found
         if found.status == FAILED:
             raise BadRow("template_error", found.text)
-        raise BadRow("template_error", f"{self.source}: the chat template {self._over(found)}")
+        raise BadRow(
+            "template_error", f"{self.source}: the chat template {self._limits.broken_by(found)}"
+        )
 
     def require_sound(self) -> None:
         """Refuses a template with a fault."""
@@ -149,8 +158,9 @@ class ChatTemplate:
             if self._lost > self._used + LOST_LIMITS * self._limits.seconds:
                 self.fault = (
                     f"{self.source}: more time has gone into rows on which the chat template "
-                    f"breaks than into all others; the last one {self._over(answer)}. Pass "
-                    "another template (--set tokens.chat_template=FILE.jinja), or allow more."
+                    "breaks than into all others; the last one "
+                    f"{self._limits.broken_by(answer)}. Pass another template "
+                    "(--set tokens.chat_template=FILE.jinja), or allow more."
                 )
                 self.require_sound()
             yield answer
@@ -164,18 +174,9 @@ class ChatTemplate:
         elif answer.status not in (RENDERED, FAILED):
             self.fault = (
                 f"{self.source}: for a conversation of a few words the chat template "
-                f"{self._over(answer)}. Pass another (--set tokens.chat_template=FILE.jinja)."
+                f"{self._limits.broken_by(answer)}. "
+                "Pass another (--set tokens.chat_template=FILE.jinja)."
             )
-
-    def _over(self, answer: Rendered) -> str:
-        mib = self._limits.text / MIB
-        return {
-            OVER_TIME: f"takes more than {self._limits.seconds:g} s of processor time "
-            "(tokens.template_seconds)",
-            TOO_LARGE: f"adds more than {mib:g} MiB of text (tokens.template_mib)",
-            NO_MEMORY: f"takes more memory than a text of {mib:g} MiB needs (tokens.template_mib)",
-            KILLED: "crashes the process that renders it",
-        }.get(answer.status, answer.text)
 
 
 def request_of(

@@ -22,14 +22,13 @@ from ..model.loading.declared_sizes import require_declared_sizes
 from ..model.loading.folder_check import TOKENIZER_SETTINGS, require_plain_tokenizer
 from ..model.loading.library_errors import refused_as
 from ..model.loading.model_folder import CONFIG, model_config
+from ..render.render_process import Limits
 from .chat_template import ChatTemplate
 from .chat_wrap import Wrapping
 from .collector import collector_paused
 from .conversation import Conversation
-from .render_process import Limits
 from .stop_tokens import NO_STOPS, Added, find_stops
 from .template_probe import Shown, written_around
-from .template_worker import MIB
 from .tokenizer_file import TOKENIZER, require_bounded_tokenizer
 from .tool_forms import ToolForms, uses_tools
 
@@ -241,7 +240,7 @@ def _chat_template(hf: Any, options: TokenOptions, folder: str) -> ChatTemplate 
         text,
         source=options.chat_template or str(beside),
         specials=hf.special_tokens_map,
-        limits=Limits(options.template_seconds, int(options.template_mib * MIB)),
+        limits=Limits.of(options),
     )
 
 

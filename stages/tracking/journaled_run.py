@@ -68,7 +68,7 @@ def open_training_run(
     A ledger of a tracker that is left out this time is kept up to date, for `mlflow-sync`.
     """
     journal = open_journal(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
-    wanted = addresses(options)
+    wanted = addresses(options, folder.root)
     names = [one for one in TRACKERS if one in wanted or folder.ledger(one).exists()]
     ledgers = [_open_ledger(one, options, folder, name, wanted.get(one, "")) for one in names]
     for ledger in ledgers:
@@ -95,7 +95,7 @@ def recorded(
     The record is in the outbox of that folder until all trackers were sent all of it. Unless a
     process is alone there, it leaves the rest of the outbox as it is.
     """
-    wanted = addresses(options) if is_recorded else {}
+    wanted = addresses(options, home) if is_recorded else {}
     if not wanted:
         yield Run(home)
         return

@@ -243,7 +243,7 @@ def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def store_uri(options: TrackingOptions) -> str:
+def store_uri(options: TrackingOptions, _: Path) -> str:
     """The tracking URI of the config, else the environment, else a local file."""
     return options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 

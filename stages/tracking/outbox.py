@@ -198,8 +198,7 @@ def remove_if_sent(folder: RunFolder, *, is_alone: bool = True) -> None:
 
     A failure is logged: the next run on the cache or sweep tries again.
     """
-    titles = " and ".join(kind_of(name).title for name in TRACKERS)
-    with log_failure(f"A run that {titles} was sent stays in the outbox"):
+    with log_failure("A run that was sent whole stays in the outbox"):
         if not folder.ledgers():
             fs.remove_tree(folder.root)
             if is_alone:  # else another process may be about to use it

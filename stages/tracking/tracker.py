@@ -10,17 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
 from ...schemas.config import TrackingOptions
-from ...schemas.errors import StorageError
+from ...schemas.errors import StorageError, UsageError
 from ...schemas.safe_text import bare_address, redacted
 from .journal import Entry
 
 # Each by its name and its file here, whose KIND is imported when a run is recorded.
 TRACKERS: dict[str, str] = {
     "mlflow": "mlflow_tracker",
+    "tensorboard": "tensorboard_tracker",
 }
 MAIN = "mlflow"  # whose address `tracking.uri` is, and `--uri` of mlflow-sync
 
@@ -121,8 +123,10 @@ class TrackerKind:
     name: str  # of its ledger, and in TRACKERS
     title: str  # in messages
     named_by: str  # the settings that `address` reads, in words
-    address: Callable[[TrackingOptions], str]  # by settings and environment; empty: not used
+    # By settings, environment and the folder that the run belongs to; empty: there is none.
+    address: Callable[[TrackingOptions, Path], str]
     open: Callable[[str], Tracker]  # of an address
+    library: str = ""  # the package that it imports; installed by the extra of the tracker's name
     experiment: Callable[[TrackingOptions], str] = lambda options: redacted(options.experiment)
     plain: Callable[[str], str] = plain_address
     load: Callable[[str], object] = lambda _: None  # imports what an address needs, asks nobody
@@ -143,7 +147,37 @@ def kind_of(name: str) -> TrackerKind:
     return cast("TrackerKind", import_module(f".{TRACKERS[name]}", __package__).KIND)
 
 
-def addresses(options: TrackingOptions) -> Mapping[str, str]:
-    """The address of each tracker in use; none with `tracking.mlflow=false`."""
-    found = {name: kind_of(name).address(options) for name in TRACKERS if options.mlflow}
-    return {name: address for name, address in found.items() if address}
+def wanted(options: TrackingOptions) -> list[str]:
+    """The names of the trackers in use, MLflow where none is named."""
+    named = [name.strip() for one in options.trackers for name in one.split(",")]
+    left_out = () if options.mlflow else (MAIN,)
+    return [name for name in dict.fromkeys(named or (MAIN,)) if name not in left_out]
+
+
+def require_trackers(options: TrackingOptions) -> None:
+    """Refuses a tracker that there is not, or whose library is not installed."""
+    for name in wanted(options):
+        if name not in TRACKERS:
+            raise UsageError(
+                f"tracking.trackers: {name!r:.60} is none of {', '.join(TRACKERS)}. Name one of "
+                "them, or several with commas between."
+            )
+        library = kind_of(name).library
+        if library and find_spec(library) is None:
+            raise UsageError(
+                f"tracking.trackers: {name} needs the package {library}. Install it: "
+                f"pip install 'align-cached-reference[{name}]'"
+            )
+
+
+def addresses(options: TrackingOptions, home: Path) -> Mapping[str, str]:
+    """The address of each tracker in use, for a run that belongs to this folder."""
+    require_trackers(options)
+    found = {name: kind_of(name).address(options, home) for name in wanted(options)}
+    for name, address in found.items():
+        if not address:
+            raise UsageError(
+                f"tracking.trackers: {name} has no address ({kind_of(name).named_by}). Set it, or "
+                "leave the tracker out."
+            )
+    return found

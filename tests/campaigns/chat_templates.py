@@ -1,7 +1,7 @@
-"""Draws chat templates, many of them hostile, and compares what they come to with Jinja alone.
+"""Draws templates, many of them hostile, and compares what they come to with Jinja alone.
 
 A template ends in a text, a bad row or a refusal. Each text is compared with that of Jinja without
-bounds, where it ends within its limits too.
+bounds, where it ends within its limits too. Three in four are chat templates, the others a judge's.
 """
 
 import random
@@ -13,11 +13,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from campaigns import runner  # noqa: E402
 from campaigns.cases import Campaign, End, addresses_for, tried  # noqa: E402
+from jinja2 import StrictUndefined  # noqa: E402
+from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
 from align.schemas.rows import BadRow  # noqa: E402
 from align.stages.data.chat_template import ChatTemplate, request_of  # noqa: E402
-from align.stages.data.render_process import Limits  # noqa: E402
+from align.stages.judge.judge_template import load_template  # noqa: E402
+from align.stages.render.render_process import Limits  # noqa: E402
 
 LIMITS = Limits(0.1, 1 << 18)
 MESSAGES = [
@@ -81,9 +84,16 @@ def rendered(template):
         return bad
 
 
+def name_of(seed):
+    """Whose template it is."""
+    return "judge" if seed % 4 == 3 else "chat"
+
+
 def case(seed, folder):
     """Renders a template, and compares its text."""
     template = template_of(seed)
+    if name_of(seed) == "judge":
+        return judge_case(template + "{{ answer }}", folder / "case")
     (folder / "case").write_text(template)
     return tried(partial(rendered, template), ("F",), partial(judged, template))
 
@@ -107,12 +117,33 @@ def judged(template, found):
     return End("same" if plain == found else "wrong", "" if plain == found else f"{found[:80]!r}")
 
 
+def judge_case(template, file):
+    """Fills a judge's template."""
+    if "messages" not in template:
+        template += "{{ messages | length }}"
+    file.write_text(template)
+
+    def filled():
+        judge = load_template("rubric", str(file), LIMITS)
+        return judge.filled(tuple(ASKED), ("an answer",)).text[-1]["content"]
+
+    def judged(found):
+        with addresses_for(1 << 30):
+            plain = ImmutableSandboxedEnvironment(
+                undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+            ).from_string(template)
+            text = plain.render(messages=MESSAGES, answer="an answer").strip()
+        return End("same" if text == found else "wrong", "" if text == found else f"{found!r:.80}")
+
+    return tried(filled, (str(file),), judged)
+
+
 def with_another_row():
     """Answers with the text of another row."""
     ASKED.reverse()
 
 
-CAMPAIGN = Campaign(__file__, lambda seed: "template", case, plants={"row": with_another_row})
+CAMPAIGN = Campaign(__file__, name_of, case, plants={"row": with_another_row})
 
 if __name__ == "__main__":
     sys.exit(runner.main(CAMPAIGN))

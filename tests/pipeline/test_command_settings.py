@@ -14,6 +14,7 @@ from align.pipeline.train.training_job import open_training
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.schemas.option import COMMANDS
+from align.stages.tracking.tracker import TRACKERS, kind_of
 from support.command import refusal
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -72,6 +73,8 @@ def test_a_set_is_used_or_refused_by_name():
 
 
 def value_of(name):
+    if name == "tracking.trackers":
+        return "[mlflow]"
     default = flatten(Config()).get(name, 0.0)
     if isinstance(default, str):
         section, _, field = name.partition(".")
@@ -145,6 +148,11 @@ def test_what_flags_or_libraries_lack_is_said_before_data_or_a_model_is_looked_a
     assert "pip install peft" in refusal(2, *sample, "--adapter", "nowhere")
     lora = ("train", "--method", "dpo", "--cache", journey.cache, "--lora")
     assert "pip install peft" in refusal(2, *lora)
+    missing = ("train", "--method", "dpo", "--cache", "nowhere", "--track")
+    for name in [name for name in TRACKERS if kind_of(name).library]:
+        monkeypatch.setitem(sys.modules, kind_of(name).library, None)
+        assert f"align-cached-reference[{name}]" in refusal(2, *missing, f"mlflow,{name}"), name
+    assert "'nothing' is none of mlflow" in refusal(2, *missing, "mlflow,nothing")
     for words, said in (
         ((*sample, "--alpaca-eval", "no/x.json"), "no/x"),
         (("sample", "nowhere.jsonl"), "No model to sample from"),

@@ -13,7 +13,7 @@ import pytest
 from align.pipeline.executors.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted, LockedError
-from align.stages.data import render_process
+from align.stages.render import render_process
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk.failpoints import OF_A_CACHE, OF_A_RING
 from support.command import align

@@ -28,6 +28,9 @@ def register(monkeypatch):
 class FileStore:
     """A folder of runs."""
 
+    unkept = ()
+    bits = 64
+
     def __init__(self, root):
         self.root = Path(root)
         self.address = str(self.root)

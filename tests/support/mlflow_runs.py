@@ -74,6 +74,9 @@ def warnings_in(caplog):
 class MlflowStore:
     """A SQLite store, as a tracker's contract tries it."""
 
+    unkept = ()
+    bits = 64
+
     def __init__(self, path):
         self.path = Path(path)
         self.address = f"sqlite:///{path}"

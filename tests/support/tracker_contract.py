@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import delivery
 from align.stages.tracking.delivery import Delivery, Senders
@@ -103,11 +105,22 @@ class Recorded:
         told = store.told(self.ledger.record.run_id)
         wanted = dataclasses.replace(self.whole, **others)
         own = {name: told.tags.get(name) for name in wanted.tags}  # a store adds its own
-        assert dataclasses.replace(told, tags=own) == wanted
+        unkept = {name: getattr(told, name) for name in store.unkept}
+        assert not any(unkept.values())
+        if store.bits == 32:
+            numbers = [
+                (name, step, float(np.float32(value))) for name, step, value in wanted.numbers
+            ]
+            wanted = dataclasses.replace(wanted, numbers=numbers)
+        assert dataclasses.replace(told, tags=own) == dataclasses.replace(wanted, **unkept)
 
 
 def require_tracker_contract(kind, new_store, folder):
-    """`new_store` makes a store that holds nothing: its address, what it was told, its troubles."""
+    """`new_store` makes a store that holds nothing: its address, what it was told, its troubles.
+
+    `unkept` of a store names what of `Told` has no place in any store of this kind, `bits` says
+    how exact its numbers are.
+    """
     with _changed(delivery, "POINTS_PER_CALL", POINTS):
         _require_survival(kind, new_store(), folder / "killed")
         _require_idempotence(kind, new_store(), folder / "again")

@@ -13,11 +13,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from align.schemas.config import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import BadRow
-from align.stages.data import render_process
 from align.stages.data.chat_template import ChatTemplate, request_of
-from align.stages.data.render_process import Limits
 from align.stages.data.tokenizer import load_tokenizer
 from align.stages.data.validate import Unlearned
+from align.stages.render import render_process
+from align.stages.render.render_process import Limits
 from support import hostile_templates as hostile
 from support import tool_templates
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, byte_tokenizer

@@ -19,14 +19,21 @@ from align.stages.tracking.tracker import kind_of
 from support.file_store import FileStore, register
 from support.mlflow_runs import MlflowStore, warnings_in
 from support.patience import PATIENCE
+from support.tensorboard_runs import TensorboardStore
 from support.tracked_training import begin, learn
 from support.tracker_contract import require_tracker_contract
+
+BOTH = ["mlflow,files"]
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
 
 def test_mlflow_keeps_to_the_contract(new_store, tmp_path):
     require_tracker_contract(kind_of("mlflow"), lambda: MlflowStore(new_store()), tmp_path)
+
+
+def test_tensorboard_keeps_to_the_contract(here, tmp_path):
+    require_tracker_contract(kind_of("tensorboard"), TensorboardStore.new, tmp_path)
 
 
 @pytest.fixture
@@ -46,13 +53,13 @@ def files(tmp_path, monkeypatch):
 def test_every_tracker_is_told_all_of_a_run_and_of_the_run_that_it_belongs_to(
     mlflow, files, tmp_path
 ):
-    options = TrackingOptions(uri=mlflow.address)
+    options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
     home = tmp_path / "sweep"
     home.mkdir()
     with recorded(options, home, "sweep", is_recorded=True) as parent:
         assert parent.run_ids.keys() == {"mlflow", "files"}
         with tagged({"align.trial": "one"}, parent):
-            run = begin(RunFolder(tmp_path / "run"), mlflow.address)
+            run = begin(RunFolder(tmp_path / "run"), mlflow.address, trackers=BOTH)
         learn(run, range(20))
         run.log_params({"lr": "0.1"})
         run.finish("FINISHED")
@@ -89,7 +96,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     goes_on = held_up(monkeypatch, kind_of("files"))
     for status in journaled_run.PATIENCE_SECONDS:
         monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, status, 3.0)
-    options = TrackingOptions(uri=mlflow.address)
+    options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
     home = tmp_path / "cache"
     (home / "_align").mkdir(parents=True)
     with recorded(options, home, "precompute-ref", is_recorded=True) as run:
@@ -119,7 +126,7 @@ def test_trackers_share_the_seconds_that_a_run_waits_at_its_end(
         join(sender, patience)
 
     monkeypatch.setattr(Sender, "join", watched)
-    run = begin(RunFolder(tmp_path / "run"), mlflow.address)
+    run = begin(RunFolder(tmp_path / "run"), mlflow.address, trackers=BOTH)
     run.finish("FINISHED")
     for goes_on in held:
         goes_on.set()
@@ -132,7 +139,7 @@ def test_trackers_share_the_seconds_that_a_run_waits_at_its_end(
 
 def test_a_run_without_trackers_keeps_the_ledgers_that_it_has(mlflow, files, tmp_path):
     folder = RunFolder(tmp_path / "run")
-    begin(folder, mlflow.address).finish("KILLED")
+    begin(folder, mlflow.address, trackers=BOTH).finish("KILLED")
     assert folder.ledgers() == [folder.mlflow, folder.private / "trackers" / "files.json"]
     run = begin(folder, "", keep_through=0, mlflow=False)
     learn(run, range(1, 4))
@@ -151,7 +158,7 @@ def test_a_folder_does_not_decide_to_which_tracker_its_data_go(
     mlflow, files, tmp_path, monkeypatch
 ):
     folder = RunFolder(tmp_path / "run")
-    begin(folder, mlflow.address).finish("FINISHED")
+    begin(folder, mlflow.address, trackers=BOTH).finish("FINISHED")
     own = TrackingOptions(uri=mlflow.address)
     for mine, called in ((str(tmp_path / "other"), tmp_path / "other"), ("", "nowhere")):
         monkeypatch.setenv("RUNS_FOLDER", mine)

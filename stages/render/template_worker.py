@@ -1,12 +1,16 @@
-"""The program of the process that renders chat templates: code of strangers, apart and bounded.
+"""The program of the process that renders templates: code of strangers, apart and bounded.
 
 It is started without the package, and holds nothing but Jinja. The kernel bounds it, since Python
 cannot: one multiplication, one `center` or one comparison of nested lists may take all time or
-memory without ever coming back to the interpreter. A text is made as transformers makes it.
+memory without ever coming back to the interpreter.
 
-A message from the parent is a length and marshalled values: the template, the limits of one
-rendering, whether this is the parent's only request, the special tokens, and the requests. Each
-request is answered by its status, the marked spans and the text.
+A message from the parent is a length and marshalled values: the form of the template, its text, the
+limits of one rendering, whether this is the parent's only request, the special tokens, and the
+requests. Each request is answered by its status, the marked spans and the text. The forms are:
+
+- CHAT: a conversation is rendered as transformers renders it.
+- BLOCKS: values are filled in, and none may be missing; the spans are those of the blocks, in the
+  order of their names. An empty request is answered by what the template uses, and its blocks.
 """
 
 import json
@@ -16,13 +20,14 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -30,6 +35,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 RENDERED, FAILED, NOT_JINJA, TOO_LARGE, NO_MEMORY = range(5)
+CHAT, BLOCKS = "chat", "blocks"
+_Text: TypeAlias = tuple[str, Sequence[tuple[int, int]]]  # and its spans
 LENGTH = struct.Struct("<Q")
 ANSWER = struct.Struct("<BIQ")  # status, number of spans, bytes of text
 SPAN = struct.Struct("<QQ")
@@ -56,7 +63,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they reach the whole group: the parent decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside of C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    _compiled("{{ 1 }}")  # imports what Jinja imports late
+    _compiled("{{ 1 }}", CHAT)  # imports what Jinja imports late
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
     source, target = sys.stdin.buffer, sys.stdout.buffer
@@ -65,14 +72,16 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a crash is told by its signal
     while head := source.read(LENGTH.size):
         (length,) = LENGTH.unpack(head)
-        template, seconds, most, is_alone, specials, requests = marshal.loads(source.read(length))
+        form, template, seconds, most, is_alone, specials, requests = marshal.loads(
+            source.read(length)
+        )
         _bound_memory(most + max(map(len, requests)))
         for request in requests:
             signal.setitimer(
                 signal.ITIMER_PROF, seconds if is_alone else min(seconds, AMONG_OTHERS_SECONDS)
             )
             try:
-                answer = _answer(template, request, specials, most)
+                answer = _answer(form, template, request, specials, most)
             except MemoryError:
                 target.write(ANSWER.pack(NO_MEMORY, 0, 0))
                 target.flush()
@@ -95,20 +104,20 @@ def _bound_memory(length: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _answer(template: str, request: bytes, specials: Mapping[str, Any], most: int) -> bytes:
+def _answer(
+    form: str, template: str, request: bytes, specials: Mapping[str, Any], most: int
+) -> bytes:
     try:
-        compiled = _compiled(template)
+        compiled = _compiled(template, form)
     except TemplateSyntaxError as error:
         return _packed(NOT_JINJA, f"line {error.lineno}: {error.message}")
     except MemoryError:
         raise
     except Exception as error:  # too deep for Python, mostly
         return _packed(NOT_JINJA, _told(error))
-    if not request:
-        return _packed(RENDERED, "")
     try:
         most += len(request)
-        text, spans = _text(template, compiled, marshal.loads(request), specials, most=most)
+        text, spans = _MADE[form](template, compiled, request, specials, most)
     except MemoryError:
         raise
     except _TooLargeError:
@@ -131,15 +140,12 @@ def _packed(status: int, text: str) -> bytes:
 
 
 def _text(
-    template: str,
-    compiled: Template,
-    request: tuple[list[dict[str, Any]], Any, dict[str, Any], dict[str, bool]],
-    specials: Mapping[str, Any],
-    *,
-    most: int,
-) -> tuple[str, Sequence[tuple[int, int]]]:
+    template: str, compiled: Template, request: bytes, specials: Mapping[str, Any], most: int
+) -> _Text:
     """The text of a conversation, and the spans that the template marks in it if they are asked."""
-    messages, tools, options, how = request
+    if not request:
+        return "", ()
+    messages, tools, options, how = marshal.loads(request)
     messages = [*map(_with_thoughts, messages)]
     is_marked, continues = how.pop("is_marked", False), how.pop("continue_final_message", False)
     said = _leave_open(template, messages) if continues else ""
@@ -149,6 +155,29 @@ def _text(
     marks.pieces = pieces if is_marked else None
     text = pieces.joined(compiled.generate(variables, messages=messages, tools=tools))
     return (_cut_off(text, said) if continues else text), pieces.marked
+
+
+def _blocks(
+    template: str, compiled: Template, request: bytes, specials: Mapping[str, Any], most: int
+) -> _Text:
+    """The text of a template, or that of its blocks, one after another, and their spans."""
+    blocks = sorted(compiled.blocks.items())
+    if not request:
+        used = meta.find_undeclared_variables(compiled.environment.parse(template))
+        return json.dumps({"uses": sorted(used), "blocks": [name for name, _ in blocks]}), ()
+    values, pieces = {**specials, **marshal.loads(request)}, _Pieces(most)
+    if not blocks:
+        return pieces.joined(compiled.generate(values)), ()
+    context = compiled.new_context(values)
+    texts = [pieces.joined(block(context)) for _, block in blocks]
+    ends = [*accumulate(map(len, texts))]
+    return "".join(texts), [*pairwise([0, *ends])]
+
+
+_MADE: dict[str, Callable[[str, Template, bytes, Mapping[str, Any], int], _Text]] = {
+    CHAT: _text,
+    BLOCKS: _blocks,
+}
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +245,17 @@ class _Marks(Extension):
 
 
 @lru_cache(maxsize=4)
-def _compiled(text: str) -> Template:
+def _compiled(text: str, form: str) -> Template:
+    return _of_blocks(text) if form == BLOCKS else _of_chat(text)
+
+
+def _of_blocks(text: str) -> Template:
+    return ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(text)
+
+
+def _of_chat(text: str) -> Template:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""The process that renders this one's chat templates: started once, and again after it has died.
+"""The process that renders this one's templates: started once, and again after it has died.
 
 It renders a batch while this process does something else. Another one is sent once all answers are
 read, for if both sides wrote at once, each could wait for the other to read.
@@ -21,10 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
+from ...schemas.config import TokenOptions
 from ...schemas.errors import AlignError
 from . import template_worker
-from .template_worker import ANSWER, LENGTH, NO_MEMORY, READY, SPAN
+from .template_worker import ANSWER, CHAT, LENGTH, MIB, NO_MEMORY, READY, SPAN, TOO_LARGE
 
+MOST_TEXT = 1 << 20  # characters of a template: those of models have some 10,000
 PIPE = 1 << 20  # bytes, if the system allows it: the worker waits when its answers fill the pipe
 KILLED = -1  # a status beside those of the worker: it died of a rendering
 OVER_TIME = -2
@@ -47,6 +49,22 @@ class Limits:
     seconds: float  # of processor time
     text: int  # bytes, beside those of the row itself
 
+    @staticmethod
+    def of(options: TokenOptions) -> Limits:
+        """Those of the settings."""
+        return Limits(options.template_seconds, int(options.template_mib * MIB))
+
+    def broken_by(self, answer: Rendered) -> str:
+        """What a template did that broke its rendering off: the rest of a sentence about it."""
+        mib = self.text / MIB
+        return {
+            OVER_TIME: f"takes more than {self.seconds:g} s of processor time "
+            "(tokens.template_seconds)",
+            TOO_LARGE: f"adds more than {mib:g} MiB of text (tokens.template_mib)",
+            NO_MEMORY: f"takes more memory than a text of {mib:g} MiB needs (tokens.template_mib)",
+            KILLED: "crashes the process that renders it",
+        }.get(answer.status, answer.text)
+
 
 class Rendered(NamedTuple):
     """What a request came to: a text, or the message of what went wrong."""
@@ -63,13 +81,13 @@ class Rendering:
     template: str
     limits: Limits
     specials: dict[str, Any]
+    form: str = CHAT
 
     def message(self, requests: Sequence[bytes]) -> bytes:
         """What the worker is sent."""
         limits, is_alone = self.limits, len(requests) == 1
-        body = marshal.dumps(
-            (self.template, limits.seconds, limits.text, is_alone, self.specials, [*requests])
-        )
+        how = self.form, self.template, limits.seconds, limits.text, is_alone, self.specials
+        body = marshal.dumps((*how, [*requests]))
         return LENGTH.pack(len(body)) + body
 
 
@@ -106,7 +124,7 @@ class Batch:
             found, worker = _SHARED.end(again), again.worker
             if not found and worker.was_killed_by_others:
                 raise AlignError(
-                    "The process that renders chat templates was killed twice, which no template "
+                    "The process that renders templates was killed twice, which no template "
                     "does: most likely memory ran out. The same command goes on."
                 )
         if not found and len(self.requests) == 1:
@@ -139,7 +157,7 @@ class _Worker:
         if self._target.readline() != READY:
             self.close()
             raise AlignError(
-                f"{sys.executable} does not start the process that renders chat templates; what "
+                f"{sys.executable} does not start the process that renders templates; what "
                 "it says is above."
             )
 
