@@ -33,7 +33,7 @@ def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
     runs = [_measured(training_folder(root), step) for root in (first, second)]
     measure = _measure(runs)
     known = known_rows(runs[0].settings)
-    found = compare(*(run.samples for run in runs), measure, known)
+    found = compare(runs[0].samples, runs[1].samples, measure, known)
     return RunDiff(tuple(run.said for run in runs), runs[0].told(measure), found)
 
 
@@ -157,9 +157,9 @@ def _lines(found: TwoRuns) -> Iterator[str]:
             yield f"right in {name} alone: {', '.join(ids[:MOST_SHOWN])}{more}"
     if found.parts:
         yield ""
-        head = ("accuracy by part", "rows", "A", "B", "B - A", "95 % interval")
+        parts_head = ("accuracy by part", "rows", "A", "B", "B - A", "95 % interval")
         cells = [(one.name, f"{one.rows:,}", *_cells(one)[1:]) for one in found.parts]
-        yield from grid(head, cells)
+        yield from grid(parts_head, cells)
 
 
 def _verdict(found: TwoRuns) -> str:

@@ -99,7 +99,9 @@ def require_length(key: str, partition: Partition, flat: Tensor) -> None:
 
 def is_finite(values: Tensor) -> bool:
     """Whether all are finite, looked at some at a time: torch makes a copy to tell."""
-    return all(bool(part.isfinite().all()) for part in values.reshape(-1).split(AT_ONCE))
+    flat = values.reshape(-1)
+    starts = range(0, flat.numel(), AT_ONCE)
+    return all(bool(flat[at : at + AT_ONCE].isfinite().all()) for at in starts)
 
 
 class ScatteredValues:

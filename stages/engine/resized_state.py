@@ -166,6 +166,8 @@ def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int) -> N
             raise ValueError(f"{name} is missing, or is another's")
     dtypes = {name: one.dtype for name, one in engine.module.named_parameters()}
     for name, kept in saved.model["module"].items():
+        if kept.numel() * kept.element_size() > kept.untyped_storage().nbytes():
+            raise ValueError(f"{name} has more values than are stored")
         if kept.dtype != dtypes.get(name, kept.dtype) or not is_finite(kept):
             raise ValueError(f"{name} is of another dtype, or has values that are not finite")
     for index, weight in enumerate(saved.weights(rank, order)):

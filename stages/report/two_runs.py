@@ -94,8 +94,8 @@ def compare(
     parts |= _by_source([known[one].source for one in ids if one in known])
     gaps = [both[name].to_numpy() for name in ("gap", "gap_second")]
     return TwoRuns(
-        accuracy=_difference("accuracy", *right, units),
-        gap=_difference(unit, *gaps, units) if unit else None,
+        accuracy=_difference("accuracy", right[0], right[1], units),
+        gap=_difference(unit, gaps[0], gaps[1], units) if unit else None,
         parts=tuple(
             _difference(name, right[0][rows], right[1][rows], units[rows])
             for name, rows in parts.items()

@@ -116,6 +116,16 @@ def test_a_state_that_no_run_has_written_is_refused(one_rank, tmp_path, stage):
             with pytest.raises(CorruptionError, match="does not fit the model and engine"):
                 resumed.engine.load_state(tmp_path)
         path.write_bytes(whole)
+    model = (
+        tmp_path / "state" / FILES[0] if stage < 3 else min(path.parent.glob("*model_states.pt"))
+    )
+    kept = model.read_bytes()
+    content = torch.load(model, weights_only=False)
+    content["module"]["model.hidden.bias"] = torch.zeros(1).expand(10**12)
+    torch.save(content, model)
+    with pytest.raises(CorruptionError, match="more values than are stored"):
+        same.engine.load_state(tmp_path)
+    model.write_bytes(kept)
     with zipfile.ZipFile(io.BytesIO(whole)) as stored:
         content = {name: stored.read(name) for name in stored.namelist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
