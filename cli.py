@@ -230,7 +230,7 @@ def mlflow_sync(
     ] = "",
     config: ConfigFile = None,
 ) -> None:
-    """Tell MLflow what it missed of a run; telling it twice changes nothing."""
+    """Tell trackers, as MLflow, what they missed of a run; telling them twice changes nothing."""
     from .pipeline.jobs.tracker_sync import own_options, sync_runs
     from .schemas.errors import counted
 

@@ -15,6 +15,7 @@ from support.programs import TESTS, said_by
 from support.rooms import ROOMS, ROOT
 from support.sample_tables import sample_table
 from support.stage_one import contents
+from support.tensorboard_runs import journalled, scalars
 
 EXTENDING = page("docs/extending.md")
 # Commands one after the other in one process: most of a short one is imports.
@@ -103,10 +104,19 @@ def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
     uri, later = f"sqlite:///{tmp_path}/mlflow.db", FileStore(tmp_path / "closed")
     later.root.touch()  # which is no folder: the store is down
     words = ("train", "--method", "dpo", "--cache", training_world.pairs, "--max-steps", 2)
-    both = ("--track", "mlflow,files", "--set", f"tracking.uri={uri}", "--batch-size", 4)
+    both = (
+        "--track",
+        "mlflow,files,tensorboard",
+        "--set",
+        f"tracking.uri={uri}",
+        "--batch-size",
+        4,
+    )
     copy.align((*words, *both), RUNS_FOLDER=later.address)
     told = the_run(open_store(uri), "align")
     assert told.info.status == "FINISHED"
+    (shown,) = (tmp_path / "align-run" / "tensorboard").iterdir()
+    assert scalars(shown) == journalled(tmp_path / "align-run")
     later.root.unlink()
     (tmp_path / "config.yaml").write_text(f"tracking:\n  uri: {uri}\n")
     sync = ("mlflow-sync", "align-run", "--config", "config.yaml")

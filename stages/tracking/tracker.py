@@ -150,8 +150,7 @@ def kind_of(name: str) -> TrackerKind:
 def wanted(options: TrackingOptions) -> list[str]:
     """The names of the trackers in use, MLflow where none is named."""
     named = [name.strip() for one in options.trackers for name in one.split(",")]
-    left_out = () if options.mlflow else (MAIN,)
-    return [name for name in dict.fromkeys(named or (MAIN,)) if name not in left_out]
+    return [*dict.fromkeys(named or ([MAIN] if options.mlflow else []))]
 
 
 def require_trackers(options: TrackingOptions) -> None:
@@ -168,6 +167,10 @@ def require_trackers(options: TrackingOptions) -> None:
                 f"tracking.trackers: {name} needs the package {library}. Install it: "
                 f"pip install 'align-cached-reference[{name}]'"
             )
+    if MAIN in wanted(options) and not options.mlflow:
+        raise UsageError(
+            f"tracking.trackers names {MAIN}, and tracking.mlflow is false. Leave out one of them."
+        )
 
 
 def addresses(options: TrackingOptions, home: Path) -> Mapping[str, str]:

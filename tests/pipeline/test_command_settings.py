@@ -153,6 +153,9 @@ def test_what_flags_or_libraries_lack_is_said_before_data_or_a_model_is_looked_a
         monkeypatch.setitem(sys.modules, kind_of(name).library, None)
         assert f"align-cached-reference[{name}]" in refusal(2, *missing, f"mlflow,{name}"), name
     assert "'nothing' is none of mlflow" in refusal(2, *missing, "mlflow,nothing")
+    assert "Leave out one of them" in refusal(2, *missing, "mlflow", "--no-mlflow")
+    labelled = ("score", "x.jsonl", "--from-labels", "--track", "mlflow")
+    assert "--track" in refusal(2, *labelled)
     for words, said in (
         ((*sample, "--alpaca-eval", "no/x.json"), "no/x"),
         (("sample", "nowhere.jsonl"), "No model to sample from"),
