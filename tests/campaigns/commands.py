@@ -56,7 +56,8 @@ class World:
         """Makes them."""
         cls.folder = folder / "world"
         shutil.rmtree(cls.folder, ignore_errors=True)
-        subprocess.run([*cls.command, "tiny-world", cls.folder], check=True, capture_output=True)
+        words = ("tiny-world", cls.folder, "--rows", "200")
+        subprocess.run([*cls.command, *words], check=True, capture_output=True)
         declared()
 
 
