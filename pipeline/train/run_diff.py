@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.cache import Manifest
-from ...schemas.errors import CorruptionError, UsageError, counted
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...schemas.errors import CorruptionError, StorageError, UsageError, counted
 from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
@@ -24,6 +28,8 @@ from .run_report import training_folder
 if TYPE_CHECKING:
     import polars as pl
 
+logger = logging.getLogger("align")
+
 MOST_SHOWN = 5
 UNITS = {"log_ratio": "margin of log-ratios, nats", "logp": "margin of log-probs, nats"}
 
@@ -32,7 +38,7 @@ def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
     """Compares two runs after their last evaluation, or after that of a step."""
     runs = [_measured(training_folder(root), step) for root in (first, second)]
     measure = _measure(runs)
-    known = known_rows(runs[0].settings)
+    known = known_rows(runs[0].settings, runs[0].samples["row_id"])
     found = compare(runs[0].samples, runs[1].samples, measure, known)
     return RunDiff(tuple(run.said for run in runs), runs[0].told(measure), found)
 
@@ -55,7 +61,8 @@ class RunDiff:
 def standing(folders: Mapping[str, RunFolder]) -> list[str]:
     """Which run has the most held-out rows right, and which are told apart from it.
 
-    Of several comparisons each has its share of the 5 % in which chance may look like more.
+    The best is chosen by the same rows, so each of all pairs of runs has its share of the 5 % in
+    which chance may look like more.
     """
     with_tables = {name: one for name, one in folders.items() if one.evaluations()}
     if len(with_tables) < 2:
@@ -65,8 +72,14 @@ def standing(folders: Mapping[str, RunFolder]) -> list[str]:
     tables = {name: run.samples for name, run in runs.items()}
     own = {name: compare(one, one, measure).accuracy for name, one in tables.items()}
     best = max(own, key=lambda name: own[name].first)
-    found = {name: compare(tables[best], tables[name], measure) for name in own if name != best}
-    apart = [name for name, one in found.items() if one.chance < SURE / len(found)]
+    known = known_rows(runs[best].settings, tables[best]["row_id"])
+    found = {
+        name: compare(tables[best], tables[name], measure, known) for name in own if name != best
+    }
+    sure = SURE / math.comb(len(own), 2)
+    apart = [
+        name for name, one in found.items() if one.chance < sure and len(one.lost) > len(one.gained)
+    ]
     alike = [name for name in found if name not in apart]
     rows = counted(own[best].rows, "held-out rows")
     lines = [
@@ -118,24 +131,24 @@ def _measured(folder: RunFolder, step: int | None) -> _Measured:
     return _Measured(said, read_samples(tables[chosen]), settings)
 
 
-def known_rows(settings: dict[str, Any]) -> dict[str, Known]:
-    """The prompt and the source of each row of a run's cache; nothing if it is gone."""
+def known_rows(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, Known]:
+    """The prompt and the source of rows, as far as the run's cache is still there."""
     given = settings["train.eval_cache"] or settings["train.cache"] or settings["cache.output"]
-    folder = CacheFolder(location(given))
+    wanted, known = pa.array([*{*ids}]), dict[str, Known]()
     try:
+        folder = CacheFolder(location(given))
         manifest = load_manifest(folder)
-    except (UsageError, CorruptionError):
-        return {}
-    return dict(_rows_of(folder, manifest))
-
-
-def _rows_of(folder: CacheFolder, manifest: Manifest) -> Iterator[tuple[str, Known]]:
-    names = {f"{entry.identity:016x}": entry.name for entry in manifest.inputs}
-    for shard in manifest.shards:
-        table, _ = read_columns(folder.shard(shard), ["row_id", "prompt_key", "source"])
-        for row in table.to_pylist():
-            source = names.get(row["source"]["file"], "")
-            yield row["row_id"], Known(str(row["prompt_key"]), source)
+        names = {f"{entry.identity:016x}": entry.name for entry in manifest.inputs}
+        for shard in manifest.shards:
+            table, _ = read_columns(folder.shard(shard), ["row_id", "prompt_key", "source"])
+            for row in table.filter(pc.is_in(table["row_id"], value_set=wanted)).to_pylist():
+                source = names.get(row["source"]["file"], "")
+                known[row["row_id"]] = Known(str(row["prompt_key"]), source)
+            if len(known) == len(wanted):
+                break
+    except (UsageError, CorruptionError, StorageError) as error:
+        logger.info("Rows are not grouped by prompt and source: %s", error)
+    return known
 
 
 def _lines(found: TwoRuns) -> Iterator[str]:
@@ -147,8 +160,8 @@ def _lines(found: TwoRuns) -> Iterator[str]:
     yield ""
     yield (
         f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
-        f"{len(found.gained):,}. Chance alone divides the flipped rows as unevenly with a "
-        f"probability of {found.chance:.3g} (McNemar, exact)."
+        f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly with "
+        f"a probability of {found.chance:.3g} (McNemar, exact)."
     )
     yield _verdict(found)
     for name, ids in (("A", found.lost), ("B", found.gained)):

@@ -46,8 +46,14 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
         is_same = is_same_size and saved.stage == engine.zero_optimization_stage()
     if is_same:
         is_whole = all(parameter.requires_grad for parameter in engine.module.parameters())
+
+        def fit() -> None:
+            with _refusing(folder):
+                require_fit(saved, engine, order, rank=world.rank, ranks=world.size)
+
+        # All ranks have looked at theirs before one of them enters a collective.
+        run_on_all_ranks(world, fit)
         with _refusing(folder), quietly(), _data_only():
-            require_fit(saved, engine, order, rank=world.rank)
             # Frozen parameters are not in the state.
             engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_whole)
         return

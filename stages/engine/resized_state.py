@@ -152,29 +152,36 @@ def put_into(engine: Any, resized: ResizedState) -> None:
         setattr(engine, name, model[name])
 
 
-def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int) -> None:
+def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int, ranks: int) -> None:
     """ValueError unless a rank may load its part of a state of this stage and number of ranks.
 
-    DeepSpeed repeats a tensor of one value, and fills one that is too short up with zeros.
+    DeepSpeed repeats a tensor of one value, and fills one that is too short up with zeros. What
+    every rank loads whole is looked at by one of them, tensor by tensor.
     """
     stage, live = int(engine.zero_optimization_stage()), engine.optimizer.state_dict()
     layout = _saved_layout(saved, order)
     _require_same_making(saved, layout, _live_layout(engine, live, order, saved.ranks), live, stage)
+    _require_sound_weights(saved, engine, range(rank, len(saved.model["module"]), ranks))
     rank = rank if stage else 0
     for name in SHARED & live.keys():
         if type(saved.optimizers[rank].get(name)) is not type(live[name]):
             raise ValueError(f"{name} is missing, or is another's")
-    dtypes = {name: one.dtype for name, one in engine.module.named_parameters()}
-    for name, kept in saved.model["module"].items():
-        if kept.numel() * kept.element_size() > kept.untyped_storage().nbytes():
-            raise ValueError(f"{name} has more values than are stored")
-        if kept.dtype != dtypes.get(name, kept.dtype) or not is_finite(kept):
-            raise ValueError(f"{name} is of another dtype, or has values that are not finite")
     for index, weight in enumerate(saved.weights(rank, order)):
         partition = layout.partition(index, rank)
         _require_part(WEIGHT, partition, weight)
         for key, moment in _moments(saved, engine, rank, index).items():
             _require_part(key, partition, moment)
+
+
+def _require_sound_weights(saved: SavedState, engine: Any, numbers: range) -> None:
+    dtypes = {name: one.dtype for name, one in engine.module.named_parameters()}
+    names = [*saved.model["module"]]
+    for name in [names[number] for number in numbers if names[number] in dtypes]:
+        kept = saved.model["module"][name]
+        if kept.numel() * kept.element_size() > kept.untyped_storage().nbytes():
+            raise ValueError(f"{name} has more values than are stored")
+        if kept.dtype != dtypes[name] or not is_finite(kept):
+            raise ValueError(f"{name} is of another dtype, or has values that are not finite")
 
 
 def _moments(saved: SavedState, engine: Any, rank: int, index: int) -> dict[str, Tensor]:
@@ -197,7 +204,7 @@ def _require_part(key: str, partition: Partition, flat: Tensor) -> None:
     if not flat.is_floating_point():
         raise ValueError(f"{key} is of {flat.dtype}")
     for fragment in partition.fragments:  # padding may hold anything
-        if not is_finite(flat.view(-1)[fragment.at :][: fragment.length]):
+        if not is_finite(flat.reshape(-1)[fragment.at :][: fragment.length]):
             raise ValueError(f"{key} has values of {fragment.name} that are not finite")
 
 

@@ -171,7 +171,10 @@ class Recipe:
         """Whether a state is one of these methods, after any number of steps."""
         methods = [part.method for part in self.parts if part.method.update_state]
         sizes = {method.name: method.state_size for method in methods}
-        return {name: len(values) for name, values in state.items()} in ({}, sizes)
+        return not state or (
+            state.keys() == sizes.keys()
+            and all(sizes[name] in (0, len(values)) for name, values in state.items())
+        )
 
     @property
     def reward_formula(self) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FEWEST = 20  # rows of a part: the interval of fewer is wide and not to be trusted
 SURE = 0.05
 PARTS = ("short", "middle", "long")
+BOTH_SIDES = 4  # 1 of a bad side alone, and 3 of a good one
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class TwoRuns:
     lost: tuple[str, ...]
     in_both: int  # rows that both have right
     left_out: int  # rows that one of them lacks, or has no finite number for
-    chance: float  # that rows which are flipped by chance alone divide as unevenly
+    chance: float  # that prompts whose rows are flipped by chance alone divide as unevenly
 
     @property
     def are_told_apart(self) -> bool:
@@ -67,8 +68,15 @@ class Known:
 
 def measure_of(tables: Sequence[pl.DataFrame], formulas: Collection[str]) -> str:
     """The column by which rows are right or wrong in all of these tables."""
-    is_same = len({*formulas}) == 1 and all(REWARD in table.columns for table in tables)
-    return REWARD if is_same else unit_of(tables) or COLUMNS["scores"][-1]
+    shared = set.intersection(*({*table.columns} for table in tables))
+    is_same = len({*formulas}) == 1 and REWARD in shared
+    found = REWARD if is_same else unit_of(tables) or COLUMNS["scores"][-1]
+    if found not in shared:
+        raise UsageError(
+            "The scores of a reward model and the log-probs of a policy have no measure in common. "
+            "Compare runs of one kind."
+        )
+    return found
 
 
 def unit_of(tables: Sequence[pl.DataFrame]) -> str:
@@ -91,8 +99,10 @@ def compare(
     right = [_is_right(both[name].to_numpy()) for name in ("right", "right_second")]
     flips = right[1] - right[0]
     parts = _by_length(both["tokens"].to_numpy())
-    parts |= _by_source([known[one].source for one in ids if one in known])
+    parts |= _by_source([known[one].source if one in known else "" for one in ids])
     gaps = [both[name].to_numpy() for name in ("gap", "gap_second")]
+    # Rows of one prompt flip together, so each prompt counts once, to the side that has more.
+    sides = np.sign(np.bincount(units, (flips == 1).astype(float) - (flips == -1)))
     return TwoRuns(
         accuracy=_difference("accuracy", right[0], right[1], units),
         gap=_difference(unit, gaps[0], gaps[1], units) if unit else None,
@@ -104,7 +114,7 @@ def compare(
         lost=tuple(ids[row] for row in np.flatnonzero(flips == -1)),
         in_both=int(((right[0] == 1) & (right[1] == 1)).sum()),
         left_out=left_out,
-        chance=mcnemar(int((flips == -1).sum()), int((flips == 1).sum())),
+        chance=mcnemar(int((sides < 0).sum()), int((sides > 0).sum())),
     )
 
 
@@ -138,18 +148,20 @@ def _rows_of(samples: pl.DataFrame, told: Mapping[str, str]) -> pl.DataFrame:
             f"Completions with the role {min(others)} are neither good nor bad, so no row is right "
             "or wrong. Compare runs on pairs or on labelled rows."
         )
-    if not (roles & {*GOOD} and roles & {*BAD}) and told["right"] == "logp":
-        raise UsageError("Without a reference a row needs a good and a bad side to be right.")
     means = samples.group_by("row_id", pl.col("role").is_in(GOOD).alias("is_good")).agg(
         pl.col("tokens").sum(),
         *(pl.col(column).mean().alias(name) for name, column in told.items()),
     )
     sign = pl.when("is_good").then(1.0).otherwise(-1.0)
     rows = means.group_by("row_id").agg(
-        pl.col("is_good").sum().alias("sides") * 2 + pl.len(),
+        (pl.col("is_good").sum() * 2 + pl.len()).alias("sides"),
         pl.col("tokens").sum(),
         *((pl.col(name) * sign).sum() for name in told),
     )
+    if told["right"] == "logp":  # which is below 0 whatever the label is
+        rows = rows.filter(pl.col("sides") == BOTH_SIDES)
+        if rows.is_empty():
+            raise UsageError("Without a reference a row needs a good and a bad side to be right.")
     return rows.filter(pl.col("right").is_finite() & pl.col("gap").is_finite())
 
 

@@ -148,7 +148,10 @@ class TensorboardTracker:
             fs.remove_tree(self._root / before)
 
     def _sent(self) -> Sent:
-        return Sent(**json.loads(fs.read_bytes(self._run / SENT)))
+        sent = Sent(**json.loads(fs.read_bytes(self._run / SENT)))
+        if not (type(sent.journal) is type(sent.bytes) is int):
+            raise ValueError(f"{SENT} holds no numbers")
+        return sent
 
     def _keep_sent(self, sent: Sent) -> None:
         fs.publish(self._run / SENT, json.dumps(asdict(sent)).encode(), label="config")

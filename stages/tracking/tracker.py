@@ -162,7 +162,9 @@ def require_trackers(options: TrackingOptions) -> None:
                 "them, or several with commas between."
             )
         library = kind_of(name).library
-        if library and find_spec(library) is None:
+        spec = find_spec(library) if library else None
+        # A folder of that name, as a run may have one here, looks like a package without a file.
+        if library and (spec is None or spec.origin is None):
             raise UsageError(
                 f"tracking.trackers: {name} needs the package {library}. Install it: "
                 f"pip install 'align-cached-reference[{name}]'"

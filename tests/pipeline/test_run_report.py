@@ -176,10 +176,11 @@ def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_
 
 def test_the_prompt_and_the_file_of_each_row_are_those_of_the_cache(course, tmp_path):
     manifest = json.loads((course.cache / "manifest.json").read_text())
-    known = known_rows({"train.eval_cache": "", "train.cache": str(course.cache)})
-    assert {one.source for one in known.values()} == {one["name"] for one in manifest["inputs"]}
     rows = pq.read_table(course.cache / "data").to_pylist()
     prompts = {row["row_id"]: str(row["prompt_key"]) for row in rows}
+    settings = {"train.eval_cache": "", "train.cache": str(course.cache)}
+    known = known_rows(settings, [*prompts, "another"])
+    assert {one.source for one in known.values()} == {one["name"] for one in manifest["inputs"]}
     assert {name: one.prompt for name, one in known.items()} == prompts
-    gone = {"train.eval_cache": str(tmp_path / "gone")}
-    assert known_rows(gone) == {}
+    assert known_rows(settings, [min(prompts)]).keys() == {min(prompts)}
+    assert known_rows({"train.eval_cache": str(tmp_path / "gone")}, prompts) == {}

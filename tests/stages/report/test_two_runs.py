@@ -115,3 +115,41 @@ def test_a_clear_difference_is_told_with_its_part():
 def test_candidates_have_no_good_and_no_bad_side():
     with pytest.raises(UsageError, match="candidate"):
         compare(table([("a", 1)], ("candidate",)), FIRST)
+
+
+def test_a_prompt_counts_once_however_many_of_its_rows_flip():
+    names = [f"r{number}" for number in range(24)]
+    known = {name: Known(f"p{number % 3}", "") for number, name in enumerate(names)}
+    wrong, right = (table([(name, one, 0) for name in names]) for one in (-1, 1))
+    assert compare(wrong, right).are_told_apart
+    found = compare(wrong, right, known=known)
+    assert found.chance == mcnemar(0, 3)
+    assert not found.are_told_apart
+
+
+def test_a_row_that_is_not_known_leaves_the_others_in_their_sources():
+    names = [f"r{number:02}" for number in range(60)]
+    rows = table([(name, int(number >= 30), 0.5) for number, name in enumerate(names)])
+    known = {
+        name: Known(name, "web" if number < 30 else "books") for number, name in enumerate(names)
+    }
+    del known["r00"]
+    found = compare(rows, rows, known=known)
+    told = {one.name: (one.rows, one.first) for one in found.parts if one.name in {"web", "books"}}
+    assert told == {"web": (29, 0.0), "books": (30, 1.0)}
+
+
+def test_log_probs_alone_tell_nothing_of_a_label_alone():
+    one = pl.concat(
+        [table([("a", 1), ("b", 1)], ("desirable",)), table([("b", 0), ("c", 1)], ("undesirable",))]
+    ).drop("reference_logp", "log_ratio")
+    assert compare(one, one, "logp").accuracy.rows == 1
+    alone = one.filter(pl.col("row_id") != "b")
+    with pytest.raises(UsageError, match="reference"):
+        compare(alone, alone, "logp")
+
+
+def test_scores_and_log_probs_have_nothing_in_common():
+    scores = FIRST.drop("logp", "reference_logp", "log_ratio").with_columns(policy_score="reward")
+    with pytest.raises(UsageError, match="one kind"):
+        measure_of([scores, SECOND], ["s", "b r"])
