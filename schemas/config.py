@@ -313,7 +313,7 @@ class TrackingOptions:
     )
     trackers: list[str] = option(
         [],
-        "where runs are recorded, such as mlflow,tensorboard; empty: mlflow",
+        "where runs are recorded: mlflow, tensorboard, or both; empty: mlflow",
         flag="--track",
         on=(*SCORERS, *TRAINING, "rounds"),
     )
