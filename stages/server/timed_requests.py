@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx2
 
@@ -50,6 +50,8 @@ class TimedRequests:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._lock = threading.Lock()
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._is_over = False
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -77,14 +79,21 @@ class TimedRequests:
         return answer.result()
 
     async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        self._is_over = True
+        # Their own tasks end with them: one that was cancelled before it began would be missed.
+        for task in self._asking:
             task.cancel()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
 
     async def _asked(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._is_over:
+            raise NoAnswerError("given up")
+        task = asyncio.current_task()
+        assert task, "it is run as one"
+        self._asking.add(task)
         try:
             async with (
                 asyncio.timeout(self._seconds),
@@ -95,6 +104,8 @@ class TimedRequests:
             raise NoAnswerError(f"no whole answer in {self._seconds:g} s") from error
         except (httpx2.RequestError, OSError) as error:
             raise NoAnswerError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        finally:
+            self._asking.discard(task)
         return HttpAnswer(response.status_code, response.headers, content)
 
     async def _read(self, response: httpx2.Response) -> bytes:

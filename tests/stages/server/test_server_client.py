@@ -1,10 +1,15 @@
 """The key, the address and the bytes of an answer, how long is waited, and what is read of it."""
 
+import contextlib
+import gc
 import gzip
 import hashlib
 import itertools
 import math
 import random
+import threading
+import time
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -23,6 +28,7 @@ from align.stages.server.server_client import (
     pause_of,
     said_in,
 )
+from align.stages.server.timed_requests import NoAnswerError, TimedRequests
 from support.asking import chat as chat_prompt
 from support.asking import collected, echo, options_of, sampler_of_stub, wanted_of
 from support.chat_server import Reply, chat_server
@@ -374,3 +380,21 @@ def test_most_other_answers_are_another_model_and_a_few_may_be_of_another_batch(
     else:
         require_same_probes(KEPT, now, options)
         assert (said in caplog.text) == (count > 0)
+
+
+def test_requests_that_are_given_up_while_they_connect_leave_nothing_behind():
+    def ask(requests):
+        with contextlib.suppress(NoAnswerError, CancelledError):
+            while True:
+                requests.send("GET", f"{stub.url}/models", None)
+
+    with chat_server(echo, delay=0.002) as stub:
+        for number in range(40):
+            with TimedRequests({}, connections=5, seconds=60, most_bytes=1 << 20) as requests:
+                threads = [threading.Thread(target=ask, args=(requests,)) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                time.sleep(number / 2000)
+            for thread in threads:
+                thread.join()
+    gc.collect()  # which tells of what was never awaited
