@@ -16,7 +16,15 @@ from ...schemas.errors import CorruptionError, StorageError, UsageError, counted
 from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
-from ...stages.report.two_runs import SURE, Difference, Known, TwoRuns, compare, measure_of
+from ...stages.report.two_runs import (
+    SURE,
+    Difference,
+    Known,
+    TwoRuns,
+    compare,
+    measure_of,
+    right_rows,
+)
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
@@ -70,8 +78,8 @@ def standing(folders: Mapping[str, RunFolder]) -> list[str]:
     runs = {name: _measured(folder, None) for name, folder in with_tables.items()}
     measure = _measure([*runs.values()])
     tables = {name: run.samples for name, run in runs.items()}
-    own = {name: compare(one, one, measure).accuracy for name, one in tables.items()}
-    best = max(own, key=lambda name: own[name].first)
+    own = {name: right_rows(one, measure) for name, one in tables.items()}
+    best = max(own, key=lambda name: own[name].mean())
     known = known_rows(runs[best].settings, tables[best]["row_id"])
     found = {
         name: compare(tables[best], tables[name], measure, known) for name in own if name != best
@@ -81,9 +89,9 @@ def standing(folders: Mapping[str, RunFolder]) -> list[str]:
         name for name, one in found.items() if one.chance < sure and len(one.lost) > len(one.gained)
     ]
     alike = [name for name in found if name not in apart]
-    rows = counted(own[best].rows, "held-out rows")
+    rows = counted(len(own[best]), "held-out rows")
     lines = [
-        f"{best} has the most of {rows} right: {own[best].first:.4f}, by "
+        f"{best} has the most of {rows} right: {own[best].mean():.4f}, by "
         f"{runs[best].told(measure)}."
     ]
     if alike:

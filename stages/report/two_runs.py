@@ -118,6 +118,12 @@ def compare(
     )
 
 
+def right_rows(samples: pl.DataFrame, measure: str) -> NDArray[np.float64]:
+    """1 for each row of a table that is right, 0 for one that is wrong, and 0.5 for a tie."""
+    rows = _rows_of(samples, {"right": measure, "gap": measure})
+    return _is_right(rows["right"].to_numpy())
+
+
 def _numbered(prompts: Sequence[str]) -> NDArray[np.int64]:
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])

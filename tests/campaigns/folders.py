@@ -5,7 +5,6 @@ another reader finds in it and a model can use; or if one message names the file
 """
 
 import contextlib
-import os
 import random
 import shutil
 import sys
@@ -21,7 +20,7 @@ from campaigns import damaged_caches, runner  # noqa: E402
 from campaigns.cases import Campaign, End, tried  # noqa: E402
 from campaigns.damaged_caches import UNFINISHED  # noqa: E402
 from campaigns.damaged_tables import VOCABULARY  # noqa: E402
-from campaigns.watched import Watch  # noqa: E402
+from campaigns.watched import Undamaged  # noqa: E402
 
 from align.pipeline.precompute.export import export  # noqa: E402
 from align.pipeline.precompute.inspect_rows import lines_of_inspection  # noqa: E402
@@ -203,17 +202,13 @@ OPENED = {
 }
 
 
-class Folders:
+class Folders(Undamaged):
     """The undamaged caches, and what is read of them."""
 
     @classmethod
     def prepare(cls, folder):
         """Made once in a process."""
-        for name in ("bases", "case"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        os.environ["ALIGN_HOME"] = str(folder / "home")
-        cls.folder, cls.bases, cls.whole = folder, folder / "bases", {}
-        cls.bases.mkdir(parents=True)
+        cls.begin(folder)
         damaged_caches.make_caches(cls.bases)
         cls.rows = {name: damaged_caches.rows_in(cls.bases / name) for name in KINDS}
         cls.ids = {name: rows[0]["row_id"] for name, rows in cls.rows.items()}
@@ -221,7 +216,6 @@ class Folders:
             name: [read_shard(path) for path in sorted((cls.bases / name / "data").iterdir())]
             for name in KINDS
         }
-        cls.watch = Watch(folder)
 
     @classmethod
     def of_whole(cls, name, door):

@@ -1,13 +1,12 @@
 """Runs that are broken off or finished, and what opens them, as the commands do."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from campaigns.watched import Watch
+from campaigns.watched import Undamaged
 from safetensors.torch import load_file
 
 from align.pipeline.commands.python_api import load_run
@@ -142,20 +141,15 @@ OPENED = {
 }
 
 
-class Runs:
+class Runs(Undamaged):
     """The undamaged runs, and what comes of them."""
 
     @classmethod
     def prepare(cls, folder):
         """Made once in a process."""
-        for name in ("bases", "case"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        os.environ["ALIGN_HOME"] = str(folder / "home")
-        cls.folder, cls.bases, cls.whole = folder, folder / "bases", {}
-        cls.bases.mkdir(parents=True)
+        cls.begin(folder)
         make_pairs(cls.bases, make_tokenizer(cls.bases / "tokenizer"), rows=16, pretrain_steps=0)
         scored(cls.bases, "pairs", kl_pairs=1)
-        cls.watch = Watch(folder)
 
     @classmethod
     def base(cls, name):

@@ -1,12 +1,27 @@
 """What a process does beside reading: files written elsewhere, programs started, pickles opened."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 STARTING = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
 CHANGING = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Undamaged:
+    """What a campaign of folders makes once in a process, and what comes of it by name."""
+
+    @classmethod
+    def begin(cls, folder):
+        """Empty folders, and a process that remembers nothing of others."""
+        for name in ("bases", "case"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        os.environ["ALIGN_HOME"] = str(folder / "home")
+        cls.folder, cls.bases, cls.whole = folder, folder / "bases", {}
+        cls.bases.mkdir(parents=True)
+        cls.watch = Watch(folder)
 
 
 class Watch:
