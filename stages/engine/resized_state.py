@@ -39,6 +39,7 @@ STATE_KEYS = {
     3: ("optimizer_state_dict", "fp32_flat_groups"),
 }
 PADDINGS = "param_alignment_paddings"
+CLIPPING = "clip_grad"  # DeepSpeed goes on with the norm of the state, not with that of the run
 SHARED = {"loss_scaler", "dynamic_loss_scale", "overflow"}  # every rank has the same
 OF_STEP = {"lr", "params", "step"}  # what a group has anew at each step, or by its numbers
 OF_KERNEL = {"capturable", "differentiable", "foreach", "fused"}  # how the same is computed
@@ -166,6 +167,8 @@ def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int, rank
     for name in SHARED & live.keys():
         if type(saved.optimizers[rank].get(name)) is not type(live[name]):
             raise ValueError(f"{name} is missing, or is another's")
+    if (norm := live.get(CLIPPING)) != (was := saved.optimizers[rank].get(CLIPPING, norm)):
+        raise ValueError(f"gradients were clipped to {was!r:.40}, not {norm}")
     for index, weight in enumerate(saved.weights(rank, order)):
         partition = layout.partition(index, rank)
         _require_part(WEIGHT, partition, weight)

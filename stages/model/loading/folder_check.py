@@ -115,7 +115,7 @@ def require_adapter(folder: str) -> None:
             )
     for names, kinds, kind in _ADAPTER_KINDS:
         for name in names & settings.keys():
-            if settings[name] is not None and not isinstance(settings[name], kinds):
+            if settings[name] is not None and not _is_of(settings[name], kinds):
                 raise UsageError(
                     f"{file}: {name} is {settings[name]!r:.60}, and must be {kind}. Set "
                     "model.adapter to a folder as PEFT saved it."
@@ -123,6 +123,13 @@ def require_adapter(folder: str) -> None:
     require_plain_files(Path(folder))
     numbers = {name: settings.get(name) for name in _ADAPTER_NUMBERS}
     require_declared_sizes(file, numbers, adapter_tensors(Path(folder)))
+
+
+def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a setting is of one of these kinds; to Python, true and false are numbers too."""
+    if isinstance(value, dict):
+        return dict in kinds and all(_is_of(item, (int, float)) for item in value.values())
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
