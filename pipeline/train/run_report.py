@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ...schemas.cache import Manifest
-from ...schemas.errors import CorruptionError, UsageError, counted
+from ...schemas.errors import CorruptionError, UsageError, counted, log_failure
 from ...stages.model.loading.folder_json import read_json
 from ...stages.report.cache_tables import grid
 from ...stages.report.charts import further_curves, learning_curves, plain
 from ...stages.report.eval_table import REWARD, kind_of, read_samples, spread_charts
 from ...stages.report.html_page import render_page
+from ...stages.report.signs import Evidence, Sign, Signs, look_for_signs
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
@@ -71,12 +72,19 @@ def _page(folder: RunFolder) -> str:
         title=folder.root.resolve().name,
         sentences=list(_sentences(folder, history, settings["train.method"])),
         headlines=dict(_headlines(history.measured)),
+        signs=_signs(folder, history, settings),
         learning=learning_curves(learned, held_out),
         completions=_spreads(folder),
         cache=_of_cache(folder, settings),
         settings=_shown(settings),
         further=further_curves(learned, held_out),
     )
+
+
+def _signs(folder: RunFolder, history: History, settings: Mapping[str, Any]) -> Signs:
+    tables = {step: read_samples(path) for step, path in folder.evaluations().items()}
+    beta = settings.get("method.beta")
+    return look_for_signs(Evidence(curves(history.learned), curves(history.held_out), tables, beta))
 
 
 def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
@@ -300,6 +308,7 @@ class Trained:
     steps: int
     measured: Measured
     is_old: bool = False  # it had ended before it was asked for
+    signs: tuple[Sign, ...] = ()
 
     def text(self) -> str:
         """A few lines for a person."""
@@ -309,7 +318,8 @@ class Trained:
             lines.append(f"model in {self.folder.model}")
         else:
             lines.append("stopped by train.max_time; the same command with --resume auto continues")
-        return "\n".join([*lines, *before_and_after(self.measured), *self._looks()])
+        told = [f"{one.name}: {one.said} {one.hint}" for one in self.signs]
+        return "\n".join([*lines, *before_and_after(self.measured), *told, *self._looks()])
 
     def _looks(self) -> Iterator[str]:
         """Where the run can be looked at, and the command that asks the trained model."""
@@ -332,7 +342,11 @@ def outcome(folder: RunFolder, ending: Ending) -> Trained:
         known = read_ending(folder)
         return Trained(folder, ending, known.step if known else 0, Measured())
     history = read_history(folder.metrics)
-    return Trained(folder, ending, history.steps, history.measured)
+    trained = Trained(folder, ending, history.steps, history.measured)
+    with log_failure("Nothing is said of what stands out"):
+        found = _signs(folder, history, run_settings(folder)).found
+        return replace(trained, signs=found)
+    return trained
 
 
 def before_and_after(measured: Measured) -> list[str]:

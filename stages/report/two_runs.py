@@ -120,7 +120,7 @@ def compare(
 
 def right_rows(samples: pl.DataFrame, measure: str) -> NDArray[np.float64]:
     """1 for each row of a table that is right, 0 for one that is wrong, and 0.5 for a tie."""
-    rows = _rows_of(samples, {"right": measure, "gap": measure})
+    rows = rows_of(samples, {"right": measure, "gap": measure})
     return _is_right(rows["right"].to_numpy())
 
 
@@ -133,7 +133,7 @@ def _joined(
     first: pl.DataFrame, second: pl.DataFrame, told: Mapping[str, str]
 ) -> tuple[pl.DataFrame, int]:
     """A line for each row that both have, and how many others there are."""
-    sides = [_rows_of(table, told) for table in (first, second)]
+    sides = [rows_of(table, told) for table in (first, second)]
     both = sides[0].join(sides[1], on=["row_id", "sides"], suffix="_second").sort("row_id")
     if both.is_empty():
         raise UsageError(
@@ -144,7 +144,7 @@ def _joined(
     return both, len(every) - len(both)
 
 
-def _rows_of(samples: pl.DataFrame, told: Mapping[str, str]) -> pl.DataFrame:
+def rows_of(samples: pl.DataFrame, told: Mapping[str, str]) -> pl.DataFrame:
     """Each row's mean of the good side less that of the bad one, in each of the columns `told`."""
     import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report does not need
 

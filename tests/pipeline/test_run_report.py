@@ -13,6 +13,7 @@ from align.pipeline.options.settings import signed
 from align.pipeline.train.run_diff import diff_runs, known_rows, standing
 from align.pipeline.train.run_report import write_report
 from align.schemas.errors import CorruptionError, UsageError
+from align.stages.report.signs import SIGNS
 from align.stages.storage.run.run_folder import RunFolder
 
 
@@ -58,6 +59,7 @@ def test_a_page_shows_the_whole_run_and_loads_nothing(whole_run, course):
     text, words = (whole_run / "report.html").read_text(), words_of(whole_run)
     assert not re.search(r"<(script|iframe|img|link)|(src|href)=|url\(|@import|https?://", text)
     assert "kto, 6 steps, finished." in words
+    assert all(sign in words for sign in SIGNS)  # there, not there, or too short to tell
     manifest = json.loads((course.cache / "manifest.json").read_text())
     before, after = (metrics_of(whole_run, step)["eval/loss"] for step in (0, 6))
     for shown in (

@@ -1,0 +1,182 @@
+"""The signs that a run may show: each is found where it was planted, and not in what is well."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from align.stages.report.signs import FEWEST_LINES, SIGNS, SPIKE, Evidence, look_for_signs
+
+STEPS, ROWS, BETA = 120, 200, 0.1
+RUNS = 60
+
+
+def curve(values):
+    return [(step, float(value)) for step, value in enumerate(values, start=1)]
+
+
+def clean(seed, steps=STEPS):
+    """The curves and tables of a training in which all is well, or nothing happens at all."""
+    random = np.random.default_rng(seed)
+    raw = np.linspace(0, 2, steps) + random.normal(0, 1, steps)
+    learned = {
+        "loss": curve(0.69 - 0.002 * np.arange(steps) + random.normal(0, 0.05, steps)),
+        "rewards/accuracies": curve(np.linspace(0.5, 0.9, steps) + random.normal(0, 0.05, steps)),
+        "rewards/chosen": curve(random.normal(0, 1, steps)),
+        "rewards/rejected": curve(random.normal(0, 1, steps)),
+        "kl/raw": curve(raw),
+        "kl/clamped": curve(raw.clip(0)),
+        "kl/pairs": curve(np.full(steps, 32)),
+        "grad_norm": curve(random.lognormal(0, 0.4, steps)),
+    }
+    # Longer sides are chosen more often, and rows are right or wrong whatever their length is.
+    lengths = random.integers(5, 60, (ROWS, 2))
+    lengths[random.random(ROWS) < 0.4] += [30, 0]
+    start = random.normal(-60, 20, (ROWS, 2))
+    tables = {
+        step: table(lengths, start, random.normal([0.3 * at, -0.3 * at], 3, (ROWS, 2)))
+        for at, step in enumerate((0, 60, 120))
+    }
+    return Evidence(learned, {}, tables, BETA)
+
+
+def table(lengths, start, ratios):
+    """A table of pairs with these log-ratios."""
+    lines = [
+        {
+            "row": row,
+            "row_id": f"row {row:03}",
+            "role": role,
+            "tokens": lengths[row, side],
+            "logp": start[row, side] + ratios[row, side],
+            "reference_logp": start[row, side],
+            "log_ratio": ratios[row, side],
+            "reward": BETA * ratios[row, side],
+        }
+        for row in range(len(lengths))
+        for side, role in enumerate(("chosen", "rejected"))
+    ]
+    return pl.from_dicts(lines)
+
+
+def with_curves(seen, **changed):
+    named = {name.replace("__", "/"): values for name, values in changed.items()}
+    return replace(seen, learned={**seen.learned, **named})
+
+
+def with_ratios(seen, change, step=120):
+    """Other log-ratios at a step, by each completion's role, old ratio and lead in length."""
+    rows = seen.tables[step]
+    other = pl.col("tokens").sum().over("row") - pl.col("tokens")
+    ratios = change(pl.col("role") == "chosen", pl.col("log_ratio"), pl.col("tokens") - other)
+    rows = rows.with_columns(log_ratio=ratios)
+    rows = rows.with_columns(
+        logp=pl.col("reference_logp") + pl.col("log_ratio"), reward=BETA * pl.col("log_ratio")
+    )
+    return replace(seen, tables={**seen.tables, step: rows})
+
+
+def spiked(seen):
+    points = list(seen.learned["grad_norm"])
+    points[70] = (71, 2 * SPIKE)
+    return with_curves(seen, grad_norm=points)
+
+
+def starved(seen):
+    return with_curves(seen, rewards__rejected=seen.learned["rewards/rejected"][::2])
+
+
+def fallen_back(seen):
+    """Good in the middle, and as by chance at the end."""
+    seen = with_ratios(seen, lambda good, old, _: old + pl.when(good).then(6).otherwise(-6), 60)
+    return with_ratios(seen, lambda good, old, _: old + pl.when(good).then(-1).otherwise(1))
+
+
+PLANTED = {
+    "displacement": lambda seen: with_ratios(
+        seen, lambda good, old, _: old - pl.when(good).then(4.0).otherwise(12.0)
+    ),
+    "KL at 0": lambda seen: with_curves(
+        seen, kl__clamped=[*seen.learned["kl/clamped"][:80], *((at, 0.0) for at in range(81, 121))]
+    ),
+    "noisy KL": lambda seen: with_curves(
+        seen, kl__raw=[(step, 6 * value) for step, value in seen.learned["kl/raw"]]
+    ),
+    "saturation": lambda seen: with_curves(
+        seen, rewards__accuracies=[*seen.learned["rewards/accuracies"][:80], *curve(np.ones(40))]
+    ),
+    "length": lambda seen: with_ratios(seen, lambda _good, old, longer: old + 0.1 * longer),
+    "starving class": starved,
+    "gradient spikes": spiked,
+    "past its best": fallen_back,
+}
+
+
+def signs_of(seen):
+    return {one.name for one in look_for_signs(seen).found}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_each_sign_is_found_where_it_was_planted(sign):
+    for seed in range(20):
+        seen = PLANTED[sign](clean(seed))
+        (found,) = [one for one in look_for_signs(seen).found if one.name == sign]
+        assert found.said
+        assert found.hint
+
+
+def test_trainings_that_are_well_raise_no_alarm():
+    every = [signs_of(clean(seed)) for seed in range(RUNS)]
+    assert set(SIGNS) == {*look_for_signs(clean(0)).absent}  # all of them could be told
+    assert sum(map(bool, every)) <= 0.05 * RUNS
+
+
+def test_of_a_short_run_nothing_is_told():
+    seen = clean(0, steps=FEWEST_LINES - 1)
+    few = replace(seen, tables={step: rows.head(10) for step, rows in seen.tables.items()})
+    assert look_for_signs(few).unknown == tuple(SIGNS)
+    assert look_for_signs(Evidence({})).unknown == tuple(SIGNS)
+
+
+def test_completions_of_a_single_label_can_tell_of_displacement():
+    seen = clean(3)
+    single = {
+        step: rows.filter((pl.col("row") % 2 == 0) == (pl.col("role") == "chosen"))
+        for step, rows in PLANTED["displacement"](seen).tables.items()
+    }
+    assert signs_of(replace(seen, tables=single)) == {"displacement"}
+    assert "length" in look_for_signs(replace(seen, tables=single)).unknown
+
+
+def test_the_noise_of_a_kl_is_that_of_neighbours_times_beta():
+    """0, d, 0, d, …: the variance is d² / 2, so the interval is 1.96 d / √2, and beta · that
+    0.5 at d = 0.5 √2 / (1.96 beta)."""
+    edge = 0.5 * math.sqrt(2) / (1.96 * BETA)
+    for size, is_there in ((0.99 * edge, False), (1.01 * edge, True)):
+        raw = curve([0.0, size] * 30)
+        seen = Evidence({"kl/raw": raw, "kl/pairs": curve([8] * 60)}, beta=BETA)
+        assert (signs_of(seen) == {"noisy KL"}) == is_there
+    trend = Evidence({"kl/raw": curve(range(60)), "kl/pairs": curve([8] * 60)}, beta=0.01)
+    assert not signs_of(trend)  # a rise is no noise
+
+
+def test_numbers_in_words_are_those_of_the_rows():
+    lengths = np.array([[9, 5]] * 40 + [[5, 9]] * 40)
+    start, none = np.full((80, 2), -50.0), np.zeros((80, 2))
+    right = np.array([[1.0, 0.0]] * 36 + [[0.0, 1.0]] * 4 + [[1.0, 0.0]] * 20 + [[0.0, 1.0]] * 20)
+    seen = Evidence({}, {}, {0: table(lengths, start, none), 9: table(lengths, start, right - 3)})
+    said = {one.name: one.said for one in look_for_signs(seen).found}
+    assert "90%" in said["length"]  # 36 of 40 where the chosen side is longer
+    assert "50%" in said["length"]  # 20 of 40 where it is shorter
+    # chosen: 56 of 80 fall by 2 and 24 by 3 nats
+    assert f"{(56 * 2 + 24 * 3) / 80:.2f} nats" in said["displacement"]
+
+
+def test_spikes_are_named_by_their_steps():
+    norms = [1.0] * 60
+    norms[29], norms[44], norms[50] = 11.0, 9.0, 25.0
+    (found,) = look_for_signs(Evidence({"grad_norm": curve(norms)})).found
+    assert "at step 30, 51;" in found.said
+    assert "25 times, at step 51" in found.said
