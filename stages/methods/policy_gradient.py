@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODIFIERS = CLAMPS | {"row_weight"}
-# Keeps the advantages of a group finite where all of its scores are the same.
-SMALLEST_SPREAD = 1e-4
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,10 @@ class GrpoOptions:
     normalize: Literal["tokens", "sequence"] = option(
         "tokens", "tokens: every token counts the same; sequence: every candidate"
     )
+    std: Literal["sample", "population", "none"] = option(
+        "sample", "divides by n - 1, by n, or scores are not divided by a standard deviation"
+    )
+    std_epsilon: float = option(1e-4, "added to the standard deviation", gt=0)
 
 
 def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
@@ -37,7 +39,7 @@ def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
     stands for the policy that wrote them. A modifier changes the p of the first term alone.
     """
     tokens = tokens_of(branches)
-    advantages = tokens.of_each(group_advantages(branches))
+    advantages = tokens.of_each(group_advantages(branches, options))
     losses = clipped(advantages, tokens.log_ratios, options.epsilon)
     losses = sums_of(losses + options.beta * distances(tokens), tokens.counts)
     if options.normalize == "sequence":
@@ -52,18 +54,21 @@ def grpo_rewards(branches: Branches, options: GrpoOptions) -> Tensor:
     return branches.ratios / branches.num_tokens if of_sequences else branches.ratios
 
 
-def group_advantages(branches: Branches) -> Tensor:
-    """(s - mean) / (std + 1e-4) over the candidates of a prompt, (branches,); 0 for a single one.
+def group_advantages(branches: Branches, options: GrpoOptions) -> Tensor:
+    """(s - mean) / (std + e) over the candidates of a prompt, (branches,); 0 for a single one.
 
-    std is the sample's, over n - 1, as in TRL; HALOs takes the population's and adds
-    1e-2.
+    std is the sample's, over n - 1, and e 1e-4, as in TRL; HALOs takes the population's and 1e-2.
+    Without std prompts whose scores differ more weigh more (https://arxiv.org/abs/2503.20783).
     """
     scores, rows = branches.scores, branches.rows
     # As many as there are branches: those after the last row stay empty.
     sizes = torch.zeros_like(rows).index_add(0, rows, torch.ones_like(rows))
     deviations = scores - (sums_of(scores, sizes) / sizes)[rows]
-    spread = (sums_of(deviations.square(), sizes) / (sizes - 1).clamp(min=1)).sqrt()
-    return deviations / (spread[rows] + SMALLEST_SPREAD)
+    if options.std == "none":
+        return deviations
+    over = sizes - 1 if options.std == "sample" else sizes
+    spread = (sums_of(deviations.square(), sizes) / over.clamp(min=1)).sqrt()
+    return deviations / (spread[rows] + options.std_epsilon)
 
 
 def clipped(advantages: Tensor, log_ratios: Tensor, epsilon: float) -> Tensor:
@@ -134,6 +139,9 @@ class PpoOptions:
     value_clip: float = option(
         0.0, "a value learns from returns no further away than this; 0: from all", ge=0
     )
+    value_target: Literal["gae", "return"] = option(
+        "gae", "gae: A + V, which trusts later values by lam; return: the discounted score alone"
+    )
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,8 @@ def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
     Where the data gives labels instead of scores it is 1 or -1.
 
     d_t = reward_t + gamma V_(t+1) - V_t, where V is 0 behind the last token;
-    A_t = sum over k >= 0 of (gamma lam)^k d_(t+k); R_t = A_t + V_t.
+    A_t = sum over k >= 0 of (gamma lam)^k d_(t+k); R_t = A_t + V_t, or with value_target return
+    the sum over k >= 0 of gamma^k reward_(t+k), as in HALOs.
     """
     tokens = tokens_of(branches)
     values = _values(tokens).detach()
@@ -197,6 +206,8 @@ def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
     rewards = torch.where(left == 1, tokens.of_each(branches.scores), 0.0)
     deltas = rewards + options.gamma * _later(values, 1, left) - values
     advantages = _discounted(deltas, options.gamma * options.lam, left)
+    if options.value_target == "return":
+        return Estimates(advantages, _discounted(rewards, options.gamma, left))
     return Estimates(advantages, advantages + values)
 
 
@@ -231,7 +242,8 @@ def _targets(estimates: Estimates, values: Tensor, value_clip: float) -> Tensor:
     """
     if not value_clip:
         return estimates.returns
-    return values.detach() + estimates.advantages.clamp(-value_clip, value_clip)
+    now = values.detach()
+    return now + (estimates.returns - now).clamp(-value_clip, value_clip)
 
 
 def _values(tokens: Tokens) -> Tensor:

@@ -28,16 +28,23 @@ def clipped(gain, p, epsilon):
     return -min(gain * p, gain * min(max(p, 1 - epsilon), 1 + epsilon))
 
 
-def grpo_oracle(rows, *, beta=0.01, epsilon=0.2, normalize="tokens", low=-np.inf, high=np.inf):
+def gains_of(scores, *, std="sample", std_epsilon=1e-4):
+    """The advantage of each candidate of a prompt."""
+    mean = sum(scores) / len(scores)
+    between = sum((score - mean) ** 2 for score in scores)
+    over = {"sample": max(1, len(scores) - 1), "population": len(scores)}
+    by = 1.0 if std == "none" else math.sqrt(between / over[std]) + std_epsilon
+    return [(score - mean) / by for score in scores]
+
+
+def grpo_oracle(
+    rows, *, beta=0.01, epsilon=0.2, normalize="tokens", low=-np.inf, high=np.inf, **of_gains
+):
     """The loss of a step."""
     losses, by_branch = [], []
     for row in rows:
-        scores = [said.score for said in row]
-        mean = sum(scores) / len(scores)
-        between = sum((score - mean) ** 2 for score in scores)
-        spread = math.sqrt(between / (len(row) - 1)) if len(row) > 1 else 0.0
-        for said in row:
-            gain = (said.score - mean) / (spread + 1e-4)
+        gains = gains_of([said.score for said in row], **of_gains)
+        for said, gain in zip(row, gains, strict=True):
             own = [
                 clipped(gain, np.exp(min(max(ratio, low), high)), epsilon)
                 + beta * (np.exp(-ratio) + ratio - 1)
@@ -60,18 +67,19 @@ def gae(said, *, lam, gamma):
     return advantages, returns
 
 
-def estimates(rows, *, lam=0.95, gamma=0.99, **_):
+def estimates(rows, *, lam=0.95, gamma=0.99, value_target="gae", **_):
     """Whitened advantages, and returns."""
     pairs = [gae(said, lam=lam, gamma=gamma) for row in rows for said in row]
     advantages, returns = (np.concatenate(one) for one in zip(*pairs, strict=True))
+    if value_target == "return":  # the score, so many tokens before the last one
+        said = [(one.score, len(one.values)) for row in rows for one in row]
+        returns = np.array([s * gamma ** (n - 1 - at) for s, n in said for at in range(n)])
     return (advantages - advantages.mean()) / np.sqrt(advantages.var() + 1e-8), returns
 
 
-def ppo_oracle(
-    rows, known=None, *, epsilon=0.5, lam=0.95, gamma=0.99, vf=0.01, kl=0.1, low=-99, high=99
-):
+def ppo_oracle(rows, known=None, *, epsilon=0.5, vf=0.01, kl=0.1, low=-99, high=99, **of_estimates):
     """The loss of a step; `known` advantages and returns are held."""
-    gains, returns = known or estimates(rows, lam=lam, gamma=gamma)
+    gains, returns = known or estimates(rows, **of_estimates)
     said = [one for row in rows for one in row]
     ratios = [ratio for one in said for ratio in one.ratios]
     values = [value for one in said for value in one.values]
@@ -90,7 +98,10 @@ CASES = [
     ("grpo", {"beta": 0.4, "epsilon": 0.05}),
     ("grpo", {"beta": 0.0}),
     ("grpo", {"normalize": "sequence", "beta": 0.2}),
+    ("grpo", {"std": "population", "std_epsilon": 1e-2}),  # as HALOs has them
+    ("grpo", {"std": "none", "beta": 0.3}),
     ("ppo", {}),
+    ("ppo", {"value_target": "return", "gamma": 0.8, "vf": 0.6}),
     ("ppo", {"epsilon": 0.1, "lam": 0.7, "gamma": 0.8, "vf": 0.6, "kl": 0.3}),
     ("ppo", {"lam": 1.0, "gamma": 1.0, "vf": 0.0, "kl": 0.0}),
 ]
@@ -140,12 +151,18 @@ def test_a_ratio_is_clipped_where_it_goes_the_right_way_and_nowhere_else():
     assert taken.losses.tolist() == pytest.approx([-0.847747, 1.061307], abs=1e-6)
     assert taken.values["clip/share"].tolist() == [1.0, 0.0]
     assert taken.means["kl/tokens"] == pytest.approx(0.072132, abs=5e-7)
+    # The population's std is 1, and A -+1 / 1.01 = -+.990099; by no std it is -+1.
+    for std, better, worse in (("population", -1.187397, 1.485870), ("none", -1.199279, 1.500721)):
+        pair = [Said((up,), score=3.0), Said((up,), score=1.0)]
+        taken = run("grpo", pair, std=std, std_epsilon=0.01)
+        assert taken.losses.tolist() == pytest.approx([better, worse], abs=1e-6)
 
 
 def test_candidates_nothing_tells_apart_have_no_advantage():
     for scores in ((5.0,), (0.1, 0.1, 0.1)):  # whose mean is not 0.1 in binary
         row = [Said((0.3, -0.2), score=score) for score in scores]
-        assert group_advantages(rows_of(row)).abs().max() < 1e-12
+        options = options_of(METHODS["grpo"], {})
+        assert group_advantages(rows_of(row), options).abs().max() < 1e-12
 
 
 def test_accuracies_and_gains_tell_whether_candidates_are_ranked_as_their_scores():
@@ -179,6 +196,10 @@ def test_ppo_of_an_unmoved_policy():
     taken = run("ppo", [WORKED], **NUMBERS, value_clip=0.1)
     assert taken.value_gradient.tolist() == pytest.approx([-0.0002, -0.0005])
     assert taken.loss == pytest.approx(0.01 * 0.5 * (0.04**2 + 0.1**2) / 2, abs=1e-9)
+    # The discounted score alone is (.9, 1); the advantages stay.
+    taken = run("ppo", [WORKED], **NUMBERS, value_target="return")
+    assert taken.value_gradient.tolist() == pytest.approx([-0.002, -0.004])
+    assert taken.token_gradient.tolist() == pytest.approx([0.55, -0.45], rel=1e-6)
     # A single token has nothing to be compared with.
     taken = run("ppo", [Said((0.4,), score=3.0, values=(1.0,))])
     assert taken.loss == pytest.approx(0.01 * 0.5 * 2.0**2 + 0.1 * 0.4)
