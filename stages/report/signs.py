@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .charts import Metrics, Point, plain
 from .eval_table import BAD, GOOD
+from .gradient_spikes import SPIKE, UsualGradient
 from .intervals import interval_of_mean
 from .two_runs import FEWEST, SURE, compare, measure_of, right_rows, rows_of, unit_of
 
@@ -29,8 +30,6 @@ SATURATED = 0.99
 LEAST_ODDS = 0.1  # between the accuracies of two kinds of pairs
 RARE = 0.01
 STARVING = 0.25  # of the lines
-SPIKE = 10.0  # times the median of the lines before
-LINES_BEFORE = 50
 Z = 1.96
 
 
@@ -208,13 +207,8 @@ def spikes(seen: Evidence) -> Words | None:
     points = seen.learned.get("grad_norm", ())
     if len(points) <= FEWEST_LINES:
         return None
-    values = _values(points)
-    found = [
-        (points[at][0], values[at] / usual)
-        for at in range(FEWEST_LINES, len(values))
-        if (usual := np.median(values[max(0, at - LINES_BEFORE) : at])) > 0
-        and values[at] > SPIKE * usual
-    ]
+    usual = UsualGradient()
+    found = [(step, times) for step, norm in points if (times := usual.spike(norm))]
     if not found:
         return ABSENT
     step, largest = max(found, key=lambda one: one[1])
@@ -222,7 +216,7 @@ def spikes(seen: Evidence) -> Words | None:
     return (
         f"The gradient is over {SPIKE:.0f} times as large as is usual before at step {steps}; at "
         f"most {plain(largest)} times, at step {plain(step)}.",
-        "Look for odd rows (`align inspect`), or lower train.max_grad_norm or train.lr.",
+        "Look at the rows of these steps (spikes.jsonl), or lower train.max_grad_norm or train.lr.",
     )
 
 

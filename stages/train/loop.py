@@ -14,11 +14,12 @@ from ...schemas.methods import Mean, Step
 from ...schemas.train_options import TrainOptions
 from ..methods.recipe import LOSS, MethodState, Recipe
 from ..model.memory.live_memory import is_out_of_memory
+from ..report.gradient_spikes import UsualGradient
 from ..storage.disk.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
 from .memory_backoff import MemoryBackoff, MicroBatchTooLarge, release_cached_memory
-from .step import Means, StepResult, added, finite, learning_rate, reported, train_step
+from .step import Means, StepResult, added, finite, learning_rate, reported, rows_in, train_step
 from .synchronized import Ending, StopConditions, SynchronizedBatches, tokens_run
 from .throughput import Meter, peak_mib
 
@@ -91,6 +92,10 @@ class Records(Protocol):
         """Records a step with NaN or infinity, and this rank's rows in it."""
         ...
 
+    def spiked(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
+        """Records a step with a gradient far above what is usual, and this rank's rows in it."""
+        ...
+
     def save(self, position: TrainingPosition) -> None:
         """Saves a checkpoint, unless there is one of this step already."""
         ...
@@ -159,6 +164,7 @@ class Loop:
     meter: Meter
     backoff: MemoryBackoff
     failures: int = 0
+    usual: UsualGradient = field(default_factory=UsualGradient)
 
     @property
     def total_steps(self) -> int:
@@ -177,6 +183,8 @@ class Loop:
         reach("step.updated")
         after = TrainingPosition(position.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)
+        if result.applied and self.usual.spike(result.means["grad_norm"].value):
+            records.spiked(after, rows_in(batch))
         lap = {**self.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
         window = added(position.window, {**self._lasting(result), **lap})
         epoch = after.step / self.feed.steps_per_epoch

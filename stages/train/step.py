@@ -76,14 +76,18 @@ def train_step(
     update = engine.step()
     means["grad_norm"] = Mean(update.grad_norm, 1.0)
     if not update.applied:
-        suspects = tuple(row for micro in batch.own for row in micro.row_ids)
-        return StepResult(applied=False, means=means, suspects=suspects, state=state)
+        return StepResult(applied=False, means=means, suspects=rows_in(batch), state=state)
     return StepResult(applied=True, means=means, suspects=(), state=after)
 
 
 def reported(recipe: Recipe, means: Means) -> dict[str, float]:
     """The values of the means, with the metrics derived from them: summed loss, margins."""
     return with_margin(recipe.with_loss({name: mean.value for name, mean in means.items()}))
+
+
+def rows_in(batch: StepBatch) -> tuple[str, ...]:
+    """The ids of this rank's rows."""
+    return tuple(row for micro in batch.own for row in micro.row_ids)
 
 
 def _suspects(batch: StepBatch, step: Step, losses: list[Tensor]) -> tuple[str, ...]:

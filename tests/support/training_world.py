@@ -141,6 +141,7 @@ class Recorded:
     evaluations: list = field(default_factory=list)  # (step, metrics)
     samples: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
+    spikes: list = field(default_factory=list)  # (step, row ids)
     saves: list = field(default_factory=list)  # steps
     shrunk: list = field(default_factory=list)  # (step, tokens per batch from then on)
     on_step: object = None
@@ -160,6 +161,9 @@ class Recorded:
 
     def not_applied(self, place, row_ids):
         self.refused.append((place.step, row_ids))
+
+    def spiked(self, place, row_ids):
+        self.spikes.append((place.step, row_ids))
 
     def save(self, place):
         if self.saves[-1:] != [place.step]:

@@ -2,6 +2,7 @@
 
 metrics.jsonl                   one line per logged step
 nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
+spikes.jsonl                    rows of the steps with a gradient far above what is usual
 evaluations/step-<n>.csv        single held-out completions, a line each
 report.html                     all of this on one page
 config.yaml                     the settings it began with
@@ -52,6 +53,7 @@ class RunFolder:
 
     metrics = Below("metrics.jsonl")
     nonfinite = Below("nonfinite.jsonl")
+    spikes = Below("spikes.jsonl")
     report = Below("report.html")
     config = Below("config.yaml")
     engine = Below("deepspeed.json")
@@ -71,6 +73,11 @@ class RunFolder:
     def ledger(self, tracker: str) -> Path:
         """What a tracker has to be sent; MLflow's lies where it lay when there was no other."""
         return self.mlflow if tracker == "mlflow" else self._ledgers / f"{tracker}.json"
+
+    def records(self) -> list[Path]:
+        """What was measured, and the settings."""
+        named = (self.metrics, self.nonfinite, self.spikes, self.config, self.engine)
+        return [path for path in (*named, *self.evaluations().values()) if path.exists()]
 
     def ledgers(self) -> list[Path]:
         """What is still to be sent, to whichever tracker."""
@@ -203,11 +210,8 @@ CHUNK = 1 << 20
 
 def write_ending(folder: RunFolder, ending: Ending) -> None:
     """Writes how a run ended, with the digests of its records."""
-    paths = (folder.metrics, folder.nonfinite, folder.config, folder.engine)
-    files = [path for path in (*paths, *folder.evaluations().values()) if path.exists()]
-    vouching = dataclasses.replace(
-        ending, files=tuple(described(folder.root, path) for path in files)
-    )
+    files = tuple(described(folder.root, path) for path in folder.records())
+    vouching = dataclasses.replace(ending, files=files)
     _endings(folder).replace(folder.ending, vouching)
 
 

@@ -35,8 +35,8 @@ logger = logging.getLogger("align")
 _COMMIT = re.compile(r"step-([0-9]{8,})\.json")
 _MODELS = ("model", "model-merged")
 _OURS = {
-    *("metrics.jsonl", "nonfinite.jsonl", "evaluations", "report.html", "config.yaml"),
-    *("deepspeed.json", "checkpoints", "_align", *_MODELS),
+    *("metrics.jsonl", "nonfinite.jsonl", "spikes.jsonl", "evaluations", "report.html"),
+    *("config.yaml", "deepspeed.json", "checkpoints", "_align", *_MODELS),
 }
 
 
@@ -125,10 +125,9 @@ class RunStore:
 
     def _records(self) -> Iterator[Path]:
         folder = self.folder
-        known = (folder.metrics, folder.nonfinite, folder.config, folder.engine, folder.report)
-        yield from (path for path in known if path.exists())
+        yield from folder.records()
+        yield from (path for path in (folder.report,) if path.exists())
         yield from folder.ledgers()
-        yield from folder.evaluations().values()
         yield from sorted(path for path in folder.copies.glob("[!.]*") if path.is_file())
 
     def _pull_records(self) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from align.stages.report.signs import FEWEST_LINES, SIGNS, SPIKE, Evidence, look_for_signs
+from align.stages.report.gradient_spikes import SPIKE
+from align.stages.report.signs import FEWEST_LINES, SIGNS, Evidence, look_for_signs
 
 STEPS, ROWS, BETA = 120, 200, 0.1
 RUNS = 60
