@@ -63,6 +63,8 @@ def require_declared_sizes(
         if not (is_layers or is_rank or _SIZES.fullmatch(key)):
             continue
         most = layers if is_layers else size
+        if key == "num_labels":  # of a head that is never packed; each gets a name of its own
+            most = size // PACKED
         for number in _numbers(value):
             if number < 0 and number != -1:  # which some write for "none"
                 raise _wrong(file, name, number, "a whole number of 0 or more")

@@ -99,7 +99,7 @@ CASES = [
         *(("attention_dropout", wrong) for wrong in (INFINITE, None, 2)),
         ("final_logit_softcapping", 1e-300),
         ("query_pre_attn_scalar", -256),
-        ("num_labels", 10**18),
+        *(("num_labels", wrong) for wrong in (20_000, 10**18)),
     ),
     *sizes(("n_positions", 10**6), ("n_layer", 10**9), base="gpt2"),
     *sizes(("num_experts", 10**9), base="mixture"),
