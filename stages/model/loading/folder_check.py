@@ -22,11 +22,17 @@ EXPERTS = frozenset({"eager", "grouped_mm", "batched_mm"})
 QUANTIZERS = frozenset(
     {"awq", "bitsandbytes", "compressed-tensors", "gptq", "hqq", "mxfp4", "quanto", "torchao"}
 )
-# Settings of adapters that name what is not in their folder.
-ELSEWHERE = {
+# Settings of adapters that name what is not in their folder, or make the model another one for
+# some of the tokens, which log-probs of whole sequences know nothing of.
+UNSUPPORTED = {
     "megatron_config": "import a module of Megatron",
     "adapters": "load the adapters of other folders, or of the Hub",
     "shadow_model": "load a model of another folder, or of the Hub",
+    "alora_invocation_tokens": "use the adapter behind certain tokens alone",
+    "arrow_config": "choose among adapters token by token",
+    "use_bdlora": "cut the adapter into blocks for several devices",
+    "kasa_config": "take parts of the base's weights away",
+    "monteclora_config": "draw the adapter's weights at random",
 }
 _ADAPTER_KINDS: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
     (frozenset({"target_modules", "exclude_modules"}), (str, list), "a text or a list"),
@@ -37,7 +43,7 @@ _ADAPTER_KINDS: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
     (frozenset({"lora_bias", "fan_in_fan_out"}), (bool,), "true or false"),
 )
 _ADAPTER_NUMBERS = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "lora_dropout")
-_NOTHING: tuple[Any, ...] = (None, "", {}, "mirror")  # the last: a shadow model in its own folder
+_NOTHING: tuple[Any, ...] = (None, False, "", {}, [], "mirror")  # the last: a shadow model in its own folder
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _OPENED = re.compile(r"(\w+_)?(vocab|merges|tokenizer|spm|gguf)(_file)?|init_inputs")
 # transformers takes such files instead of the ones whose digest names the model.
@@ -107,10 +113,10 @@ def require_adapter(folder: str) -> None:
     require_peft()
     file = Path(folder) / "adapter_config.json"
     settings = read_json(file)
-    for name, reads in ELSEWHERE.items():
+    for name, does in UNSUPPORTED.items():
         if settings.get(name) not in _NOTHING:
             raise UsageError(
-                f"{file}: {name} makes peft {reads}, which is not supported. Set model.adapter to "
+                f"{file}: {name} makes peft {does}, which is not supported. Set model.adapter to "
                 "an adapter for a transformers model that is whole in its folder."
             )
     for names, kinds, kind in _ADAPTER_KINDS:

@@ -149,6 +149,7 @@ CASES = [
     *sizes(("eos_token_id", "x"), of=GENERATION),
     *sizes(("r", 10**9), ("r", "x"), ("use_rslora", 1), of=ADAPTER_CONFIG, base="adapted"),
     *sizes(("lora_alpha", True), ("lora_alpha", -INFINITE), of=ADAPTER_CONFIG, base="adapted"),
+    *sizes(("alora_invocation_tokens", [5]), of=ADAPTER_CONFIG, base="adapted"),
     *sizes(("alpha_pattern", {"q_proj": True}), of=ADAPTER_CONFIG, base="adapted"),
     ("adapted", ADAPTER_CONFIG, partial(with_setting, target_modules=7), "target_modules"),
     ("adapted", ADAPTER_CONFIG, as_pipe, "not a plain file"),
