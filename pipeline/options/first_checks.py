@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.config import Config
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, closest, did_you_mean
+from ...stages.methods.method_docs import options_of_all
 from ...stages.methods.recipe import Recipe
-from ...stages.methods.table import recipe_of
+from ...stages.methods.table import METHODS, recipe_of
 from ...stages.storage.bucket.objects import is_remote, location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
@@ -32,6 +33,20 @@ def asked_recipe(config: Config) -> Recipe:
         )
     require_fixed_reference(config.method)
     return recipe_of(config.train.method, config.method)
+
+
+def require_method_options(config: Config) -> None:
+    """Refuses options that the method does not have, or while there is none, that no method has."""
+    if config.train.method:
+        asked_recipe(config)
+        return
+    known = options_of_all(METHODS.values())
+    for name in config.method:
+        if (option := name.rpartition(".")[2]) not in known:
+            raise UsageError(
+                f"method.{name:.60}: no method has such an option."
+                f"{did_you_mean(closest(option, known))} `align methods` lists them."
+            )
 
 
 def require_fixed_reference(method: Mapping[str, Any]) -> None:

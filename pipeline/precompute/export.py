@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...schemas.cache import Stops
+from ...schemas.errors import UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.report.export_trl import Decode, export_trl
 from ...stages.storage.bucket.objects import Location, location
@@ -29,9 +30,13 @@ def export(cache: str | Location, target: Path, *, model: str | None, overwrite:
 def text_of(folder: CacheFolder, model: str | None = None) -> Decode:
     """Turns the ids of a cache into text, by the tokenizer of its reference or of `model`."""
     manifest = load_manifest(folder)
-    decode_one = decoder(
-        local_model(model or manifest.model), Stops.of(manifest.fingerprint).tokens
-    )
+    tokenizer = local_model(model or manifest.model)
+    if not model and not Path(tokenizer).is_dir():
+        raise UsageError(
+            f"{folder.manifest}: its reference {tokenizer} is not there, whose tokenizer makes "
+            "text of ids. Pass --model DIR."
+        )
+    decode_one = decoder(tokenizer, Stops.of(manifest.fingerprint).tokens)
 
     def decode(lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
         # Others add BOS and EOS themselves.

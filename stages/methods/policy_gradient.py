@@ -27,9 +27,11 @@ class GrpoOptions:
         "tokens", "tokens: every token counts the same; sequence: every candidate"
     )
     std: Literal["sample", "population", "none"] = option(
-        "sample", "divides by n - 1, by n, or scores are not divided by a standard deviation"
+        "sample",
+        "divides by n - 1, by n, or scores are not divided by a standard deviation",
+        came_later=True,
     )
-    std_epsilon: float = option(1e-4, "added to the standard deviation", gt=0)
+    std_epsilon: float = option(1e-4, "added to the standard deviation", gt=0, came_later=True)
 
 
 def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
@@ -140,7 +142,9 @@ class PpoOptions:
         0.0, "a value learns from returns no further away than this; 0: from all", ge=0
     )
     value_target: Literal["gae", "return"] = option(
-        "gae", "gae: A + V, which trusts later values by lam; return: the discounted score alone"
+        "gae",
+        "gae: A + V, which trusts later values by lam; return: the discounted score alone",
+        came_later=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ...schemas.methods import (
     State,
     Step,
 )
+from ...schemas.option import FACTS
 from ...schemas.rows import LEAST, PER_TOKEN, Role, rounding_of
 from .modifiers import Modifiers, names_within
 from .rewards import MARGINS, reward_metrics
@@ -119,6 +121,18 @@ class Recipe:
             for name, value in vars(part.options).items()
         }
         return {**options, **self.modifiers.active}
+
+    @property
+    def kept_values(self) -> dict[str, Any]:
+        """What a run keeps of them; an option that came later only if it says more."""
+        several = len(self.parts) > 1
+        silent = {
+            f"{part.method.name}.{one.name}" if several else one.name
+            for part in self.parts
+            for one in dataclasses.fields(part.options)
+            if one.metadata[FACTS].came_later and getattr(part.options, one.name) == one.default
+        }
+        return {name: value for name, value in self.values.items() if name not in silent}
 
     @property
     def option_names(self) -> frozenset[str]:

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from ...schemas.arrow_columns import arrow_column, flattened, numpy_of
 from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.cleanup import superseded
 from ..storage.cache.manifest_file import load_manifest
-from ..storage.cache.shards import TURNS, iter_row_groups, learned_tokens, require_same_branches
+from ..storage.cache.shards import (
+    TURNS,
+    iter_row_groups,
+    learned_tokens,
+    require_known_roles,
+    require_same_branches,
+)
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,7 @@ def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
         path = folder.shard(shard)
         for group in iter_row_groups(path, [*SHARD.names(), TURNS]):
             require_same_branches(group, BRANCHES.values(), str(path))
+            require_known_roles(numpy_of(flattened(arrow_column(group, "role"))), str(path))
             groups.append(pl.DataFrame(pl.from_arrow(group)).select(SHARD.names()))
             learned.append(learned_tokens(group, source=str(path)))
     rows = pl.concat([pl.DataFrame(schema=SHARD), *groups])

@@ -258,17 +258,19 @@ def _count(entry, path):
     entry |= found
 
 
-def rows_in(cache):
+def rows_in(cache, columns=None):
     """What the shards of a folder hold, as another reader finds it."""
     manifest = json.loads((cache / "manifest.json").read_bytes())
-    tables = [pq.read_table(cache / "data" / one["file"]) for one in manifest["shards"]]
+    files = [cache / "data" / one["file"] for one in manifest["shards"]]
+    tables = [pq.read_table(file, columns=columns) for file in files]
     return [row for table in tables for row in table.to_pylist()]
 
 
 def faults_of(rows, *, is_scored):
     """What of these rows no model can have made, or cannot score where one is given them."""
     for row in rows:
-        ids = [*row["prompt_ids"], *(one for each in row["completion_ids"] for one in each)]
+        completions = row.get("completion_ids", ())
+        ids = [*row.get("prompt_ids", ()), *(one for each in completions for one in each)]
         if any(not 0 <= one < (VOCABULARY if is_scored else 2**31) for one in ids):
             yield f"an id of {min(ids)} to {max(ids)}"
         logps = [*row["ref_logp"], *(x for one in row.get("ref_token_logps", []) for x in one)]

@@ -15,7 +15,7 @@ from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.schemas.option import COMMANDS
 from align.stages.tracking.tracker import TRACKERS, kind_of
-from support.command import refusal
+from support.command import align, refusal
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -170,3 +170,10 @@ def test_what_flags_or_libraries_lack_is_said_before_data_or_a_model_is_looked_a
     ):
         assert said in refusal(2, *words), words
     assert [*here.iterdir()] == []
+
+
+def test_settings_with_an_option_that_no_method_has_are_refused_and_not_shown():
+    for method in ([], ["--set", "train.method=kto"]):
+        assert "beta" in refusal(2, "config", *method, "--set", "method.betta=1")
+    shown = align("config", "--set", "method.dpo.beta=0.2", "--set", "method.std=none").out
+    assert "method.dpo.beta = 0.2" in shown

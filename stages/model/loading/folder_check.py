@@ -43,7 +43,8 @@ _ADAPTER_KINDS: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
     (frozenset({"lora_bias", "fan_in_fan_out"}), (bool,), "true or false"),
 )
 _ADAPTER_NUMBERS = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "lora_dropout")
-_NOTHING: tuple[Any, ...] = (None, False, "", {}, [], "mirror")  # the last: a shadow model in its own folder
+# The last: a shadow model in its own folder.
+_NOTHING: tuple[Any, ...] = (None, False, "", {}, [], "mirror")
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _OPENED = re.compile(r"(\w+_)?(vocab|merges|tokenizer|spm|gguf)(_file)?|init_inputs")
 # transformers takes such files instead of the ones whose digest names the model.

@@ -292,8 +292,13 @@ def require_values(block: ScoredBlock, source: str, vocabulary: int) -> None:
         logps.append(values if is_learned is None else values[is_learned])
     for values in logps:
         _require(bool(np.isfinite(values).all()), source, "has log-probs that are not finite")
-    known_roles = (rows.roles >= 0) & (rows.roles <= max(Role))
-    _require(bool(known_roles.all()), source, f"has roles other than 0 to {max(Role)}")
+    require_known_roles(rows.roles, source)
+
+
+def require_known_roles(roles: NDArray[np.int8], source: str) -> None:
+    """Refuses roles that there are not."""
+    are_known = bool(((roles >= 0) & (roles <= max(Role))).all())
+    _require(are_known, source, f"has roles other than 0 to {max(Role)}")
 
 
 def require_same_branches(table: pa.Table, names: Iterable[str], source: str) -> None:
