@@ -321,7 +321,9 @@ class TrackingOptions:
         "", "tracking server; empty: MLFLOW_TRACKING_URI or sqlite:///mlflow.db", read_by=SCORERS
     )
     experiment: str = option("align", "experiment name", read_by=SCORERS)
-    run_name: str = option("", "run name; empty: chosen by MLflow", read_by=SCORERS)
+    run_name: str = option(
+        "", "run name; empty: made of the model, the method and the data", read_by=SCORERS
+    )
     upload_model: bool = option(
         False, "also upload the trained model, not only its card; the run waits until it is there"
     )

@@ -32,6 +32,7 @@ from ..plan.best_metric import BestMetric
 from ..plan.fitted_batches import note_fitting, planned_tokens
 from .checkpointer import Checkpointer, require_disk_space
 from .resume import Start, identity_of
+from .run_description import describe_training, name_of_training
 from .run_report import write_report
 from .training_job import Session
 
@@ -51,7 +52,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         run = open_training_run(
             session.job.config.tracking,
             start.folder,
-            name=session.recipe.name,
+            name=name_of_training(session.job, session.recipe.name),
             tags=_tags(session, start.changes),
             keep_through=keep_through,
             is_evaluated=_is_evaluated(start.checkpoint),
@@ -240,7 +241,9 @@ class RunRecords:
 
     def _describe(self) -> None:
         session = self._session
-        self._run.log_params(_params(session))
+        params = _params(session)
+        self._run.log_params(params)
+        self._run.describe(describe_training(session, params, self._start.folder))
         cache = session.job.cache
         self._run.log_dataset(
             cache.root.resolve().name,

@@ -54,6 +54,11 @@ def tagged(tags: Mapping[str, str], parent: Run | None = None) -> Iterator[None]
         _TAGS.reset(own)
 
 
+def inherited(tag: str) -> str:
+    """A tag that runs get which begin here; empty where there is none."""
+    return _TAGS.get().get(tag, "")
+
+
 def open_training_run(
     options: TrackingOptions,
     folder: RunFolder,
@@ -86,16 +91,16 @@ def recorded(
     home: Path,
     stage: str,
     *,
-    is_recorded: bool,
+    name: str = "",
     is_alone: bool = True,
     goes_on_from: Mapping[str, str] = _NOTHING,
 ) -> Iterator[Run]:
-    """Records the work on a cache or sweep, under the name of its stage.
+    """Records the work on a cache or sweep, under this name or that of its stage.
 
     The record is in the outbox of that folder until all trackers were sent all of it. Unless a
     process is alone there, it leaves the rest of the outbox as it is.
     """
-    wanted = addresses(options, home) if is_recorded else {}
+    wanted = addresses(options, home)
     if not wanted:
         yield Run(home)
         return
@@ -106,7 +111,9 @@ def recorded(
         stack.enter_context(owner_lock(folder, stage))
         status: Status = "FAILED"
         journal = open_journal(folder.metrics, keep_through=-1)
-        ledgers = [_open_ledger(one, options, folder, stage, at) for one, at in wanted.items()]
+        ledgers = [
+            _open_ledger(one, options, folder, name or stage, at) for one, at in wanted.items()
+        ]
         for ledger in ledgers:
             before = goes_on_from.get(ledger.kind.name)
             _add_tags(ledger, {**({GOES_ON_TAG: before} if before else {}), "align.stage": stage})
@@ -244,6 +251,12 @@ class Run:
         for ledger in self._ledgers:
             if where not in {link.folder for link in ledger.record.models}:
                 ledger.append("models", ModelLink(where, _labels(tags), ""))
+
+    def describe(self, text: str) -> None:
+        """Records what a store shows beside the run; only the first call counts."""
+        for ledger in self._ledgers:
+            if ledger.kind.note_tag not in ledger.record.tags:
+                ledger.add("tags", _labels({ledger.kind.note_tag: text}))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags to search by."""

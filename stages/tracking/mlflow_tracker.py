@@ -41,6 +41,7 @@ T = TypeVar("T")
 PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
 PATH_TAG = "align.path"
+NOTE_TAG = "mlflow.note.content"
 DEFAULT_URI = "sqlite:///mlflow.db"
 
 
@@ -91,6 +92,8 @@ class MlflowTracker:
         news = {*record.tags.items()} - self._tags
         make = self._entities.RunTag
         tags = [make(key_of(name), shortened(v, MAX_TAG)) for name, v in sorted(news)]
+        if any(tag.key == NOTE_TAG for tag in tags) and self._has_note():
+            tags = [tag for tag in tags if tag.key != NOTE_TAG]
         for batch in _batches(tags, PARAMS_PER_BATCH):
             self.client.log_batch(self._run_id, tags=batch)
         self._tags |= news
@@ -98,6 +101,10 @@ class MlflowTracker:
             if note not in self._datasets:
                 self._log_dataset(note)
                 self._datasets.add(note)
+
+    def _has_note(self) -> bool:
+        """Whether the run has a description, which a person may have edited since it was sent."""
+        return bool(self.client.get_run(self._run_id).data.tags.get(NOTE_TAG))
 
     def log(self, entries: Sequence[Entry]) -> int:
         """The numbers that the store lacks; MLflow keeps one as often as it is sent."""
@@ -298,4 +305,5 @@ KIND = TrackerKind(
     quiet=mlflow_silenced,
     failures=failures,
     parent_tag="mlflow.parentRunId",
+    note_tag=NOTE_TAG,
 )

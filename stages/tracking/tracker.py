@@ -32,6 +32,8 @@ KEY_TAG = "align.run_key"  # by which a run is found whose id is unknown here
 GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
+TRIAL_TAG = "align.trial"  # the name of a training in its sweep
+ROUND_TAG = "align.round"  # the number of a round
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class TrackerKind:
     quiet: Callable[[], AbstractContextManager[object]] = nullcontext
     failures: Callable[[], tuple[type[BaseException], ...]] = tuple  # beside those of every store
     parent_tag: str = "align.parent"  # the run, by its id, that a run belongs to
+    note_tag: str = "align.description"  # Markdown that the store shows beside the run
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether a store failed, which costs a warning; all else is an error of ours."""

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from align.schemas.rows import Role
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.command import refusal
 from support.mlflow_runs import run_of, stored
 from support.tracked_training import journalled
@@ -129,7 +131,12 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     assert stored(store_of(plain), run_id) == journalled(plain)
     names = {name for name, *_ in journalled(plain)}
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
-    params = run_of(store_of(plain), run_id).data.params
+    told = run_of(store_of(plain), run_id)
+    data = Path(load_manifest(CacheFolder(course.cache)).inputs[0].name).stem
+    assert told.info.run_name == f"{course.model.parent.name} · kto · {data}"
+    note, params = told.data.tags["mlflow.note.content"], told.data.params
+    for said in (params["rows.train"], str(plain), str(course.cache), "method.beta", "train.lr"):
+        assert said in note
     assert params["model.path"] == params["train.model"] == str(course.model)
     assert (params["train.dtype"], params["train.tokens_per_batch"]) == ("float32", "2048")
     assert "train.resume" not in params

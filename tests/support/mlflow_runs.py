@@ -15,7 +15,7 @@ from support.tracker_contract import Told
 def begun(home, uri, **options):
     """A run of stage 1 on a cache, which ends with the block."""
     tracking = TrackingOptions(uri=uri, **options)
-    return recorded(tracking, home, "precompute-ref", is_recorded=True)
+    return recorded(tracking, home, "precompute-ref")
 
 
 def ledger_of(folder):

@@ -56,7 +56,7 @@ class Recorded:
         (self.folder.model / "inner").mkdir(parents=True)
         (self.folder.model / "inner" / "card.md").write_text("# a model")
         self.ledger.add("params", {"lr": "0.1", "seed": "0"})
-        self.ledger.add("tags", {"align.stage": "train"})
+        self.ledger.add("tags", {"align.stage": "train", kind.note_tag: "A *run* of `kto`."})
         self.ledger.append("datasets", DatasetNote("pairs", "ab" * 16, "cache", "training"))
         self.ledger.append("models", ModelLink(str(self.folder.model), {"align.step": "3"}, ""))
         self.ledger.renew_artifact("config.yaml")

@@ -56,7 +56,7 @@ def test_every_tracker_is_told_all_of_a_run_and_of_the_run_that_it_belongs_to(
     options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
     home = tmp_path / "sweep"
     home.mkdir()
-    with recorded(options, home, "sweep", is_recorded=True) as parent:
+    with recorded(options, home, "sweep") as parent:
         assert parent.run_ids.keys() == {"mlflow", "files"}
         with tagged({"align.trial": "one"}, parent):
             run = begin(RunFolder(tmp_path / "run"), mlflow.address, trackers=BOTH)
@@ -99,7 +99,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
     home = tmp_path / "cache"
     (home / "_align").mkdir(parents=True)
-    with recorded(options, home, "precompute-ref", is_recorded=True) as run:
+    with recorded(options, home, "precompute-ref") as run:
         run.log_metrics({"rows": 16.0}, step=4)
     (sender,) = [one for one in run._senders._all if not one.is_complete]
     assert mlflow.told(run.run_ids["mlflow"]).numbers == [("rows", 4, 16.0)]
