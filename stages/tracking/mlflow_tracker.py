@@ -7,7 +7,7 @@ import json
 import os
 import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
 PATH_TAG = "align.path"
 NOTE_TAG = "mlflow.note.content"
+KIND_TAG = "mlflow.experimentKind"  # by which MLflow's pages choose what they open with
+TRAINING_KIND = "custom_model_development"
 DEFAULT_URI = "sqlite:///mlflow.db"
 
 
@@ -126,19 +128,21 @@ class MlflowTracker:
 
     def model(self, link: ModelLink) -> str:
         """The id of a logged model that is the path of ours."""
-        experiment = self.client.get_run(self._run_id).info.experiment_id
-        made = self.client.search_logged_models([experiment], f"source_run_id = '{self._run_id}'")
-        for model in made:
-            if model.tags.get(PATH_TAG) == link.folder:
-                return str(model.model_id)
-        tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
-        tags = {name: shortened(value, MAX_TAG) for name, value in tags.items()}
-        model = self.client.create_logged_model(
-            experiment, name="model", source_run_id=self._run_id, tags=tags
+        run = self.client.get_run(self._run_id)
+        where = [run.info.experiment_id], f"source_run_id = '{self._run_id}'"
+        made = self.client.search_logged_models(*where)
+        known = (one for one in made if one.tags.get(PATH_TAG) == link.folder)
+        model = next(known, None) or self.client.create_logged_model(
+            run.info.experiment_id,
+            name="model",
+            source_run_id=self._run_id,
+            tags=_external(link.folder, link.tags),
         )
-        self.client.finalize_logged_model(model.model_id, "READY")
-        output = self._entities.LoggedModelOutput(model.model_id, 0)
-        self.client.log_outputs(self._run_id, [output])
+        self._finalize(model)
+        outputs = run.outputs.model_outputs if run.outputs else []
+        if model.model_id not in {one.model_id for one in outputs}:  # it can be told once only
+            output = self._entities.LoggedModelOutput(model.model_id, 0)
+            self.client.log_outputs(self._run_id, [output])
         return str(model.model_id)
 
     def end(self, status: str, ended_ms: int) -> None:
@@ -166,17 +170,20 @@ class MlflowTracker:
         return str(run.info.run_id)
 
     def _experiment_id(self, name: str) -> str:
-        """The experiment of that name, made when there is none."""
+        """The experiment of that name, made when there is none; of this kind unless it has one."""
+        kind = {KIND_TAG: TRAINING_KIND}
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
                 where = artifacts_beside(self.client.tracking_uri, name)
-                return str(self.client.create_experiment(name, artifact_location=where))
+                return str(self.client.create_experiment(name, artifact_location=where, tags=kind))
             except importlib.import_module("mlflow.exceptions").MlflowException:
                 # Another process may have made it in the meantime.
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise
+        if KIND_TAG not in found.tags:
+            self.client.set_experiment_tag(found.experiment_id, KIND_TAG, TRAINING_KIND)
         return str(found.experiment_id)
 
     def _find_run(self, experiment: str, *, key: str) -> str:
@@ -220,6 +227,11 @@ class MlflowTracker:
         labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
         self.client.log_inputs(self._run_id, [labelled])
 
+    def _finalize(self, model: Any) -> None:
+        """Marks a model as whole: all of it is in its folder."""
+        if model.status != self._entities.LoggedModelStatus.READY:
+            self.client.finalize_logged_model(model.model_id, "READY")
+
     def _learn_what_is_known(self, points: Sequence[MetricPoint]) -> None:
         if self._known is None and points:
             self._known = self._points_known(least=min(point.step for point in points))
@@ -244,6 +256,12 @@ class MlflowTracker:
     def _is_known(self, point: MetricPoint) -> bool:
         assert self._known is not None, "asked for before"
         return (point.step, point.time_ms) in self._known.get(point.key, ())
+
+
+def _external(folder: str, tags: Mapping[str, str]) -> dict[str, str]:
+    """The tags of a model whose files are not in the store."""
+    own = {"mlflow.model.isExternal": "true", PATH_TAG: folder, **tags}
+    return {name: shortened(value, MAX_TAG) for name, value in own.items()}
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -135,8 +135,8 @@ def _require_survival(kind, store, root):
     with kind.quiet():
         kind.load(store.address)  # a fork has it then
     for name, number in KILLS:
-        assert _ended(partial(_deliver, run, name, number)) == -signal.SIGKILL
-    assert _ended(partial(_deliver, run)) == 0
+        assert ended(partial(_deliver, run, name, number)) == -signal.SIGKILL
+    assert ended(partial(_deliver, run)) == 0
     run.ledger = load_ledger(kind, run.folder)
     run.require_told(store)
     assert run.deliver() == 0
@@ -166,7 +166,7 @@ class Deadly:
         return answer
 
 
-def _ended(action):
+def ended(action):
     """How a process ends that does one thing."""
     if not (child := os.fork()):
         try:

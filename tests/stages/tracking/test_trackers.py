@@ -1,8 +1,10 @@
 """Trackers keep to what a run relies on, and of several none holds another up."""
 
+import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
@@ -14,14 +16,15 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import journaled_run
 from align.stages.tracking.delivery import Sender
 from align.stages.tracking.journaled_run import recorded, tagged
+from align.stages.tracking.mlflow_tracker import KIND_TAG
 from align.stages.tracking.outbox import unsent_runs
 from align.stages.tracking.tracker import kind_of
 from support.file_store import FileStore, register
-from support.mlflow_runs import MlflowStore, warnings_in
+from support.mlflow_runs import MlflowStore, open_store, warnings_in
 from support.patience import PATIENCE
 from support.tensorboard_runs import TensorboardStore
 from support.tracked_training import begin, learn
-from support.tracker_contract import require_tracker_contract
+from support.tracker_contract import Deadly, Recorded, ended, require_tracker_contract
 
 BOTH = ["mlflow,files"]
 
@@ -34,6 +37,44 @@ def test_mlflow_keeps_to_the_contract(new_store, tmp_path):
 
 def test_tensorboard_keeps_to_the_contract(here, tmp_path):
     require_tracker_contract(kind_of("tensorboard"), TensorboardStore.new, tmp_path)
+
+
+# Of MLflow's client, in the order in which a run of an experiment without a kind needs them.
+CALLS = (
+    *("set_experiment_tag", "create_run", "log_batch", "log_inputs", "set_terminated"),
+    *("log_artifact", "create_logged_model", "finalize_logged_model", "log_outputs"),
+)
+
+
+def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(mlflow, tmp_path):
+    kind = kind_of("mlflow")
+    run = Recorded(kind, mlflow.address, tmp_path / "run")
+    run.end()
+    with kind.quiet():
+        kind.load(mlflow.address)  # a fork has it then
+    assert ended(lambda: open_store(mlflow.address).create_experiment("align")) == 0
+
+    def deliver(call):
+        with kind.quiet():
+            tracker = kind.open(mlflow.address)
+            tracker.client = Deadly(tracker.client, call, 1)
+            run.heard_by(tracker).deliver()
+
+    assert [ended(partial(deliver, call)) for call in CALLS] == [-signal.SIGKILL] * len(CALLS)
+    run.deliver()
+    run.require_told(mlflow)
+
+
+def test_an_experiment_is_of_the_kind_that_somebody_gave_it_or_trains_models(mlflow, tmp_path):
+    client = open_store(mlflow.address)
+    client.set_experiment_tag(client.create_experiment("chats"), KIND_TAG, "genai_development")
+    client.create_experiment("older")
+    kinds = {}
+    for name in ("chats", "older", "new"):
+        begin(RunFolder(tmp_path / name), mlflow.address, experiment=name).finish("FINISHED")
+        kinds[name] = client.get_experiment_by_name(name).tags[KIND_TAG]
+    trains = "custom_model_development"
+    assert kinds == {"chats": "genai_development", "older": trains, "new": trains}
 
 
 @pytest.fixture
