@@ -282,8 +282,9 @@ def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
         "cache.kl_pairs": config.cache.kl_pairs,
     }
     run.describe(description(sentence, {**places, **chosen}))
-    for entry in plan.inputs:
-        run.log_dataset(entry.name, digest=entry.sha256, source=entry.name, context="reference")
+    run.log_files(plan.inputs, context="reference")
+    if weights := plan.fingerprint.get("model.weights"):
+        run.log_base_model(plan.model, digest=weights)
 
 
 def _require_usable(job: CacheJob, manifest: Manifest) -> None:

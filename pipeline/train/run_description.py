@@ -1,4 +1,4 @@
-"""What people read first of a training in a tracker: its name and its description."""
+"""What a tracker is told of a training beside its numbers: name, description, inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ...schemas.errors import counted
 from ...stages.storage.bucket.objects import is_remote
 from ...stages.storage.run.run_folder import RunFolder
-from ...stages.tracking.journaled_run import inherited
+from ...stages.tracking.journaled_run import Run, inherited
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ...stages.tracking.tracker import ROUND_TAG, TRIAL_TAG
 from .training_job import Session, TrainingJob
@@ -43,6 +43,20 @@ def describe_training(session: Session, params: Mapping[str, str], folder: RunFo
     names = [name for name in dict.fromkeys([*options, *ALWAYS, *given]) if name not in PLACES]
     settings = {name: params[name] for name in names if name in params}
     return description(sentence, {**places, **settings})
+
+
+def record_inputs(run: Run, job: TrainingJob) -> None:
+    """Records all that the policy is made of: data, the caches of them, and models."""
+    manifest = job.manifest
+    run.log_files(manifest.inputs, context="reference")
+    caches = {"training": (job.cache, manifest)}
+    caches |= {"evaluation": job.held_out} if job.held_out else {}
+    for context, (cache, made) in caches.items():
+        root = cache.root.resolve()
+        run.log_dataset(root.name, digest=made.root, source=str(root), context=context)
+    run.log_base_model(job.policy.path, digest=job.policy_identity["model.weights"])
+    if "reference" in job.recipe.needs:
+        run.log_base_model(manifest.model, digest=manifest.fingerprint["model.weights"])
 
 
 def data_of(job: TrainingJob) -> str:

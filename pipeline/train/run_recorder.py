@@ -32,7 +32,7 @@ from ..plan.best_metric import BestMetric
 from ..plan.fitted_batches import note_fitting, planned_tokens
 from .checkpointer import Checkpointer, require_disk_space
 from .resume import Start, identity_of
-from .run_description import describe_training, name_of_training
+from .run_description import describe_training, name_of_training, record_inputs
 from .run_report import write_report
 from .training_job import Session
 
@@ -244,14 +244,8 @@ class RunRecords:
         params = _params(session)
         self._run.log_params(params)
         self._run.describe(describe_training(session, params, self._start.folder))
-        cache = session.job.cache
-        self._run.log_dataset(
-            cache.root.resolve().name,
-            digest=session.job.manifest.root,
-            source=str(cache.root.resolve()),
-            context="training",
-        )
-        self._run.log_artifact(cache.manifest)
+        record_inputs(self._run, session.job)
+        self._run.log_artifact(session.job.cache.manifest)
 
 
 def shown(metrics: dict[str, float]) -> str:

@@ -75,7 +75,7 @@ class Delivery:
 
     def _send_labels(self) -> None:
         record = self._ledger.record
-        labels = (record.params, record.tags, record.datasets)
+        labels = (record.params, record.tags, record.datasets, record.base_models)
         if labels != self._labels:
             self._tracker.label(record)
             self._labels = labels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ... import __version__
+from ...schemas.cache import InputEntry
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.safe_text import redacted
@@ -27,6 +28,7 @@ from .tracker import (
     TRACKERS,
     DatasetNote,
     ModelLink,
+    ModelNote,
     Status,
     addresses,
     kind_of,
@@ -227,6 +229,21 @@ class Run:
         note = DatasetNote(redacted(name), digest, redacted(source), context)
         for ledger in self._ledgers:
             ledger.append("datasets", note)
+
+    def log_files(self, files: Iterable[InputEntry], *, context: str) -> None:
+        """Records the data files that a cache is made of."""
+        notes = [
+            DatasetNote(redacted(one.name), one.sha256, redacted(one.name), context)
+            for one in files
+        ]
+        for ledger in self._ledgers:
+            ledger.append("datasets", *notes)
+
+    def log_base_model(self, folder: str, *, digest: str) -> None:
+        """Records a model that went in."""
+        where = redacted(folder if "://" in folder else str(Path(folder).absolute()))
+        for ledger in self._ledgers:
+            ledger.append("base_models", ModelNote(where, digest))
 
     def log_artifact(self, path: Location) -> None:
         """Records a file or folder to keep with the run; again when it has changed.

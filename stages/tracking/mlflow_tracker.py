@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
+import re
 import sqlite3
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +28,13 @@ from .journal import (
 )
 from .mlflow_silence import mlflow_silenced
 from .mlflow_sqlite import artifacts_beside, make_store, require_whole, sqlite_file
+from .run_texts import model_name
 from .tracker import (
     GOES_ON_TAG,
     KEY_TAG,
     DatasetNote,
     ModelLink,
+    ModelNote,
     RunRecord,
     TrackerKind,
     plain_address,
@@ -40,7 +44,9 @@ T = TypeVar("T")
 
 PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
+INPUTS_PER_BATCH = 100
 PATH_TAG = "align.path"
+BASE_TAG = "align.base_model"  # a digest of its path and weights
 NOTE_TAG = "mlflow.note.content"
 KIND_TAG = "mlflow.experimentKind"  # by which MLflow's pages choose what they open with
 TRAINING_KIND = "custom_model_development"
@@ -63,9 +69,10 @@ class MlflowTracker:
             require_whole(uri, error)
             raise
         self._run_id = ""
-        self._params: set[tuple[str, str]] = set()  # sent, as are the next two
+        self._params: set[tuple[str, str]] = set()  # sent, as are the next three
         self._tags: set[tuple[str, str]] = set()
         self._datasets: set[DatasetNote] = set()
+        self._base_models: set[ModelNote] = set()
         self._known: dict[str, set[tuple[int, int]]] | None = None  # None: to be asked for
         self._ceiling = -1
         self._end = 0  # of the last line that was tried
@@ -75,13 +82,14 @@ class MlflowTracker:
         if record.run_id and not self._has_run(record.run_id, key=record.key):
             return ""
         self._run_id = record.run_id or self._make_run(record)
-        self._params, self._tags, self._datasets = set(), set(), set()
+        self._params, self._tags = set(), set()
+        self._datasets, self._base_models = set(), set()
         if record.run_id and not record.status:
             self.client.update_run(self._run_id, status="RUNNING")
         return self._run_id
 
     def label(self, record: RunRecord) -> None:
-        """Parameters, tags and data that this object has not sent; a person may edit a tag since.
+        """Parameters, tags and inputs that this object has not sent; a person may edit a tag since.
 
         A parameter under another value makes the store refuse.
         """
@@ -99,10 +107,18 @@ class MlflowTracker:
         for batch in _batches(tags, PARAMS_PER_BATCH):
             self.client.log_batch(self._run_id, tags=batch)
         self._tags |= news
-        for note in record.datasets:
-            if note not in self._datasets:
-                self._log_dataset(note)
-                self._datasets.add(note)
+        self._label_inputs(record)
+
+    def _label_inputs(self, record: RunRecord) -> None:
+        """Data and models that went in; MLflow knows those again that it has."""
+        notes = [note for note in record.datasets if note not in self._datasets]
+        for batch in _batches(notes, INPUTS_PER_BATCH):
+            self.client.log_inputs(self._run_id, [self._dataset(note) for note in batch])
+        self._datasets.update(notes)
+        for model in record.base_models:
+            if model not in self._base_models:
+                self._log_base_model(model)
+                self._base_models.add(model)
 
     def _has_note(self) -> bool:
         """Whether the run has a description, which a person may have edited since it was sent."""
@@ -214,7 +230,7 @@ class MlflowTracker:
                 return None
             raise
 
-    def _log_dataset(self, note: DatasetNote) -> None:
+    def _dataset(self, note: DatasetNote) -> Any:
         """The data that went in; MLflow's own field is short, so the whole digest is a tag."""
         entities = self._entities
         dataset = entities.Dataset(
@@ -224,8 +240,27 @@ class MlflowTracker:
             source=json.dumps({"uri": redacted(note.source)}),
         )
         tags = {"mlflow.data.context": note.context, "align.digest": note.digest}
-        labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
-        self.client.log_inputs(self._run_id, [labelled])
+        return entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
+
+    def _log_base_model(self, note: ModelNote) -> None:
+        """A logged model that is the path of ours, one for all runs of the experiment."""
+        experiment = self.client.get_run(self._run_id).info.experiment_id
+        key = hashlib.sha256(f"{note.folder}\n{note.digest}".encode()).hexdigest()
+        wanted = f"tags.`{BASE_TAG}` = '{key}'"
+        made = self.client.search_logged_models([experiment], wanted, max_results=1)
+        model = (
+            made[0]
+            if made
+            else self.client.create_logged_model(
+                experiment,
+                name=re.sub(r"[/:.%\"']", "-", model_name(note.folder)) or "model",
+                tags=_external(note.folder, {BASE_TAG: key, "align.weights": note.digest}),
+            )
+        )
+        self._finalize(model)
+        self.client.log_inputs(
+            self._run_id, models=[self._entities.LoggedModelInput(model.model_id)]
+        )
 
     def _finalize(self, model: Any) -> None:
         """Marks a model as whole: all of it is in its folder."""

@@ -54,12 +54,11 @@ class Ledger:
         with self._lock:
             self.change(**{field: {**getattr(self.record, field), **values}})
 
-    def append(self, field: str, value: Any) -> None:
-        """Adds to a field that is a sequence, unless the value is in it, durably."""
+    def append(self, field: str, *values: Any) -> None:
+        """Adds to a field that is a sequence what is not in it, durably."""
         with self._lock:
-            values = getattr(self.record, field)
-            if value not in values:
-                self.change(**{field: (*values, value)})
+            known = getattr(self.record, field)
+            self.change(**{field: (*known, *(one for one in values if one not in known))})
 
     def renew_artifact(self, name: str) -> None:
         """Marks a new or changed file as unsent."""

@@ -82,7 +82,8 @@ class TensorboardTracker:
         }
         note = record.tags.get(NOTE_TAG, "")
         tags = {name: value for name, value in record.tags.items() if name != NOTE_TAG}
-        tables = {"settings": record.params, "tags": tags, "data": data}
+        bases = {model.digest: model.folder for model in record.base_models}
+        tables = {"settings": record.params, "tags": tags, "data": data, "base models": bases}
         texts = [self._text(name, table(rows)) for name, rows in tables.items() if rows]
         texts += [self._text("description", note)] if note else []
         info = self._hparams.SessionStartInfo(start_time_secs=self._began)

@@ -16,6 +16,7 @@ from typing import Literal, Protocol, cast
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError, UsageError
+from ...schemas.json_codec import if_known
 from ...schemas.safe_text import bare_address, redacted
 from .journal import Entry
 
@@ -47,6 +48,14 @@ class DatasetNote:
 
 
 @dataclass(frozen=True)
+class ModelNote:
+    """A model that went into a run."""
+
+    folder: str
+    digest: str  # of its weights
+
+
+@dataclass(frozen=True)
 class ModelLink:
     """A model that a run made, and its path."""
 
@@ -74,6 +83,7 @@ class RunRecord:
     artifacts: dict[str, bool]  # path, and whether the store has it
     models: tuple[ModelLink, ...]
     metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
+    base_models: tuple[ModelNote, ...] = if_known(())
 
 
 class Tracker(Protocol):
@@ -90,7 +100,7 @@ class Tracker(Protocol):
         ...
 
     def label(self, record: RunRecord) -> None:
-        """Parameters, tags and data, all that there are; a tag may have changed since."""
+        """Parameters, tags, data and the models that went in; a tag may have changed since."""
         ...
 
     def log(self, entries: Sequence[Entry]) -> int:

@@ -16,7 +16,7 @@ from align.schemas.rows import Role
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from support.command import refusal
-from support.mlflow_runs import run_of, stored
+from support.mlflow_runs import open_store, run_of, stored
 from support.tracked_training import journalled
 from support.trainings import weights
 
@@ -132,7 +132,8 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     names = {name for name, *_ in journalled(plain)}
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
     told = run_of(store_of(plain), run_id)
-    data = Path(load_manifest(CacheFolder(course.cache)).inputs[0].name).stem
+    manifest = load_manifest(CacheFolder(course.cache))
+    data = Path(manifest.inputs[0].name).stem
     assert told.info.run_name == f"{course.model.parent.name} · kto · {data}"
     note, params = told.data.tags["mlflow.note.content"], told.data.params
     for said in (params["rows.train"], str(plain), str(course.cache), "method.beta", "train.lr"):
@@ -140,6 +141,16 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     assert params["model.path"] == params["train.model"] == str(course.model)
     assert (params["train.dtype"], params["train.tokens_per_batch"]) == ("float32", "2048")
     assert "train.resume" not in params
+    given = {
+        one.dataset.name: {tag.key: tag.value for tag in one.tags}["align.digest"]
+        for one in told.inputs.dataset_inputs
+    }
+    files = {entry.name: entry.sha256 for entry in manifest.inputs}
+    assert given == {**files, course.cache.name: manifest.root}
+    (base,) = told.inputs.model_inputs
+    model = open_store(store_of(plain)).get_logged_model(base.model_id)
+    assert model.tags["align.path"] == str(course.model)
+    assert model.tags["align.weights"] == manifest.fingerprint["model.weights"]
     kept = kept_by_mlflow(plain)
     tables = {f"evaluations/step-0000000{step}.csv" for step in (0, 2, 4, 6)}
     own = {"report.html", "config.yaml", "deepspeed.json", "model/README.md", *tables}

@@ -28,7 +28,7 @@ def register(monkeypatch):
 class FileStore:
     """A folder of runs."""
 
-    unkept = ()
+    unkept = ("base_models",)  # a small one
     bits = 64
 
     def __init__(self, root):
@@ -59,6 +59,7 @@ class FileStore:
             sorted(map(tuple, points)),
             {str(name): path.read_text() for name, path in files.items()},
             sorted(map(_read, run.glob("models/*.json"))),
+            [],
         )
 
     def lose(self, run_id):

@@ -89,6 +89,7 @@ class MlflowStore:
         files = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
         tags = [tag for data in run.inputs.dataset_inputs for tag in data.tags]
         models = [client.get_logged_model(one.model_id) for one in run.outputs.model_outputs]
+        bases = [client.get_logged_model(one.model_id) for one in run.inputs.model_inputs]
         return Told(
             run.info.status,
             run.data.params,
@@ -97,6 +98,7 @@ class MlflowStore:
             stored(self.address, run_id),
             {str(name): path.read_text() for name, path in files.items()},
             sorted(model.tags["align.path"] for model in models),
+            sorted(model.tags["align.weights"] for model in bases),
         )
 
     def lose(self, run_id):

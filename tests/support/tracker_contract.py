@@ -17,7 +17,7 @@ from align.stages.tracking import delivery
 from align.stages.tracking.delivery import Delivery, Senders
 from align.stages.tracking.journal import open_journal, read_entries
 from align.stages.tracking.outbox import load_ledger, open_ledger
-from align.stages.tracking.tracker import DatasetNote, ModelLink
+from align.stages.tracking.tracker import DatasetNote, ModelLink, ModelNote
 from support.patience import PATIENCE
 
 # After which call of its name a sender is killed, one sender after the other.
@@ -40,6 +40,7 @@ class Told:
     numbers: list  # name, step, value
     files: dict  # path: text
     models: list  # folders
+    base_models: list  # digests of those that went in
 
 
 class Recorded:
@@ -58,6 +59,7 @@ class Recorded:
         self.ledger.add("params", {"lr": "0.1", "seed": "0"})
         self.ledger.add("tags", {"align.stage": "train", kind.note_tag: "A *run* of `kto`."})
         self.ledger.append("datasets", DatasetNote("pairs", "ab" * 16, "cache", "training"))
+        self.ledger.append("base_models", ModelNote("/models/qwen.5", "cd" * 32))
         self.ledger.append("models", ModelLink(str(self.folder.model), {"align.step": "3"}, ""))
         self.ledger.renew_artifact("config.yaml")
         self.ledger.renew_artifact("model")
@@ -99,7 +101,9 @@ class Recorded:
         ]
         files = {"config.yaml": "train: {}", "model/inner/card.md": "# a model"}
         data, models = [note.digest for note in record.datasets], [str(self.folder.model)]
-        return Told(record.status, record.params, record.tags, data, sorted(numbers), files, models)
+        bases = [note.digest for note in record.base_models]
+        said = (record.status, record.params, record.tags, data, sorted(numbers), files)
+        return Told(*said, models, bases)
 
     def require_told(self, store, **others):
         told = store.told(self.ledger.record.run_id)

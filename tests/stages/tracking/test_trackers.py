@@ -41,8 +41,10 @@ def test_tensorboard_keeps_to_the_contract(here, tmp_path):
 
 # Of MLflow's client, in the order in which a run of an experiment without a kind needs them.
 CALLS = (
-    *("set_experiment_tag", "create_run", "log_batch", "log_inputs", "set_terminated"),
-    *("log_artifact", "create_logged_model", "finalize_logged_model", "log_outputs"),
+    *(("set_experiment_tag", 1), ("create_run", 1), ("log_batch", 1), ("log_inputs", 1)),
+    *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_inputs", 2)),
+    *(("set_terminated", 1), ("log_artifact", 1)),
+    *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_outputs", 1)),
 )
 
 
@@ -54,15 +56,17 @@ def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(mlflo
         kind.load(mlflow.address)  # a fork has it then
     assert ended(lambda: open_store(mlflow.address).create_experiment("align")) == 0
 
-    def deliver(call):
+    def deliver(call, number):
         with kind.quiet():
             tracker = kind.open(mlflow.address)
-            tracker.client = Deadly(tracker.client, call, 1)
+            tracker.client = Deadly(tracker.client, call, number)
             run.heard_by(tracker).deliver()
 
-    assert [ended(partial(deliver, call)) for call in CALLS] == [-signal.SIGKILL] * len(CALLS)
+    assert [ended(partial(deliver, *call)) for call in CALLS] == [-signal.SIGKILL] * len(CALLS)
     run.deliver()
     run.require_told(mlflow)
+    models = open_store(mlflow.address).search_logged_models(["1"])
+    assert sorted(model.name for model in models) == ["model", "qwen-5"]
 
 
 def test_an_experiment_is_of_the_kind_that_somebody_gave_it_or_trains_models(mlflow, tmp_path):
