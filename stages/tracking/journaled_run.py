@@ -28,7 +28,6 @@ from .tracker import (
     TRACKERS,
     DatasetNote,
     ModelLink,
-    ModelNote,
     Status,
     addresses,
     kind_of,
@@ -240,10 +239,9 @@ class Run:
             ledger.append("datasets", *notes)
 
     def log_base_model(self, folder: str, *, digest: str) -> None:
-        """Records a model that went in."""
-        where = redacted(folder if "://" in folder else str(Path(folder).absolute()))
-        for ledger in self._ledgers:
-            ledger.append("base_models", ModelNote(where, digest))
+        """Records a model that the run begins with, by the digest of its weights."""
+        where = folder if "://" in folder else str(Path(folder).absolute())
+        self._link(where, tags={"align.weights": digest}, is_base=True)
 
     def log_artifact(self, path: Location) -> None:
         """Records a file or folder to keep with the run; again when it has changed.
@@ -264,10 +262,14 @@ class Run:
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
         """Records the path of the model that this run made; the model itself stays there."""
-        where = redacted(str(folder.absolute()))
+        self._link(str(folder.absolute()), tags=tags, is_base=False)
+
+    def _link(self, where: str, *, tags: Mapping[str, str], is_base: bool) -> None:
+        where = redacted(where)
         for ledger in self._ledgers:
-            if where not in {link.folder for link in ledger.record.models}:
-                ledger.append("models", ModelLink(where, _labels(tags), ""))
+            known = {(link.folder, link.is_base) for link in ledger.record.models}
+            if (where, is_base) not in known:
+                ledger.append("models", ModelLink(where, _labels(tags), "", is_base))
 
     def describe(self, text: str) -> None:
         """Records what a store shows beside the run; only the first call counts."""

@@ -9,7 +9,7 @@ import os
 import re
 import sqlite3
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,6 @@ from .tracker import (
     KEY_TAG,
     DatasetNote,
     ModelLink,
-    ModelNote,
     RunRecord,
     TrackerKind,
     plain_address,
@@ -69,10 +68,9 @@ class MlflowTracker:
             require_whole(uri, error)
             raise
         self._run_id = ""
-        self._params: set[tuple[str, str]] = set()  # sent, as are the next three
+        self._params: set[tuple[str, str]] = set()  # sent, as are the next two
         self._tags: set[tuple[str, str]] = set()
         self._datasets: set[DatasetNote] = set()
-        self._base_models: set[ModelNote] = set()
         self._known: dict[str, set[tuple[int, int]]] | None = None  # None: to be asked for
         self._ceiling = -1
         self._end = 0  # of the last line that was tried
@@ -82,14 +80,13 @@ class MlflowTracker:
         if record.run_id and not self._has_run(record.run_id, key=record.key):
             return ""
         self._run_id = record.run_id or self._make_run(record)
-        self._params, self._tags = set(), set()
-        self._datasets, self._base_models = set(), set()
+        self._params, self._tags, self._datasets = set(), set(), set()
         if record.run_id and not record.status:
             self.client.update_run(self._run_id, status="RUNNING")
         return self._run_id
 
     def label(self, record: RunRecord) -> None:
-        """Parameters, tags and inputs that this object has not sent; a person may edit a tag since.
+        """Parameters, tags and data that this object has not sent; a person may edit a tag since.
 
         A parameter under another value makes the store refuse.
         """
@@ -107,18 +104,10 @@ class MlflowTracker:
         for batch in _batches(tags, PARAMS_PER_BATCH):
             self.client.log_batch(self._run_id, tags=batch)
         self._tags |= news
-        self._label_inputs(record)
-
-    def _label_inputs(self, record: RunRecord) -> None:
-        """Data and models that went in; MLflow knows those again that it has."""
         notes = [note for note in record.datasets if note not in self._datasets]
         for batch in _batches(notes, INPUTS_PER_BATCH):
             self.client.log_inputs(self._run_id, [self._dataset(note) for note in batch])
         self._datasets.update(notes)
-        for model in record.base_models:
-            if model not in self._base_models:
-                self._log_base_model(model)
-                self._base_models.add(model)
 
     def _has_note(self) -> bool:
         """Whether the run has a description, which a person may have edited since it was sent."""
@@ -145,18 +134,14 @@ class MlflowTracker:
     def model(self, link: ModelLink) -> str:
         """The id of a logged model that is the path of ours."""
         run = self.client.get_run(self._run_id)
-        where = [run.info.experiment_id], f"source_run_id = '{self._run_id}'"
-        made = self.client.search_logged_models(*where)
-        known = (one for one in made if one.tags.get(PATH_TAG) == link.folder)
-        model = next(known, None) or self.client.create_logged_model(
-            run.info.experiment_id,
-            name="model",
-            source_run_id=self._run_id,
-            tags=_external(link.folder, link.tags),
-        )
-        self._finalize(model)
+        model = self._logged_model(run.info.experiment_id, link)
+        if model.status != self._entities.LoggedModelStatus.READY:
+            self.client.finalize_logged_model(model.model_id, "READY")
         outputs = run.outputs.model_outputs if run.outputs else []
-        if model.model_id not in {one.model_id for one in outputs}:  # it can be told once only
+        if link.is_base:
+            given = self._entities.LoggedModelInput(model.model_id)
+            self.client.log_inputs(self._run_id, models=[given])
+        elif model.model_id not in {one.model_id for one in outputs}:  # it can be told once only
             output = self._entities.LoggedModelOutput(model.model_id, 0)
             self.client.log_outputs(self._run_id, [output])
         return str(model.model_id)
@@ -242,30 +227,24 @@ class MlflowTracker:
         tags = {"mlflow.data.context": note.context, "align.digest": note.digest}
         return entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
 
-    def _log_base_model(self, note: ModelNote) -> None:
-        """A logged model that is the path of ours, one for all runs of the experiment."""
-        experiment = self.client.get_run(self._run_id).info.experiment_id
-        key = hashlib.sha256(f"{note.folder}\n{note.digest}".encode()).hexdigest()
-        wanted = f"tags.`{BASE_TAG}` = '{key}'"
-        made = self.client.search_logged_models([experiment], wanted, max_results=1)
-        model = (
-            made[0]
-            if made
-            else self.client.create_logged_model(
-                experiment,
-                name=re.sub(r"[/:.%\"']", "-", model_name(note.folder)) or "model",
-                tags=_external(note.folder, {BASE_TAG: key, "align.weights": note.digest}),
-            )
+    def _logged_model(self, experiment: str, link: ModelLink) -> Any:
+        """The model of this path, made when there is none; a base is one for all runs."""
+        key = hashlib.sha256(f"{link.folder}\n{link.tags}".encode()).hexdigest()
+        if link.is_base:
+            wanted, name = f"tags.`{BASE_TAG}` = '{key}'", model_name(link.folder)
+        else:
+            wanted, name = f"source_run_id = '{self._run_id}'", "model"
+        for model in self.client.search_logged_models([experiment], wanted):
+            if model.tags.get(PATH_TAG) == link.folder:
+                return model
+        tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
+        tags |= {BASE_TAG: key} if link.is_base else {}
+        return self.client.create_logged_model(
+            experiment,
+            name=re.sub(r"[/:.%\"']", "-", name) or "model",  # no other sign is refused
+            source_run_id=None if link.is_base else self._run_id,
+            tags={name: shortened(value, MAX_TAG) for name, value in tags.items()},
         )
-        self._finalize(model)
-        self.client.log_inputs(
-            self._run_id, models=[self._entities.LoggedModelInput(model.model_id)]
-        )
-
-    def _finalize(self, model: Any) -> None:
-        """Marks a model as whole: all of it is in its folder."""
-        if model.status != self._entities.LoggedModelStatus.READY:
-            self.client.finalize_logged_model(model.model_id, "READY")
 
     def _learn_what_is_known(self, points: Sequence[MetricPoint]) -> None:
         if self._known is None and points:
@@ -291,12 +270,6 @@ class MlflowTracker:
     def _is_known(self, point: MetricPoint) -> bool:
         assert self._known is not None, "asked for before"
         return (point.step, point.time_ms) in self._known.get(point.key, ())
-
-
-def _external(folder: str, tags: Mapping[str, str]) -> dict[str, str]:
-    """The tags of a model whose files are not in the store."""
-    own = {"mlflow.model.isExternal": "true", PATH_TAG: folder, **tags}
-    return {name: shortened(value, MAX_TAG) for name, value in own.items()}
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

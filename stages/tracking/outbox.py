@@ -24,7 +24,7 @@ from ..storage.disk import fs
 from ..storage.disk.locks import try_owner_lock
 from ..storage.run.run_folder import RunFolder
 from ..storage.signed_records import SignedRecords
-from .tracker import GOES_ON_TAG, TRACKERS, RunRecord, TrackerKind, kind_of
+from .tracker import GOES_ON_TAG, TRACKERS, ModelLink, RunRecord, TrackerKind, kind_of
 
 FORMAT_VERSION = 1
 KEY = re.compile(r"[0-9a-f]{16}")
@@ -71,6 +71,13 @@ class Ledger:
         with self._lock:
             if self.changes[name] == changes:
                 self.add("artifacts", {name: True})
+
+    def model_sent(self, link: ModelLink, model_id: str) -> None:
+        """Notes durably what the store calls a model; others may be added meanwhile."""
+        with self._lock:
+            known = dataclasses.replace(link, model_id=model_id)
+            others = self.record.models
+            self.change(models=tuple(known if one == link else one for one in others))
 
     def forget_run(self) -> None:
         """Starts over: the store has no such run."""

@@ -82,8 +82,7 @@ class TensorboardTracker:
         }
         note = record.tags.get(NOTE_TAG, "")
         tags = {name: value for name, value in record.tags.items() if name != NOTE_TAG}
-        bases = {model.digest: model.folder for model in record.base_models}
-        tables = {"settings": record.params, "tags": tags, "data": data, "base models": bases}
+        tables = {"settings": record.params, "tags": tags, "data": data}
         texts = [self._text(name, table(rows)) for name, rows in tables.items() if rows]
         texts += [self._text("description", note)] if note else []
         info = self._hparams.SessionStartInfo(start_time_secs=self._began)
@@ -122,7 +121,8 @@ class TensorboardTracker:
     def model(self, link: ModelLink) -> str:
         """The path of the model, as a text."""
         model_id = hashlib.sha256(link.folder.encode()).hexdigest()[:16]
-        text = table({"folder": link.folder, **link.tags})
+        role = "went in" if link.is_base else "came out"
+        text = table({"folder": link.folder, "role": role, **link.tags})
         self._keep(f"{MODEL}{model_id}", [self._text(f"model/{model_id}", text)])
         return model_id
 

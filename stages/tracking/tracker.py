@@ -48,20 +48,13 @@ class DatasetNote:
 
 
 @dataclass(frozen=True)
-class ModelNote:
-    """A model that went into a run."""
-
-    folder: str
-    digest: str  # of its weights
-
-
-@dataclass(frozen=True)
 class ModelLink:
-    """A model that a run made, and its path."""
+    """A model that a run made or began with, and its path."""
 
     folder: str
     tags: dict[str, str]
     model_id: str  # the store's name for it, empty until the store knows it
+    is_base: bool = if_known(False)  # it went in
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,6 @@ class RunRecord:
     artifacts: dict[str, bool]  # path, and whether the store has it
     models: tuple[ModelLink, ...]
     metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
-    base_models: tuple[ModelNote, ...] = if_known(())
 
 
 class Tracker(Protocol):
@@ -100,7 +92,7 @@ class Tracker(Protocol):
         ...
 
     def label(self, record: RunRecord) -> None:
-        """Parameters, tags, data and the models that went in; a tag may have changed since."""
+        """Parameters, tags and data, all that there are; a tag may have changed since."""
         ...
 
     def log(self, entries: Sequence[Entry]) -> int:

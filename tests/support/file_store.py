@@ -28,7 +28,7 @@ def register(monkeypatch):
 class FileStore:
     """A folder of runs."""
 
-    unkept = ("base_models",)  # a small one
+    unkept = ()
     bits = 64
 
     def __init__(self, root):
@@ -59,7 +59,6 @@ class FileStore:
             sorted(map(tuple, points)),
             {str(name): path.read_text() for name, path in files.items()},
             sorted(map(_read, run.glob("models/*.json"))),
-            [],
         )
 
     def lose(self, run_id):

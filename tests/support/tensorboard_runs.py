@@ -62,9 +62,7 @@ class TensorboardStore:
         """All that it was told of a run."""
         run = self.root / FOLDER / run_id
         texts = _texts(run)
-        rows = {
-            name: _rows(texts.get(name, "")) for name in ("settings", "tags", "data", "base models")
-        }
+        rows = {name: _rows(texts.get(name, "")) for name in ("settings", "tags", "data")}
         models = [_rows(text)["folder"] for name, text in texts.items() if "model/" in name]
         return Told(
             texts["status"],
@@ -74,7 +72,6 @@ class TensorboardStore:
             [number[:3] for number in scalars(run)],
             {},
             sorted(models),
-            sorted(rows["base models"]),
         )
 
     def lose(self, run_id):

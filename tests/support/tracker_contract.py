@@ -17,13 +17,13 @@ from align.stages.tracking import delivery
 from align.stages.tracking.delivery import Delivery, Senders
 from align.stages.tracking.journal import open_journal, read_entries
 from align.stages.tracking.outbox import load_ledger, open_ledger
-from align.stages.tracking.tracker import DatasetNote, ModelLink, ModelNote
+from align.stages.tracking.tracker import DatasetNote, ModelLink
 from support.patience import PATIENCE
 
 # After which call of its name a sender is killed, one sender after the other.
 KILLS = (
     *(("begin", 1), ("label", 1), ("log", 1), ("log", 5), ("end", 1)),
-    *(("artifact", 1), ("artifact", 2), ("model", 1)),
+    *(("artifact", 1), ("artifact", 2), ("model", 1), ("model", 2)),
 )
 STEPS = 40
 POINTS = 10  # of one call
@@ -40,7 +40,6 @@ class Told:
     numbers: list  # name, step, value
     files: dict  # path: text
     models: list  # folders
-    base_models: list  # digests of those that went in
 
 
 class Recorded:
@@ -59,7 +58,8 @@ class Recorded:
         self.ledger.add("params", {"lr": "0.1", "seed": "0"})
         self.ledger.add("tags", {"align.stage": "train", kind.note_tag: "A *run* of `kto`."})
         self.ledger.append("datasets", DatasetNote("pairs", "ab" * 16, "cache", "training"))
-        self.ledger.append("base_models", ModelNote("/models/qwen.5", "cd" * 32))
+        base = {"align.weights": "cd" * 32}
+        self.ledger.append("models", ModelLink("/models/qwen.5", base, "", is_base=True))
         self.ledger.append("models", ModelLink(str(self.folder.model), {"align.step": "3"}, ""))
         self.ledger.renew_artifact("config.yaml")
         self.ledger.renew_artifact("model")
@@ -100,10 +100,11 @@ class Recorded:
             for name in line.keys() - {"step", "time"}
         ]
         files = {"config.yaml": "train: {}", "model/inner/card.md": "# a model"}
-        data, models = [note.digest for note in record.datasets], [str(self.folder.model)]
-        bases = [note.digest for note in record.base_models]
-        said = (record.status, record.params, record.tags, data, sorted(numbers), files)
-        return Told(*said, models, bases)
+        data = [note.digest for note in record.datasets]
+        models = [link.folder for link in record.models]
+        return Told(
+            record.status, record.params, record.tags, data, sorted(numbers), files, sorted(models)
+        )
 
     def require_told(self, store, **others):
         told = store.told(self.ledger.record.run_id)
@@ -201,7 +202,8 @@ def _require_idempotence(kind, store, root):
             tracker.label(record)
             for path in files:
                 tracker.artifact(path, under="")
-            assert tracker.model(record.models[0]) == one.model(record.models[0]) != ""
+            for link in record.models:
+                assert tracker.model(link) == one.model(link) != ""
         run.require_told(store, status="RUNNING")
         for tracker in trackers:
             tracker.end("KILLED", record.began_ms + 1)

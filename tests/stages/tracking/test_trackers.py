@@ -42,8 +42,8 @@ def test_tensorboard_keeps_to_the_contract(here, tmp_path):
 # Of MLflow's client, in the order in which a run of an experiment without a kind needs them.
 CALLS = (
     *(("set_experiment_tag", 1), ("create_run", 1), ("log_batch", 1), ("log_inputs", 1)),
-    *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_inputs", 2)),
     *(("set_terminated", 1), ("log_artifact", 1)),
+    *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_inputs", 2)),
     *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_outputs", 1)),
 )
 
@@ -65,7 +65,10 @@ def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(mlflo
     assert [ended(partial(deliver, *call)) for call in CALLS] == [-signal.SIGKILL] * len(CALLS)
     run.deliver()
     run.require_told(mlflow)
-    models = open_store(mlflow.address).search_logged_models(["1"])
+    client = open_store(mlflow.address)
+    told = client.get_run(run.ledger.record.run_id)
+    assert (len(told.inputs.model_inputs), len(told.outputs.model_outputs)) == (1, 1)
+    models = client.search_logged_models(["1"])
     assert sorted(model.name for model in models) == ["model", "qwen-5"]
 
 
