@@ -24,7 +24,7 @@ from ...stages.storage.run.run_folder import RunFolder, write_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.journaled_run import Run, open_training_run
 from ...stages.tracking.progress import NoProgress, Progress
-from ...stages.tracking.tracker import MAIN, Status
+from ...stages.tracking.tracker import MAIN, Registration, Status, uploads_model
 from ...stages.train.loop import TrainingPosition
 from ...stages.train.throughput import Machine
 from ..options.settings import flatten, without_secrets
@@ -201,7 +201,8 @@ class RunRecords:
         folder = self._start.folder
         for path in (folder.metrics, folder.config, folder.engine):
             self._run.log_artifact(path)
-        uploads = self._session.job.config.tracking.upload_model
+        tracking = self._session.job.config.tracking
+        uploads = uploads_model(tracking)
         self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
         if uploads and folder.merged.exists():
             self._run.log_artifact(folder.merged)
@@ -209,7 +210,11 @@ class RunRecords:
             "align.cache_root": self._session.job.manifest.root,
             "align.step": str(position.step),
         }
-        self._run.log_model_link(folder.model, tags=tags)
+        whole = folder.merged if folder.merged.exists() else folder.model
+        asked = Registration(tracking.register, tracking.alias, whole.name)
+        self._run.log_model_link(
+            folder.model, tags=tags, registrations=(asked,) if tracking.register else ()
+        )
 
     def ended(self, how: How) -> None:
         """Records how the run ended; a run without this record was killed."""
