@@ -51,6 +51,11 @@ class Job(Protocol[M, T]):
         ...
 
     @property
+    def run_name(self) -> str:
+        """What trackers call the run, unless the user names it."""
+        ...
+
+    @property
     def noun(self) -> str:
         """A noun for its output, as sentences use it."""
         ...
@@ -188,7 +193,7 @@ def carry_out(job: Job[M, T], *, progress: Progress) -> Made[M, T]:
             return Made(job, found, was_complete=True)
         # Only now: what has nothing to do leaves no empty run with a tracker.
         tracking, home = job.config.tracking, job.folder.local
-        with recorded_work(tracking, home, job.stage, is_alone=is_alone) as run:
+        with recorded_work(tracking, home, job.stage, name=job.run_name, is_alone=is_alone) as run:
             run.set_tags({"align.part": str(job.share)} if job.share else {})
             call = Call(run, progress, job)
             manifest = job.make(call)

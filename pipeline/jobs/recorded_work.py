@@ -23,13 +23,18 @@ def recorded_work(
     home: Path,
     stage: str,
     *,
-    is_recorded: bool = True,
+    name: str = "",
     is_alone: bool = True,
 ) -> Iterator[Run]:
     """Records the work on a folder; what earlier runs there left is sent first, if it is alone."""
-    before = send_earlier(home, options) if is_recorded and is_alone else {}
+    before = send_earlier(home, options) if is_alone else {}
     with recorded(
-        options, home, stage, is_recorded=is_recorded, is_alone=is_alone, goes_on_from=before
+        options,
+        home,
+        stage,
+        name=name,
+        is_alone=is_alone,
+        goes_on_from=before,
     ) as run:
         yield run
 

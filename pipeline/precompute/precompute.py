@@ -33,6 +33,7 @@ from ...stages.storage.disk.locks import try_owner_lock
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.outbox import unsent_runs
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ..executors.executor import Share
 from ..jobs.job import Call, Made, carry_out
 from ..jobs.recorded_work import send_earlier
@@ -91,6 +92,11 @@ class PrecomputeJob:
     def config(self) -> Config:
         """The settings."""
         return self.cache.config
+
+    @property
+    def run_name(self) -> str:
+        """The reference, the stage and the data."""
+        return run_name(self.config.model.path, self.stage, data_name(self.config.data.files))
 
     @property
     def folder(self) -> CacheFolder:
@@ -263,8 +269,22 @@ def _made_by_another(job: CacheJob) -> Manifest:
 def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
     run.log_params(job.fingerprint)
     run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
-    for entry in plan.inputs:
-        run.log_dataset(entry.name, digest=entry.sha256, source=entry.name, context="reference")
+    names = [entry.name for entry in plan.inputs]
+    sentence = (
+        f"Log-probs of {quoted(model_name(plan.model))} for {counted(plan.rows_in, 'rows')} of "
+        f"{quoted(data_name(names))}."
+    )
+    config = job.config
+    places = {"cache": job.folder.root, "reference": plan.model, "adapter": plan.adapter}
+    chosen = {
+        "data": ", ".join(config.data.files),
+        "tokens.max_length": config.tokens.max_length,
+        "cache.kl_pairs": config.cache.kl_pairs,
+    }
+    run.describe(description(sentence, {**places, **chosen}))
+    run.log_files(plan.inputs, context="reference")
+    if weights := plan.fingerprint.get("model.weights"):
+        run.log_base_model(plan.model, digest=weights)
 
 
 def _require_usable(job: CacheJob, manifest: Manifest) -> None:

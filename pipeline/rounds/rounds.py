@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from ...schemas.cache import Manifest
-from ...schemas.errors import Interrupted, log_failure
+from ...schemas.errors import Interrupted, counted, log_failure
 from ...schemas.round_record import ROUND_FORMAT, RoundRecord
 from ...schemas.table_manifest import TableManifest
 from ...stages.model.reference import HfReference
@@ -22,7 +22,8 @@ from ...stages.storage.run.rounds_folder import ROUNDS, OneRound
 from ...stages.storage.tables import TableFolder
 from ...stages.tracking.journaled_run import Run, tagged
 from ...stages.tracking.progress import Progress
-from ...stages.tracking.tracker import ROUNDS_TAG
+from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
+from ...stages.tracking.tracker import ROUND_TAG, ROUNDS_TAG
 from ..jobs.recorded_work import recorded_work
 from ..options.settings import Settings, without_secrets
 from ..precompute.precompute import precompute
@@ -57,7 +58,8 @@ def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
             return RoundsResult(job.folder.root, tuple(finished), reason)
         write_prompts(job.folder.prompts, job.split.train)
         write_prompts(job.folder.held_out_prompts, job.split.held_out)
-        with recorded_work(job.config.tracking, job.folder.root, "rounds") as parent:
+        name = run_name(job.first.path, "rounds", data_name(job.config.data.files))
+        with recorded_work(job.config.tracking, job.folder.root, "rounds", name=name) as parent:
             _describe(parent, job)
             for record in finished:
                 _record(parent, job, record)
@@ -95,7 +97,7 @@ def _go_on(
     while len(finished) < job.config.rounds.count and not _stopped(job, finished):
         number = len(finished) + 1
         progress.say(f"round {number} of {job.config.rounds.count}")
-        with tagged({**_group(job), "align.round": str(number)}, parent):
+        with tagged({**_group(job), ROUND_TAG: str(number)}, parent):
             record = _round(job, number, finished[-1] if finished else None, progress)
         if record is None:
             new = len(finished) - len(known)
@@ -223,6 +225,16 @@ def _group(job: RoundsJob) -> dict[str, str]:
 def _describe(parent: Run, job: RoundsJob) -> None:
     parent.set_tags(_group(job))
     parent.log_params(without_secrets(job.bound_settings()))
+    sentence = (
+        f"{counted(job.config.rounds.count, 'rounds')} of {quoted(job.recipe.name)}, begun with "
+        f"{quoted(model_name(job.first.path))}: sampled, judged and trained on its own answers."
+    )
+    places = {
+        "rounds": job.folder.root.resolve(),
+        "model": job.first.path,
+        "prompts": ", ".join(job.config.data.files),
+    }
+    parent.describe(description(sentence, places))
     for name, path in (("train", job.folder.prompts), ("held-out", job.folder.held_out_prompts)):
         source = str(path.resolve())
         parent.log_dataset(

@@ -59,7 +59,7 @@ class JudgingJob:
     judge: Judge
     tally: Judged = field(default_factory=Judged)
 
-    stage = "judge"
+    stage = run_name = "judge"
 
     @property
     def folder(self) -> TableFolder:

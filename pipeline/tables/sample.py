@@ -26,6 +26,7 @@ from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.tables import TableFolder, read_table
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ..executors.executor import Share
 from ..executors.kinds import executor_of, require_executor
 from ..jobs.job import Call, Made, carry_out
@@ -104,15 +105,25 @@ class SampleJob:
         return TableFolder.at(self.config.sample.output, "samples")
 
     @property
+    def run_name(self) -> str:
+        """The model, the stage and the prompts."""
+        return run_name(self.named, self.stage, data_name(self.config.data.files))
+
+    @property
     def device(self) -> str:
         """The device of the model."""
         return self.sampler.device
 
     @property
+    def named(self) -> str:
+        """The model that samples, as the user names it."""
+        options = self.config
+        return options.server.model if options.server.url else options.model.path
+
+    @property
     def generator(self) -> str:
         """A readable name of the model that sampled."""
-        options = self.config
-        return options.server.model if options.server.url else Path(options.model.path).name
+        return self.named if self.config.server.url else Path(self.named).name
 
     @cached_property
     def tasks(self) -> SampleTasks:
@@ -166,10 +177,17 @@ class SampleJob:
         sampling = {f"sample.{name}": str(value) for name, value in asdict(self.sampling).items()}
         run.log_params({**sampling, "sample.n": str(self.tasks.n), **self.identity})
         run.set_tags({"align.samples": str(self.folder.root), "align.model_key": self._model_key})
+        prompts = counted(len(self.prompts), "prompts")
+        sentence = (
+            f"{self.tasks.n} answers of {quoted(model_name(self.named))} to each of {prompts}."
+        )
+        files = ", ".join(self.config.data.files)
+        places = {"table": self.folder.root, "model": self.named, "prompts": files}
+        run.describe(description(sentence, {**places, **sampling}))
         run.log_dataset(
             "prompts",
             digest=digest([*self.prompts]),
-            source=", ".join(self.config.data.files),
+            source=files,
             context="sampling",
         )
 

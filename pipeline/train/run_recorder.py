@@ -24,7 +24,7 @@ from ...stages.storage.run.run_folder import RunFolder, write_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.journaled_run import Run, open_training_run
 from ...stages.tracking.progress import NoProgress, Progress
-from ...stages.tracking.tracker import MAIN, Status
+from ...stages.tracking.tracker import MAIN, Registration, Status, uploads_model
 from ...stages.train.loop import TrainingPosition
 from ...stages.train.throughput import Machine
 from ..options.settings import flatten, without_secrets
@@ -32,6 +32,7 @@ from ..plan.best_metric import BestMetric
 from ..plan.fitted_batches import note_fitting, planned_tokens
 from .checkpointer import Checkpointer, require_disk_space
 from .resume import Start, identity_of
+from .run_description import describe_training, name_of_training, record_inputs
 from .run_report import write_report
 from .training_job import Session
 
@@ -51,7 +52,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         run = open_training_run(
             session.job.config.tracking,
             start.folder,
-            name=session.recipe.name,
+            name=name_of_training(session.job, session.recipe.name),
             tags=_tags(session, start.changes),
             keep_through=keep_through,
             is_evaluated=_is_evaluated(start.checkpoint),
@@ -208,7 +209,8 @@ class RunRecords:
         folder = self._start.folder
         for path in (folder.metrics, folder.config, folder.engine):
             self._run.log_artifact(path)
-        uploads = self._session.job.config.tracking.upload_model
+        tracking = self._session.job.config.tracking
+        uploads = uploads_model(tracking)
         self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
         if uploads and folder.merged.exists():
             self._run.log_artifact(folder.merged)
@@ -216,7 +218,11 @@ class RunRecords:
             "align.cache_root": self._session.job.manifest.root,
             "align.step": str(position.step),
         }
-        self._run.log_model_link(folder.model, tags=tags)
+        whole = folder.merged if folder.merged.exists() else folder.model
+        asked = Registration(tracking.register, tracking.alias, whole.name)
+        self._run.log_model_link(
+            folder.model, tags=tags, registrations=(asked,) if tracking.register else ()
+        )
 
     def ended(self, how: How) -> None:
         """Records how the run ended; a run without this record was killed."""
@@ -248,15 +254,11 @@ class RunRecords:
 
     def _describe(self) -> None:
         session = self._session
-        self._run.log_params(_params(session))
-        cache = session.job.cache
-        self._run.log_dataset(
-            cache.root.resolve().name,
-            digest=session.job.manifest.root,
-            source=str(cache.root.resolve()),
-            context="training",
-        )
-        self._run.log_artifact(cache.manifest)
+        params = _params(session)
+        self._run.log_params(params)
+        self._run.describe(describe_training(session, params, self._start.folder))
+        record_inputs(self._run, session.job)
+        self._run.log_artifact(session.job.cache.manifest)
 
 
 def shown(metrics: dict[str, float]) -> str:

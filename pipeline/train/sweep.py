@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.batches import World
-from ...schemas.errors import AlignError, Interrupted, UsageError, log_failure
+from ...schemas.errors import AlignError, Interrupted, UsageError, counted, log_failure
 from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
 from ...stages.feed.cache_index import ShardColumns
 from ...stages.storage.bucket.objects import require_on_disk
@@ -20,12 +20,14 @@ from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journaled_run import Run, tagged
 from ...stages.tracking.progress import Progress
-from ...stages.tracking.tracker import GROUP_TAG
+from ...stages.tracking.run_texts import description, run_name
+from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
 from ..jobs.recorded_work import recorded_work
 from ..jobs.signals import WAY_ON
 from ..options.declared import set_by
 from ..options.settings import Settings
 from .policy_identity import PolicyDigests, digest_policies
+from .run_description import data_of
 from .run_diff import standing
 from .train import shard_columns, train_in
 from .training_job import TrainingJob, open_training
@@ -43,6 +45,7 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
     """
     output = require_on_disk(folder, "a sweep is")
     given = load(())
+    tracking = given.config.tracking
     _require_free(given, trials)
     jobs = [_open(load, trial, output) for trial in trials]
     _require_different(jobs)
@@ -57,13 +60,16 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
         with (
             _add_resume_hint(output, results, len(jobs)),
             recorded_work(
-                given.config.tracking, output, "sweep", is_recorded=world.rank == 0
+                tracking if world.rank == 0 else tracking.none(),
+                output,
+                "sweep",
+                name=run_name(_policy_of(jobs), "sweep", _data_of(jobs)),
             ) as parent,
         ):
             _describe(parent, trials, jobs, output)
             for trial, job in zip(trials, jobs, strict=True):
                 progress.say(f"run {len(results) + 1} of {len(trials)}: {trial.name}")
-                tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
+                tags = {GROUP_TAG: _group(output), TRIAL_TAG: trial.name}
                 with tagged(tags, parent):
                     results.append(_try(trial, job, world, columns, progress))
                 _report(SweepResult(output, tuple(results)), world, parent)
@@ -132,10 +138,26 @@ def _describe(
     varied = values_of(trials)
     varied_values = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
     parent.set_tags({GROUP_TAG: _group(output), "align.varied": varied_values})
-    parent.log_params({name: ", ".join(values) for name, values in varied.items()})
+    params = {name: ", ".join(values) for name, values in varied.items()}
+    parent.log_params(params)
+    facts = {"sweep": _group(output), "policy": _policy_of(jobs), "data": _data_of(jobs)}
+    sentence = f"{counted(len(trials), 'trainings')}, each in a run of its own."
+    parent.describe(description(sentence, {**facts, **params}))
     for root, job in {job.manifest.root: job for job in jobs}.items():
         cache = job.cache.root.resolve()
         parent.log_dataset(cache.name, digest=root, source=str(cache), context="training")
+
+
+def _policy_of(jobs: Sequence[TrainingJob]) -> str:
+    """The policy that all begin with, empty if they differ."""
+    first, *others = {job.policy.path for job in jobs}
+    return "" if others else first
+
+
+def _data_of(jobs: Sequence[TrainingJob]) -> str:
+    """The data of all, empty if they differ."""
+    first, *others = {data_of(job) for job in jobs}
+    return "" if others else first
 
 
 def _group(output: Path) -> str:

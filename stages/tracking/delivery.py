@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import stat
@@ -116,11 +115,7 @@ class Delivery:
     def _send_models(self) -> None:
         for link in self._ledger.record.models:
             if not link.model_id:
-                known = dataclasses.replace(link, model_id=self._tracker.model(link))
-                others = self._ledger.record.models
-                self._ledger.change(
-                    models=tuple(known if other == link else other for other in others)
-                )
+                self._ledger.model_sent(link, self._tracker.model(link))
 
     def _mark(self) -> None:
         """Notes how far the journal is known to have arrived; an older note only costs a query."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ... import __version__
+from ...schemas.cache import InputEntry
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.safe_text import redacted
@@ -27,9 +28,11 @@ from .tracker import (
     TRACKERS,
     DatasetNote,
     ModelLink,
+    Registration,
     Status,
     addresses,
     kind_of,
+    uploads_model,
 )
 
 # Who stops a process by a signal kills it half a minute later.
@@ -52,6 +55,11 @@ def tagged(tags: Mapping[str, str], parent: Run | None = None) -> Iterator[None]
     finally:
         _PARENTS.reset(above)
         _TAGS.reset(own)
+
+
+def inherited(tag: str) -> str:
+    """A tag that runs get which begin here; empty where there is none."""
+    return _TAGS.get().get(tag, "")
 
 
 def open_training_run(
@@ -77,7 +85,7 @@ def open_training_run(
             ledger.begin_again()
         _add_tags(ledger, tags)
     senders = Senders(ledgers, wanted, folder.metrics, folder.root) if wanted else None
-    return Run(folder.root, journal, ledgers, senders, uploads=options.upload_model)
+    return Run(folder.root, journal, ledgers, senders, uploads=uploads_model(options))
 
 
 @contextmanager
@@ -86,16 +94,16 @@ def recorded(
     home: Path,
     stage: str,
     *,
-    is_recorded: bool,
+    name: str = "",
     is_alone: bool = True,
     goes_on_from: Mapping[str, str] = _NOTHING,
 ) -> Iterator[Run]:
-    """Records the work on a cache or sweep, under the name of its stage.
+    """Records the work on a cache or sweep, under this name or that of its stage.
 
     The record is in the outbox of that folder until all trackers were sent all of it. Unless a
     process is alone there, it leaves the rest of the outbox as it is.
     """
-    wanted = addresses(options, home) if is_recorded else {}
+    wanted = addresses(options, home)
     if not wanted:
         yield Run(home)
         return
@@ -106,7 +114,9 @@ def recorded(
         stack.enter_context(owner_lock(folder, stage))
         status: Status = "FAILED"
         journal = open_journal(folder.metrics, keep_through=-1)
-        ledgers = [_open_ledger(one, options, folder, stage, at) for one, at in wanted.items()]
+        ledgers = [
+            _open_ledger(one, options, folder, name or stage, at) for one, at in wanted.items()
+        ]
         for ledger in ledgers:
             before = goes_on_from.get(ledger.kind.name)
             _add_tags(ledger, {**({GOES_ON_TAG: before} if before else {}), "align.stage": stage})
@@ -221,6 +231,21 @@ class Run:
         for ledger in self._ledgers:
             ledger.append("datasets", note)
 
+    def log_files(self, files: Iterable[InputEntry], *, context: str) -> None:
+        """Records the data files that a cache is made of."""
+        notes = [
+            DatasetNote(redacted(one.name), one.sha256, redacted(one.name), context)
+            for one in files
+        ]
+        for ledger in self._ledgers:
+            ledger.append("datasets", *notes)
+
+    def log_base_model(self, folder: str, *, digest: str) -> None:
+        """Records a model that the run begins with, by the digest of its weights."""
+        where = folder if "://" in folder else str(Path(folder).absolute())
+        tags = _labels({"align.weights": digest})
+        self._link(ModelLink(redacted(where), tags, "", is_base=True))
+
     def log_artifact(self, path: Location) -> None:
         """Records a file or folder to keep with the run; again when it has changed.
 
@@ -238,12 +263,24 @@ class Run:
         for ledger in self._ledgers:
             ledger.renew_artifact(str(whole.relative_to(self._root)))
 
-    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+    def log_model_link(
+        self, folder: Path, *, tags: Mapping[str, str], registrations: tuple[Registration, ...] = ()
+    ) -> None:
         """Records the path of the model that this run made; the model itself stays there."""
         where = redacted(str(folder.absolute()))
+        self._link(ModelLink(where, _labels(tags), "", registrations=registrations))
+
+    def _link(self, link: ModelLink) -> None:
         for ledger in self._ledgers:
-            if where not in {link.folder for link in ledger.record.models}:
-                ledger.append("models", ModelLink(where, _labels(tags), ""))
+            known = {(one.folder, one.is_base) for one in ledger.record.models}
+            if (link.folder, link.is_base) not in known:
+                ledger.append("models", link)
+
+    def describe(self, text: str) -> None:
+        """Records what a store shows beside the run; only the first call counts."""
+        for ledger in self._ledgers:
+            if ledger.kind.note_tag not in ledger.record.tags:
+                ledger.add("tags", _labels({ledger.kind.note_tag: text}))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags to search by."""

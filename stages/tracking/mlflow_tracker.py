@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
+import re
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,11 +28,13 @@ from .journal import (
 )
 from .mlflow_silence import mlflow_silenced
 from .mlflow_sqlite import artifacts_beside, make_store, require_whole, sqlite_file
+from .run_texts import model_name
 from .tracker import (
     GOES_ON_TAG,
     KEY_TAG,
     DatasetNote,
     ModelLink,
+    Registration,
     RunRecord,
     TrackerKind,
     plain_address,
@@ -40,7 +44,12 @@ T = TypeVar("T")
 
 PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
+INPUTS_PER_BATCH = 100
 PATH_TAG = "align.path"
+BASE_TAG = "align.base_model"  # a digest of its path and weights
+NOTE_TAG = "mlflow.note.content"
+KIND_TAG = "mlflow.experimentKind"  # by which MLflow's pages choose what they open with
+TRAINING_KIND = "custom_model_development"
 DEFAULT_URI = "sqlite:///mlflow.db"
 
 
@@ -91,13 +100,19 @@ class MlflowTracker:
         news = {*record.tags.items()} - self._tags
         make = self._entities.RunTag
         tags = [make(key_of(name), shortened(v, MAX_TAG)) for name, v in sorted(news)]
+        if any(tag.key == NOTE_TAG for tag in tags) and self._has_note():
+            tags = [tag for tag in tags if tag.key != NOTE_TAG]
         for batch in _batches(tags, PARAMS_PER_BATCH):
             self.client.log_batch(self._run_id, tags=batch)
         self._tags |= news
-        for note in record.datasets:
-            if note not in self._datasets:
-                self._log_dataset(note)
-                self._datasets.add(note)
+        notes = [note for note in record.datasets if note not in self._datasets]
+        for batch in _batches(notes, INPUTS_PER_BATCH):
+            self.client.log_inputs(self._run_id, [self._dataset(note) for note in batch])
+        self._datasets.update(notes)
+
+    def _has_note(self) -> bool:
+        """Whether the run has a description, which a person may have edited since it was sent."""
+        return bool(self.client.get_run(self._run_id).data.tags.get(NOTE_TAG))
 
     def log(self, entries: Sequence[Entry]) -> int:
         """The numbers that the store lacks; MLflow keeps one as often as it is sent."""
@@ -119,19 +134,19 @@ class MlflowTracker:
 
     def model(self, link: ModelLink) -> str:
         """The id of a logged model that is the path of ours."""
-        experiment = self.client.get_run(self._run_id).info.experiment_id
-        made = self.client.search_logged_models([experiment], f"source_run_id = '{self._run_id}'")
-        for model in made:
-            if model.tags.get(PATH_TAG) == link.folder:
-                return str(model.model_id)
-        tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
-        tags = {name: shortened(value, MAX_TAG) for name, value in tags.items()}
-        model = self.client.create_logged_model(
-            experiment, name="model", source_run_id=self._run_id, tags=tags
-        )
-        self.client.finalize_logged_model(model.model_id, "READY")
-        output = self._entities.LoggedModelOutput(model.model_id, 0)
-        self.client.log_outputs(self._run_id, [output])
+        run = self.client.get_run(self._run_id)
+        model = self._logged_model(run.info.experiment_id, link)
+        if model.status != self._entities.LoggedModelStatus.READY:
+            self.client.finalize_logged_model(model.model_id, "READY")
+        outputs = run.outputs.model_outputs if run.outputs else []
+        if link.is_base:
+            given = self._entities.LoggedModelInput(model.model_id)
+            self.client.log_inputs(self._run_id, models=[given])
+        elif model.model_id not in {one.model_id for one in outputs}:  # it can be told once only
+            output = self._entities.LoggedModelOutput(model.model_id, 0)
+            self.client.log_outputs(self._run_id, [output])
+        for asked in link.registrations:
+            self._register(run.info.artifact_uri, asked)
         return str(model.model_id)
 
     def end(self, status: str, ended_ms: int) -> None:
@@ -159,17 +174,20 @@ class MlflowTracker:
         return str(run.info.run_id)
 
     def _experiment_id(self, name: str) -> str:
-        """The experiment of that name, made when there is none."""
+        """The experiment of that name, made when there is none; of this kind unless it has one."""
+        kind = {KIND_TAG: TRAINING_KIND}
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
                 where = artifacts_beside(self.client.tracking_uri, name)
-                return str(self.client.create_experiment(name, artifact_location=where))
+                return str(self.client.create_experiment(name, artifact_location=where, tags=kind))
             except importlib.import_module("mlflow.exceptions").MlflowException:
                 # Another process may have made it in the meantime.
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise
+        if KIND_TAG not in found.tags:
+            self.client.set_experiment_tag(found.experiment_id, KIND_TAG, TRAINING_KIND)
         return str(found.experiment_id)
 
     def _find_run(self, experiment: str, *, key: str) -> str:
@@ -200,7 +218,7 @@ class MlflowTracker:
                 return None
             raise
 
-    def _log_dataset(self, note: DatasetNote) -> None:
+    def _dataset(self, note: DatasetNote) -> Any:
         """The data that went in; MLflow's own field is short, so the whole digest is a tag."""
         entities = self._entities
         dataset = entities.Dataset(
@@ -210,8 +228,47 @@ class MlflowTracker:
             source=json.dumps({"uri": redacted(note.source)}),
         )
         tags = {"mlflow.data.context": note.context, "align.digest": note.digest}
-        labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
-        self.client.log_inputs(self._run_id, [labelled])
+        return entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
+
+    def _logged_model(self, experiment: str, link: ModelLink) -> Any:
+        """The model of this path, made when there is none; a base is one for all runs."""
+        key = hashlib.sha256(f"{link.folder}\n{link.tags}".encode()).hexdigest()
+        if link.is_base:
+            wanted, name = f"tags.`{BASE_TAG}` = '{key}'", model_name(link.folder)
+        else:
+            wanted, name = f"source_run_id = '{self._run_id}'", "model"
+        for model in self.client.search_logged_models([experiment], wanted):
+            if model.tags.get(PATH_TAG) == link.folder:
+                return model
+        tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
+        tags |= {BASE_TAG: key} if link.is_base else {}
+        return self.client.create_logged_model(
+            experiment,
+            name=re.sub(r"[/:.%\"']", "-", name) or "model",  # no other sign is refused
+            source_run_id=None if link.is_base else self._run_id,
+            tags={name: shortened(value, MAX_TAG) for name, value in tags.items()},
+        )
+
+    def _register(self, artifacts: str, asked: Registration) -> None:
+        """The version of a registered model that is this run's, made when there is none."""
+        exceptions = importlib.import_module("mlflow.exceptions")
+        try:
+            self.client.create_registered_model(asked.name)
+        except exceptions.MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        made = self.client.search_model_versions(f"run_id = '{self._run_id}'")
+        known = (one for one in made if one.name == asked.name)
+        version = next(known, None) or self.client.create_model_version(
+            asked.name,
+            source=f"{artifacts.rstrip('/')}/{asked.artifact}",
+            run_id=self._run_id,
+            await_creation_for=0,
+        )
+        aliases = self.client.get_registered_model(asked.name).aliases
+        # A newer version may have got it before this one was sent.
+        if asked.alias and int(aliases.get(asked.alias, 0)) < int(version.version):
+            self.client.set_registered_model_alias(asked.name, asked.alias, version.version)
 
     def _learn_what_is_known(self, points: Sequence[MetricPoint]) -> None:
         if self._known is None and points:
@@ -298,4 +355,5 @@ KIND = TrackerKind(
     quiet=mlflow_silenced,
     failures=failures,
     parent_tag="mlflow.parentRunId",
+    note_tag=NOTE_TAG,
 )

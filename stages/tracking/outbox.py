@@ -24,7 +24,7 @@ from ..storage.disk import fs
 from ..storage.disk.locks import try_owner_lock
 from ..storage.run.run_folder import RunFolder
 from ..storage.signed_records import SignedRecords
-from .tracker import GOES_ON_TAG, TRACKERS, RunRecord, TrackerKind, kind_of
+from .tracker import GOES_ON_TAG, TRACKERS, ModelLink, RunRecord, TrackerKind, kind_of
 
 FORMAT_VERSION = 1
 KEY = re.compile(r"[0-9a-f]{16}")
@@ -54,12 +54,11 @@ class Ledger:
         with self._lock:
             self.change(**{field: {**getattr(self.record, field), **values}})
 
-    def append(self, field: str, value: Any) -> None:
-        """Adds to a field that is a sequence, unless the value is in it, durably."""
+    def append(self, field: str, *values: Any) -> None:
+        """Adds to a field that is a sequence what is not in it, durably."""
         with self._lock:
-            values = getattr(self.record, field)
-            if value not in values:
-                self.change(**{field: (*values, value)})
+            known = getattr(self.record, field)
+            self.change(**{field: (*known, *(one for one in values if one not in known))})
 
     def renew_artifact(self, name: str) -> None:
         """Marks a new or changed file as unsent."""
@@ -72,6 +71,13 @@ class Ledger:
         with self._lock:
             if self.changes[name] == changes:
                 self.add("artifacts", {name: True})
+
+    def model_sent(self, link: ModelLink, model_id: str) -> None:
+        """Notes durably what the store calls a model; others may be added meanwhile."""
+        with self._lock:
+            known = dataclasses.replace(link, model_id=model_id)
+            others = self.record.models
+            self.change(models=tuple(known if one == link else one for one in others))
 
     def forget_run(self) -> None:
         """Starts over: the store has no such run."""

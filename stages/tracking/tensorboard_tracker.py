@@ -27,6 +27,7 @@ EVENTS = "events.out.tfevents."
 SETTINGS, MODEL, STATUS, NUMBERS = (f"{EVENTS}{name}" for name in ("1", "2-", "3", "4"))
 LARGEST = 3.4028234663852886e38  # in 32 bits
 SENT, DRAFT = "sent.json", "draft"
+NOTE_TAG = "align.description"
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,11 @@ class TensorboardTracker:
         data = {
             note.digest: f"{note.name}, {note.context}, {note.source}" for note in record.datasets
         }
-        tables = {"settings": record.params, "tags": record.tags, "data": data}
+        note = record.tags.get(NOTE_TAG, "")
+        tags = {name: value for name, value in record.tags.items() if name != NOTE_TAG}
+        tables = {"settings": record.params, "tags": tags, "data": data}
         texts = [self._text(name, table(rows)) for name, rows in tables.items() if rows]
+        texts += [self._text("description", note)] if note else []
         info = self._hparams.SessionStartInfo(start_time_secs=self._began)
         for name, value in record.params.items():
             info.hparams[name].MergeFrom(_plain_value(value))
@@ -117,7 +121,8 @@ class TensorboardTracker:
     def model(self, link: ModelLink) -> str:
         """The path of the model, as a text."""
         model_id = hashlib.sha256(link.folder.encode()).hexdigest()[:16]
-        text = table({"folder": link.folder, **link.tags})
+        role = "went in" if link.is_base else "came out"
+        text = table({"folder": link.folder, "role": role, **link.tags})
         self._keep(f"{MODEL}{model_id}", [self._text(f"model/{model_id}", text)])
         return model_id
 
@@ -260,5 +265,6 @@ KIND = TrackerKind(
     address=_address,
     open=TensorboardTracker,
     load=_record_writer,
+    note_tag=NOTE_TAG,
     plain=lambda address: FOLDER,  # it goes where the run's folder goes
 )

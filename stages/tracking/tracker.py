@@ -6,6 +6,7 @@ are on disk before a tracker gets them, so a store that is down costs a warning,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Literal, Protocol, cast
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError, UsageError
+from ...schemas.json_codec import if_known
 from ...schemas.safe_text import bare_address, redacted
 from .journal import Entry
 
@@ -32,6 +34,8 @@ KEY_TAG = "align.run_key"  # by which a run is found whose id is unknown here
 GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
+TRIAL_TAG = "align.trial"  # the name of a training in its sweep
+ROUND_TAG = "align.round"  # the number of a round
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,23 @@ class DatasetNote:
 
 
 @dataclass(frozen=True)
+class Registration:
+    """A model's entry in a store's registry."""
+
+    name: str
+    alias: str  # may be empty
+    artifact: str  # the folder of its files in the run
+
+
+@dataclass(frozen=True)
 class ModelLink:
-    """A model that a run made, and its path."""
+    """A model that a run made or began with, and its path."""
 
     folder: str
     tags: dict[str, str]
     model_id: str  # the store's name for it, empty until the store knows it
+    is_base: bool = if_known(False)  # it went in
+    registrations: tuple[Registration, ...] = if_known(())
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,7 @@ class Tracker(Protocol):
         ...
 
     def model(self, link: ModelLink) -> str:
-        """A model that stays where it is; returns the store's name for it."""
+        """A model that stays where it is, registered if that is asked; returns its name there."""
         ...
 
     def end(self, status: str, ended_ms: int) -> None:
@@ -134,6 +149,7 @@ class TrackerKind:
     quiet: Callable[[], AbstractContextManager[object]] = nullcontext
     failures: Callable[[], tuple[type[BaseException], ...]] = tuple  # beside those of every store
     parent_tag: str = "align.parent"  # the run, by its id, that a run belongs to
+    note_tag: str = "align.description"  # Markdown that the store shows beside the run
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether a store failed, which costs a warning; all else is an error of ours."""
@@ -173,6 +189,36 @@ def require_trackers(options: TrackingOptions) -> None:
         raise UsageError(
             f"tracking.trackers names {MAIN}, and tracking.mlflow is false. Leave out one of them."
         )
+
+
+def uploads_model(options: TrackingOptions) -> bool:
+    """Whether the trained model is uploaded: a version in a registry needs its files."""
+    return options.upload_model or bool(options.register)
+
+
+def require_registration(options: TrackingOptions) -> None:
+    """Refuses what MLflow's registry would refuse after the training."""
+    name, alias = options.register, options.alias
+    if alias and not name:
+        raise UsageError("tracking.alias is of a registered model. Pass --register NAME as well.")
+    if name and MAIN not in wanted(options):
+        raise UsageError(
+            f"tracking.register: models are registered in MLflow. Add {MAIN} to tracking.trackers."
+        )
+    if name and (name.strip(" .") == "" or name != name.strip() or not _NAME.fullmatch(name)):
+        raise UsageError(
+            f"tracking.register: {name!r:.60} is no name of a model in MLflow's registry. Leave "
+            "out / and :, control characters, and spaces at its ends."
+        )
+    if alias and (not re.fullmatch(r"[\w-]{1,255}", alias) or _RESERVED.fullmatch(alias)):
+        raise UsageError(
+            f"tracking.alias: {alias!r:.60} is no alias. Use letters, digits, _ and -; `latest` "
+            "and v with a number are MLflow's own."
+        )
+
+
+_NAME = re.compile(r"[^/:\x00-\x1f\x7f]{1,250}")
+_RESERVED = re.compile(r"latest|v\d+", re.IGNORECASE)
 
 
 def addresses(options: TrackingOptions, home: Path) -> Mapping[str, str]:

@@ -134,6 +134,9 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
     (parent,) = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
     children = [run for run in runs if run.data.tags["align.stage"] == "train"]
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    names = {run.data.tags["align.trial"]: run.info.run_name.split(" · ") for run in children}
+    model, _, data = parent.info.run_name.split(" · ")
+    assert names == {trial: [model, trial, data] for trial in names}
     told = {run.data.tags["align.trial"]: run.info.status for run in children}
     assert told == {"dpo-1e-3": "FINISHED", "dpo-1e30": "FAILED", "orpo-1e-3": "FINISHED"}
     assert parent.info.status == "FAILED"

@@ -77,13 +77,19 @@ def test_a_real_run_is_told_in_full_with_its_manifest_and_its_data(journey, worl
     """The run of the command itself, with the store in the folder it was started from."""
     run = the_run(open_store(f"sqlite:///{journey.cwd}/mlflow.db"), "align")
     manifest = json.loads((journey.cache / "manifest.json").read_text())
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "precompute-ref")
+    named = f"{Path(manifest['model']).parent.name} · precompute-ref · data"
+    assert (run.info.status, run.info.run_name) == ("FINISHED", named)
+    note = run.data.tags["mlflow.note.content"]
+    assert "60 rows" in note
+    assert str(journey.cache) in note
     assert run.data.params == manifest["fingerprint"]
     metrics = run.data.metrics
     assert (metrics["rows"], metrics["branches/scored"], metrics["reuse_share"]) == (60, 240, 0)
     assert run.data.tags["align.cache_root"] == manifest["root"]
     kept = journey.cwd / "mlruns" / "align" / run.info.run_id / "artifacts"
     assert (kept / "manifest.json").read_bytes() == (journey.cache / "manifest.json").read_bytes()
+    told = open_store(f"sqlite:///{journey.cwd}/mlflow.db").get_run(run.info.run_id)
+    assert len(told.inputs.model_inputs) == 1  # the reference; a search does not tell
     (entry,) = run.inputs.dataset_inputs
     assert entry.dataset.name == "data.parquet"
     tags = {tag.key: tag.value for tag in entry.tags}

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from align.schemas.rows import Role
+from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.manifest_file import load_manifest
 from support.command import refusal
-from support.mlflow_runs import run_of, stored
+from support.mlflow_runs import open_store, run_of, stored
 from support.tracked_training import journalled
 from support.trainings import weights
 
@@ -129,10 +131,26 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     assert stored(store_of(plain), run_id) == journalled(plain)
     names = {name for name, *_ in journalled(plain)}
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
-    params = run_of(store_of(plain), run_id).data.params
+    told = run_of(store_of(plain), run_id)
+    manifest = load_manifest(CacheFolder(course.cache))
+    data = Path(manifest.inputs[0].name).stem
+    assert told.info.run_name == f"{course.model.parent.name} · kto · {data}"
+    note, params = told.data.tags["mlflow.note.content"], told.data.params
+    for said in (params["rows.train"], str(plain), str(course.cache), "method.beta", "train.lr"):
+        assert said in note
     assert params["model.path"] == params["train.model"] == str(course.model)
     assert (params["train.dtype"], params["train.tokens_per_batch"]) == ("float32", "2048")
     assert "train.resume" not in params
+    given = {
+        one.dataset.name: {tag.key: tag.value for tag in one.tags}["align.digest"]
+        for one in told.inputs.dataset_inputs
+    }
+    files = {entry.name: entry.sha256 for entry in manifest.inputs}
+    assert given == {**files, course.cache.name: manifest.root}
+    (base,) = told.inputs.model_inputs
+    model = open_store(store_of(plain)).get_logged_model(base.model_id)
+    assert model.tags["align.path"] == str(course.model)
+    assert model.tags["align.weights"] == manifest.fingerprint["model.weights"]
     kept = kept_by_mlflow(plain)
     tables = {f"evaluations/step-0000000{step}.csv" for step in (0, 2, 4, 6)}
     own = {"report.html", "config.yaml", "deepspeed.json", "model/README.md", *tables}
@@ -141,15 +159,17 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
         assert kept[name].read_bytes() == (plain / name).read_bytes()
 
 
-def test_a_model_in_bfloat16_is_uploaded_as_it_was_saved_where_it_is_asked_for(finished):
+def test_a_model_in_bfloat16_is_registered_as_it_was_saved_where_it_is_asked_for(finished):
     run = finished(
-        *("--max-steps", 2, "--dtype", "bfloat16", "--set", "tracking.upload_model=true"),
+        *("--max-steps", 2, "--dtype", "bfloat16", "--register", "tiny", "--alias", "new"),
         *("--set", "tracking.system_metrics=true"),
     )
     kept = kept_by_mlflow(run)
     for path in (run / "model").iterdir():
         assert kept[f"model/{path.name}"].read_bytes() == path.read_bytes()
     assert json.loads((run / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    version = open_store(store_of(run)).get_model_version_by_alias("tiny", "new")
+    assert Path(version.source.removeprefix("file://")) == kept["model/config.json"].parent
     tensors = load_file(run / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert any(name.startswith("system/cpu") for name in measured(run)[2])

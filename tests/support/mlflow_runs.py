@@ -15,7 +15,7 @@ from support.tracker_contract import Told
 def begun(home, uri, **options):
     """A run of stage 1 on a cache, which ends with the block."""
     tracking = TrackingOptions(uri=uri, **options)
-    return recorded(tracking, home, "precompute-ref", is_recorded=True)
+    return recorded(tracking, home, "precompute-ref")
 
 
 def ledger_of(folder):
@@ -88,7 +88,7 @@ class MlflowStore:
         kept = Path(run.info.artifact_uri)
         files = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
         tags = [tag for data in run.inputs.dataset_inputs for tag in data.tags]
-        models = [client.get_logged_model(one.model_id) for one in run.outputs.model_outputs]
+        models = [*run.inputs.model_inputs, *run.outputs.model_outputs]
         return Told(
             run.info.status,
             run.data.params,
@@ -96,7 +96,7 @@ class MlflowStore:
             sorted(tag.value for tag in tags if tag.key == "align.digest"),
             stored(self.address, run_id),
             {str(name): path.read_text() for name, path in files.items()},
-            sorted(model.tags["align.path"] for model in models),
+            sorted(client.get_logged_model(one.model_id).tags["align.path"] for one in models),
         )
 
     def lose(self, run_id):

@@ -11,7 +11,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from align.stages.tracking.tensorboard_tracker import FOLDER
+from align.stages.tracking.tensorboard_tracker import FOLDER, NOTE_TAG
 from support.tracker_contract import Told
 
 
@@ -67,7 +67,7 @@ class TensorboardStore:
         return Told(
             texts["status"],
             rows["settings"],
-            rows["tags"],
+            rows["tags"] | {NOTE_TAG: texts.get("description", "")},
             sorted(rows["data"]),
             [number[:3] for number in scalars(run)],
             {},

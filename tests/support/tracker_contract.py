@@ -17,13 +17,13 @@ from align.stages.tracking import delivery
 from align.stages.tracking.delivery import Delivery, Senders
 from align.stages.tracking.journal import open_journal, read_entries
 from align.stages.tracking.outbox import load_ledger, open_ledger
-from align.stages.tracking.tracker import DatasetNote, ModelLink
+from align.stages.tracking.tracker import DatasetNote, ModelLink, Registration
 from support.patience import PATIENCE
 
 # After which call of its name a sender is killed, one sender after the other.
 KILLS = (
     *(("begin", 1), ("label", 1), ("log", 1), ("log", 5), ("end", 1)),
-    *(("artifact", 1), ("artifact", 2), ("model", 1)),
+    *(("artifact", 1), ("artifact", 2), ("model", 1), ("model", 2)),
 )
 STEPS = 40
 POINTS = 10  # of one call
@@ -56,9 +56,13 @@ class Recorded:
         (self.folder.model / "inner").mkdir(parents=True)
         (self.folder.model / "inner" / "card.md").write_text("# a model")
         self.ledger.add("params", {"lr": "0.1", "seed": "0"})
-        self.ledger.add("tags", {"align.stage": "train"})
+        self.ledger.add("tags", {"align.stage": "train", kind.note_tag: "A *run* of `kto`."})
         self.ledger.append("datasets", DatasetNote("pairs", "ab" * 16, "cache", "training"))
-        self.ledger.append("models", ModelLink(str(self.folder.model), {"align.step": "3"}, ""))
+        base = {"align.weights": "cd" * 32}
+        self.ledger.append("models", ModelLink("/models/qwen.5", base, "", is_base=True))
+        registered = (Registration("mine", "champion", "model"),)
+        made = ModelLink(str(self.folder.model), {"align.step": "3"}, "", registrations=registered)
+        self.ledger.append("models", made)
         self.ledger.renew_artifact("config.yaml")
         self.ledger.renew_artifact("model")
 
@@ -98,8 +102,11 @@ class Recorded:
             for name in line.keys() - {"step", "time"}
         ]
         files = {"config.yaml": "train: {}", "model/inner/card.md": "# a model"}
-        data, models = [note.digest for note in record.datasets], [str(self.folder.model)]
-        return Told(record.status, record.params, record.tags, data, sorted(numbers), files, models)
+        data = [note.digest for note in record.datasets]
+        models = [link.folder for link in record.models]
+        return Told(
+            record.status, record.params, record.tags, data, sorted(numbers), files, sorted(models)
+        )
 
     def require_told(self, store, **others):
         told = store.told(self.ledger.record.run_id)
@@ -135,8 +142,8 @@ def _require_survival(kind, store, root):
     with kind.quiet():
         kind.load(store.address)  # a fork has it then
     for name, number in KILLS:
-        assert _ended(partial(_deliver, run, name, number)) == -signal.SIGKILL
-    assert _ended(partial(_deliver, run)) == 0
+        assert ended(partial(_deliver, run, name, number)) == -signal.SIGKILL
+    assert ended(partial(_deliver, run)) == 0
     run.ledger = load_ledger(kind, run.folder)
     run.require_told(store)
     assert run.deliver() == 0
@@ -166,7 +173,7 @@ class Deadly:
         return answer
 
 
-def _ended(action):
+def ended(action):
     """How a process ends that does one thing."""
     if not (child := os.fork()):
         try:
@@ -197,7 +204,8 @@ def _require_idempotence(kind, store, root):
             tracker.label(record)
             for path in files:
                 tracker.artifact(path, under="")
-            assert tracker.model(record.models[0]) == one.model(record.models[0]) != ""
+            for link in record.models:
+                assert tracker.model(link) == one.model(link) != ""
         run.require_told(store, status="RUNNING")
         for tracker in trackers:
             tracker.end("KILLED", record.began_ms + 1)

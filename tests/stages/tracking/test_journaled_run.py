@@ -16,7 +16,7 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import delivery
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.mlflow_sqlite import make_store, sqlite_file
-from align.stages.tracking.mlflow_tracker import plain_uri
+from align.stages.tracking.mlflow_tracker import NOTE_TAG, plain_uri
 from support.mlflow_runs import (
     begun,
     id_of,
@@ -79,9 +79,12 @@ def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, t
     folder = run_folder(tmp_path)
     first = begin(folder, uri)
     first.log_params({"lr": "0.1"})
+    first.describe("What it was begun for.")
     learn(first, range(1, 31))
     first.finish("KILLED")
-    second = begin(folder, uri, keep_through=30)
+    open_store(uri).set_tag(id_of(first), NOTE_TAG, "What I made of it.")
+    second = begin(folder, uri, keep_through=30, run_name="another")
+    second.describe("Something else.")
     assert id_of(second) == id_of(first)
     wait_for(lambda: run_of(uri, id_of(second)).info.status == "RUNNING")
     second.log_params({"lr": "0.3"})
@@ -98,12 +101,14 @@ def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, t
     assert (told.data.params["lr"], told.data.tags["changed.lr"]) == ("0.1", "0.3")
     assert stored(uri, id_of(first)) == journalled(folder.root)
     assert "align.goes_on_from" not in told.data.tags
+    assert (told.info.run_name, told.data.tags[NOTE_TAG]) == ("train", "What I made of it.")
 
     elsewhere = f"sqlite:///{new_store()}"
     last = begin(folder, elsewhere, keep_through=50)
     last.finish("FINISHED")
     assert id_of(last) != id_of(first)
     assert stored(elsewhere, id_of(last)) == journalled(folder.root)
+    assert run_of(elsewhere, id_of(last)).data.tags[NOTE_TAG] == "What it was begun for."
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Trackers keep to what a run relies on, and of several none holds another up."""
 
+import signal
 import subprocess
 import sys
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -14,14 +17,15 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import journaled_run
 from align.stages.tracking.delivery import Sender
 from align.stages.tracking.journaled_run import recorded, tagged
+from align.stages.tracking.mlflow_tracker import KIND_TAG
 from align.stages.tracking.outbox import unsent_runs
-from align.stages.tracking.tracker import kind_of
+from align.stages.tracking.tracker import kind_of, require_registration, uploads_model
 from support.file_store import FileStore, register
-from support.mlflow_runs import MlflowStore, warnings_in
+from support.mlflow_runs import MlflowStore, open_store, warnings_in
 from support.patience import PATIENCE
 from support.tensorboard_runs import TensorboardStore
 from support.tracked_training import begin, learn
-from support.tracker_contract import require_tracker_contract
+from support.tracker_contract import Deadly, Recorded, ended, require_tracker_contract
 
 BOTH = ["mlflow,files"]
 
@@ -34,6 +38,99 @@ def test_mlflow_keeps_to_the_contract(new_store, tmp_path):
 
 def test_tensorboard_keeps_to_the_contract(here, tmp_path):
     require_tracker_contract(kind_of("tensorboard"), TensorboardStore.new, tmp_path)
+
+
+# Of MLflow's client, in the order in which a run of an experiment without a kind needs them.
+CALLS = (
+    *(("set_experiment_tag", 1), ("create_run", 1), ("log_batch", 1), ("log_inputs", 1)),
+    *(("set_terminated", 1), ("log_artifact", 1)),
+    *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_inputs", 2)),
+    *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_outputs", 1)),
+    *(("create_registered_model", 1), ("create_model_version", 1)),
+    ("set_registered_model_alias", 1),
+)
+
+
+def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(mlflow, tmp_path):
+    kind = kind_of("mlflow")
+    run = Recorded(kind, mlflow.address, tmp_path / "run")
+    run.end()
+    with kind.quiet():
+        kind.load(mlflow.address)  # a fork has it then
+    assert ended(lambda: open_store(mlflow.address).create_experiment("align")) == 0
+
+    def deliver(call, number):
+        with kind.quiet():
+            tracker = kind.open(mlflow.address)
+            tracker.client = Deadly(tracker.client, call, number)
+            run.heard_by(tracker).deliver()
+
+    assert [ended(partial(deliver, *call)) for call in CALLS] == [-signal.SIGKILL] * len(CALLS)
+    run.deliver()
+    run.require_told(mlflow)
+    client = open_store(mlflow.address)
+    told = client.get_run(run.ledger.record.run_id)
+    assert (len(told.inputs.model_inputs), len(told.outputs.model_outputs)) == (1, 1)
+    models = client.search_logged_models(["1"])
+    assert sorted(model.name for model in models) == ["model", "qwen-5"]
+    (version,) = client.search_model_versions()
+    assert client.get_model_version_by_alias("mine", "champion").version == version.version
+    assert (Path(version.source) / "inner" / "card.md").read_text() == "# a model"
+
+
+def test_an_alias_that_a_newer_version_has_stays_with_it(mlflow, tmp_path):
+    """The older run is sent late."""
+    kind, runs = kind_of("mlflow"), []
+    for name in ("older", "newer"):
+        runs.append(Recorded(kind, mlflow.address, tmp_path / name))
+        runs[-1].end()
+        runs[-1].deliver()
+    client = open_store(mlflow.address)
+    older, newer = (run.ledger.record.run_id for run in runs)
+    assert client.get_model_version_by_alias("mine", "champion").run_id == newer
+    with kind.quiet():
+        tracker = kind.open(mlflow.address)
+        record = runs[0].ledger.record
+        assert tracker.begin(record) == older
+        tracker.model(record.models[-1])
+    assert client.get_model_version_by_alias("mine", "champion").run_id == newer
+    assert len(client.search_model_versions()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"alias": "champion"}, "Pass --register NAME"),
+        ({"register": "a", "mlflow": False}, "registered in MLflow"),
+        ({"register": "a", "trackers": ["tensorboard"]}, "registered in MLflow"),
+        ({"register": "a/b"}, "is no name of a model"),
+        ({"register": ".."}, "is no name of a model"),
+        ({"register": "a", "alias": "V1"}, "is no alias"),
+        ({"register": "a", "alias": "latest"}, "is no alias"),
+        ({"register": "a", "alias": "two words"}, "is no alias"),
+    ],
+)
+def test_what_the_registry_would_refuse_at_the_end_is_refused_at_the_start(options, said):
+    with pytest.raises(UsageError, match=said):
+        require_registration(TrackingOptions(**options))
+    require_registration(TrackingOptions(register="my model-2.5", alias="champion_2"))
+
+
+def test_a_model_is_uploaded_where_that_or_its_registration_is_asked_for():
+    asked = [{}, {"upload_model": True}, {"register": "mine"}]
+    assert [uploads_model(TrackingOptions(**one)) for one in asked] == [False, True, True]
+
+
+def test_an_experiment_is_of_the_kind_that_somebody_gave_it_or_trains_models(mlflow, tmp_path):
+    client = open_store(mlflow.address)
+    client.set_experiment_tag(client.create_experiment("chats"), KIND_TAG, "genai_development")
+    client.create_experiment("older")
+    kinds = {}
+    for name in ("chats", "older", "new"):
+        begin(RunFolder(tmp_path / name), mlflow.address, experiment=name).finish("FINISHED")
+        kinds[name] = client.get_experiment_by_name(name).tags[KIND_TAG]
+    trains = "custom_model_development"
+    assert kinds == {"chats": "genai_development", "older": trains, "new": trains}
 
 
 @pytest.fixture
@@ -56,7 +153,7 @@ def test_every_tracker_is_told_all_of_a_run_and_of_the_run_that_it_belongs_to(
     options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
     home = tmp_path / "sweep"
     home.mkdir()
-    with recorded(options, home, "sweep", is_recorded=True) as parent:
+    with recorded(options, home, "sweep") as parent:
         assert parent.run_ids.keys() == {"mlflow", "files"}
         with tagged({"align.trial": "one"}, parent):
             run = begin(RunFolder(tmp_path / "run"), mlflow.address, trackers=BOTH)
@@ -99,7 +196,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
     home = tmp_path / "cache"
     (home / "_align").mkdir(parents=True)
-    with recorded(options, home, "precompute-ref", is_recorded=True) as run:
+    with recorded(options, home, "precompute-ref") as run:
         run.log_metrics({"rows": 16.0}, step=4)
     (sender,) = [one for one in run._senders._all if not one.is_complete]
     assert mlflow.told(run.run_ids["mlflow"]).numbers == [("rows", 4, 16.0)]

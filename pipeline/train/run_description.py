@@ -1,0 +1,64 @@
+"""What a tracker is told of a training beside its numbers: name, description, inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...schemas.errors import counted
+from ...stages.storage.bucket.objects import is_remote
+from ...stages.storage.run.run_folder import RunFolder
+from ...stages.tracking.journaled_run import Run, inherited
+from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
+from ...stages.tracking.tracker import ROUND_TAG, TRIAL_TAG
+from .training_job import Session, TrainingJob
+
+ALWAYS = ("train.lr", "train.batch_size", "train.epochs")
+PLACES = ("train.cache", "train.model", "train.output")
+
+
+def name_of_training(job: TrainingJob, made_by: str) -> str:
+    """Model, method and data; in a sweep its name there, in rounds the round, tell it apart."""
+    number = inherited(ROUND_TAG)
+    data = f"round {number}" if number else data_of(job)
+    return run_name(job.policy.path, inherited(TRIAL_TAG) or made_by, data)
+
+
+def describe_training(session: Session, params: Mapping[str, str], folder: RunFolder) -> str:
+    """What was trained on what, where all of it is, and the settings that were chosen."""
+    job, source = session.job, session.source
+    held_out = f", {source.eval_rows:,} held out" if source.eval_rows else ""
+    sentence = (
+        f"{quoted(model_name(job.policy.path))} trained by {quoted(session.recipe.name)} on "
+        f"{counted(source.train_rows, 'rows')} of {quoted(data_of(job))}{held_out}."
+    )
+    output = job.config.train.output
+    places = {
+        "run": output if is_remote(output) else str(folder.root.absolute()),
+        "cache": str(job.cache.root.resolve()),
+        "policy": job.policy.path,
+        "reference": job.manifest.model,
+    }
+    given = [name for section in ("train", "lora") for name in job.settings.given(section)]
+    options = [name for name in params if name.startswith("method.")]
+    names = [name for name in dict.fromkeys([*options, *ALWAYS, *given]) if name not in PLACES]
+    settings = {name: params[name] for name in names if name in params}
+    return description(sentence, {**places, **settings})
+
+
+def record_inputs(run: Run, job: TrainingJob) -> None:
+    """Records all that the policy is made of: data, the caches of them, and models."""
+    manifest = job.manifest
+    run.log_files(manifest.inputs, context="reference")
+    caches = {"training": (job.cache, manifest)}
+    caches |= {"evaluation": job.held_out} if job.held_out else {}
+    for context, (cache, made) in caches.items():
+        root = cache.root.resolve()
+        run.log_dataset(root.name, digest=made.root, source=str(root), context=context)
+    run.log_base_model(job.policy.path, digest=job.policy_identity["model.weights"])
+    if "reference" in job.recipe.needs:
+        run.log_base_model(manifest.model, digest=manifest.fingerprint["model.weights"])
+
+
+def data_of(job: TrainingJob) -> str:
+    """A name for the data that the cache was made of."""
+    return data_name([entry.name for entry in job.manifest.inputs])

@@ -1,0 +1,68 @@
+"""The name and the description of a run, safe to show whatever its files are called.
+
+Both are made of names that others chose: control characters are escaped, secrets are masked, and
+what a page would take for markup is shown as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ...schemas.safe_text import bare_address, redacted, safe
+
+SEPARATOR = " · "
+LONGEST_PART = 40
+_ROLES = ("model", "merged", "run")  # of a run, or a round: its own name says more
+_DIGEST = re.compile(r"[0-9a-f]{40}")  # a snapshot in the cache of the Hugging Face hub
+_ENDING = re.compile(
+    r"\.(parquet|arrow|feather|ipc|(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?)$", re.IGNORECASE
+)
+
+
+def run_name(model: str, made_by: str, data: str) -> str:
+    """The model by its path, what was done with it and the data, those that are known."""
+    return SEPARATOR.join(filter(None, (model_name(model), _short(made_by), data)))
+
+
+def model_name(path: str) -> str:
+    """The last part of a path that tells the model from others."""
+    parts = [part for part in _bare(path).split("/") if part not in ("", ".", "..")]
+    if len(parts) > 2 and parts[-2] == "snapshots" and _DIGEST.fullmatch(parts[-1]):
+        return _short(parts[-3].rpartition("--")[2])
+    while len(parts) > 1 and parts[-1] in _ROLES:
+        parts.pop()
+    return _short(parts[-1]) if parts else ""
+
+
+def data_name(files: Sequence[str]) -> str:
+    """The first file without its folder and ending, and how many others there are."""
+    if not files:
+        return ""
+    last = _bare(files[0]).rstrip("/").rpartition("/")[2]
+    others = f" +{len(files) - 1}" if len(files) > 1 else ""
+    return f"{_short(_ENDING.sub('', last) or last)}{others}"
+
+
+def description(sentence: str, facts: Mapping[str, object]) -> str:
+    """A sentence and a list, in Markdown; facts that are empty are left out."""
+    known = [f"- {name}: {quoted(str(value))}" for name, value in facts.items() if str(value)]
+    return "\n".join([sentence, "", *known])
+
+
+def quoted(text: str) -> str:
+    """The text as code, in which nothing is markup; a longer fence encloses its own backticks."""
+    plain = " ".join(safe(text).split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", plain)), default=0))
+    space = " " if "`" in plain else ""
+    return f"{fence}{space}{plain}{space}{fence}"
+
+
+def _bare(path: str) -> str:
+    return redacted(bare_address(path) if "://" in path else path)
+
+
+def _short(name: str) -> str:
+    """One line, and no longer than a part of a name may be."""
+    plain = " ".join(safe(name).split())
+    return plain if len(plain) <= LONGEST_PART else f"{plain[: LONGEST_PART - 1].rstrip()}…"
