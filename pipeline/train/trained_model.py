@@ -8,7 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ...schemas.cache import Manifest, Stops
+from ...schemas.errors import NonFiniteError
 from ...stages.engine.distributed import run_on_rank_zero
+from ...stages.engine.partitions import is_finite
 from ...stages.model.logprobs import causal_model
 from ...stages.model.save import (
     parted,
@@ -35,9 +37,22 @@ def write_model(session: Session, start: Start, records: RunRecords, *, steps: i
     run_on_rank_zero(session.world, lambda: _write(session, start, lineage, weights))
 
 
+def _require_finite(session: Session, weights: Mapping[str, Tensor]) -> None:
+    """Refuses to call a training finished whose last steps have left no numbers."""
+    of_model = session.policy.model.named_parameters()
+    fixed = {name for name, parameter in of_model if not parameter.requires_grad}
+    for name in weights.keys() - fixed:
+        if not is_finite(weights[name]):
+            raise NonFiniteError(
+                f"{name} has weights that are NaN or infinite after the last step, so no model is "
+                "written. Lower train.lr, or use --dtype float32, and begin anew."
+            )
+
+
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
     job, folder = session.job, start.folder
     require_space_for_model(session, folder)
+    _require_finite(session, weights)
     lora, source = job.config.lora, Path(job.policy.path)
     stops = Stops.of(job.manifest.fingerprint).of_template
     own, value_head = parted(weights)

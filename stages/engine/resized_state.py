@@ -42,6 +42,7 @@ PADDINGS = "param_alignment_paddings"
 CLIPPING = "clip_grad"  # DeepSpeed goes on with the norm of the state, not with that of the run
 SHARED = {"loss_scaler", "dynamic_loss_scale", "overflow"}  # every rank has the same
 OF_STEP = {"lr", "params", "step"}  # what a group has anew at each step, or by its numbers
+NUMBERS = {"betas", "eps", "weight_decay"}  # with which torch's optimizers compute
 OF_KERNEL = {"capturable", "differentiable", "foreach", "fused"}  # how the same is computed
 ADAM = ("exp_avg", "exp_avg_sq")
 MOMENTS = {
@@ -223,9 +224,10 @@ def _require_same_making(
         raise ValueError(f"{odd[0][0]} is missing from one of them, or has another size")
     groups = live.get(STATE_KEYS[stage][0], live)["param_groups"]
     for now, was in zip(groups, saved.base(0)["param_groups"], strict=True):
-        for name in now.keys() & was.keys() - OF_STEP - OF_KERNEL:
-            if now[name] != was[name]:
-                raise ValueError(f"{name} of the optimizer is {was[name]!r:.40}, not {now[name]}")
+        for name in now.keys() & (was.keys() | NUMBERS) - OF_STEP - OF_KERNEL:
+            if now[name] != was.get(name):
+                told = f"{was[name]!r:.40}" if name in was else "missing"
+                raise ValueError(f"{name} of the optimizer is {told}, not {now[name]}")
 
 
 def _saved_layout(saved: SavedState, order: Order) -> PartitionLayout:

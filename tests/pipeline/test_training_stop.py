@@ -147,3 +147,12 @@ def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
     assert "NaN" not in told
     assert "Infinity" not in told
     assert not (run / "model").exists()
+
+
+def test_weights_that_a_last_step_has_made_infinite_are_no_model(course, tmp_path):
+    run = tmp_path / "run"
+    extreme = ("--lr", 1e30, "--set", "train.weight_decay=1e10", "--warmup", 0, "--max-steps", 1)
+    (answer,) = course.start(run, *extreme, "--eval-fraction", 0).answers()
+    assert answer.code == 6, answer
+    assert "NaN or infinite after the last step" in answer.err
+    assert not (run / "model").exists()

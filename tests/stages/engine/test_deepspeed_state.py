@@ -98,6 +98,7 @@ OTHERS = {
     "no scale of the loss": lambda content: flat(content)[0].update(loss_scaler=True),
     "no moments": lambda content: flat(content)[1]["state"].clear(),
     "another norm": lambda content: flat(content)[0].update(clip_grad=9.0),
+    "no betas": lambda content: flat(content)[1]["param_groups"][0].pop("betas"),
     "another decay": lambda content: flat(content)[1]["param_groups"][0].update(weight_decay=9.0),
 }
 
