@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .option import IN_TASKS, SCORERS, TRAINERS, TRAINING, option, section
+from .option import IN_TASKS, SCORERS, TRAINING, option, section
 from .round_options import (
     JudgeOptions,
     RoundsOptions,
@@ -327,12 +327,6 @@ class TrackingOptions:
     upload_model: bool = option(
         False, "also upload the trained model, not only its card; the run waits until it is there"
     )
-    register: str = option(
-        "",
-        "uploads the finished model, as a version of this name in MLflow's registry",
-        on=TRAINERS,
-    )
-    alias: str = option("", "alias of that version, for example champion", on=TRAINERS)
     system_metrics: bool = option(
         False, "with each logged step of a training also processor, memory, disk and GPU memory"
     )

@@ -24,7 +24,7 @@ from ...stages.storage.run.run_folder import RunFolder, write_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.journaled_run import Run, open_training_run
 from ...stages.tracking.progress import NoProgress, Progress
-from ...stages.tracking.tracker import MAIN, Registration, Status, uploads_model
+from ...stages.tracking.tracker import MAIN, Status
 from ...stages.train.loop import TrainingPosition
 from ...stages.train.throughput import Machine
 from ..options.settings import flatten, without_secrets
@@ -209,8 +209,7 @@ class RunRecords:
         folder = self._start.folder
         for path in (folder.metrics, folder.config, folder.engine):
             self._run.log_artifact(path)
-        tracking = self._session.job.config.tracking
-        uploads = uploads_model(tracking)
+        uploads = self._session.job.config.tracking.upload_model
         self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
         if uploads and folder.merged.exists():
             self._run.log_artifact(folder.merged)
@@ -218,11 +217,7 @@ class RunRecords:
             "align.cache_root": self._session.job.manifest.root,
             "align.step": str(position.step),
         }
-        whole = folder.merged if folder.merged.exists() else folder.model
-        asked = Registration(tracking.register, tracking.alias, whole.name)
-        self._run.log_model_link(
-            folder.model, tags=tags, registrations=(asked,) if tracking.register else ()
-        )
+        self._run.log_model_link(folder.model, tags=tags)
 
     def ended(self, how: How) -> None:
         """Records how the run ended; a run without this record was killed."""

@@ -27,7 +27,6 @@ from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_store import run_folder_of, run_store_of
 from ...stages.tracking.journal import Callback
-from ...stages.tracking.tracker import require_registration
 from ..jobs.object_inputs import local_model
 from ..options.first_checks import asked_recipe
 from ..options.settings import Settings
@@ -101,7 +100,6 @@ def recipe_asked_for(settings: Settings) -> Recipe:
     seconds_of(train.max_time, name="train.max_time")
     require_effect(settings)
     require_measured(train)
-    require_registration(config.tracking)
     return recipe
 
 

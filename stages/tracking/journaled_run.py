@@ -28,11 +28,9 @@ from .tracker import (
     TRACKERS,
     DatasetNote,
     ModelLink,
-    Registration,
     Status,
     addresses,
     kind_of,
-    uploads_model,
 )
 
 # Who stops a process by a signal kills it half a minute later.
@@ -85,7 +83,7 @@ def open_training_run(
             ledger.begin_again()
         _add_tags(ledger, tags)
     senders = Senders(ledgers, wanted, folder.metrics, folder.root) if wanted else None
-    return Run(folder.root, journal, ledgers, senders, uploads=uploads_model(options))
+    return Run(folder.root, journal, ledgers, senders, uploads=options.upload_model)
 
 
 @contextmanager
@@ -243,8 +241,7 @@ class Run:
     def log_base_model(self, folder: str, *, digest: str) -> None:
         """Records a model that the run begins with, by the digest of its weights."""
         where = folder if "://" in folder else str(Path(folder).absolute())
-        tags = _labels({"align.weights": digest})
-        self._link(ModelLink(redacted(where), tags, "", is_base=True))
+        self._link(where, tags={"align.weights": digest}, is_base=True)
 
     def log_artifact(self, path: Location) -> None:
         """Records a file or folder to keep with the run; again when it has changed.
@@ -263,18 +260,16 @@ class Run:
         for ledger in self._ledgers:
             ledger.renew_artifact(str(whole.relative_to(self._root)))
 
-    def log_model_link(
-        self, folder: Path, *, tags: Mapping[str, str], registrations: tuple[Registration, ...] = ()
-    ) -> None:
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
         """Records the path of the model that this run made; the model itself stays there."""
-        where = redacted(str(folder.absolute()))
-        self._link(ModelLink(where, _labels(tags), "", registrations=registrations))
+        self._link(str(folder.absolute()), tags=tags, is_base=False)
 
-    def _link(self, link: ModelLink) -> None:
+    def _link(self, where: str, *, tags: Mapping[str, str], is_base: bool) -> None:
+        where = redacted(where)
         for ledger in self._ledgers:
-            known = {(one.folder, one.is_base) for one in ledger.record.models}
-            if (link.folder, link.is_base) not in known:
-                ledger.append("models", link)
+            known = {(link.folder, link.is_base) for link in ledger.record.models}
+            if (where, is_base) not in known:
+                ledger.append("models", ModelLink(where, _labels(tags), "", is_base))
 
     def describe(self, text: str) -> None:
         """Records what a store shows beside the run; only the first call counts."""

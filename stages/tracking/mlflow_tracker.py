@@ -34,7 +34,6 @@ from .tracker import (
     KEY_TAG,
     DatasetNote,
     ModelLink,
-    Registration,
     RunRecord,
     TrackerKind,
     plain_address,
@@ -145,8 +144,6 @@ class MlflowTracker:
         elif model.model_id not in {one.model_id for one in outputs}:  # it can be told once only
             output = self._entities.LoggedModelOutput(model.model_id, 0)
             self.client.log_outputs(self._run_id, [output])
-        for asked in link.registrations:
-            self._register(run.info.artifact_uri, asked)
         return str(model.model_id)
 
     def end(self, status: str, ended_ms: int) -> None:
@@ -248,27 +245,6 @@ class MlflowTracker:
             source_run_id=None if link.is_base else self._run_id,
             tags={name: shortened(value, MAX_TAG) for name, value in tags.items()},
         )
-
-    def _register(self, artifacts: str, asked: Registration) -> None:
-        """The version of a registered model that is this run's, made when there is none."""
-        exceptions = importlib.import_module("mlflow.exceptions")
-        try:
-            self.client.create_registered_model(asked.name)
-        except exceptions.MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        made = self.client.search_model_versions(f"run_id = '{self._run_id}'")
-        known = (one for one in made if one.name == asked.name)
-        version = next(known, None) or self.client.create_model_version(
-            asked.name,
-            source=f"{artifacts.rstrip('/')}/{asked.artifact}",
-            run_id=self._run_id,
-            await_creation_for=0,
-        )
-        aliases = self.client.get_registered_model(asked.name).aliases
-        # A newer version may have got it before this one was sent.
-        if asked.alias and int(aliases.get(asked.alias, 0)) < int(version.version):
-            self.client.set_registered_model_alias(asked.name, asked.alias, version.version)
 
     def _learn_what_is_known(self, points: Sequence[MetricPoint]) -> None:
         if self._known is None and points:

@@ -6,7 +6,6 @@ are on disk before a tracker gets them, so a store that is down costs a warning,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -49,15 +48,6 @@ class DatasetNote:
 
 
 @dataclass(frozen=True)
-class Registration:
-    """A model's entry in a store's registry."""
-
-    name: str
-    alias: str  # may be empty
-    artifact: str  # the folder of its files in the run
-
-
-@dataclass(frozen=True)
 class ModelLink:
     """A model that a run made or began with, and its path."""
 
@@ -65,7 +55,6 @@ class ModelLink:
     tags: dict[str, str]
     model_id: str  # the store's name for it, empty until the store knows it
     is_base: bool = if_known(False)  # it went in
-    registrations: tuple[Registration, ...] = if_known(())
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,7 @@ class Tracker(Protocol):
         ...
 
     def model(self, link: ModelLink) -> str:
-        """A model that stays where it is, registered if that is asked; returns its name there."""
+        """A model that stays where it is; returns the store's name for it."""
         ...
 
     def end(self, status: str, ended_ms: int) -> None:
@@ -189,36 +178,6 @@ def require_trackers(options: TrackingOptions) -> None:
         raise UsageError(
             f"tracking.trackers names {MAIN}, and tracking.mlflow is false. Leave out one of them."
         )
-
-
-def uploads_model(options: TrackingOptions) -> bool:
-    """Whether the trained model is uploaded: a version in a registry needs its files."""
-    return options.upload_model or bool(options.register)
-
-
-def require_registration(options: TrackingOptions) -> None:
-    """Refuses what MLflow's registry would refuse after the training."""
-    name, alias = options.register, options.alias
-    if alias and not name:
-        raise UsageError("tracking.alias is of a registered model. Pass --register NAME as well.")
-    if name and MAIN not in wanted(options):
-        raise UsageError(
-            f"tracking.register: models are registered in MLflow. Add {MAIN} to tracking.trackers."
-        )
-    if name and (name.strip(" .") == "" or name != name.strip() or not _NAME.fullmatch(name)):
-        raise UsageError(
-            f"tracking.register: {name!r:.60} is no name of a model in MLflow's registry. Leave "
-            "out / and :, control characters, and spaces at its ends."
-        )
-    if alias and (not re.fullmatch(r"[\w-]{1,255}", alias) or _RESERVED.fullmatch(alias)):
-        raise UsageError(
-            f"tracking.alias: {alias!r:.60} is no alias. Use letters, digits, _ and -; `latest` "
-            "and v with a number are MLflow's own."
-        )
-
-
-_NAME = re.compile(r"[^/:\x00-\x1f\x7f]{1,250}")
-_RESERVED = re.compile(r"latest|v\d+", re.IGNORECASE)
 
 
 def addresses(options: TrackingOptions, home: Path) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from align.stages.tracking import delivery
 from align.stages.tracking.delivery import Delivery, Senders
 from align.stages.tracking.journal import open_journal, read_entries
 from align.stages.tracking.outbox import load_ledger, open_ledger
-from align.stages.tracking.tracker import DatasetNote, ModelLink, Registration
+from align.stages.tracking.tracker import DatasetNote, ModelLink
 from support.patience import PATIENCE
 
 # After which call of its name a sender is killed, one sender after the other.
@@ -60,9 +60,7 @@ class Recorded:
         self.ledger.append("datasets", DatasetNote("pairs", "ab" * 16, "cache", "training"))
         base = {"align.weights": "cd" * 32}
         self.ledger.append("models", ModelLink("/models/qwen.5", base, "", is_base=True))
-        registered = (Registration("mine", "champion", "model"),)
-        made = ModelLink(str(self.folder.model), {"align.step": "3"}, "", registrations=registered)
-        self.ledger.append("models", made)
+        self.ledger.append("models", ModelLink(str(self.folder.model), {"align.step": "3"}, ""))
         self.ledger.renew_artifact("config.yaml")
         self.ledger.renew_artifact("model")
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from align.stages.tracking.delivery import Sender
 from align.stages.tracking.journaled_run import recorded, tagged
 from align.stages.tracking.mlflow_tracker import KIND_TAG
 from align.stages.tracking.outbox import unsent_runs
-from align.stages.tracking.tracker import kind_of, require_registration, uploads_model
+from align.stages.tracking.tracker import kind_of
 from support.file_store import FileStore, register
 from support.mlflow_runs import MlflowStore, open_store, warnings_in
 from support.patience import PATIENCE
@@ -46,8 +45,6 @@ CALLS = (
     *(("set_terminated", 1), ("log_artifact", 1)),
     *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_inputs", 2)),
     *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_outputs", 1)),
-    *(("create_registered_model", 1), ("create_model_version", 1)),
-    ("set_registered_model_alias", 1),
 )
 
 
@@ -73,52 +70,6 @@ def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(mlflo
     assert (len(told.inputs.model_inputs), len(told.outputs.model_outputs)) == (1, 1)
     models = client.search_logged_models(["1"])
     assert sorted(model.name for model in models) == ["model", "qwen-5"]
-    (version,) = client.search_model_versions()
-    assert client.get_model_version_by_alias("mine", "champion").version == version.version
-    assert (Path(version.source) / "inner" / "card.md").read_text() == "# a model"
-
-
-def test_an_alias_that_a_newer_version_has_stays_with_it(mlflow, tmp_path):
-    """The older run is sent late."""
-    kind, runs = kind_of("mlflow"), []
-    for name in ("older", "newer"):
-        runs.append(Recorded(kind, mlflow.address, tmp_path / name))
-        runs[-1].end()
-        runs[-1].deliver()
-    client = open_store(mlflow.address)
-    older, newer = (run.ledger.record.run_id for run in runs)
-    assert client.get_model_version_by_alias("mine", "champion").run_id == newer
-    with kind.quiet():
-        tracker = kind.open(mlflow.address)
-        record = runs[0].ledger.record
-        assert tracker.begin(record) == older
-        tracker.model(record.models[-1])
-    assert client.get_model_version_by_alias("mine", "champion").run_id == newer
-    assert len(client.search_model_versions()) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"alias": "champion"}, "Pass --register NAME"),
-        ({"register": "a", "mlflow": False}, "registered in MLflow"),
-        ({"register": "a", "trackers": ["tensorboard"]}, "registered in MLflow"),
-        ({"register": "a/b"}, "is no name of a model"),
-        ({"register": ".."}, "is no name of a model"),
-        ({"register": "a", "alias": "V1"}, "is no alias"),
-        ({"register": "a", "alias": "latest"}, "is no alias"),
-        ({"register": "a", "alias": "two words"}, "is no alias"),
-    ],
-)
-def test_what_the_registry_would_refuse_at_the_end_is_refused_at_the_start(options, said):
-    with pytest.raises(UsageError, match=said):
-        require_registration(TrackingOptions(**options))
-    require_registration(TrackingOptions(register="my model-2.5", alias="champion_2"))
-
-
-def test_a_model_is_uploaded_where_that_or_its_registration_is_asked_for():
-    asked = [{}, {"upload_model": True}, {"register": "mine"}]
-    assert [uploads_model(TrackingOptions(**one)) for one in asked] == [False, True, True]
 
 
 def test_an_experiment_is_of_the_kind_that_somebody_gave_it_or_trains_models(mlflow, tmp_path):
