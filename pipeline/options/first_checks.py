@@ -36,10 +36,7 @@ def asked_recipe(config: Config) -> Recipe:
 
 
 def require_method_options(config: Config) -> None:
-    """Refuses options that the method does not have, or while there is none, that no method has."""
-    if config.train.method:
-        asked_recipe(config)
-        return
+    """Refuses options that no method has; whether the one that is asked for has them is its own."""
     known = options_of_all(METHODS.values())
     for name in config.method:
         if (option := name.rpartition(".")[2]) not in known:

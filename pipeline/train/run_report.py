@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, UsageError, counted, log_failure
+from ...stages.methods.table import recipe_of
 from ...stages.model.loading.folder_json import read_json
 from ...stages.report.cache_tables import grid
 from ...stages.report.charts import further_curves, learning_curves, plain
-from ...stages.report.eval_table import REWARD, kind_of, read_samples, spread_charts
+from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, spread_charts
 from ...stages.report.html_page import render_page
 from ...stages.report.signs import Evidence, Sign, Signs, look_for_signs
 from ...stages.storage.bucket.objects import location
@@ -82,9 +83,25 @@ def _page(folder: RunFolder) -> str:
 
 
 def _signs(folder: RunFolder, history: History, settings: Mapping[str, Any]) -> Signs:
-    tables = {step: read_samples(path) for step, path in folder.evaluations().items()}
-    beta = settings.get("method.beta")
-    return look_for_signs(Evidence(curves(history.learned), curves(history.held_out), tables, beta))
+    tables = {
+        step: read_samples(path).drop(TEXTS, strict=False)
+        for step, path in folder.evaluations().items()
+    }
+    learned, held_out = curves(history.learned), curves(history.held_out)
+    spikes = _steps_in(folder.spikes)
+    return look_for_signs(Evidence(learned, held_out, tables, _beta(settings), frozenset(spikes)))
+
+
+def _beta(settings: Mapping[str, Any]) -> float | None:
+    """The beta of the method with a KL of mismatched completions, if there is one."""
+    given = {
+        name.removeprefix("method."): value
+        for name, value in settings.items()
+        if name.startswith("method.")
+    }
+    parts = recipe_of(settings["train.method"], given).parts
+    options = [part.options for part in parts if "mismatched" in part.method.needs]
+    return next((one.beta for one in options if hasattr(one, "beta")), None)
 
 
 def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
@@ -102,11 +119,14 @@ def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str
 
 def _not_applied(folder: RunFolder, learned: pl.DataFrame) -> list[int]:
     """Steps that were not applied; one that was run again after a resume may have been."""
-    if not folder.nonfinite.exists():
-        return []
-    failed = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
+    failed = _steps_in(folder.nonfinite)
     well = {step for step, value in curves(learned).get("step_applied", ()) if value == 1}
     return sorted(failed - well)
+
+
+def _steps_in(file: Path) -> set[int]:
+    """The steps that a file with the rows of some of them names."""
+    return {int(step) for step in STEP.findall(fs.read_bytes(file))} if file.exists() else set()
 
 
 def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:

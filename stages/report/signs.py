@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .charts import Metrics, Point, plain
+from ...schemas.errors import UsageError
+from .charts import Metrics, Point
 from .eval_table import BAD, GOOD
 from .gradient_spikes import SPIKE, UsualGradient
 from .intervals import interval_of_mean
@@ -40,7 +41,8 @@ class Evidence:
     learned: Metrics
     held_out: Metrics = field(default_factory=dict)
     tables: Mapping[int, pl.DataFrame] = field(default_factory=dict)
-    beta: float | None = None
+    beta: float | None = None  # of the loss that has a KL
+    spikes: frozenset[int] = frozenset()  # the steps in spikes.jsonl
 
     @property
     def ends(self) -> tuple[pl.DataFrame, pl.DataFrame] | None:
@@ -71,12 +73,19 @@ class Signs:
 
 def look_for_signs(seen: Evidence) -> Signs:
     """Looks for every sign."""
-    told = {name: look(seen) for name, look in SIGNS.items()}
+    told = {name: _told(look, seen) for name, look in SIGNS.items()}
     return Signs(
         found=tuple(Sign(name, *words) for name, words in told.items() if words),
         absent=tuple(name for name, words in told.items() if words == ABSENT),
         unknown=tuple(name for name, words in told.items() if words is None),
     )
+
+
+def _told(look: Callable[[Evidence], Words | None], seen: Evidence) -> Words | None:
+    try:
+        return look(seen)
+    except UsageError:  # such rows cannot tell, as single labels without a reference
+        return None
 
 
 Words = tuple[()] | tuple[str, str]  # what is seen and what to try, or nothing
@@ -129,14 +138,15 @@ def kl_noise(seen: Evidence) -> Words | None:
     values, pairs = (_values(seen.learned.get(name, ())) for name in ("kl/raw", "kl/pairs"))
     if min(len(values), len(pairs)) < FEWEST_LINES or not seen.beta:
         return None
-    # Neighbours differ by noise alone, whatever the trend is.
-    half = Z * math.sqrt(float(np.mean(np.diff(values) ** 2)) / 2)
+    # Neighbours differ by noise alone, whatever the trend is; a line is the mean of several steps.
+    steps = np.diff([step for step, _ in seen.learned["kl/raw"]])
+    half = Z * math.sqrt(float(np.mean(np.diff(values) ** 2 * steps)) / 2)
     if seen.beta * half <= LEAST_NOISE:
         return ABSENT
     used = pairs.mean()
     return (
-        f"The KL of a line is known to ± {half:.2f} nats (95 %) from {used:,.0f} mismatched "
-        f"completions a step; {4 * used:,.0f} would halve that.",
+        f"The KL of a step is known to ± {half:.2f} nats (95 %) from {used:,.0f} mismatched "
+        f"completions; {4 * used:,.0f} would halve that.",
         "Raise --batch-size, or method.kl_per_step if it is set.",
     )
 
@@ -204,18 +214,15 @@ def starving(seen: Evidence) -> Words | None:
 
 def spikes(seen: Evidence) -> Words | None:
     """Single gradients are many times as large as those before."""
-    points = seen.learned.get("grad_norm", ())
-    if len(points) <= FEWEST_LINES:
-        return None
-    usual = UsualGradient()
-    found = [(step, times) for step, norm in points if (times := usual.spike(norm))]
+    points, usual = seen.learned.get("grad_norm", ()), UsualGradient()
+    in_lines = {int(step) for step, norm in points if usual.spike(norm)}
+    # A line of many steps hides a single one, which is then in the file alone.
+    found = sorted(seen.spikes | in_lines)
     if not found:
-        return ABSENT
-    step, largest = max(found, key=lambda one: one[1])
-    steps = ", ".join(plain(at) for at, _ in found[:5]) + (", …" if len(found) > 5 else "")
+        return ABSENT if len(points) > FEWEST_LINES else None
+    steps = ", ".join(f"{step:,}" for step in found[:5]) + (", …" if len(found) > 5 else "")
     return (
-        f"The gradient is over {SPIKE:.0f} times as large as is usual before at step {steps}; at "
-        f"most {plain(largest)} times, at step {plain(step)}.",
+        f"The gradient is over {SPIKE:.0f} times as large as is usual before at step {steps}.",
         "Look at the rows of these steps (spikes.jsonl), or lower train.max_grad_norm or train.lr.",
     )
 

@@ -135,7 +135,8 @@ def require_adapter(folder: str) -> None:
 def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
     """Whether a setting is of one of these kinds; to Python, true and false are numbers too."""
     if isinstance(value, dict):
-        return dict in kinds and all(_is_of(item, (int, float)) for item in value.values())
+        # AdaLoRA keeps which ranks it has left, as lists of true and false.
+        return dict in kinds and all(_is_of(item, (int, float, list)) for item in value.values())
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 

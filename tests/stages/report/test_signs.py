@@ -179,5 +179,34 @@ def test_spikes_are_named_by_their_steps():
     norms = [1.0] * 60
     norms[29], norms[44], norms[50] = 11.0, 9.0, 25.0
     (found,) = look_for_signs(Evidence({"grad_norm": curve(norms)})).found
-    assert "at step 30, 51;" in found.said
-    assert "25 times, at step 51" in found.said
+    assert "at step 30, 51." in found.said
+    # A line of ten steps hides a single one.
+    hidden = Evidence({"grad_norm": curve([1.0] * 60)}, spikes=frozenset({205}))
+    (found,) = look_for_signs(hidden).found
+    assert "at step 205." in found.said
+
+
+def test_rows_that_cannot_tell_spoil_no_other_sign():
+    """Single labels without a reference, as csft has them."""
+    seen = clean(1)
+    kept = ["row", "row_id", "role", "tokens", "logp"]
+    single = {
+        step: rows.filter((pl.col("row") % 2 == 0) == (pl.col("role") == "chosen")).select(kept)
+        for step, rows in seen.tables.items()
+    }
+    found = look_for_signs(replace(seen, tables=single))
+    assert {"displacement", "length", "past its best"} == {*found.unknown}
+
+
+def test_the_noise_of_a_kl_is_that_of_steps_however_many_a_line_has():
+    raw = np.random.default_rng(0).normal(0, 5, 2000)
+    every = Evidence({"kl/raw": curve(raw), "kl/pairs": curve([8] * 2000)}, beta=BETA)
+    means = raw.reshape(200, 10).mean(axis=1)
+    tens = [(10.0 * at, float(mean)) for at, mean in enumerate(means, start=1)]
+    lines = Evidence({"kl/raw": tens, "kl/pairs": curve([8] * 200)}, beta=BETA)
+    halves = [
+        float(look_for_signs(one).found[0].said.partition("± ")[2].split()[0])
+        for one in (every, lines)
+    ]
+    # 1.96 * 5; the variance of 199 differences is known to 2 / 199 of itself, squared.
+    assert halves == pytest.approx([9.8, 9.8], rel=5 * math.sqrt(3 / 199) / 2)
