@@ -22,7 +22,7 @@ from ...stages.model.save import (
 )
 from ...stages.report.model_card import Lineage, model_card
 from ...stages.storage.bucket.local_copies import origin_of
-from ...stages.storage.run.run_folder import save_model
+from ...stages.storage.run.run_folder import RunFolder, save_model
 from .checkpointer import require_space_for_model
 from .resume import Start, versions
 from .run_recorder import RunRecords, used_settings
@@ -37,22 +37,22 @@ def write_model(session: Session, start: Start, records: RunRecords, *, steps: i
     run_on_rank_zero(session.world, lambda: _write(session, start, lineage, weights))
 
 
-def _require_finite(session: Session, weights: Mapping[str, Tensor]) -> None:
+def _require_finite(session: Session, folder: RunFolder, weights: Mapping[str, Tensor]) -> None:
     """Refuses to call a training finished whose last steps have left no numbers."""
     of_model = session.policy.model.named_parameters()
     fixed = {name for name, parameter in of_model if not parameter.requires_grad}
     for name in weights.keys() - fixed:
         if not is_finite(weights[name]):
             raise NonFiniteError(
-                f"{name} has weights that are NaN or infinite after the last step, so no model is "
-                "written. Lower train.lr, or use --dtype float32, and begin anew."
+                f"{folder.root}: {name} has weights that are NaN or infinite after the last step, "
+                "so no model is written. Lower train.lr, or use --dtype float32, and begin anew."
             )
 
 
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
     job, folder = session.job, start.folder
     require_space_for_model(session, folder)
-    _require_finite(session, weights)
+    _require_finite(session, folder, weights)
     lora, source = job.config.lora, Path(job.policy.path)
     stops = Stops.of(job.manifest.fingerprint).of_template
     own, value_head = parted(weights)
