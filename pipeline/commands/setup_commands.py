@@ -57,7 +57,7 @@ def config(
 ) -> None:
     """Print every setting and where its value comes from."""
     from ...schemas.config import Config
-    from ..options.first_checks import require_method_options
+    from ..options.method_flags import require_known_options
     from ..options.other_names import markdown_names
     from ..options.settings import flatten, load_settings, without_secrets
 
@@ -65,7 +65,7 @@ def config(
         say(markdown_names().rstrip())
         return
     settings = load_settings({}, sets or [], file=config, data=data or [])
-    require_method_options(settings.config)
+    require_known_options(settings.config)
     say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
     found, defaults = flatten(settings.config), flatten(Config())
     for name, value in without_secrets(found).items():

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.config import Config
-from ...schemas.errors import UsageError, closest, did_you_mean
-from ...stages.methods.method_docs import options_of_all
+from ...schemas.errors import UsageError
 from ...stages.methods.recipe import Recipe
-from ...stages.methods.table import METHODS, recipe_of
+from ...stages.methods.table import recipe_of
 from ...stages.storage.bucket.objects import is_remote, location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
@@ -33,17 +32,6 @@ def asked_recipe(config: Config) -> Recipe:
         )
     require_fixed_reference(config.method)
     return recipe_of(config.train.method, config.method)
-
-
-def require_method_options(config: Config) -> None:
-    """Refuses options that no method has; whether the one that is asked for has them is its own."""
-    known = options_of_all(METHODS.values())
-    for name in config.method:
-        if (option := name.rpartition(".")[2]) not in known:
-            raise UsageError(
-                f"method.{name:.60}: no method has such an option."
-                f"{did_you_mean(closest(option, known))} `align methods` lists them."
-            )
 
 
 def require_fixed_reference(method: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ...schemas.config import Config
+from ...schemas.errors import UsageError, closest, did_you_mean
 from .declared import METHOD, facts_of
 from .narrow_help import ReadableCommand
 
@@ -35,6 +37,22 @@ class MethodCommand(ReadableCommand):
 def method_options(context: typer.Context) -> dict[str, str]:
     """The options of methods that were given as flags, by their dotted names, as texts."""
     return dict(context.meta[METHOD])
+
+
+def require_known_options(config: Config) -> None:
+    """Refuses options that no method has; whether the one that is asked for has them is its own."""
+    if not config.method:  # the table of methods is not read for nothing
+        return
+    from ...stages.methods.method_docs import options_of_all
+    from ...stages.methods.table import METHODS
+
+    known = options_of_all(METHODS.values())
+    for name in config.method:
+        if (option := name.rpartition(".")[2]) not in known:
+            raise UsageError(
+                f"method.{name:.60}: no method has such an option."
+                f"{did_you_mean(closest(option, known))} `align methods` lists them."
+            )
 
 
 @cache
