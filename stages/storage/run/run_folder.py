@@ -147,6 +147,8 @@ class RunFolder:
         for folder in (self.evaluation(0).parent, self.copies, self._ledgers):
             if folder.is_symlink():  # what is removed below them would be someone else's
                 raise UsageError(f"{folder} is a link. Put the folder itself in its place.")
+        if self.latest.is_dir():  # no checkpoint could be saved
+            raise UsageError(f"{self.latest} is a folder, and has to be a file. Remove it.")
         fs.fsync_folder(self.root)
 
     def _is_ours(self) -> bool:

@@ -108,6 +108,13 @@ def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path
     assert not [*folder.root.rglob(".*.tmp")]
 
 
+def test_a_run_is_refused_whose_newest_checkpoint_could_not_be_named(prepared_run):
+    prepared_run.latest.unlink(missing_ok=True)
+    prepared_run.latest.mkdir()
+    with pytest.raises(UsageError, match="latest is a folder"):
+        prepared_run.prepare()
+
+
 def test_an_ending_that_vouches_for_a_file_elsewhere_is_refused(prepared_run):
     (prepared_run.root / "../elsewhere").write_text("x")
     files = (CheckpointFile("../elsewhere", 1, "0" * 64),)
