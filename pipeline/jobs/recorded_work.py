@@ -28,14 +28,7 @@ def recorded_work(
 ) -> Iterator[Run]:
     """Records the work on a folder; what earlier runs there left is sent first, if it is alone."""
     before = send_earlier(home, options) if is_alone else {}
-    with recorded(
-        options,
-        home,
-        stage,
-        name=name,
-        is_alone=is_alone,
-        goes_on_from=before,
-    ) as run:
+    with recorded(options, home, stage, name=name, is_alone=is_alone, goes_on_from=before) as run:
         yield run
 
 

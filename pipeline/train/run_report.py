@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -73,7 +73,7 @@ def _page(folder: RunFolder) -> str:
         title=folder.root.resolve().name,
         sentences=list(_sentences(folder, history, settings["train.method"])),
         headlines=dict(_headlines(history.measured)),
-        signs=_signs(folder, history, settings),
+        signs=_signs(folder, learned, held_out, settings),
         learning=learning_curves(learned, held_out),
         completions=_spreads(folder),
         cache=_of_cache(folder, settings),
@@ -82,14 +82,15 @@ def _page(folder: RunFolder) -> str:
     )
 
 
-def _signs(folder: RunFolder, history: History, settings: Mapping[str, Any]) -> Signs:
+def _signs(
+    folder: RunFolder, learned: Curves, held_out: Curves, settings: Mapping[str, Any]
+) -> Signs:
     tables = {
         step: read_samples(path).drop(TEXTS, strict=False)
         for step, path in folder.evaluations().items()
     }
-    learned, held_out = curves(history.learned), curves(history.held_out)
-    spikes = _steps_in(folder.spikes)
-    return look_for_signs(Evidence(learned, held_out, tables, _beta(settings), frozenset(spikes)))
+    spikes = frozenset(_steps_in(folder.spikes))
+    return look_for_signs(Evidence(learned, held_out, tables, _beta(settings), spikes))
 
 
 def _beta(settings: Mapping[str, Any]) -> float | None:
@@ -362,11 +363,11 @@ def outcome(folder: RunFolder, ending: Ending) -> Trained:
         known = read_ending(folder)
         return Trained(folder, ending, known.step if known else 0, Measured())
     history = read_history(folder.metrics)
-    trained = Trained(folder, ending, history.steps, history.measured)
+    found: tuple[Sign, ...] = ()
     with log_failure("Nothing is said of what stands out"):
-        found = _signs(folder, history, run_settings(folder)).found
-        return replace(trained, signs=found)
-    return trained
+        learned, held_out = curves(history.learned), curves(history.held_out)
+        found = _signs(folder, learned, held_out, run_settings(folder)).found
+    return Trained(folder, ending, history.steps, history.measured, signs=found)
 
 
 def before_and_after(measured: Measured) -> list[str]:

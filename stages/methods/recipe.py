@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,25 +114,25 @@ class Recipe:
     @property
     def values(self) -> dict[str, Any]:
         """Its options by their names in a config, and the modifiers in use."""
-        several = len(self.parts) > 1
-        options = {
-            f"{part.method.name}.{name}" if several else name: value
-            for part in self.parts
-            for name, value in vars(part.options).items()
-        }
+        options = {name: value for name, _, value in self._options()}
         return {**options, **self.modifiers.active}
 
     @property
     def kept_values(self) -> dict[str, Any]:
         """What a run keeps of them; an option that came later only if it says more."""
-        several = len(self.parts) > 1
-        silent = {
-            f"{part.method.name}.{one.name}" if several else one.name
-            for part in self.parts
-            for one in dataclasses.fields(part.options)
-            if one.metadata[FACTS].came_later and getattr(part.options, one.name) == one.default
+        options = {
+            name: value
+            for name, one, value in self._options()
+            if not (one.metadata[FACTS].came_later and value == one.default)
         }
-        return {name: value for name, value in self.values.items() if name not in silent}
+        return {**options, **self.modifiers.active}
+
+    def _options(self) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+        several = len(self.parts) > 1
+        for part in self.parts:
+            for one in dataclasses.fields(part.options):
+                name = f"{part.method.name}.{one.name}" if several else one.name
+                yield name, one, getattr(part.options, one.name)
 
     @property
     def option_names(self) -> frozenset[str]:

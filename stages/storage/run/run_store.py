@@ -126,7 +126,8 @@ class RunStore:
     def _records(self) -> Iterator[Path]:
         folder = self.folder
         yield from folder.records()
-        yield from (path for path in (folder.report,) if path.exists())
+        if folder.report.exists():
+            yield folder.report
         yield from folder.ledgers()
         yield from sorted(path for path in folder.copies.glob("[!.]*") if path.is_file())
 
