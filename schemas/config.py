@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from .data_options import DataOptions, TokenOptions
 from .option import IN_TASKS, SCORERS, TRAINING, option, section
 from .round_options import (
     JudgeOptions,
@@ -102,117 +103,6 @@ class ModelOptions:
         "take a model folder that stores more tensors than its config.json has use for",
         read_by=(*SCORERS, *TRAINING),
         instead={"verify": _FROM_THE_CACHE},
-    )
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The preference data."""
-
-    files: list[str] = option(
-        [],
-        "Parquet, JSONL, JSON, CSV, Arrow files or folders of them",
-        read_by=("score --from-labels",),
-        is_path=True,
-    )
-    map: dict[str, str] = option(
-        {},
-        "our column: yours, for example prompt: question; prompt: '' leaves yours out",
-        on=(*SCORERS, "select", "check"),
-        read_by=("score --from-labels",),
-    )
-    split: str = option(
-        "",
-        "the split to read of a folder that holds several, for example train",
-        on=("check", *IN_TASKS),
-        read_by=("score --from-labels",),
-    )
-    carry: list[str] = option(
-        [], "extra numeric columns to keep in the shards", read_by=("score --from-labels",)
-    )
-    wrap: Literal["auto", "chat", "none"] = option(
-        "auto",
-        "chat: plain text becomes the messages of a user and an assistant, for the chat template; "
-        "auto and none leave it as it is, and auto says so where the model has a template",
-        read_by=("score --from-labels", "judge", "select"),
-    )
-    max_bad_frac: float = option(
-        0.001,
-        "stop when more than this share of rows is unusable",
-        ge=0,
-        le=1,
-        on=(*SCORERS, "select", "check"),
-    )
-    max_cell_mib: float = option(
-        16,
-        "a row of which the cells that are read, or the text of JSON and CSV, hold more MiB than "
-        "this goes to quarantine",
-        gt=0,
-        le=512,
-        read_by=("score --from-labels",),
-        binds=("cache", "round"),
-        came_later=True,
-    )
-    workers: int = option(
-        0, "tokenizing processes; 0: one per usable core when the data is large", ge=0
-    )
-
-
-@dataclass(frozen=True)
-class TokenOptions:
-    """From text to token ids."""
-
-    max_length: int = option(
-        2048,
-        "most tokens in prompt + completion; completions lose their end",
-        ge=2,
-        on=("precompute-ref", "score", "check"),
-    )
-    max_prompt_length: int = option(
-        0,
-        "most tokens in a prompt; 0: only max_length limits it",
-        ge=0,
-        on=("precompute-ref", "check"),
-    )
-    prompt_side: Literal["left", "right"] = option(
-        "left", "where a long prompt is cut: left keeps its end, right keeps its start"
-    )
-    bos: Literal["auto", "always", "never"] = option(
-        "auto", "auto: added only if the tokenizer adds one itself, and never twice"
-    )
-    eos: Literal["append", "never"] = option(
-        "append",
-        "append: a completion that was not cut ends once with the stop token of its template, or "
-        "with EOS where it writes none; never: nothing is added or taken away",
-    )
-    boundary: Literal["shift", "strict"] = option(
-        "shift",
-        "a token spanning prompt and completion: shift counts it to the completion, "
-        "strict quarantines the row",
-    )
-    learn: Literal["assistant", "last", "all"] = option(
-        "assistant",
-        "what of a completion of several messages is learned: assistant: the assistant's turns, "
-        "but those whose message says loss: false or weight: 0; last: the last of them; all: every "
-        "token, also of tools and users",
-        binds=(),
-    )
-    date: str = option("", "today (YYYY-MM-DD) for chat templates that ask what day it is")
-    chat_template: str = option(
-        "", "file with a chat template to use instead of the tokenizer's", is_path=True, binds=()
-    )
-    template_seconds: float = option(
-        2.0,
-        "most seconds of processor time in which a chat template renders a conversation",
-        gt=0,
-        binds=(),
-    )
-    template_mib: float = option(
-        1.0,
-        "most MiB of text that a chat template adds to a conversation; the memory of its process "
-        "is bounded with it",
-        gt=0,
-        binds=(),
     )
 
 

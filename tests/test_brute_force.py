@@ -15,15 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from align.pipeline.precompute.precompute import precompute
-from align.schemas.config import (
-    CacheOptions,
-    Config,
-    DataOptions,
-    ModelOptions,
-    ScoringOptions,
-    TokenOptions,
-    TrackingOptions,
-)
+from align.schemas.config import CacheOptions, Config, ModelOptions, ScoringOptions, TrackingOptions
+from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.rows import LEAST, allowed_gaps
 from align.stages.demo.tiny_world import make_world
 from align.stages.model.reference import HfReference

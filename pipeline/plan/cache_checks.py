@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...schemas.cache import Manifest
-from ...schemas.config import ModelOptions, TokenOptions
+from ...schemas.config import ModelOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError, UsageError
 from ...stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ...stages.feed.train_source import TrainSource

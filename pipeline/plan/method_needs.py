@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...schemas.cache import Manifest
-from ...schemas.config import TokenOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError, counted
 from ...schemas.rows import Role
 from ...schemas.samples import Drawing

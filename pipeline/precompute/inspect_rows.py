@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...schemas.cache import Manifest
-from ...schemas.config import TokenOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import CorruptionError, UsageError, counted
 from ...schemas.json_codec import to_json
 from ...schemas.rows import Role, ScoredBlock

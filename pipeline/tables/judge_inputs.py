@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.config import DataOptions
+from ...schemas.data_options import DataOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Record, Text
 from ...schemas.samples import Prompt

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...schemas.config import CacheOptions, Config, DataOptions
+from ...schemas.config import CacheOptions, Config
+from ...schemas.data_options import DataOptions
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
 from ...schemas.samples import Sampler

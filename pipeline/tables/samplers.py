@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.config import Config, ModelOptions, ScoringOptions, TokenOptions
+from ...schemas.config import Config, ModelOptions, ScoringOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
 from ...schemas.round_options import SampleOptions, ServerOptions

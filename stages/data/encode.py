@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.config import TokenOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.row_keys import EncodedRecord
 from ...schemas.rows import BadRow, Record, Rejected, Role
 from ...schemas.turns import Turn, numbered

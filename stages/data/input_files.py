@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ...schemas.config import DataOptions
+from ...schemas.data_options import DataOptions
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from .data_folders import ENDINGS, data_files
 from .file_formats import FORMATS, WHOLE, FileRange, Limit, Payload, ending_of, json_columns

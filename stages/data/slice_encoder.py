@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...schemas.config import TokenOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError
 from ...schemas.row_keys import EncodedChunk, InputCounts, KeyedRows, key_rows
 from .collector import collector_paused

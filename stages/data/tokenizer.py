@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoTokenizer
 
 from ...schemas.cache import Stops
-from ...schemas.config import TokenOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import AlignError, UsageError
 from ...schemas.rows import BadRow, Record
 from ..model.loading.declared_sizes import require_declared_sizes

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
-from ...schemas.config import TokenOptions
+from ...schemas.data_options import TokenOptions
 from ...schemas.errors import AlignError
 from . import template_worker
 from .template_worker import ANSWER, CHAT, LENGTH, MIB, NO_MEMORY, READY, SPAN, TOO_LARGE

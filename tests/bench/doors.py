@@ -187,7 +187,7 @@ def with_tokenizer(job_of):
     """A job on the records that are conversations, made by `job_of(tokenizer, records)`."""
 
     def opened(folder):
-        from align.schemas.config import TokenOptions
+        from align.schemas.data_options import TokenOptions
         from align.stages.data.tokenizer import load_tokenizer
 
         chunks = records_of(f"{folder}/chats.parquet")
@@ -198,7 +198,7 @@ def with_tokenizer(job_of):
 
 
 def encoding(tokenizer, records):
-    from align.schemas.config import TokenOptions
+    from align.schemas.data_options import TokenOptions
     from align.stages.data.encode import Encoder
 
     encoder = Encoder(tokenizer, TokenOptions())
@@ -219,7 +219,7 @@ def rendering(tokenizer, records):
 
 
 def load_tokenizer_of(folder):
-    from align.schemas.config import TokenOptions
+    from align.schemas.data_options import TokenOptions
     from align.stages.data.tokenizer import load_tokenizer
 
     return lambda: load_tokenizer(f"{folder}/model", TokenOptions())

@@ -15,7 +15,8 @@ import torch
 from transformers import GenerationConfig
 
 from align.pipeline.tables.samplers import LocalSampler
-from align.schemas.config import ModelOptions, TokenOptions
+from align.schemas.config import ModelOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.samples import Sampling
 from align.stages.data.input_files import open_inputs
 from align.stages.data.prompt_rows import read_prompts

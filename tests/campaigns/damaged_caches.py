@@ -10,14 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from campaigns.damaged_tables import VOCABULARY, other_table
 
-from align.schemas.config import (
-    CacheOptions,
-    Config,
-    DataOptions,
-    ModelOptions,
-    TokenOptions,
-    TrackingOptions,
-)
+from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
+from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import UsageError
 from align.stages.demo.preferences import draw_preferences, paired, scored, unpaired
 from align.stages.demo.tiny_tokenizer import make_tokenizer

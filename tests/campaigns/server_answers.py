@@ -27,7 +27,8 @@ from campaigns.hostile_answers import KEY  # noqa: E402
 
 from align.pipeline.tables.judge import judge  # noqa: E402
 from align.pipeline.tables.sample import sample  # noqa: E402
-from align.schemas.config import Config, DataOptions, TrackingOptions  # noqa: E402
+from align.schemas.config import Config, TrackingOptions  # noqa: E402
+from align.schemas.data_options import DataOptions  # noqa: E402
 from align.schemas.errors import AlignError  # noqa: E402
 from align.schemas.round_options import JudgeOptions, SampleOptions, ServerOptions  # noqa: E402
 from align.schemas.safe_text import shown  # noqa: E402

@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from align.schemas.config import (
-    CacheOptions,
-    Config,
-    DataOptions,
-    ModelOptions,
-    TokenOptions,
-    TrackingOptions,
-)
+from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
+from align.schemas.data_options import DataOptions, TokenOptions
 from align.stages.demo.preferences import make_data
 from support.mlflow_server import serving
 from support.stage_one import contents, run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from align.pipeline.precompute.check_data import check_data
-from align.schemas.config import DataOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role
 from align.stages.report.cache_summary import summarize

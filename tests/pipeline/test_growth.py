@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from align.pipeline.executors.executor import Share
-from align.schemas.config import DataOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, LockedError
 from align.stages.storage.bucket.objects import location
 from align.stages.storage.cache.cache_folder import CacheFolder

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.precompute.precompute import precompute
-from align.schemas.config import DataOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, UsageError
 from align.stages.report.cache_summary import summarize
 from align.stages.report.cache_tables import render

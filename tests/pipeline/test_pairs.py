@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from align.schemas.config import DataOptions, ModelOptions, TokenOptions
+from align.schemas.config import ModelOptions
+from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import FingerprintError
 from align.schemas.rows import Role
 from align.stages.data.tokenizer import load_tokenizer

@@ -15,7 +15,7 @@ import pytest
 from align.pipeline.executors.processes import Inline
 from align.pipeline.precompute.precompute_plan import make_plan, open_job, preparation_of, ring_of
 from align.pipeline.precompute.prepare_tasks import ArrangeTasks, EncodeTasks
-from align.schemas.config import DataOptions, TokenOptions
+from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError, Interrupted
 from align.stages.data import input_files
 from align.stages.sort import key_ranges

@@ -9,7 +9,8 @@ import pytest
 
 from align.pipeline.precompute.precompute import precompute
 from align.pipeline.tables.score_rewards import rewards_from_model
-from align.schemas.config import DataOptions, ModelOptions
+from align.schemas.config import ModelOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
 from align.stages.storage.cache.cache_folder import CacheFolder

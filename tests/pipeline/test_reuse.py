@@ -11,7 +11,8 @@ import pytest
 
 from align.pipeline.precompute import cache_compatibility, precompute_plan
 from align.pipeline.precompute.cache_compatibility import GROWS_ALONG, require_same_or_growing
-from align.schemas.config import DataOptions, ModelOptions
+from align.schemas.config import ModelOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.schemas.json_codec import to_json
 from align.schemas.row_keys import prompt_keys_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
-from align.schemas.config import DataOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.samples import Drawing, Prompt
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk

@@ -8,7 +8,8 @@ import pytest
 
 from align.pipeline.precompute.precompute import precompute
 from align.pipeline.rounds.round_prompts import split_prompts
-from align.schemas.config import DataOptions, ModelOptions
+from align.schemas.config import ModelOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, FingerprintError, UsageError
 from align.stages.data.tool_forms import ToolForms
 from support.byte_tokenizers import CHATML, FAMILIES, byte_tokenizer

@@ -12,7 +12,8 @@ import pytest
 from align.pipeline.executors.executor import Share
 from align.pipeline.precompute.precompute import precompute
 from align.pipeline.tables.score_rewards import ROWS, rewards_from_labels
-from align.schemas.config import DataOptions, RewardOptions
+from align.schemas.config import RewardOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, UsageError
 from align.stages.data.tokenizer import load_tokenizer
 from align.stages.tracking.progress import make_progress

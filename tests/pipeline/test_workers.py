@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from align.pipeline.executors.executor import Share
-from align.schemas.config import DataOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.errors import Interrupted, LockedError
 from align.stages.render import render_process
 from align.stages.storage.cache.cache_folder import CacheFolder

@@ -18,7 +18,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from align.schemas.config import ModelOptions, TokenOptions
+from align.schemas.config import ModelOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.errors import AlignError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions

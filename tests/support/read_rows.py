@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from align.schemas.config import TokenOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.rows import Record, Role
 from align.stages.data.chat_wrap import UNWRAPPED
 from align.stages.data.data_schema import detect_shape

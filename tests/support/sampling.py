@@ -8,7 +8,8 @@ from pathlib import Path
 from unittest import mock
 
 from align.pipeline.tables import sample as module
-from align.schemas.config import Config, DataOptions, TrackingOptions
+from align.schemas.config import Config, TrackingOptions
+from align.schemas.data_options import DataOptions
 from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample, Sampler
 from support.patience import PATIENCE

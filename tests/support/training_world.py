@@ -14,14 +14,8 @@ from align.pipeline.train.policy_identity import digest_policies
 from align.pipeline.train.train import open_session
 from align.pipeline.train.training_job import open_training
 from align.schemas.batches import Cursor, World
-from align.schemas.config import (
-    CacheOptions,
-    Config,
-    DataOptions,
-    ModelOptions,
-    TokenOptions,
-    TrackingOptions,
-)
+from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
+from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.file_version import digest_anew
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.demo.preferences import draw_preferences, paired, unpaired

@@ -10,7 +10,8 @@ from typing import Any
 
 from .... import __version__
 from ....schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
-from ....schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
+from ....schemas.config import CacheOptions, ModelOptions, ScoringOptions
+from ....schemas.data_options import TokenOptions
 from ....schemas.errors import FingerprintError, OlderFormatError, UsageError
 from ....schemas.json_codec import signed, version_in
 from ..bucket.objects import Location

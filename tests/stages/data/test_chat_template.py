@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from align.schemas.config import TokenOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import BadRow
 from align.stages.data.chat_template import ChatTemplate, request_of

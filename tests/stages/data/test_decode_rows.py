@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from align.schemas.config import TokenOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
 from align.stages.data.preference_rows import shared_length

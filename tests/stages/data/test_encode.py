@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from align.schemas.cache import Stops
-from align.schemas.config import TokenOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Record, Role
 from align.stages.data.tokenizer import decoder, load_tokenizer, tokenizer_fingerprint

@@ -6,7 +6,8 @@ import shlex
 import pytest
 
 from align.pipeline.precompute.check_data import check_data
-from align.schemas.config import Config, DataOptions
+from align.schemas.config import Config
+from align.schemas.data_options import DataOptions
 from align.schemas.rows import Role
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import iter_chunks

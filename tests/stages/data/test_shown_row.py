@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from align.schemas.config import TokenOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.row_keys import key_rows
 from align.stages.data.shown_row import coloured, lines_of
 from align.stages.data.tokenizer import load_tokenizer

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from align.schemas.config import TokenOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.row_keys import prompt_keys_of
 from align.stages.data.chat_wrap import UNWRAPPED, Wrapping

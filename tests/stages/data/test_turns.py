@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from align.schemas.columns import Ragged
-from align.schemas.config import TokenOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.row_keys import key_rows
 from align.schemas.turns import Turn, chosen, numbered
 from align.stages.data.tokenizer import load_tokenizer

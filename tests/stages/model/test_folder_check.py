@@ -11,7 +11,8 @@ from contextlib import nullcontext
 import huggingface_hub
 import pytest
 
-from align.schemas.config import ModelOptions, TokenOptions
+from align.schemas.config import ModelOptions
+from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.data.tokenizer import load_tokenizer
