@@ -201,10 +201,26 @@ def methods(
 
 
 @app.command(rich_help_panel="Look")
-def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")]) -> None:
-    """Put a training run on one page, report.html: curves, held-out completions, lineage."""
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    answers: Annotated[
+        int, typer.Option(min=0, help="Held-out prompts to answer before and after; 0: none.")
+    ] = 0,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    config: ConfigFile = None,
+) -> None:
+    """Put a training run on one page, report.html: curves, held-out completions, lineage.
+
+    With --answers the policy as it began and the trained one are loaded, one after the other.
+    """
     from .pipeline.train.run_report import write_report
 
+    if answers:
+        from .pipeline.train.run_answers import answer_again
+
+        answer_again(
+            run, count=answers, most_tokens=answer_tokens, config=config, progress=begin_work()
+        )
     say(f"{write_report(run)} written. It needs no network: open it in any browser.")
 
 

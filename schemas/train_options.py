@@ -167,6 +167,16 @@ class TrainOptions:
     eval_text: bool = option(
         False, "with the text of prompts and completions; MLflow gets it too", binds=()
     )
+    answers: int = option(
+        0,
+        "held-out prompts that the policy answers as it began and as it was trained, side by side "
+        "in the report; both models are loaded for it once the training has ended; 0: none",
+        ge=0,
+        le=1000,
+        on=TRAINERS,
+        binds=(),
+    )
+    answer_tokens: int = option(128, "most tokens of such an answer", ge=1, binds=())
     limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", ge=0)
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", ge=0, binds=())
     log_every: int = option(1, "steps that one line of metrics covers", ge=1, binds=())

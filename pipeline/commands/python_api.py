@@ -7,7 +7,7 @@ what the command refuses, by an AlignError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -155,6 +155,7 @@ def load_run(path: AnyPath) -> TrainingRun:
         metrics=history.learned,
         evaluations=history.held_out,
         samples=_samples(folder.evaluations()),
+        answers=_answers(folder.answers),
         settings=run_settings(folder),
     )
 
@@ -170,6 +171,7 @@ class TrainingRun:
     metrics: pl.DataFrame = field(repr=False)  # step, time, and a column per metric
     evaluations: pl.DataFrame = field(repr=False)  # likewise, of held-out rows: eval/…
     samples: pl.DataFrame = field(repr=False)  # single completions of each evaluation
+    answers: pl.DataFrame = field(repr=False)  # to held-out prompts, before training and after
     settings: dict[str, Any] = field(repr=False)  # every one, by its dotted name
 
 
@@ -195,6 +197,15 @@ def _progress(*, shown: bool) -> Progress:
     from ...stages.tracking.progress import NoProgress, make_progress
 
     return make_progress() if shown else NoProgress()
+
+
+def _answers(path: Path) -> pl.DataFrame:
+    import polars as pl
+
+    from ...stages.report.side_by_side import Answered, read_answers
+
+    found = read_answers(path) if path.exists() else ()
+    return pl.DataFrame(found, schema=[one.name for one in fields(Answered)])
 
 
 def _samples(evaluations: Mapping[int, Path]) -> pl.DataFrame:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...schemas.config import TrackingOptions
-from ...schemas.errors import AlignError, StorageError, UsageError
+from ...schemas.errors import AlignError, StorageError, UsageError, log_failure
 from ...schemas.safe_text import redacted
 from ...stages.storage.cache.cache_folder import SCORES
 from ...stages.storage.disk.locks import owner_lock
@@ -38,6 +38,7 @@ from ...stages.tracking.tracker import (
     TRACKERS,
     TrackerKind,
     kind_of,
+    wanted,
 )
 from ..options.settings import FILE_NAME, load_settings
 
@@ -171,6 +172,21 @@ def sync_ledger(
     if folder.root != home:
         remove_if_sent(folder)
     return Synced(kind.name, record.uri, record.run_id, record.status, points)
+
+
+def send_again(folder: RunFolder, options: TrackingOptions, files: Sequence[Path]) -> None:
+    """Sends files that a recorded run was given after its end; who calls it owns the folder.
+
+    What a store did not get, it gets by `mlflow-sync`.
+    """
+    for kind in kinds_in(folder):
+        ledger = load_ledger(kind, folder)
+        for file in files:
+            ledger.renew_artifact(file.relative_to(folder.root).as_posix())
+        if kind.name in wanted(options):
+            with log_failure(f"{kind.title} lacks {', '.join(one.name for one in files)}"):
+                address = _address(kind, folder.root, ledger.record.uri, options, uri="")
+                _deliver(address, folder, ledger)
 
 
 def _deliver(address: str, folder: RunFolder, ledger: Ledger) -> int:

@@ -25,16 +25,7 @@ def require_effect(settings: Settings) -> None:
             f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
             "off. Set train.dropout, or leave lora.dropout at 0."
         )
-    if train.eval_text and not train.holds_rows_out:
-        raise UsageError(
-            "train.eval_text is on, but no rows are held out whose text could be written down. Set "
-            "train.eval_fraction or train.eval_cache, or unset it."
-        )
-    if train.eval_text and not train.eval_table:
-        raise UsageError(
-            "train.eval_text is on, but train.eval_table is 0: there is no table for it. Say of "
-            "how many rows you want to see the text."
-        )
+    _require_held_out(train)
     if train.min_lr and train.schedule == "constant":
         raise UsageError(
             f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
@@ -46,6 +37,21 @@ def require_effect(settings: Settings) -> None:
             "kept that could wait on the CPU. Set the latter, or unset the former."
         )
     _require_read_by_optimizer(settings)
+
+
+def _require_held_out(train: TrainOptions) -> None:
+    """Refuses what is written down of held-out rows where there are none, or no table of them."""
+    for name, value in (("eval_text", train.eval_text), ("answers", train.answers)):
+        if value and not train.holds_rows_out:
+            raise UsageError(
+                f"train.{name} is {value}, but no rows are held out for it. Set "
+                "train.eval_fraction or train.eval_cache, or unset it."
+            )
+        if value and not train.eval_table:
+            raise UsageError(
+                f"train.{name} is {value}, but train.eval_table is 0: no held-out row is written "
+                "down. Say how many are to be."
+            )
 
 
 def _require_read_by_optimizer(settings: Settings) -> None:

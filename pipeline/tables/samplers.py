@@ -119,7 +119,7 @@ class LocalSampler(Sampler):
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
         """Prompts that fill the model's context, or fail in its template."""
         found: dict[str, BadRow] = {}
-        context = self._reference.context()
+        context = self.context
         most = None if context is None else context - sampling.max_new_tokens
         for prompt in prompts:
             try:
@@ -142,6 +142,21 @@ class LocalSampler(Sampler):
             require_unchanged=self._reference.require_unchanged,
         )
         return OpenLocalSampler(self, generator, sampling)
+
+    def likeliest(self, prompts: Sequence[Sequence[int]], most: int) -> list[tuple[str, bool]]:
+        """The answer to each prompt, always the likeliest token, and whether it ended by itself."""
+        from ...stages.model.generate import PromptTokens
+
+        asked = [PromptTokens(ids, [0]) for ids in prompts]
+        opened = self.open(sampling_of(SampleOptions(temperature=0.0, max_new_tokens=most)))
+        drawn = {one.prompt: one for batch in opened.generator.draw(asked) for one in batch}
+        every = (drawn[index] for index in range(len(asked)))
+        return [(self.text_of(one.tokens), one.has_stopped) for one in every]
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of a prompt and its answer, where the model has a bound."""
+        return self._reference.context()
 
     @property
     def has_template(self) -> bool:

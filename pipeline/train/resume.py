@@ -92,6 +92,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
         if start.checkpoint:
             require_same_engine_file(folder, text)
         forget_ending(folder)
+        fs.unlink(folder.answers)  # of a policy that learns on from here
         fs.publish(folder.config, signed_settings(session.job.config), label="config")
         fs.publish(folder.engine, text, label="config")
 

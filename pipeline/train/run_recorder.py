@@ -238,7 +238,9 @@ class RunRecords:
         """Writes the report, if there are metrics."""
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
             with log_failure("No report"):
-                self._run.log_artifact(write_report(self._start.folder.root))
+                write_report(self._start.folder.root)
+                for page in (self._start.folder.report, self._start.folder.summary):
+                    self._run.log_artifact(page)
 
     def _measured(self, position: TrainingPosition, metrics: dict[str, float]) -> None:
         if position.step != self._step:

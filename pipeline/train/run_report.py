@@ -1,22 +1,24 @@
-"""`report.html`: a run on one page, made from its folder and its cache's manifest."""
+"""`report.html`: a run on one page, made of its folder and its cache's manifest; `report.md`."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, UsageError, counted, log_failure
+from ...schemas.safe_text import beginning
 from ...stages.methods.table import recipe_of
 from ...stages.model.loading.folder_json import read_json
 from ...stages.report.cache_tables import grid
 from ...stages.report.charts import further_curves, learning_curves, plain
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, spread_charts
-from ...stages.report.html_page import render_page
+from ...stages.report.html_page import render_markdown, render_page
+from ...stages.report.side_by_side import Answered, read_answers
 from ...stages.report.signs import Evidence, Sign, Signs, look_for_signs
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
@@ -46,11 +48,48 @@ STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 
 
 def write_report(root: Path) -> Path:
-    """Writes the page of a run, finished or not, and returns its path."""
+    """Writes the page of a run, finished or not, and the short of it; returns the page's path."""
     folder = training_folder(root)
-    fs.drop_drafts(folder.report)
-    fs.publish(folder.report, _page(folder).encode(), label="report")
+    settings, history = run_settings(folder), read_history(folder.metrics)
+    learned, held_out = curves(history.learned), curves(history.held_out)
+    shared = {
+        "title": folder.root.resolve().name,
+        "sentences": list(_sentences(folder, history, settings["train.method"])),
+        "signs": _signs(folder, learned, held_out, settings),
+        "answers": _answers(folder),
+    }
+    page = render_page(
+        "run.html.j2",
+        **shared,
+        headlines=dict(_headlines(history.measured)),
+        learning=learning_curves(learned, held_out),
+        completions=_spreads(folder),
+        cache=_of_cache(folder, settings),
+        settings=_shown(settings),
+        further=further_curves(learned, held_out),
+    )
+    short = render_markdown("run.md.j2", **shared, measured=before_and_after(history.measured))
+    for path, text in ((folder.report, page), (folder.summary, short)):
+        fs.drop_drafts(path)
+        fs.publish(path, text.encode(), label="report")
     return folder.report
+
+
+MOST_SHOWN = 4000  # characters of an answer
+
+
+def _answers(folder: RunFolder) -> list[Answered]:
+    if not folder.answers.exists():
+        return []
+    return [
+        replace(
+            one,
+            prompt=beginning(one.prompt, MOST_SHOWN),
+            before=beginning(one.before, MOST_SHOWN),
+            after=beginning(one.after, MOST_SHOWN),
+        )
+        for one in read_answers(folder.answers)
+    ]
 
 
 def training_folder(root: Path) -> RunFolder:
@@ -62,24 +101,6 @@ def training_folder(root: Path) -> RunFolder:
             f"{folder.config.name}. Name the --output of `align train`."
         )
     return folder
-
-
-def _page(folder: RunFolder) -> str:
-    settings = run_settings(folder)
-    history = read_history(folder.metrics)
-    learned, held_out = curves(history.learned), curves(history.held_out)
-    return render_page(
-        "run.html.j2",
-        title=folder.root.resolve().name,
-        sentences=list(_sentences(folder, history, settings["train.method"])),
-        headlines=dict(_headlines(history.measured)),
-        signs=_signs(folder, learned, held_out, settings),
-        learning=learning_curves(learned, held_out),
-        completions=_spreads(folder),
-        cache=_of_cache(folder, settings),
-        settings=_shown(settings),
-        further=further_curves(learned, held_out),
-    )
 
 
 def _signs(
@@ -340,7 +361,9 @@ class Trained:
         else:
             lines.append("stopped by train.max_time; the same command with --resume auto continues")
         told = [f"{one.name}: {one.said} {one.hint}" for one in self.signs]
-        return "\n".join([*lines, *before_and_after(self.measured), *told, *self._looks()])
+        rows = before_and_after(self.measured)
+        table = grid(("held-out rows", "before", "after"), rows) if rows else []
+        return "\n".join([*lines, *table, *told, *self._looks()])
 
     def _looks(self) -> Iterator[str]:
         """Where the run can be looked at, and the command that asks the trained model."""
@@ -370,11 +393,8 @@ def outcome(folder: RunFolder, ending: Ending) -> Trained:
     return Trained(folder, ending, history.steps, history.measured, signs=found)
 
 
-def before_and_after(measured: Measured) -> list[str]:
-    """A small table of the held-out rows, empty where nothing was measured twice."""
+def before_and_after(measured: Measured) -> list[list[str]]:
+    """The main metrics of the held-out rows; none where nothing was measured twice."""
     before, after = measured.before, measured.after
     names = [name for name in SUMMARIZED if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
-    if not names:
-        return []
-    rows = [[name, *(f"{one[EVAL + name]:z.4f}" for one in (before, after))] for name in names]
-    return grid(("held-out rows", "before", "after"), rows)
+    return [[name, *(f"{one[EVAL + name]:z.4f}" for one in (before, after))] for name in names]

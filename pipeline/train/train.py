@@ -52,6 +52,7 @@ from ..plan.short_plan import short_plan
 from ..plan.workload import feed_settings
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
+from .run_answers import answer_once
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
 from .trained_model import write_model
@@ -84,19 +85,31 @@ def train_in(
             if world.rank == 0 and not start.folder.report.exists():
                 with log_failure("No report"):
                     write_report(start.folder.root)
-            return replace(outcome(start.folder, "finished"), is_old=True)
-        forget_peak()
-        if start.store and world.rank == 0:
-            progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
-        session = open_session(job, world, columns, progress, start)
-        checked = held_to_checkpoint(session, start)
-        with open_records(session, checked, progress) as records:
-            records.say(f"policy: {session.policy.path}")
-            position = _restored(session, checked)
-            if position is None:
-                _require_agreement(session, records)
-                position = TrainingPosition(0, Cursor(0, 0))
-            return _learn(session, checked, records, position)
+            trained = replace(outcome(start.folder, "finished"), is_old=True)
+        else:
+            trained = _trained(job, world, columns, progress, start)
+        if job.config.train.answers and trained.ending == "finished" and world.rank == 0:
+            # By now nothing holds the trained policy's memory any more.
+            with log_failure("No answers"):
+                answer_once(job, start, progress)
+        return trained
+
+
+def _trained(
+    job: TrainingJob, world: World, columns: ShardColumns, progress: Progress, start: Start
+) -> Trained:
+    forget_peak()
+    if start.store and world.rank == 0:
+        progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
+    session = open_session(job, world, columns, progress, start)
+    checked = held_to_checkpoint(session, start)
+    with open_records(session, checked, progress) as records:
+        records.say(f"policy: {session.policy.path}")
+        position = _restored(session, checked)
+        if position is None:
+            _require_agreement(session, records)
+            position = TrainingPosition(0, Cursor(0, 0))
+        return _learn(session, checked, records, position)
 
 
 def open_session(

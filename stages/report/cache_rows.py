@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +59,24 @@ def find_row(folder: CacheFolder, manifest: Manifest, place: Place) -> ScoredBlo
                 return block
             first += len(group)
     return None
+
+
+def prompts_of(
+    folder: CacheFolder, manifest: Manifest, ids: Collection[str]
+) -> dict[str, NDArray[np.int32]]:
+    """The prompts of some rows as token ids, by the ids of the rows; those that there are."""
+    found: dict[str, NDArray[np.int32]] = {}
+    for shard in manifest.shards:
+        if len(found) == len({*ids}):
+            break
+        path = folder.shard(shard)
+        groups = [group["row_id"] for group in iter_row_groups(path, ["row_id"])]
+        names = pa.chunked_array([chunk for one in groups for chunk in one.chunks], pa.string())
+        here = np.flatnonzero(pc.is_in(names, value_set=pa.array(sorted(ids), pa.string())))
+        for block in read_rows(path, here) if len(here) else ():
+            trees = zip(block.rows.ids(), block.rows.trees(), strict=True)
+            found |= {row_id: tree.prompt for row_id, tree in trees}
+    return found
 
 
 def _is_there(group: pa.Table, place: Place, identities: set[str]) -> NDArray[np.bool_]:

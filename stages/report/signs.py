@@ -285,4 +285,5 @@ def _finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _interval(values: NDArray[np.float64]) -> tuple[float, float]:
-    return interval_of_mean(values, np.arange(len(values)))
+    # Sorted: tables give their rows in any order, and a bootstrap draws places.
+    return interval_of_mean(np.sort(values), np.arange(len(values)))

@@ -1,7 +1,9 @@
 """What a run leaves behind, read by others."""
 
+import html
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,15 +12,21 @@ import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from align.schemas.cache import Stops
 from align.schemas.rows import Role
+from align.stages.report.side_by_side import read_answers
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.run.run_folder import RunFolder
 from support.command import refusal
 from support.mlflow_runs import open_store, run_of, stored
 from support.tracked_training import journalled
 from support.trainings import weights
+
+TOKENS = 6
+ANSWERS = ("--answers", 3, "--set", f"train.answer_tokens={TOKENS}")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def finished(course, tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(finished):
     """The whole policy was trained; the checkpoint kept beside the last is the best by a metric."""
-    return finished("--set", "train.best=-eval/rewards/rejected", "--keep-last", 1)
+    return finished("--set", "train.best=-eval/rewards/rejected", "--keep-last", 1, *ANSWERS)
 
 
 def store_of(run):
@@ -119,6 +127,67 @@ def test_its_card_names_everything_it_came_from(plain, course):
         assert said in card
 
 
+@torch.no_grad()
+def likeliest(model, prompt, stops):
+    """The likeliest tokens one by one, each by a plain forward pass, and whether they ended."""
+    tokens = []
+    while len(tokens) < TOKENS:
+        token = int(model(torch.tensor([prompt + tokens])).logits[0, -1].argmax())
+        if token in stops:
+            return tokens, True
+        tokens.append(token)
+    return tokens, False
+
+
+def are_its_answers(run, course, before, after):
+    """Whether the run has written down what the two models answer."""
+    stops = Stops.of(load_manifest(CacheFolder(course.cache)).fingerprint).tokens
+    prompts = {
+        row["row_id"]: row["prompt_ids"] for row in pq.read_table(course.cache / "data").to_pylist()
+    }
+    text = AutoTokenizer.from_pretrained(course.model).decode
+    found = read_answers(RunFolder(run).answers)
+    assert len({one.prompt for one in found}) == 3
+    for one in found:
+        prompt = prompts[one.row_id]
+        assert one.prompt in text(prompt)
+        told = ((before, one.before, one.before_ended), (after, one.after, one.after_ended))
+        for model, answer, ended in told:
+            tokens, has_stopped = likeliest(model, prompt, stops)
+            assert text(prompt + tokens) == text(prompt) + answer
+            assert has_stopped == ended
+    return True
+
+
+def test_a_run_shows_what_its_policy_answered_before_training_and_after(plain, course):
+    before, after = map(AutoModelForCausalLM.from_pretrained, (course.model, plain / "model"))
+    assert are_its_answers(plain, course, before, after)
+    pages = [RunFolder(plain).report.read_text(), RunFolder(plain).summary.read_text()]
+    for one in read_answers(RunFolder(plain).answers):
+        for page in pages:
+            assert all(said in html.unescape(page) for said in (one.prompt, one.before, one.after))
+
+
+def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_answers(
+    plain, course, tmp_path
+):
+    run = shutil.copytree(plain, tmp_path / "run")
+    RunFolder(run).answers.unlink()
+    RunFolder(run).mlflow.unlink()
+    asked = ("report", run, "--answers", 3, "--answer-tokens", TOKENS)
+    assert course.server.run(*asked, cwd=tmp_path).code == 0
+    assert RunFolder(run).answers.read_bytes() == RunFolder(plain).answers.read_bytes()
+    shutil.rmtree(run / "model")
+    assert "has no trained model yet" in refusal(2, *asked)
+    assert "answers" in refusal(
+        2, "train", "--cache", course.cache, "--method", "kto", "--answers", 2
+    )
+    longer = ("--max-steps", 7, "--set", "train.answers=0", "--no-mlflow", "--resume", "auto")
+    again = ("--config", plain / "config.yaml", "--output", run, *longer)
+    assert course.server.run("train", *again).code == 0
+    assert not RunFolder(run).answers.exists()
+
+
 def test_its_config_file_makes_the_same_model_again(plain, course, tmp_path):
     again = ("--config", plain / "config.yaml", "--output", tmp_path / "run", "--no-mlflow")
     answer = course.server.run("train", *again)
@@ -153,7 +222,8 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     assert model.tags["align.weights"] == manifest.fingerprint["model.weights"]
     kept = kept_by_mlflow(plain)
     tables = {f"evaluations/step-0000000{step}.csv" for step in (0, 2, 4, 6)}
-    own = {"report.html", "config.yaml", "deepspeed.json", "model/README.md", *tables}
+    pages = {path.name for path in RunFolder(plain).pages}
+    own = {*pages, "config.yaml", "deepspeed.json", "model/README.md", *tables}
     assert set(kept) == {*own, "metrics.jsonl", "manifest.json"}
     for name in own:
         assert kept[name].read_bytes() == (plain / name).read_bytes()
@@ -190,7 +260,7 @@ def test_the_newest_and_the_best_checkpoint_stay_and_record_what_was_measured(pl
 def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, course):
     """And a best metric that is never measured is reported."""
     best = ("--set", "train.best=eval/los")
-    run = finished("--lora", "--merge", "--set", "lora.rank=4", "--no-mlflow", *best)
+    run = finished("--lora", "--merge", "--set", "lora.rank=4", "--no-mlflow", *best, *ANSWERS)
     said = (run.parent / "said").read_text()
     assert said.count("nothing called eval/los was measured. Did you mean 'eval/loss'?") == 1
     model = AutoPeftModelForCausalLM.from_pretrained(run / "model")
@@ -200,6 +270,8 @@ def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, cours
     assert not list((run / "model").glob("model*.safetensors"))
     merged = run / "model-merged"
     assert agrees(AutoModelForCausalLM.from_pretrained(merged), run, course.cache)
+    plain = AutoModelForCausalLM.from_pretrained(course.model)
+    assert are_its_answers(run, course, plain, model)
     tensors, base = (load_file(folder / "model.safetensors") for folder in (merged, course.model))
     assert tensors.keys() == base.keys()
     changed = {name for name in base if not torch.equal(tensors[name], base[name])}

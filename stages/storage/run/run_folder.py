@@ -4,7 +4,9 @@ metrics.jsonl                   one line per logged step
 nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
 spikes.jsonl                    rows of the steps with a gradient far above what is usual
 evaluations/step-<n>.csv        single held-out completions, a line each
+answers.jsonl                   held-out prompts, answered before training and after
 report.html                     all of this on one page
+report.md                       the short of it, for a pull request
 config.yaml                     the settings it began with
 deepspeed.json                  what DeepSpeed was given
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
@@ -54,7 +56,9 @@ class RunFolder:
     metrics = Below("metrics.jsonl")
     nonfinite = Below("nonfinite.jsonl")
     spikes = Below("spikes.jsonl")
+    answers = Below("answers.jsonl")
     report = Below("report.html")
+    summary = Below("report.md")
     config = Below("config.yaml")
     engine = Below("deepspeed.json")
     checkpoints = Below("checkpoints")
@@ -83,6 +87,11 @@ class RunFolder:
         """What is still to be sent, to whichever tracker."""
         others = [] if self._ledgers.is_symlink() else sorted(self._ledgers.glob("*.json"))
         return [path for path in (self.mlflow, *others) if path.exists()]
+
+    @property
+    def pages(self) -> tuple[Path, ...]:
+        """What is made of the records once a run has ended."""
+        return self.answers, self.report, self.summary
 
     @property
     def _ledgers(self) -> Path:
@@ -187,7 +196,7 @@ class RunFolder:
         parents = [parent for parent in (self.checkpoints, self.root) if parent.is_dir()]
         found = [path for parent in parents for path in sorted(parent.iterdir())]
         folders = [path for path in found if _is_left_over(path.name)]
-        whole = (self.latest, self.metrics, self.config, self.engine, self.report, self.mlflow)
+        whole = (self.latest, self.metrics, self.config, self.engine, self.mlflow, *self.pages)
         drafts = [
             draft
             for path in (*whole, self.ending)

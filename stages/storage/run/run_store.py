@@ -35,8 +35,16 @@ logger = logging.getLogger("align")
 _COMMIT = re.compile(r"step-([0-9]{8,})\.json")
 _MODELS = ("model", "model-merged")
 _OURS = {
-    *("metrics.jsonl", "nonfinite.jsonl", "spikes.jsonl", "evaluations", "report.html"),
-    *("config.yaml", "deepspeed.json", "checkpoints", "_align", *_MODELS),
+    *("metrics.jsonl", "nonfinite.jsonl", "spikes.jsonl", "evaluations", "answers.jsonl"),
+    *(
+        "report.html",
+        "report.md",
+        "config.yaml",
+        "deepspeed.json",
+        "checkpoints",
+        "_align",
+        *_MODELS,
+    ),
 }
 
 
@@ -126,8 +134,7 @@ class RunStore:
     def _records(self) -> Iterator[Path]:
         folder = self.folder
         yield from folder.records()
-        if folder.report.exists():
-            yield folder.report
+        yield from (page for page in folder.pages if page.exists())
         yield from folder.ledgers()
         yield from sorted(path for path in folder.copies.glob("[!.]*") if path.is_file())
 

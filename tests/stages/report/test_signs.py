@@ -210,3 +210,30 @@ def test_the_noise_of_a_kl_is_that_of_steps_however_many_a_line_has():
     ]
     # 1.96 * 5; the variance of 199 differences is known to 2 / 199 of itself, squared.
     assert halves == pytest.approx([9.8, 9.8], rel=5 * math.sqrt(3 / 199) / 2)
+
+
+def test_the_order_of_rows_changes_no_figure():
+    seen = clean(3)
+    fallen = {
+        step: one.with_columns(pl.col("logp") - step / 10) for step, one in seen.tables.items()
+    }
+    grown = {
+        step: one.with_columns(
+            pl.col("log_ratio") + pl.when(pl.col("role") == "chosen").then(step / 20).otherwise(0)
+        )
+        for step, one in fallen.items()
+    }
+    told = {
+        look_for_signs(
+            replace(
+                seen,
+                tables={
+                    step: one.sample(fraction=1, shuffle=True, seed=n)
+                    for step, one in grown.items()
+                },
+            )
+        ).found
+        for n in range(5)
+    }
+    (found,) = told
+    assert "displacement" in {one.name for one in found}
