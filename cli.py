@@ -238,6 +238,28 @@ def diff(
     say(diff_runs(run_a, run_b, step).text())
 
 
+@app.command(rich_help_panel="Look")
+def register(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished training run.")],
+    name: Annotated[str, typer.Argument(help="Name of the model in MLflow's registry.")],
+    alias: Annotated[
+        str, typer.Option(help="Alias that from now on is this version, for example champion.")
+    ] = "",
+    uri: Annotated[
+        str, typer.Option(help="Another store than your own, even if the run names it.")
+    ] = "",
+    config: ConfigFile = None,
+) -> None:
+    """Upload the trained model of a run to MLflow and make it a version of a registered model."""
+    from .pipeline.jobs.tracker_sync import own_options
+    from .pipeline.train.register import register as register_model
+
+    made = register_model(run, own_options(run, config), name=name, alias=alias, uri=uri)
+    known = "" if made.is_new else ", as it was before"
+    named = f"; {alias} is this version" if alias else ""
+    say(f"{run} is version {made.number} of {made.name}{known}{named}.")
+
+
 @app.command("mlflow-sync", rich_help_panel="Look")
 def mlflow_sync(
     run: Annotated[Path, typer.Argument(help="Folder of a training run, sweep, scores or cache.")],

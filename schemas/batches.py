@@ -68,6 +68,15 @@ class StepBatch(StepSize):
 
 
 @dataclass(frozen=True)
+class Visits:
+    """Training rows that a rank has run, with what the policy made of them before the update."""
+
+    row_ids: tuple[str, ...]
+    margins: tuple[float, ...]  # the rewards of a row's good completions less those of its bad ones
+    are_ties: tuple[bool, ...]  # at most as far from 0 as rounding may take them
+
+
+@dataclass(frozen=True)
 class World:
     """This process among its peers."""
 

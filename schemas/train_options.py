@@ -177,6 +177,12 @@ class TrainOptions:
         binds=(),
     )
     answer_tokens: int = option(128, "most tokens of such an answer", ge=1, binds=())
+    row_margins: bool = option(
+        False,
+        "write down the margin of each training row at each visit, in rows.parquet: which rows are "
+        "never learned, and which are forgotten",
+        binds=(),
+    )
     limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", ge=0)
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", ge=0, binds=())
     log_every: int = option(1, "steps that one line of metrics covers", ge=1, binds=())

@@ -33,6 +33,7 @@ EXAMPLES = {
     "methods": "align methods kto",
     "report": "align report align-run",
     "diff": "align diff runs/dpo runs/kto",
+    "register": "align register align-run prefs --alias champion",
     "mlflow-sync": "align mlflow-sync align-run",
 }
 

@@ -156,6 +156,7 @@ def load_run(path: AnyPath) -> TrainingRun:
         evaluations=history.held_out,
         samples=_samples(folder.evaluations()),
         answers=_answers(folder.answers),
+        rows=_visits(folder.rows),
         settings=run_settings(folder),
     )
 
@@ -172,6 +173,7 @@ class TrainingRun:
     evaluations: pl.DataFrame = field(repr=False)  # likewise, of held-out rows: eval/…
     samples: pl.DataFrame = field(repr=False)  # single completions of each evaluation
     answers: pl.DataFrame = field(repr=False)  # to held-out prompts, before training and after
+    rows: pl.DataFrame = field(repr=False)  # margins of training rows, with train.row_margins
     settings: dict[str, Any] = field(repr=False)  # every one, by its dotted name
 
 
@@ -197,6 +199,14 @@ def _progress(*, shown: bool) -> Progress:
     from ...stages.tracking.progress import NoProgress, make_progress
 
     return make_progress() if shown else NoProgress()
+
+
+def _visits(path: Path) -> pl.DataFrame:
+    import polars as pl
+
+    from ...stages.report.visited_rows import SCHEMA, read_visits
+
+    return read_visits(path) if path.exists() else pl.DataFrame(SCHEMA.empty_table())
 
 
 def _answers(path: Path) -> pl.DataFrame:

@@ -191,11 +191,18 @@ def send_again(folder: RunFolder, options: TrackingOptions, files: Sequence[Path
 
 def _deliver(address: str, folder: RunFolder, ledger: Ledger) -> int:
     kind = ledger.kind
+    with asked_store(kind, address):
+        delivery = Delivery(kind.open(address), ledger, folder.metrics)
+        delivery.deliver()
+        return delivery.points
+
+
+@contextmanager
+def asked_store(kind: TrackerKind, address: str) -> Iterator[None]:
+    """Keeps the library quiet inside; whatever it raises is a StorageError that says what to do."""
     try:
         with kind.quiet():
-            delivery = Delivery(kind.open(address), ledger, folder.metrics)
-            delivery.deliver()
-            return delivery.points
+            yield
     except Exception as error:  # whatever the libraries of a store raise
         if not kind.is_failure(error):
             logger.error("%s", redacted(traceback.format_exc()))

@@ -7,6 +7,7 @@ import re
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.engine.optimizers import KINDS
+from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.quantized_base import require_bitsandbytes
 from ..options.settings import Settings
 
@@ -52,6 +53,15 @@ def _require_held_out(train: TrainOptions) -> None:
                 f"train.{name} is {value}, but train.eval_table is 0: no held-out row is written "
                 "down. Say how many are to be."
             )
+
+
+def require_margins(recipe: Recipe) -> None:
+    """Refuses a method whose rows are neither right nor wrong."""
+    if recipe.rows not in ("paired", "labelled") or not recipe.reward_formula:
+        raise UsageError(
+            f"train.row_margins is on, but rows of {recipe.name} have no margin: it compares no "
+            "rewards of good and bad completions. Unset it."
+        )
 
 
 def _require_read_by_optimizer(settings: Settings) -> None:

@@ -11,13 +11,14 @@ from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from ...schemas.batches import EvalSample
+from ...schemas.batches import EvalSample, Visits
 from ...schemas.cache import Stops
 from ...schemas.checkpoint import Checkpoint, Ending, How
 from ...schemas.errors import AlignError, Interrupted, StorageError, log_failure
 from ...stages.data.tokenizer import decoder
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.report.eval_table import Decode, Kind, evaluation_csv
+from ...stages.report.visited_rows import PendingVisits
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
 from ...stages.storage.run.run_folder import RunFolder, write_ending
@@ -49,6 +50,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
     if session.world.rank == 0:
         keep_through = start.checkpoint_step if start.checkpoint else -1
         start.folder.drop_evaluations(after=keep_through)
+        start.folder.drop_rows(after=keep_through)
         run = open_training_run(
             session.job.config.tracking,
             start.folder,
@@ -88,6 +90,7 @@ class RunRecords:
         self._progress = progress
         self._checkpointer = Checkpointer(session, start)
         self._machine = _machine(session, start)
+        self._visits = PendingVisits()
         self._tables = EvaluationTables(session, start.folder)
         self._best = BestMetric(session.job.config.train.best)
         self._last_line = 0.0
@@ -178,6 +181,20 @@ class RunRecords:
         with log_failure("No record of a spike"):
             self._name_rows(self._start.folder.spikes, position, row_ids)
 
+    def visited(self, position: TrainingPosition, epoch: int, visits: Visits) -> None:
+        """Keeps the margins of this rank's rows until the next checkpoint."""
+        if self._session.world.is_first_of_group:
+            self._visits.add(visits, epoch=epoch, step=position.step)
+
+    def _write_visits(self, step: int) -> None:
+        """Writes down the rows up to a step, before its checkpoint: a resumed run drops others."""
+        folder = self._start.folder
+        if self._visits:
+            with log_failure("Margins of training rows are kept for the next checkpoint"):
+                fs.make_folder(folder.row_parts)
+                self._visits.write(folder.row_part(step, self._session.world.rank))
+                self._visits = PendingVisits()
+
     def _name_rows(self, file: Path, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
         world = self._session.world
         if world.is_first_of_group:
@@ -190,6 +207,7 @@ class RunRecords:
         if self._checkpointer.has(position):
             return
         self._run.sync()
+        self._write_visits(position.step)
         measured = self.metrics if position.step == self._step else {}
         saved = self._checkpointer.save(
             position, measured, mlflow_run_id=self._run.run_ids.get(MAIN, "")

@@ -20,6 +20,7 @@ from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, sp
 from ...stages.report.html_page import render_markdown, render_page
 from ...stages.report.side_by_side import Answered, read_answers
 from ...stages.report.signs import Evidence, Sign, Signs, look_for_signs
+from ...stages.report.visited_rows import join_parts, learned_rows, read_visits
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
@@ -50,6 +51,9 @@ STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 def write_report(root: Path) -> Path:
     """Writes the page of a run, finished or not, and the short of it; returns the page's path."""
     folder = training_folder(root)
+    with log_failure("No table of training rows"):
+        if parts := folder.rows_written():
+            join_parts([*parts], folder.rows)
     settings, history = run_settings(folder), read_history(folder.metrics)
     learned, held_out = curves(history.learned), curves(history.held_out)
     shared = {
@@ -64,6 +68,7 @@ def write_report(root: Path) -> Path:
         headlines=dict(_headlines(history.measured)),
         learning=learning_curves(learned, held_out),
         completions=_spreads(folder),
+        rows=_rows(folder),
         cache=_of_cache(folder, settings),
         settings=_shown(settings),
         further=further_curves(learned, held_out),
@@ -73,6 +78,29 @@ def write_report(root: Path) -> Path:
         fs.drop_drafts(path)
         fs.publish(path, text.encode(), label="report")
     return folder.report
+
+
+MOST_NAMED = 20  # rows of a kind
+
+
+def _rows(folder: RunFolder) -> dict[str, str]:
+    """What became of the training rows, if that was written down."""
+    if not folder.rows.exists():
+        return {}
+    found = learned_rows(read_visits(folder.rows))
+
+    def named(ids: tuple[str, ...]) -> str:
+        more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
+        first = f": {', '.join(ids[:MOST_NAMED])}{more}" if ids else ""
+        return f"{len(ids):,} ({len(ids) / found.rows:.1%}){first}"
+
+    again = {"above 0, and below it later": named(found.forgotten)} if found.visits > 1 else {}
+    return {
+        "training rows": f"{found.rows:,}, each visited {found.visits:,} times at most",
+        "margin above 0 at the last visit": f"{found.right:,} ({found.right / found.rows:.1%})",
+        "above 0 at no visit": named(found.never),
+        **again,
+    }
 
 
 MOST_SHOWN = 4000  # characters of an answer

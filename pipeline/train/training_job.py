@@ -33,7 +33,7 @@ from ..options.settings import Settings
 from ..plan.best_metric import require_measured
 from ..plan.cache_checks import require_same_making, require_same_text
 from ..plan.method_needs import read_spec_of, require_own_samples, require_token_logps
-from ..plan.setting_checks import require_effect, require_packable, seconds_of
+from ..plan.setting_checks import require_effect, require_margins, require_packable, seconds_of
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ def recipe_asked_for(settings: Settings) -> Recipe:
     seconds_of(train.max_time, name="train.max_time")
     require_effect(settings)
     require_measured(train)
+    if train.row_margins:
+        require_margins(recipe)
     return recipe
 
 

@@ -22,7 +22,7 @@ from ...schemas.methods import (
 from ...schemas.option import FACTS
 from ...schemas.rows import LEAST, PER_TOKEN, Role, rounding_of
 from .modifiers import Modifiers, names_within
-from .rewards import MARGINS, reward_metrics
+from .rewards import MARGINS, reward_metrics, row_margins
 from .tensors import torch
 
 if TYPE_CHECKING:
@@ -196,11 +196,24 @@ class Recipe:
         formulas = (part.method.rewards.formula for part in self.parts if part.method.rewards)
         return next(formulas, "")
 
-    def rewards(self, branches: Branches) -> Tensor | None:
-        """The rewards of the first part that has any, (branches,); no gradient."""
-        seen = self.modifiers.applied(branches)
+    def rewards(self, branches: Branches, *, less: float = 0.0) -> Tensor | None:
+        """The rewards of the first part that has any, (branches,); no gradient.
+
+        `less` is subtracted from each sum of log-probs.
+        """
+        seen = self.modifiers.applied(branches, less=less)
         found = (_rewards_of(part, self._view(seen, part)) for part in self.parts)
         return next((rewards for rewards in found if rewards is not None), None)
+
+    def margins(self, branches: Branches) -> tuple[Tensor, Tensor]:
+        """The margin of each row's rewards and its rounding, as `row_margins` has them.
+
+        No gradient: rewards have none.
+        """
+        rewards, less = self.rewards(branches), self.rewards(branches, less=self.rounding)
+        assert rewards is not None, "a recipe without rewards is refused"
+        assert less is not None
+        return row_margins(rewards, (rewards - less).abs(), branches.rows, is_good(branches))
 
     def ratios(self, branches: Branches) -> Tensor:
         """Log-ratios, as modifiers have left them."""

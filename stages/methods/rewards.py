@@ -136,6 +136,22 @@ def _rows_compared(
     return compared(desirable[0] - undesirable[0], desirable[1] + undesirable[1], both)
 
 
+def row_margins(
+    rewards: Tensor, rounding: Tensor, rows: Tensor, is_good: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean reward of a row's good branches less that of its bad ones, and its rounding.
+
+    Of a row with one side only the other counts as 0. (branches,) each: a row's is at its number.
+    """
+    values = torch.stack([rewards, rounding])
+    sides = []
+    for which in (is_good, ~is_good):
+        is_there = rewards.new_zeros(len(rows)).index_add(0, rows, which.to(rewards.dtype)) > 0
+        sides.append(_means_by_row(values, rows, which).masked_fill(~is_there, 0.0))
+    good, bad = sides
+    return good[0] - bad[0], good[1] + bad[1]
+
+
 def _means_by_row(values: Tensor, rows: Tensor, which: Tensor) -> Tensor:
     """Means by row of values (kinds, branches); NaN for a row without a branch in `which`."""
     none = torch.zeros_like(values)  # one column per branch: there are no more rows than those

@@ -1,4 +1,4 @@
-"""MLflow as a tracker; the only module that calls it, and imports it when it is opened."""
+"""MLflow as a tracker; the only module that opens a store of it, and imports it then."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize
+from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize, Visits
 from ...schemas.errors import MemoryLimitError, NonFiniteError
 from ...schemas.methods import Mean, Step
 from ...schemas.train_options import TrainOptions
@@ -94,6 +94,10 @@ class Records(Protocol):
 
     def spiked(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
         """Records a step with a gradient far above what is usual, and this rank's rows in it."""
+        ...
+
+    def visited(self, position: TrainingPosition, epoch: int, visits: Visits) -> None:
+        """Records the margins of this rank's rows in a step of this epoch."""
         ...
 
     def save(self, position: TrainingPosition) -> None:
@@ -183,6 +187,8 @@ class Loop:
         reach("step.updated")
         after = TrainingPosition(position.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)
+        if result.visits:
+            records.visited(after, batch.cursor.epoch, result.visits)
         if result.applied and self.usual.spike(result.means["grad_norm"].value):
             records.spiked(after, rows_in(batch))
         lap = {**self.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
@@ -215,7 +221,7 @@ class Loop:
                     batch,
                     state=state,
                     seed=seed,
-                    router_loss=self.options.router_loss,
+                    options=self.options,
                 )
             except MicroBatchTooLarge as refusal:
                 micro = refusal.micro

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.batches import Engine, MicroBatch, StepBatch
+from ...schemas.batches import Engine, MicroBatch, StepBatch, Visits
 from ...schemas.methods import ROUTING, Branches, Mean, Metric, Step, Tokens
 from ...schemas.train_options import TrainOptions
 from ..methods.modifiers import sums_of
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
-from ..methods.rewards import with_margin
+from ..methods.rewards import is_tie, with_margin
 from ..model.copies import on_device
 from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
@@ -28,11 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on every rank except `suspects`."""
+    """The result of a step, the same on every rank except `suspects` and `visits`."""
 
     applied: bool
     means: Means  # of everything that was measured
     suspects: tuple[str, ...]  # ids of this rank's rows that may have prevented the update
+    visits: Visits | None  # of this rank's rows, where they are wanted
     state: MethodState  # of the methods from here on
 
 
@@ -43,17 +44,20 @@ def train_step(
     *,
     state: MethodState,
     seed: tuple[int, int],
-    router_loss: float = 0.0,
+    options: TrainOptions | None = None,
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
     MicroBatchTooLarge is raised when nothing but gradients has changed; the caller clears them.
     `seed` is (seed of the run, global step): with the rank and the micro-batch it seeds dropout.
-    `router_loss` is the weight of the router loss, which is not in the reported loss.
+    The router loss of the options is not in the reported loss.
     """
+    router_loss = options.router_loss if options else 0.0
+    keeps_margins = options is not None and options.row_margins
     step = step_of(engine, recipe, batch, balances=router_loss > 0)
     state_then = recipe.next_state(state, step.pre_pass)
     sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
+    margins = list[Tensor]()
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
         with catching_out_of_memory(micro):
@@ -66,18 +70,29 @@ def train_step(
         sums.add_outcome(outcome)
         sums.add_routing(branches.routing)
         losses.append(outcome.losses)
+        if keeps_margins:
+            margins.append(torch.stack(recipe.margins(branches))[:, : len(micro.row_ids)])
     # The only host-device sync of a step.
     means, after = sums.read(engine, state_then)
+    visits = _visits(batch, margins) if keeps_margins else None
     if not math.isfinite(reported(recipe, means)[LOSS]):
         engine.skip()
         suspects = _suspects(batch, step, losses)
-        return StepResult(applied=False, means=means, suspects=suspects, state=state)
+        return StepResult(False, means=means, suspects=suspects, visits=visits, state=state)
     reach("step.before_update")
     update = engine.step()
     means["grad_norm"] = Mean(update.grad_norm, 1.0)
     if not update.applied:
-        return StepResult(applied=False, means=means, suspects=rows_in(batch), state=state)
-    return StepResult(applied=True, means=means, suspects=(), state=after)
+        suspects = rows_in(batch)
+        return StepResult(False, means=means, suspects=suspects, visits=visits, state=state)
+    return StepResult(True, means=means, suspects=(), visits=visits, state=after)
+
+
+def _visits(batch: StepBatch, margins: list[Tensor]) -> Visits:
+    """This rank's rows with their margins, read from the device at once."""
+    values = torch.cat(margins, dim=1)
+    ties = is_tie(*values)
+    return Visits(rows_in(batch), tuple(values[0].tolist()), tuple(ties.tolist()))
 
 
 def reported(recipe: Recipe, means: Means) -> dict[str, float]:

@@ -22,6 +22,7 @@ from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.run.run_folder import RunFolder
 from support.command import refusal
 from support.mlflow_runs import open_store, run_of, stored
+from support.stage_one import contents
 from support.tracked_training import journalled
 from support.trainings import weights
 
@@ -227,6 +228,42 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     assert set(kept) == {*own, "metrics.jsonl", "manifest.json"}
     for name in own:
         assert kept[name].read_bytes() == (plain / name).read_bytes()
+
+
+def test_a_finished_run_becomes_a_version_and_learning_on_makes_another(plain, course, tmp_path):
+    store, client = ("--uri", store_of(plain)), open_store(store_of(plain))
+
+    def registered(run, *more):
+        answer = course.server.run("register", run, "prefs", *more, *store, cwd=tmp_path)
+        assert answer.code == 0, answer
+        return answer.out
+
+    assert "version 1 of prefs; champion is this version" in registered(
+        plain, "--alias", "champion"
+    )
+    assert "version 1 of prefs, as it was before" in registered(plain)
+    learned_on = shutil.copytree(plain, tmp_path / "run")
+    (learned_on / "model" / "README.md").write_text("of a longer run")
+    assert "version 2 of prefs" in registered(learned_on)
+    assert client.get_model_version_by_alias("prefs", "champion").version == 1
+    for version, run in ((1, plain), (2, learned_on)):
+        made = client.get_model_version("prefs", version)
+        assert made.run_id == ledger_of(plain)["run_id"]
+        kept = Path(client.get_model_version_download_uri("prefs", version).removeprefix("file://"))
+        assert contents(kept) == contents(run / "model")
+    registered(learned_on, "--alias", "champion")
+    assert client.get_model_version_by_alias("prefs", "champion").version == 2
+
+    (learned_on / "model" / "outside").symlink_to(tmp_path)
+    assert "has one in it" in refusal(2, "register", learned_on, "prefs", *store)
+    shutil.rmtree(learned_on / "model")
+    assert "has no trained model yet" in refusal(2, "register", learned_on, "prefs", *store)
+    assert "your own" in refusal(2, "register", plain, "prefs")  # another store than the run names
+    (
+        unrecorded := shutil.copytree(plain, tmp_path / "unrecorded") / "_align" / "mlflow.json"
+    ).unlink()
+    said = refusal(2, "register", unrecorded.parents[1], "prefs", *store)
+    assert "was not recorded in MLflow" in said
 
 
 def test_a_model_in_bfloat16_is_uploaded_as_it_was_saved_where_it_is_asked_for(finished):

@@ -136,6 +136,7 @@ class Recorded:
     samples: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
     spikes: list = field(default_factory=list)  # (step, row ids)
+    visits: list = field(default_factory=list)  # (step, epoch, rows with their margins)
     saves: list = field(default_factory=list)  # steps
     shrunk: list = field(default_factory=list)  # (step, tokens per batch from then on)
     on_step: object = None
@@ -158,6 +159,9 @@ class Recorded:
 
     def spiked(self, place, row_ids):
         self.spikes.append((place.step, row_ids))
+
+    def visited(self, place, epoch, visits):
+        self.visits.append((place.step, epoch, visits))
 
     def save(self, place):
         if self.saves[-1:] != [place.step]:

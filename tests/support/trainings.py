@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from align.stages.report.visited_rows import read_visits
 from align.stages.storage.run.checkpoints import choose_checkpoint
 from align.stages.storage.run.run_folder import RunFolder
 from support.command import Answer
@@ -175,6 +176,7 @@ class Course:
         *("--method", "kto", "--batch-size", 4, "--max-steps", 6, "--lr", 1e-3),
         *("--eval-fraction", 0.1, "--eval-every", 3, "--save-every", 2, "--no-mlflow"),
         *("--set", "train.dropout=true", "--set", f"train.epsilon={EPSILON}"),
+        *("--set", "train.row_margins=true"),
     )
 
     @property
@@ -229,6 +231,8 @@ def require_same(run, whole):
     """Requires the weights of another run bit by bit, and every number on the way to them."""
     assert weights(run) == weights(whole)
     assert learned(run) == learned(whole)
+    tables = [read_visits(RunFolder(one).rows) for one in (run, whole)]
+    assert tables[0].equals(tables[1])
 
 
 def saved(run):

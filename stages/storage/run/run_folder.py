@@ -4,6 +4,7 @@ metrics.jsonl                   one line per logged step
 nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
 spikes.jsonl                    rows of the steps with a gradient far above what is usual
 evaluations/step-<n>.csv        single held-out completions, a line each
+rows.parquet                    the margin of each training row at each visit
 answers.jsonl                   held-out prompts, answered before training and after
 report.html                     all of this on one page
 report.md                       the short of it, for a pull request
@@ -18,6 +19,7 @@ _align/ending.json              how it ended; missing while it runs, or after a 
 _align/fitted.json              the micro-batches that memory allows, if it ran out
 _align/mlflow.json              what MLflow has to be sent
 _align/trackers/<name>.json     what another tracker has to be sent
+_align/rows/                    parts of rows.parquet, by the last step and the rank of each
 _align/artifacts/               copies of files from elsewhere that trackers have to be sent
 """
 
@@ -42,6 +44,7 @@ from ..signed_records import SignedRecords
 
 RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
+ROW_PART_NAME = re.compile(r"step-([0-9]{8,})-[0-9]{1,9}\.parquet")
 EVALUATION_NAME = re.compile(r"step-([0-9]{8,})\.csv")
 DRAFT_NAME = re.compile(r"\.tmp-([0-9]{8,}|model|model-merged)-[0-9A-Za-z-]+")
 TRASH_NAME = re.compile(r"\.trash-.+")
@@ -56,6 +59,8 @@ class RunFolder:
     metrics = Below("metrics.jsonl")
     nonfinite = Below("nonfinite.jsonl")
     spikes = Below("spikes.jsonl")
+    rows = Below("rows.parquet")
+    row_parts = Below("_align/rows")
     answers = Below("answers.jsonl")
     report = Below("report.html")
     summary = Below("report.md")
@@ -117,6 +122,22 @@ class RunFolder:
             if step > after:
                 fs.unlink(path)
 
+    def row_part(self, number: int, rank: int) -> Path:
+        """Where a rank writes its rows down, up to a step."""
+        return self.row_parts / f"step-{number:08d}-{rank}.parquet"
+
+    def rows_written(self) -> dict[Path, int]:
+        """The parts that there are, and the last step of each."""
+        found = {path: ROW_PART_NAME.fullmatch(path.name) for path in self.row_parts.glob("*")}
+        return {path: int(name[1]) for path, name in sorted(found.items()) if name}
+
+    def drop_rows(self, *, after: int) -> None:
+        """Removes the table of rows, and the parts that end at later steps; -1: all."""
+        fs.unlink(self.rows)
+        for path, step in self.rows_written().items():
+            if step > after:
+                fs.unlink(path)
+
     def draft(self, number: int, run_id: str) -> Path:
         """Where the checkpoint of a step is while it is written."""
         path = self.checkpoints / f".tmp-{number:08d}-{run_id}"
@@ -153,7 +174,7 @@ class RunFolder:
         refuse_foreign(self.root, is_ours=self._is_ours, what="training run")
         make_place(self.root, self.private)
         fs.make_folder(self.checkpoints)
-        for folder in (self.evaluation(0).parent, self.copies, self._ledgers):
+        for folder in (self.evaluation(0).parent, self.copies, self._ledgers, self.row_parts):
             if folder.is_symlink():  # what is removed below them would be someone else's
                 raise UsageError(f"{folder} is a link. Put the folder itself in its place.")
         if self.latest.is_dir():  # no checkpoint could be saved
@@ -196,14 +217,16 @@ class RunFolder:
         parents = [parent for parent in (self.checkpoints, self.root) if parent.is_dir()]
         found = [path for parent in parents for path in sorted(parent.iterdir())]
         folders = [path for path in found if _is_left_over(path.name)]
-        whole = (self.latest, self.metrics, self.config, self.engine, self.mlflow, *self.pages)
+        named = (self.latest, self.metrics, self.config, self.engine, self.mlflow, self.rows)
+        whole = (*named, *self.pages)
         drafts = [
             draft
             for path in (*whole, self.ending)
             for draft in path.parent.glob(f".{path.name}.*.tmp")
         ]
         drafts += self.evaluation(0).parent.glob(".step-*.tmp")
-        drafts += [draft for made in (self.copies, self._ledgers) for draft in made.glob(".*.tmp")]
+        made_of = (self.copies, self._ledgers, self.row_parts)
+        drafts += [draft for made in made_of for draft in made.glob(".*.tmp")]
         return [*folders, *drafts]
 
 

@@ -35,16 +35,9 @@ logger = logging.getLogger("align")
 _COMMIT = re.compile(r"step-([0-9]{8,})\.json")
 _MODELS = ("model", "model-merged")
 _OURS = {
-    *("metrics.jsonl", "nonfinite.jsonl", "spikes.jsonl", "evaluations", "answers.jsonl"),
-    *(
-        "report.html",
-        "report.md",
-        "config.yaml",
-        "deepspeed.json",
-        "checkpoints",
-        "_align",
-        *_MODELS,
-    ),
+    *("metrics.jsonl", "nonfinite.jsonl", "spikes.jsonl", "evaluations", "rows.parquet"),
+    *("answers.jsonl", "report.html", "report.md", "config.yaml", "deepspeed.json"),
+    *("checkpoints", "_align", *_MODELS),
 }
 
 
@@ -109,6 +102,7 @@ class RunStore:
             objects.remove(ending)  # the run goes on
         for path in self._records():
             objects.put(self.root / path.relative_to(self.folder.root).as_posix(), path)
+        self._drop_row_parts()
         steps, stored = self.folder.steps(), self._commits()
         held = {path.name for path in self._files.iterdir()}
         named = set[str]()
@@ -122,6 +116,14 @@ class RunStore:
         if self.folder.ending.exists():
             objects.put(ending, self.folder.ending)
 
+    def _drop_row_parts(self) -> None:
+        """Removes those of steps that were trained again after a kill."""
+        kept = {path.name for path in self.folder.rows_written()}
+        stored = self.root / self.folder.row_parts.relative_to(self.folder.root).as_posix()
+        for path in stored.iterdir():
+            if path.name not in kept:
+                objects.remove(path)
+
     @property
     def _files(self) -> ObjectPath:
         return self.root / "checkpoints" / "files"
@@ -134,7 +136,8 @@ class RunStore:
     def _records(self) -> Iterator[Path]:
         folder = self.folder
         yield from folder.records()
-        yield from (page for page in folder.pages if page.exists())
+        yield from (page for page in (folder.rows, *folder.pages) if page.exists())
+        yield from folder.rows_written()
         yield from folder.ledgers()
         yield from sorted(path for path in folder.copies.glob("[!.]*") if path.is_file())
 

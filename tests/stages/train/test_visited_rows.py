@@ -1,0 +1,114 @@
+"""The margin of each training row at each visit, and what is said of the rows by them."""
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from align.schemas.batches import Visits
+from align.schemas.errors import CorruptionError
+from align.stages.engine.distributed import joined_world
+from align.stages.report.visited_rows import PendingVisits, join_parts, learned_rows, read_visits
+from support import plain_loop
+from support.command import refusal
+from support.rounding import NATS
+from support.training_world import job_of, learn
+
+EPOCHS = 2
+
+
+@torch.no_grad()
+def margin_of(row, models):
+    """The mean reward of its good completions less that of its bad ones, one by one."""
+    plain = plain_loop.Row(row, *models)
+    sides = {True: [], False: []}
+    for index, good in zip(plain.own, plain.is_good, strict=True):
+        sides[good].append(plain_loop.BETA * float(plain.ratio(index)))
+    means = [sum(side) / len(side) if side else 0.0 for side in (sides[True], sides[False])]
+    return means[0] - means[1]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(("cache", "method"), [("pairs", "dpo"), ("labels", "kto")])
+def test_every_row_has_a_margin_at_each_visit_by_plain_passes_of_both_models(
+    training_world, moved, cache, method
+):
+    """A policy that does not move has the same margin at every visit."""
+    folder = getattr(training_world, cache)
+    how = {"model": str(moved), "other_reference": True, "lr": 0.0, "epochs": EPOCHS}
+    with joined_world() as world:
+        _, recorded = learn(job_of(folder, method, row_margins=True, **how), world)
+    models = [
+        AutoModelForCausalLM.from_pretrained(one).eval() for one in (moved, training_world.model)
+    ]
+    expected = {name: margin_of(row, models) for name, row in plain_loop.rows_of(folder).items()}
+    seen = {}
+    for step, epoch, visits in recorded.visits:
+        assert 0 < step <= len(recorded.visits)
+        for row_id, margin in zip(visits.row_ids, visits.margins, strict=True):
+            seen[row_id, epoch] = margin
+        assert not any(visits.are_ties)
+    assert len(seen) == sum(len(one.row_ids) for *_, one in recorded.visits)  # each once an epoch
+    assert {row_id for row_id, _ in seen} == expected.keys()
+    assert {epoch for _, epoch in seen} == set(range(EPOCHS))
+    for (row_id, _), margin in seen.items():
+        assert margin == pytest.approx(expected[row_id], abs=4 * plain_loop.BETA * NATS)
+    # Before the first update a policy that is the reference ties in every row.
+    with joined_world() as world:
+        _, recorded = learn(job_of(folder, method, row_margins=True, lr=0.0, max_steps=1), world)
+    assert all(recorded.visits[0][2].are_ties)
+
+
+def table(*rows):
+    """Visits of rows, each given by the signs of its margins; 0 is a tie."""
+    lines = [
+        {"row_id": name, "epoch": at, "step": at * 10 + 1, "margin": 0.5 * sign, "is_tie": not sign}
+        for name, signs in rows
+        for at, sign in enumerate(signs)
+    ]
+    return pl.DataFrame(lines)
+
+
+def test_rows_are_never_learned_or_forgotten_by_what_they_were_at_their_visits():
+    visits = table(
+        ("late", (-1, 0, 1)),
+        ("lost", (1, 1, -1)),
+        ("found again", (1, -1, 1)),
+        ("tied", (1, 0, 0)),
+        ("never", (-1, -1, 0)),
+    )
+    found = learned_rows(visits.reverse())
+    assert (found.rows, found.visits, found.right) == (5, 3, 2)
+    assert (found.never, found.forgotten) == (("never",), ("found again", "lost"))
+    lost = learned_rows(table(("nan", (float("nan"), float("nan")))))
+    assert (lost.right, lost.never, lost.forgotten) == (0, ("nan",), ())
+
+
+def test_parts_of_ranks_become_one_table_and_a_damaged_one_is_named(tmp_path):
+    paths = []
+    for rank, names in enumerate((("b", "d"), ("a",))):
+        part = PendingVisits()
+        for step in (2, 1):
+            values = (1.5,) * len(names)
+            part.add(Visits(names, values, (False,) * len(names)), epoch=0, step=step)
+        paths.append(tmp_path / f"step-00000002-{rank}.parquet")
+        part.write(paths[-1])
+    join_parts(paths, tmp_path / "rows.parquet")
+    whole = read_visits(tmp_path / "rows.parquet")
+    assert whole.select("step", "row_id").rows() == [(s, one) for s in (1, 2) for one in "abd"]
+    for damage in (b"PAR1", paths[0].read_bytes()[:-9]):
+        paths[0].write_bytes(damage)
+        with pytest.raises(CorruptionError, match="step-00000002-0.parquet is damaged"):
+            join_parts(paths, tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"row_id": ["a"]}), paths[0])
+    with pytest.raises(CorruptionError, match="it has other columns"):
+        join_parts(paths, tmp_path / "rows.parquet")
+
+
+def test_a_method_without_right_and_wrong_rows_keeps_no_margins(training_world):
+    asked = ("--cache", training_world.everything, "--set", "train.row_margins=true")
+    for method in ("sft", "grpo"):
+        said = refusal(2, "train", "--method", method, *asked, "--no-mlflow")
+        assert f"rows of {method} have no margin" in said
