@@ -142,7 +142,8 @@ def load_run(path: AnyPath) -> TrainingRun:
     """
     from ...stages.storage.run.run_folder import read_ending
     from ..options.settings import run_settings
-    from ..train.run_report import read_history, training_folder
+    from ..train.run_history import read_history
+    from ..train.run_report import training_folder
 
     folder = training_folder(Path(path))
     ending = read_ending(folder)

@@ -13,7 +13,7 @@ from ...stages.methods.rewards import RATIOS
 from ...stages.report.cache_tables import grid
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ...stages.storage.run.run_folder import RunFolder
-from ..train.run_report import read_history
+from ..train.run_history import read_history
 
 HEAD = ("round", "win rate", "95 %", "vs first", "score", "tokens", "growth", "ties", "repeated")
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
 from ...stages.methods.table import recipe_of
 from ...stages.model.loading.folder_json import read_json
+from ...stages.report.axes import plain
 from ...stages.report.cache_tables import grid
-from ...stages.report.charts import further_curves, learning_curves, plain
+from ...stages.report.charts import Best
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, spread_charts
 from ...stages.report.html_page import render_markdown, render_page
+from ...stages.report.run_curves import BEST, further_curves, learning_curves
 from ...stages.report.side_by_side import Answered, read_answers
 from ...stages.report.signs import Evidence, Sign, Signs, look_for_signs
 from ...stages.report.visited_rows import join_parts, learned_rows, read_visits
@@ -25,17 +27,16 @@ from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.disk import fs
-from ...stages.storage.run.checkpoints import read_checkpoint
+from ...stages.storage.run.checkpoints import read_checkpoint, wanted
 from ...stages.storage.run.run_folder import RunFolder, read_ending
-from ...stages.tracking.journal import EVAL, RESERVED, entry_batches
+from ...stages.tracking.journal import EVAL
 from ..options.settings import run_settings, without_secrets
+from .run_history import Curves, History, Measured, curves, read_history
 
 if TYPE_CHECKING:
     import polars as pl
 
     from ...stages.train.synchronized import Ending
-
-Curves: TypeAlias = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
 
 logger = logging.getLogger("align")
 
@@ -66,12 +67,12 @@ def write_report(root: Path) -> Path:
         "run.html.j2",
         **shared,
         headlines=dict(_headlines(history.measured)),
-        learning=learning_curves(learned, held_out),
+        learning=learning_curves(learned, held_out, _best(settings)),
         completions=_spreads(folder),
         rows=_rows(folder),
         cache=_of_cache(folder, settings),
         settings=_shown(settings),
-        further=further_curves(learned, held_out),
+        further=further_curves(learned, held_out, _best(settings)),
     )
     short = render_markdown("run.md.j2", **shared, measured=before_and_after(history.measured))
     for path, text in ((folder.report, page), (folder.summary, short)):
@@ -129,6 +130,14 @@ def training_folder(root: Path) -> RunFolder:
             f"{folder.config.name}. Name the --output of `align train`."
         )
     return folder
+
+
+def _best(settings: Mapping[str, Any]) -> dict[str, Best]:
+    """The held-out metrics whose best value is marked: the loss, and that of train.best."""
+    asked = wanted(settings["train.best"])
+    if not asked.metric.startswith(EVAL):
+        return dict(BEST)
+    return {**BEST, asked.metric.removeprefix(EVAL): "lowest" if asked.is_lowest else "highest"}
 
 
 def _signs(
@@ -272,89 +281,6 @@ def _shown(settings: dict[str, Any]) -> dict[str, str]:
         name: str(value)
         for name, value in without_secrets(settings).items()
         if name.partition(".")[0] in sections
-    }
-
-
-MeasuredOn = Literal["held out", "training", ""]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Two moments of a run, their metrics named as in its journal."""
-
-    rows: MeasuredOn = ""
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)  # empty unless of a later step
-
-
-@dataclass(frozen=True)
-class History:
-    """A run's journal: step, time and a column per metric, null where a line lacks it."""
-
-    learned: pl.DataFrame
-    held_out: pl.DataFrame  # the names of its metrics begin with eval/
-
-    @property
-    def steps(self) -> int:
-        """The last step with a line."""
-        return int(max([0, *self.learned["step"], *self.held_out["step"]]))
-
-    @property
-    def measured(self) -> Measured:
-        """First and last: on held-out rows, or on training steps where nothing is held out."""
-        if f"{EVAL}loss" in self.held_out.columns:
-            return Measured("held out", *_ends(self.held_out.drop_nulls(f"{EVAL}loss")))
-        if "loss" in self.learned.columns:
-            return Measured("training", *_ends(self.learned.drop_nulls("loss")))
-        return Measured("training")
-
-
-def read_history(metrics: Path) -> History:
-    """Reads the journal of a run, some lines at a time."""
-    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report can do without
-
-    kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
-    frames = [pl.DataFrame(schema=kinds)]
-    for entries in entry_batches(metrics):
-        rows = [
-            {
-                "step": entry.step,
-                "time": entry.points[0].time_ms,
-                **{point.key: point.value for point in entry.points},
-            }
-            for entry in entries
-        ]
-        frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
-    lines = pl.concat(frames, how="diagonal")
-
-    def of(names: Sequence[str]) -> pl.DataFrame:
-        holds_one = pl.any_horizontal(
-            pl.lit(False), *(pl.col(name).is_not_null() for name in names)
-        )
-        return lines.filter(holds_one).select(*kinds, *names)
-
-    held_out = [name for name in lines.columns if name.startswith(EVAL)]
-    learned = [name for name in lines.columns if name not in {*kinds, *held_out}]
-    return History(of(learned), of(held_out))
-
-
-def curves(lines: pl.DataFrame) -> Curves:
-    """Every metric's points, by its name without eval/."""
-    return {
-        name.removeprefix(EVAL): lines.select("step", name).drop_nulls().rows()
-        for name in lines.columns
-        if name not in RESERVED
-    }
-
-
-def _ends(lines: pl.DataFrame) -> tuple[dict[str, float], dict[str, float]]:
-    first, last = lines.row(0, named=True), lines.row(-1, named=True)
-    return _metrics(first), _metrics(last) if last["step"] > first["step"] else {}
-
-
-def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: value for name, value in line.items() if name not in RESERVED and value is not None
     }
 
 

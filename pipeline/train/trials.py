@@ -19,7 +19,8 @@ from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journal import EVAL
 from ..options.declared import set_by
 from ..options.settings import parse_varied
-from .run_report import Curves, Measured, Trained, curves, read_history
+from .run_history import Curves, Measured, curves, read_history
+from .run_report import Trained
 
 MOST_TRIALS = 10_000
 

@@ -1,21 +1,43 @@
-"""Curves, histograms and scatter plots as SVG, without scripts or libraries."""
+"""Curves, histograms and scatter plots as SVG, without scripts or libraries.
+
+What stands under a pointer says its numbers: the style sheet of the page shows it then.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from ...schemas.safe_text import escape
+from .axes import (
+    BOTTOM,
+    HEIGHT,
+    TOP,
+    WIDTH,
+    Scale,
+    drawn_axes,
+    plain,
+    scale_between,
+    scale_of_x,
+    scale_of_y,
+    widened,
+)
+from .smoothing import running_mean, window_of
 
 Point = tuple[float, float]
 Metrics: TypeAlias = "Mapping[str, Sequence[Point]]"  # by name, (step, value) each
 Form = Literal["line", "dots", "cloud"]
+Best = Literal["", "lowest", "highest"]
 
-WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 36
 MOST_POINTS = 400
+MOST_PLACES = 64  # that say their numbers under a pointer
+FEW = 30  # points of a line that are marked
+FEW_LINES = 4  # more noisy lines in one chart hide each other: only the smoothed ones are drawn
+MOST_TOLD = 8  # series whose numbers fit into the drawing, one below the other
+LONGEST_NAME = 24
 BINS = 28
 LARGEST = 1e300
 
@@ -28,6 +50,7 @@ class Series:
     points: Sequence[Point]
     color: str
     form: Form = "line"  # dots: a line with marked points; cloud: no line
+    best: Best = ""  # the point to be marked
 
 
 @dataclass(frozen=True)
@@ -39,16 +62,48 @@ class Values:
     color: str
 
 
-def chart(title: str, series: Sequence[Series], *, x_label: str, y_label: str = "") -> str:
+@dataclass(frozen=True)
+class _Curve:
+    """A series as it is drawn: itself, and a smoothed line if it is long and noisy."""
+
+    series: Series
+    smooth: Sequence[Point] = ()
+    window: int = 0
+
+    @staticmethod
+    def of(series: Series, y: Scale) -> _Curve:
+        heights = [y.height(value) for _, value in series.points]
+        if series.form != "line" or not (window := window_of(heights)):
+            return _Curve(series)
+        means = map(y.value, running_mean(heights, window).tolist())
+        smooth = zip((x for x, _ in series.points), means, strict=True)
+        return _Curve(series, list(smooth), window)
+
+
+def chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str = "",
+    may_be_log: bool = False,
+) -> str:
     """A figure with one or more series; empty if none has a point."""
     shown = [replace(one, points=list(filter(_can_be_drawn, one.points))) for one in series]
     shown = [one for one in shown if one.points]
     if not shown:
         return ""
-    axes = _Axes.around([point for one in shown for point in one.points])
-    drawn = "".join(_drawn(one, axes) for one in shown)
-    keys = [(one.name, f"{one.color} {one.form}") for one in shown]
-    return _figure(title, keys, axes.drawn(x_label, y_label) + drawn)
+    x = scale_of_x([at for one in shown for at, _ in one.points])
+    y = scale_of_y([value for one in shown for _, value in one.points], may_be_log=may_be_log)
+    curves = [_Curve.of(one, y) for one in shown]
+    is_crowded = len(curves) > FEW_LINES
+    drawn = "".join(_drawn(one, x, y, is_crowded=is_crowded) for one in curves)
+    keys = [_key(f"{one.color} {one.form}", one.name) for one in shown]
+    keys += [_key(f"{one.color} best", _best_said(one, x_label)) for one in shown if one.best]
+    keys += [f'<span class="key">{note}</span>' for note in _notes(curves, y)]
+    is_told = len(curves) <= MOST_TOLD and all(one.form != "cloud" for one in shown)
+    places = _places(curves, x, y, x_label) if is_told else ""
+    return _figure(title, keys, drawn_axes(x, y, x_label, y_label) + drawn + places)
 
 
 def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
@@ -61,120 +116,146 @@ def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
     if not shown:
         return ""
     every = [value for group in shown for value in group.values]
-    low, high = _widened(min(every), max(every))
+    low, high = widened(min(every), max(every))
     width = (high - low) / BINS
     counts = [_counted(group.values, low, width) for group in shown]
-    axes = _Axes(low, high, 0, max(map(max, counts)) * 1.05)
+    x = scale_between(low, high, is_x=True)
+    y = scale_between(0, max(map(max, counts)) * 1.05, is_x=False)
     drawn = "".join(
-        _outline(group.color, heights, low, width, axes)
+        _outline(group.color, heights, [low + edge * width for edge in range(BINS + 1)], x, y)
         for group, heights in zip(shown, counts, strict=True)
     )
-    keys = [(group.name, f"{group.color} bars") for group in shown]
-    return _figure(title, keys, axes.drawn(x_label, "count") + drawn)
+    keys = [_key(f"{group.color} bars", group.name) for group in shown]
+    return _figure(title, keys, drawn_axes(x, y, x_label, "count") + drawn)
 
 
-def plain(value: float) -> str:
-    """A number in a short readable form."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-@dataclass(frozen=True)
-class _Axes:
-    """The marks between the edges of the drawing."""
-
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
-
-    @staticmethod
-    def around(points: Sequence[Point]) -> _Axes:
-        x_low, x_high = _ends([x for x, _ in points])
-        if x_low == x_high:
-            x_low, x_high = x_low - 1, x_high + 1
-        y_low, y_high = _widened(*_ends([y for _, y in points]))
-        return _Axes(x_low, x_high, y_low, y_high)
-
-    def x(self, value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (value - self.x_low) / (self.x_high - self.x_low)
-
-    def y(self, value: float) -> float:
-        fraction = (value - self.y_low) / (self.y_high - self.y_low)
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * fraction
-
-    def drawn(self, x_label: str, y_label: str) -> str:
-        """Grid lines, tick labels of both axes, and axis labels."""
-        bottom = HEIGHT - BOTTOM
-        parts = []
-        for tick, said in _ticks(self.y_low, self.y_high):
-            y = f"{self.y(tick):.1f}"
-            kind = "zero" if tick == 0 else "rule"
+def _drawn(curve: _Curve, x: Scale, y: Scale, *, is_crowded: bool) -> str:
+    one, parts = curve.series, []
+    points = one.points if one.form == "cloud" else _thinned(one.points)
+    if one.form != "cloud":
+        if not (curve.window and is_crowded):
+            kind = "faint" if curve.window else one.form
+            parts.append(_polyline(one, kind, points, x, y))
+        if curve.window:
+            parts.append(_polyline(one, "line", _thinned(curve.smooth), x, y))
+    if one.form != "line" or len(points) <= FEW:
+        for at, value in points:
+            tip = escape(f"{one.name}: {plain(value)} at {plain(at)}")
             parts.append(
-                f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
+                _circle(f"{one.color} {one.form}", x(at), y(value), f"<title>{tip}</title>")
             )
-            parts.append(f'<text class="y-tick" x="{LEFT - 6}" y="{y}">{said}</text>')
-        for tick, said in _ticks(self.x_low, self.x_high):
-            at = f'x="{self.x(tick):.1f}" y="{bottom + 15}"'
-            parts.append(f'<text class="x-tick" {at}>{said}</text>')
-        middle = (LEFT + WIDTH - RIGHT) / 2
-        parts.append(f'<text class="x-tick" x="{middle}" y="{HEIGHT - 4}">{escape(x_label)}</text>')
-        if y_label:
-            half = (TOP + bottom) / 2
-            turned = f"rotate(-90 12 {half})"
-            at = f'x="12" y="{half}" transform="{turned}"'
-            parts.append(f'<text class="x-tick" {at}>{escape(y_label)}</text>')
-        return "".join(parts)
-
-
-def _drawn(series: Series, axes: _Axes) -> str:
-    points = series.points if series.form == "cloud" else _thinned(series.points)
-    at = [(axes.x(x), axes.y(y)) for x, y in points]
-    parts = []
-    if series.form != "cloud":
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-        parts.append(f'<polyline class="{series.color} {series.form}" points="{path}"/>')
-    if series.form != "line" or len(at) == 1:
-        kind = "cloud" if series.form == "cloud" else "dot"
-        for (x, y), (x_value, y_value) in zip(at, points, strict=True):
-            tip = escape(f"{series.name}: {plain(y_value)} at {plain(x_value)}")
-            parts.append(
-                f'<circle class="{series.color} {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
-                f"<title>{tip}</title></circle>"
-            )
+    if one.best:
+        at, value = _best_of(one)
+        parts.append(_circle(f"{one.color} best", x(at), y(value)))
     return "".join(parts)
 
 
-def _outline(color: str, heights: Sequence[int], low: float, width: float, axes: _Axes) -> str:
-    floor = axes.y(0)
-    corners = [f"{axes.x(low):.1f},{floor:.1f}"]
-    for index, height in enumerate(heights):
-        y = axes.y(height)
-        for edge in (index, index + 1):
-            corners.append(f"{axes.x(low + edge * width):.1f},{y:.1f}")
-    corners.append(f"{axes.x(low + len(heights) * width):.1f},{floor:.1f}")
+def _polyline(one: Series, kind: str, points: Sequence[Point], x: Scale, y: Scale) -> str:
+    path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
+    name = f"<title>{escape(one.name)}</title>"
+    return f'<polyline class="{one.color} {kind}" points="{path}">{name}</polyline>'
+
+
+def _circle(kind: str, x: float, y: float, inner: str = "") -> str:
+    radius = 6 if "best" in kind else 3
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">{inner}</circle>'
+
+
+def _best_of(series: Series) -> Point:
+    """The first of the best points."""
+    choose = min if series.best == "lowest" else max
+    return choose(series.points, key=lambda point: point[1])
+
+
+def _best_said(series: Series, x_label: str) -> str:
+    at, value = _best_of(series)
+    return f"{series.best}: {plain(value)} at {x_label} {plain(at)}"
+
+
+def _notes(curves: Sequence[_Curve], y: Scale) -> Iterator[str]:
+    """How the numbers were made into lines, as far as that is no matter of course."""
+    if windows := {curve.window for curve in curves if curve.window}:
+        low, high = min(windows), max(windows)
+        lines = f"{low:,} lines" if low == high else f"{low:,} to {high:,} lines"
+        yield f"smoothed: {'geometric mean' if y.is_log else 'mean'} of {lines}"
+    if y.is_log:
+        yield "log axis"
+
+
+def _places(curves: Sequence[_Curve], x: Scale, y: Scale, x_label: str) -> str:
+    """Upright strips that fill the drawing, each with the numbers that stand there."""
+    known = sorted({at for curve in curves for at, _ in _thinned(curve.series.points, MOST_PLACES)})
+    # Of many series with points of their own, no more than a hand can point at.
+    known = known[:: math.ceil(len(known) / (2 * MOST_PLACES))]
+    values = [dict(curve.series.points) for curve in curves]
+    smooth = [dict(curve.smooth) for curve in curves]
+    is_crowded = len(curves) > FEW_LINES
+    middles = [(x(one) + x(other)) / 2 for one, other in pairwise(known)]
+    edges = [x.start, *middles, x.end]
+    strips = []
+    for at, (left, right) in zip(known, pairwise(edges), strict=True):
+        marks, lines = [], []
+        for curve, own, means in zip(curves, values, smooth, strict=True):
+            name, color = _shortened(curve.series.name), curve.series.color
+            if at in own and not (means and is_crowded):
+                marks.append(_circle(color, x(at), y(own[at])))
+                lines.append((color, f"{name} {plain(own[at])}"))
+            if at in means:
+                lines.append((color, f"{name}, smoothed {plain(means[at])}"))
+        strips.append(
+            _place((left, right), x(at), marks, [("what", f"{x_label} {plain(at)}"), *lines])
+        )
+    return f'<g class="places">{"".join(strips)}</g>'
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def _place(
+    edges: tuple[float, float], at: float, marks: Sequence[str], lines: Sequence[tuple[str, str]]
+) -> str:
+    """One strip; its lines stand on the side with more room."""
+    is_left = at < WIDTH / 2
+    beside = f"{at + 9 if is_left else at - 9:.1f}"
+    said = "".join(
+        f'<tspan class="{color}" x="{beside}" dy="1.25em">{escape(line)}</tspan>'
+        for color, line in lines
+    )
+    left, right = edges
+    box = f'x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{HEIGHT - BOTTOM - TOP}"'
+    return (
+        f'<g><rect {box}/><path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>{"".join(marks)}'
+        f'<text y="{TOP}" class="{"right" if is_left else "left"}">{said}</text></g>'
+    )
+
+
+def _outline(color: str, heights: Sequence[int], edges: Sequence[float], x: Scale, y: Scale) -> str:
+    floor = f"{y(0):.1f}"
+    corners = [f"{x(edges[0]):.1f},{floor}"]
+    for height, ends in zip(heights, pairwise(edges), strict=True):
+        corners += [f"{x(edge):.1f},{y(height):.1f}" for edge in ends]
+    corners.append(f"{x(edges[-1]):.1f},{floor}")
     return f'<polygon class="{color} bars" points="{" ".join(corners)}"/>'
 
 
-def _figure(title: str, keys: Sequence[tuple[str, str]], drawing: str) -> str:
-    named = "".join(
-        f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>' for name, kind in keys
-    )
+def _key(kind: str, name: str) -> str:
+    return f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>'
+
+
+def _figure(title: str, keys: Sequence[str], drawing: str) -> str:
     return (
-        f"<figure><figcaption><b>{escape(title)}</b>{named}</figcaption>"
+        f"<figure><figcaption><b>{escape(title)}</b>{''.join(keys)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
         f"{drawing}</svg></figure>"
     )
 
 
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+def _thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
     """A limited number of the points, with the highest and the lowest of each interval."""
-    if len(points) <= MOST_POINTS:
+    if len(points) <= most:
         return points
-    size = math.ceil(2 * len(points) / MOST_POINTS)
+    size = math.ceil(2 * len(points) / most)
     return [
         point
         for start in range(0, len(points), size)
@@ -195,89 +276,6 @@ def _counted(values: Sequence[float], low: float, width: float) -> list[int]:
     return counts
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """The range with a margin at both ends; never empty."""
-    margin = (high - low) * 0.05
-    least = max(abs(low), abs(high)) * 1e-6 or 1e-6
-    if high - low < least:
-        return low - max(least, abs(low) * 0.1), high + max(least, abs(high) * 0.1)
-    return low - margin, high + margin
-
-
 def _can_be_drawn(point: Point) -> bool:
     """Whether lengths between such points are still numbers."""
     return all(abs(value) < LARGEST for value in point)
-
-
-def _ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
-    """A few round numbers with distinct labels."""
-    rough = (high - low) / 5
-    power = math.floor(math.log10(rough))
-    step = next(size * 10.0**power for size in (1, 2, 5, 10) if size * 10.0**power >= rough)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    for index in range(first, last + 1):
-        tick = float(f"{index * step:.12g}")
-        yield tick, _written(tick, decimals, math.log10(max(abs(low), abs(high)) / step))
-
-
-def _written(tick: float, decimals: int, digits: float) -> str:
-    if tick == 0:
-        return "0"
-    if decimals > 6 or abs(tick) >= 1e6:
-        mantissa, _, power = f"{tick:.{max(0, math.ceil(digits))}e}".partition("e")
-        kept = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{kept}e{int(power)}"
-    return f"{tick:,.{decimals}f}"
-
-
-CHARTS = {
-    "Loss": ("loss",),
-    "Accuracy": ("rewards/accuracies", "rewards/ties"),
-    "Rewards": ("rewards/chosen", "rewards/rejected"),
-    "Margin": ("rewards/margins",),
-    "KL, mean of mismatched log-ratios": ("kl/raw", "kl/clamped"),
-    "Log-probs": ("logps/chosen", "logps/rejected"),
-    "Gradient norm, before clipping": ("grad_norm",),
-    "Learning rate": ("lr",),
-}
-SPEED = {
-    "Tokens a second": ("speed/tokens_per_second",),
-    "Seconds a step": ("speed/step_seconds", "speed/data_wait_seconds"),
-    "Peak memory, MiB": ("memory/peak_mib",),
-    "Padding, share of tokens": ("padding",),
-}
-LEFT_OUT = {"epoch", "tokens", "speed/rows_per_second", "step_applied"}
-
-
-def learning_curves(learned: Metrics, held_out: Metrics) -> str:
-    """The charts of loss, rewards and log-probs."""
-    return "".join(_chart(title, names, learned, held_out) for title, names in CHARTS.items())
-
-
-def further_curves(learned: Metrics, held_out: Metrics) -> str:
-    """The charts of speed, memory, and other metrics of a method."""
-    known = {name for names in (*CHARTS.values(), *SPEED.values()) for name in names}
-    others = sorted({*learned, *held_out} - known - LEFT_OUT)
-    charts = {**SPEED, **{name: (name,) for name in others}}
-    return "".join(_chart(title, names, learned, held_out) for title, names in charts.items())
-
-
-def _chart(title: str, names: Sequence[str], learned: Metrics, held_out: Metrics) -> str:
-    series = _all_series(
-        [name for name in names if name in learned or name in held_out], learned, held_out
-    )
-    return chart(title, list(series), x_label="step")
-
-
-def _all_series(names: Sequence[str], learned: Metrics, held_out: Metrics) -> Iterable[Series]:
-    for index, name in enumerate(names):
-        said = name.rpartition("/")[2] if len(names) > 1 else ""
-        color = f"c{index}"
-        yield Series(said or "train", learned.get(name, ()), color)
-        kept = f"{said}, held out" if said else "held out"
-        yield Series(kept, held_out.get(name, ()), color, form="dots")

@@ -1,9 +1,16 @@
-"""Self-contained pages, rendered from the templates in this folder: HTML, or Markdown."""
+"""Self-contained pages, rendered from the templates in this folder: HTML, or Markdown.
+
+The policy of an HTML page lets a browser apply its one style sheet, and neither run nor load
+anything: text that were ever taken for markup would have no effect.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +21,8 @@ from ...schemas.safe_text import beginning, safe
 
 # What has a meaning in Markdown or in HTML; within a word `_` has none.
 _MARKS = re.compile(r"""[\\`*\[\]<>|~&"'\n\r\t]|^[#+-]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])""")
+
+FOLDER = Path(__file__).parent
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -28,7 +37,7 @@ def render_markdown(template: str, **values: Any) -> str:
 
 def _rendered(template: str, finalize: Callable[[Any], Any], values: dict[str, Any]) -> str:
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=finalize,
@@ -36,7 +45,18 @@ def _rendered(template: str, finalize: Callable[[Any], Any], values: dict[str, A
         lstrip_blocks=True,
     )
     environment.filters["beginning"] = beginning
+    environment.globals |= {"style": _style, "policy": _policy}
     return environment.get_template(template).render(values)
+
+
+@cache
+def _style() -> Markup:
+    return Markup((FOLDER / "page.css").read_text(encoding="utf-8"))
+
+
+def _policy() -> str:
+    digest = base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
 
 def _without_secrets(value: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from align.stages.report.charts import plain
+from align.stages.report.axes import plain
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from support.command import refusal
 from support.rounds_play import counted, play, prompts_in, record, records, write_settings

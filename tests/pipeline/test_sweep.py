@@ -9,7 +9,7 @@ import pytest
 
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.pipeline.train.run_diff import diff_runs, standing
-from align.pipeline.train.run_report import Measured
+from align.pipeline.train.run_history import Measured
 from align.pipeline.train.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError

@@ -7,9 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from align.schemas.safe_text import MASK
-from align.stages.report.charts import MOST_POINTS, Series, Values, chart, histogram
+from align.stages.report.charts import FEW, MOST_POINTS, Series, Values, chart, histogram
 from align.stages.report.html_page import render_page
 from align.stages.report.model_card import Lineage, model_card
+from align.stages.report.run_curves import learning_curves
 
 
 class Drawn:
@@ -19,34 +20,53 @@ class Drawn:
         self.xml = ElementTree.fromstring(figure)  # it has to be well formed
         self._of_x, self._of_y = self._scale("x"), self._scale("y")
 
-    def points(self, name):
-        """The corners of the only line or outline, as numbers of both axes."""
-        (shape,) = self.xml.iter(name)
+    def points(self, name, kind=""):
+        """The corners of the only line or outline of a kind, as numbers of both axes."""
+        (shape,) = (one for one in self.xml.iter(name) if kind in one.get("class"))
         pairs = [tuple(map(float, pair.split(","))) for pair in shape.get("points").split()]
         _, _, width, height = map(float, self.xml.find("svg").get("viewBox").split())
         assert all(0 <= x <= width and 0 <= y <= height for x, y in pairs)
         return [(self._of_x(x), self._of_y(y)) for x, y in pairs]
 
-    def dots(self):
-        """The same of all dots."""
-        places = [(float(one.get("cx")), float(one.get("cy"))) for one in self.xml.iter("circle")]
-        return [(self._of_x(x), self._of_y(y)) for x, y in places]
+    def dots(self, kind=""):
+        """The same of all dots that are always there, or of those of a kind."""
+        found = [one for one in self.xml.iterfind("svg/circle") if kind in one.get("class")]
+        return [(self._of_x(float(o.get("cx"))), self._of_y(float(o.get("cy")))) for o in found]
+
+    def told(self):
+        """What stands under a pointer from the left to the right, with the ends of each strip."""
+        found = []
+        for strip in self.xml.iterfind(".//g[@class='places']/g"):
+            left, width = (float(strip.find("rect").get(name)) for name in ("x", "width"))
+            lines = [line.text for line in strip.iter("tspan")]
+            found.append((self._of_x(left), self._of_x(left + width), lines))
+        return found
+
+    def ticks(self, axis):
+        """The labels of an axis."""
+        return [mark.text for mark in self._marks(axis)]
 
     def _scale(self, axis):
         """What a place of the drawing means on an axis, by its first and its last number."""
-        other = {"x": "y", "y": "x"}[axis]
-        marks = [text for text in self.xml.iter("text") if text.get("class") == f"{axis}-tick"]
-        # What they count stands behind them, elsewhere.
-        marks = [mark for mark in marks if mark.get(other) == marks[0].get(other)]
+        marks = self._marks(axis)
         first, last = (
             (float(m.get(axis)), float(m.text.replace(",", ""))) for m in marks[:: len(marks) - 1]
         )
+        if "log axis" in "".join(self.xml.itertext()) and axis == "y":
+            low, high = math.log10(first[1]), math.log10(last[1])
+            return lambda at: 10 ** (low + (at - first[0]) * (high - low) / (last[0] - first[0]))
         each = (last[1] - first[1]) / (last[0] - first[0])
         return lambda place: first[1] + (place - first[0]) * each
 
+    def _marks(self, axis):
+        other = {"x": "y", "y": "x"}[axis]
+        marks = [text for text in self.xml.iter("text") if text.get("class") == f"{axis}-tick"]
+        # What they count stands behind them, elsewhere.
+        return [mark for mark in marks if mark.get(other) == marks[0].get(other)]
+
 
 def drawn(points, **more):
-    return Drawn(chart("Loss", [Series("loss", points, "c0", **more)], x_label="step"))
+    return Drawn(chart("Loss", [Series("train", points, "c0", **more)], x_label="step"))
 
 
 def near(points, *, by=0.02):
@@ -59,7 +79,11 @@ def test_every_point_stands_where_its_numbers_say(form):
     figure = drawn(points, form=form)
     if form != "cloud":
         assert figure.points("polyline") == near(points, by=0.05)
-    assert figure.dots() == ([] if form == "line" else near(points, by=0.05))
+    assert figure.dots() == near(points, by=0.05)  # so few that those of a line are marked too
+
+
+def test_points_of_a_long_line_are_not_marked():
+    assert drawn([(step, step % 7) for step in range(FEW + 1)]).dots() == []
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e305, -math.inf])
@@ -82,6 +106,85 @@ def test_a_peak_among_many_steps_is_kept():
             abs(point[0] - x) < 20 and abs(point[1] - y) < 0.1  # a tenth of a dot
             for x, y in found
         )
+
+
+def test_the_curve_of_many_noisy_lines_is_faint_under_the_mean_of_their_neighbours():
+    """Of 60 lines the mean is over 5: in the middle of 0 1 0 1 0, at an end over the 3 there."""
+    points = [(step, float(step % 2)) for step in range(60)]
+    figure = drawn(points)
+    assert figure.points("polyline", "faint") == near(points, by=0.05)
+    smooth = [value for _, value in figure.points("polyline", "line")]
+    assert smooth[:4] == [pytest.approx(one, abs=0.01) for one in (1 / 3, 0.5, 0.4, 0.6)]
+    assert smooth[-1] == pytest.approx(2 / 3, abs=0.01)
+    assert "mean of 5 lines" in "".join(figure.xml.itertext())
+    for plain_course in (points[1:], [(x, x**2) for x, _ in points], [(x, 3.0) for x, _ in points]):
+        assert drawn(plain_course).points("polyline", "line") == near(plain_course, by=5)
+
+
+def test_many_noisy_curves_are_drawn_smooth_alone():
+    points = [(step, float(step % 2)) for step in range(60)]
+    for count, kinds in ((4, {"line", "faint"}), (5, {"line"})):
+        series = [Series(f"run {number}", points, "c0") for number in range(count)]
+        xml = ElementTree.fromstring(chart("Loss", series, x_label="step"))
+        assert {one.get("class").split()[1] for one in xml.iter("polyline")} == kinds
+
+
+def test_values_of_three_decades_stand_on_a_log_axis_where_it_is_allowed():
+    """The mean of three 0.01 and two 10 is 10 ** ((3 * -2 + 2 * 1) / 5) there."""
+    points = [(step, 10.0 if step % 2 else 0.01) for step in range(60)]
+    figure = Drawn(chart("x", [Series("x", points, "c0")], x_label="step", may_be_log=True))
+    assert figure.ticks("y") == ["0.01", "0.1", "1", "10"]
+    raw, smooth = (figure.points("polyline", kind) for kind in ("faint", "line"))
+    assert [value for _, value in raw[:2]] == [pytest.approx(one, rel=0.02) for one in (0.01, 10)]
+    assert smooth[2][1] == pytest.approx(10**-0.8, rel=0.02)
+    for low, is_allowed in ((0.01, False), (0.011, True), (0.0, True), (-0.01, True)):
+        series = [Series("x", [(0, low), (1, 10.0)], "c0")]
+        text = chart("x", series, x_label="step", may_be_log=is_allowed)
+        assert "log axis" not in text
+
+
+def test_the_best_of_enough_evaluations_is_marked():
+    learned = {"loss": [(step, 1.0 / step) for step in range(1, 40)]}
+    held_out = {"loss": [(0, 0.7), (10, 0.4), (20, 0.3), (30, 0.35)]}
+    figure = Drawn(learning_curves(learned, held_out))
+    assert figure.dots("best") == near([(20, 0.3)])
+    assert "lowest: 0.3 at step 20" in "".join(figure.xml.itertext())
+    few = {"loss": held_out["loss"][:2]}
+    assert not Drawn(learning_curves(learned, few)).dots("best")
+    accuracy = {"rewards/accuracies": [(0, 0.5), (10, 0.9), (20, 0.8)]}
+    asked = learning_curves({}, accuracy, {"rewards/accuracies": "highest"})
+    assert Drawn(asked).dots("best") == near([(10, 0.9)])
+
+
+def test_under_a_pointer_stand_the_numbers_of_the_nearest_step():
+    series = [
+        Series("train", [(10, 0.5), (20, 0.25), (40, 0.125)], "c0"),
+        Series("held out", [(0, 0.7), (20, 0.4)], "c0", form="dots"),
+    ]
+    told = Drawn(chart("Loss", series, x_label="step")).told()
+    assert [lines for *_, lines in told] == [
+        ["step 0", "held out 0.7"],
+        ["step 10", "train 0.5"],
+        ["step 20", "train 0.25", "held out 0.4"],
+        ["step 40", "train 0.125"],
+    ]
+    edges = [left for left, *_ in told] + [told[-1][1]]
+    assert edges == [pytest.approx(one, abs=0.1) for one in (0, 5, 15, 30, 40)]
+
+
+def test_under_a_pointer_stand_the_highest_and_the_lowest_of_many_steps():
+    points = [(step, 1.0 + step / 1e6 + (step == 4321) * 50) for step in range(9_999)]
+    told = drawn(points).told()
+    assert len(told) < 200
+    assert ["step 4,321", "train 51"] in [lines for *_, lines in told]
+
+
+def test_steps_and_rounds_are_whole_at_their_axis():
+    for last, ticks in ((1, ["0", "1"]), (2, ["0", "1", "2"]), (6, ["0", "2", "4", "6"])):
+        assert drawn([(0, 1.0), (last, 2.0)]).ticks("x") == ticks
+    one = ElementTree.fromstring(chart("x", [Series("x", [(3, 1.0)], "c0")], x_label="round"))
+    assert "3" in [mark.text for mark in one.iter("text") if mark.get("class") == "x-tick"]
+    assert drawn([(0, 1.0), (1.5, 2.0)]).ticks("x")[1] == "0.5"
 
 
 def test_a_histogram_counts_every_value_once():
