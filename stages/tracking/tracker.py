@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError, UsageError
@@ -24,6 +24,7 @@ from .journal import Entry
 TRACKERS: dict[str, str] = {
     "mlflow": "mlflow_tracker",
     "tensorboard": "tensorboard_tracker",
+    "wandb": "wandb_tracker",
 }
 MAIN = "mlflow"  # whose address `tracking.uri` is, and `--uri` of mlflow-sync
 
@@ -130,6 +131,8 @@ class TrackerKind:
     # By settings, environment and the folder that the run belongs to; empty: there is none.
     address: Callable[[TrackingOptions, Path], str]
     open: Callable[[str], Tracker]  # of an address
+    # Called once all of an ended run was sent, for a library that writes the rest only then.
+    close: Callable[[Any], None] = lambda _: None
     library: str = ""  # the package that it imports; installed by the extra of the tracker's name
     experiment: Callable[[TrackingOptions], str] = lambda options: redacted(options.experiment)
     plain: Callable[[str], str] = plain_address
