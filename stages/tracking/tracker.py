@@ -36,6 +36,7 @@ GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the pa
 ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
 TRIAL_TAG = "align.trial"  # the name of a training in its sweep
 ROUND_TAG = "align.round"  # the number of a round
+SIGNS_TAG = "align.stands_out"  # what stands out in a training, or nothing
 
 
 @dataclass(frozen=True)
