@@ -203,7 +203,7 @@ class TrackingOptions:
     )
     trackers: list[str] = option(
         [],
-        "where runs are recorded: mlflow, tensorboard, or both; empty: mlflow",
+        "where runs are recorded: any of mlflow, tensorboard, wandb; empty: mlflow",
         flag="--track",
         on=(*SCORERS, *TRAINING, "rounds"),
     )

@@ -16,6 +16,7 @@ from support.rooms import ROOMS, ROOT
 from support.sample_tables import sample_table
 from support.stage_one import contents
 from support.tensorboard_runs import journalled, scalars
+from support.wandb_runs import numbers
 
 EXTENDING = page("docs/extending.md")
 # Commands one after the other in one process: most of a short one is imports.
@@ -106,7 +107,7 @@ def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
     words = ("train", "--method", "dpo", "--cache", training_world.pairs, "--max-steps", 2)
     both = (
         "--track",
-        "mlflow,files,tensorboard",
+        "mlflow,files,tensorboard,wandb",
         "--set",
         f"tracking.uri={uri}",
         "--batch-size",
@@ -117,6 +118,8 @@ def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
     assert told.info.status == "FINISHED"
     (shown,) = (tmp_path / "align-run" / "tensorboard").iterdir()
     assert scalars(shown) == journalled(tmp_path / "align-run")
+    (offline,) = (tmp_path / "align-run" / "wandb").glob("*/*.wandb")
+    assert [number[:3] for number in numbers(offline)] == stored(uri, told.info.run_id)
     later.root.unlink()
     (tmp_path / "config.yaml").write_text(f"tracking:\n  uri: {uri}\n")
     sync = ("mlflow-sync", "align-run", "--config", "config.yaml")

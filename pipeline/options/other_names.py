@@ -50,7 +50,10 @@ _MEAN = "Every mean is over the global batch, so a batch may be dealt in any way
 _ALWAYS = "Nothing needs to be set: it is always so."
 _EPOCHS = "Several passes read the same cache; the reference is not run again."
 _WARMUP = "Below 1 it is a share of all steps, else a number of steps."
-_TRACKERS = "Names with commas between; without it runs are recorded in MLflow."
+_TRACKERS = (
+    "Names with commas between; without it runs are recorded in MLflow. "
+    "Those of wandb are offline: wandb sync uploads them."
+)
 _LIKE_NO_OTHER = "A share of the prompts is held out, chosen by their hash; 0 holds out none."
 
 TABLE = (

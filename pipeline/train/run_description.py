@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...schemas.errors import counted
+from ...stages.report.signs import Sign
 from ...stages.storage.bucket.objects import is_remote
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journaled_run import Run, inherited
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ...stages.tracking.tracker import ROUND_TAG, TRIAL_TAG
+from ...stages.tracking.tracker import ROUND_TAG, SIGNS_TAG, TRIAL_TAG
 from .training_job import Session, TrainingJob
 
 ALWAYS = ("train.lr", "train.batch_size", "train.epochs")
@@ -57,6 +58,12 @@ def record_inputs(run: Run, job: TrainingJob) -> None:
     run.log_base_model(job.policy.path, digest=job.policy_identity["model.weights"])
     if "reference" in job.recipe.needs:
         run.log_base_model(manifest.model, digest=manifest.fingerprint["model.weights"])
+
+
+def record_signs(run: Run, signs: Sequence[Sign]) -> None:
+    """Records what stands out as a tag: it is shown beside the run, and searched by."""
+    told = "; ".join(f"{sign.name}: {sign.said}" for sign in signs)
+    run.set_tags({SIGNS_TAG: told or "nothing"})
 
 
 def data_of(job: TrainingJob) -> str:

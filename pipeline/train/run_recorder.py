@@ -19,6 +19,7 @@ from ...stages.data.tokenizer import decoder
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.report.eval_table import Decode, Kind, evaluation_csv
 from ...stages.report.visited_rows import PendingVisits
+from ...stages.report.signs import Sign
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
 from ...stages.storage.run.run_folder import RunFolder, write_ending
@@ -33,7 +34,7 @@ from ..plan.best_metric import BestMetric
 from ..plan.fitted_batches import note_fitting, planned_tokens
 from .checkpointer import Checkpointer, require_disk_space
 from .resume import Start, identity_of
-from .run_description import describe_training, name_of_training, record_inputs
+from .run_description import describe_training, name_of_training, record_inputs, record_signs
 from .run_report import write_report
 from .training_job import Session
 
@@ -259,6 +260,10 @@ class RunRecords:
                 write_report(self._start.folder.root)
                 for page in (self._start.folder.report, self._start.folder.summary):
                     self._run.log_artifact(page)
+
+    def judged(self, signs: Sequence[Sign]) -> None:
+        """Records what stands out."""
+        record_signs(self._run, signs)
 
     def _measured(self, position: TrainingPosition, metrics: dict[str, float]) -> None:
         if position.step != self._step:

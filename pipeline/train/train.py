@@ -332,7 +332,9 @@ def _learn(
     if ending == "signal":
         raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, position.step))
     records.report()
-    return outcome(start.folder, ending)
+    trained = outcome(start.folder, ending)
+    records.judged(trained.signs)
+    return trained
 
 
 def _memory_backoff(session: Session) -> MemoryBackoff:

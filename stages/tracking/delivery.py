@@ -38,11 +38,13 @@ class Delivery:
         self._sent = 0
         self._marked_at = time.monotonic()
         self._refused: set[str] = set()
+        self._is_closed = False
         self.points = 0  # sent by this delivery
 
     def deliver(self) -> None:
         """Sends what is missing; raises what the store raises, and continues there next time."""
         record = self._ledger.record  # with a status in it, nothing is added after this
+        is_done = False
         try:
             self._begin()
             self._send_labels()
@@ -50,12 +52,21 @@ class Delivery:
             self._send_status(record)
             self._send_artifacts()
             self._send_models()
+            if self._is_sent() and not self._is_closed:
+                self._ledger.kind.close(self._tracker)
+                self._is_closed = True
+            is_done = True
         finally:
             self._mark()
+            if not is_done:
+                self._run_id = ""  # what became of the run is asked for before the next try
 
     @property
     def is_complete(self) -> bool:
         """Whether the store knows all, and how the run ended."""
+        return self._is_closed and self._is_sent()
+
+    def _is_sent(self) -> bool:
         record = self._ledger.record
         is_told = bool(record.status) and self._status == record.status
         linked = all(link.model_id for link in record.models)
@@ -67,6 +78,7 @@ class Delivery:
         run_id = self._tracker.begin(self._ledger.record)
         if not run_id:
             self._ledger.forget_run()
+            self._labels, self._status = (), ""
             run_id = self._tracker.begin(self._ledger.record)
         self._run_id = run_id
         self._ledger.change(run_id=run_id)

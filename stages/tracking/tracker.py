@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError, UsageError
@@ -24,6 +24,7 @@ from .journal import Entry
 TRACKERS: dict[str, str] = {
     "mlflow": "mlflow_tracker",
     "tensorboard": "tensorboard_tracker",
+    "wandb": "wandb_tracker",
 }
 MAIN = "mlflow"  # whose address `tracking.uri` is, and `--uri` of mlflow-sync
 
@@ -35,6 +36,7 @@ GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the pa
 ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
 TRIAL_TAG = "align.trial"  # the name of a training in its sweep
 ROUND_TAG = "align.round"  # the number of a round
+SIGNS_TAG = "align.stands_out"  # what stands out in a training, or nothing
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class TrackerKind:
     # By settings, environment and the folder that the run belongs to; empty: there is none.
     address: Callable[[TrackingOptions, Path], str]
     open: Callable[[str], Tracker]  # of an address
+    # Called once all of an ended run was sent, for a library that writes the rest only then.
+    close: Callable[[Any], None] = lambda _: None
     library: str = ""  # the package that it imports; installed by the extra of the tracker's name
     experiment: Callable[[TrackingOptions], str] = lambda options: redacted(options.experiment)
     plain: Callable[[str], str] = plain_address

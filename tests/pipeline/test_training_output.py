@@ -14,16 +14,19 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from align.pipeline.train.run_description import record_signs
+from align.pipeline.train.run_report import outcome
 from align.schemas.cache import Stops
 from align.schemas.rows import Role
 from align.stages.report.side_by_side import read_answers
+from align.stages.report.signs import Sign
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.run.run_folder import RunFolder
 from support.command import refusal
 from support.mlflow_runs import open_store, run_of, stored
 from support.stage_one import contents
-from support.tracked_training import journalled
+from support.tracked_training import begin, journalled, run_folder
 from support.trainings import weights
 
 TOKENS = 6
@@ -352,3 +355,17 @@ def test_a_setting_without_effect_or_that_does_not_go_with_another_is_refused(co
     ):
         asked = ("train", "--cache", course.cache, "--method", "dpo", "--no-mlflow", *given)
         assert said in refusal(2, *asked)
+
+
+def test_a_tracker_is_told_what_stands_out(plain, tmp_path):
+    tags = run_of(store_of(plain), ledger_of(plain)["run_id"]).data.tags
+    seen = [f"{sign.name}: {sign.said}" for sign in outcome(RunFolder(plain), "finished").signs]
+    assert tags["align.stands_out"] == ("; ".join(seen) or "nothing")
+    run = begin(run_folder(tmp_path), "", trackers=["tensorboard"], sends=False)
+    told = []
+    for signs in (("KL at 0", "It is 0."), ("length", "Long ones win.")), ():
+        record_signs(run, [Sign(*sign, "Do this.") for sign in signs])
+        ledger = run_folder(tmp_path).ledger("tensorboard")
+        told.append(json.loads(ledger.read_text())["tags"]["align.stands_out"])
+    run.finish("FINISHED")
+    assert told == ["KL at 0: It is 0.; length: Long ones win.", "nothing"]
