@@ -42,8 +42,8 @@ OF_CONFIGS = (
     named("cache_reference_logprobs", HALOS, "", "Nothing needs to be set: it is always so."),
     named("load_reference_logprobs", HALOS, "train.cache", "Shards of Parquet, and no pickle."),
     named("humanline", HALOS, "method.humanline",
-        "It needs a cache made with --token-logps. The reference does not move in a training: with "
-        "humanline HALOs syncs it as well."),
+        "It needs a cache made with --token-logps, but for simpo and slic. The reference does not "
+        "move in a training: with humanline HALOs syncs it as well."),
     named("log_epsilon_P", HALOS, "method.log_eps_p"),
     named("log_epsilon_R", HALOS, "method.log_eps_r"),
     named("online", HALOS, "", "`align rounds` samples, judges and trains in turns."),

@@ -235,7 +235,7 @@ IPO = paired_method(
     loss=ipo,
     options=IpoOptions,
     rewards=Rewards("b r/n, or b r with normalize sum", ipo_rewards),
-    modifiers=WEIGHS_PAIRS,
+    modifiers=WEIGHS_PAIRS | CLAMPS,
 )
 DPO_NORM = paired_method(
     name="dpo_norm",

@@ -72,7 +72,7 @@ class Modifiers:
         return tuple(name for name in (self.margin, self.row_weight) if name)
 
     def applied(self, branches: Branches, *, less: float = 0.0) -> Branches:
-        """The branches with adjusted log-ratios and margins; their log-probs are unchanged.
+        """The branches with adjusted values to compare; the log-probs to imitate are unchanged.
 
         `less` is subtracted from each sum that is compared.
         """
@@ -103,7 +103,8 @@ class Modifiers:
         """The metrics of the modifiers."""
         if not self.humanline:
             return {}
-        ratios = tokens_of(branches).log_ratios.detach()
+        tokens = tokens_of(branches)
+        ratios = (tokens.logps if tokens.reference is None else tokens.log_ratios).detach()
         inside = (ratios >= self.log_eps_p) & (ratios <= self.log_eps_r)
         return {"humanline/unclamped": inside.double()}
 
@@ -139,8 +140,15 @@ def sums_of(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _clamped(branches: Branches, low: float, high: float) -> Branches:
-    """Humanline (https://arxiv.org/abs/2509.24207): no token moves its sum further than this."""
+    """Humanline (https://arxiv.org/abs/2509.24207): no token moves its sum further than this.
+
+    Methods without a reference compare log-probs, which are ratios to a probability of 1.
+    """
     tokens = tokens_of(branches)
+    logps = sums_of(tokens.logps.clamp(low, high), tokens.counts)
+    branches = replace(branches, adjusted_logps=logps)
+    if tokens.reference is None:
+        return branches
     ratios = tokens.log_ratios.clamp(low, high)
     return replace(
         branches,

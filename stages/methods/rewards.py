@@ -162,6 +162,7 @@ class Side:
     """The chosen or the rejected branch of every row."""
 
     logps: Tensor  # (rows,) float64, as are the others
+    compared_logps: Tensor  # logps as modifiers have left them
     num_tokens: Tensor
     ratios: Tensor  # r, log(policy / reference) of the completion, as modifiers have left it
 
@@ -174,6 +175,11 @@ class Side:
     def mean_logps(self) -> Tensor:
         """The policy's log-prob per token, m."""
         return self.logps / self.num_tokens
+
+    @property
+    def mean_compared_logps(self) -> Tensor:
+        """m, as modifiers have left it."""
+        return self.compared_logps / self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,7 @@ def _side(branches: Branches, *, first: int) -> Side:
     every_other = slice(first, None, 2)
     return Side(
         logps=branches.logps[every_other],
+        compared_logps=branches.compared_logps[every_other],
         num_tokens=branches.num_tokens[every_other],
         ratios=branches.ratios[every_other],
     )

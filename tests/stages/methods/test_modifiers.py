@@ -49,6 +49,38 @@ def test_humanline_clamps_tokens_before_they_are_summed():
     assert taken.means["rewards/margins"] == pytest.approx(0.29)
 
 
+def test_humanline_of_means_and_of_log_probs_without_a_reference():
+    humanline = Modifiers(humanline=True)
+    # ipo: (1.5 + .5) / 2 - (-1 + .1) / 2 = 1.45, and (1.45 - 5)^2; half of 2 (1.45 - 5) a token.
+    taken = take(METHODS["ipo"], pairs(CLAMPABLE), modifiers=humanline)
+    assert taken.loss == pytest.approx(12.6025)
+    assert taken.token_gradient.tolist() == pytest.approx([0.0, -3.55, 0.0, 3.55])
+    # Without a reference a token's log-prob is clamped: -.5 and -3 as -.5 and -1.
+    said = [Said((0.0, 0.0), logps=(-0.5, -3.0)), Said((0.0, 0.0), logps=(-0.2, -0.4))]
+    taken = take(METHODS["simpo"], pairs(said), modifiers=humanline)
+    # m_c = -.75, m_l = -.3: ln(1 + e^7.5), whose slope is 5 S(7.5) a token.
+    assert taken.loss == pytest.approx(7.500553, abs=5e-7)
+    assert taken.token_gradient.tolist() == pytest.approx([-4.997237, 0, 4.997237, 4.997237])
+    assert taken.means["rewards/margins"] == pytest.approx(-4.5)
+    assert taken.means["humanline/unclamped"] == 0.75
+    # slic: 1 + 1.5 - .6, and a tenth of the 3.5 nats that are imitated: they are not clamped.
+    taken = take(METHODS["slic"], pairs(said), modifiers=humanline)
+    assert taken.loss == pytest.approx(2.25)
+    assert taken.token_gradient.tolist() == pytest.approx([-1.1, -0.1, 1.0, 1.0])
+    assert taken.means["logps/chosen"] == pytest.approx(-3.5)
+    for name in ("simpo", "slic"):  # a cache need not keep what no loss reads
+        assert recipe_of(name, humanline.active).needs == frozenset()
+
+
+def test_in_a_mixture_each_method_sees_its_own_clamped_numbers():
+    how = {"humanline": True, "log_eps_p": -0.4, "log_eps_r": 0.3}
+    whole = pairs(*random_rows((2, 2, 2)))
+    parts = [take_recipe(recipe_of(name, how), whole) for name in ("simpo", "dpo")]
+    both = take_recipe(recipe_of("simpo:2+dpo:0.5", how), whole)
+    expected = 2 * parts[0].loss + 0.5 * parts[1].loss
+    assert both.reported == pytest.approx(expected, rel=1e-12)
+
+
 def test_ld_alpha_weighs_the_tokens_the_shorter_side_does_not_have():
     # The rejected one has one token: chosen 1 + .4 (.5 + 2) = 2, rejected -1.
     whole = pairs([Said((1.0, 0.5, 2.0)), Said((-1.0,))])
