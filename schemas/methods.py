@@ -234,3 +234,12 @@ def label_smoothing(default: float) -> Any:
 def sft_weight() -> Any:
     """The `sft_weight` field of methods that may imitate the chosen branch as well."""
     return option(0.0, "adds this much of the chosen branch's likelihood, as RPO does", ge=0)
+
+
+Normalize = Literal["mean", "sum"]
+
+
+def sft_normalize() -> Any:
+    """The `sft_normalize` field of methods with an `sft_weight`."""
+    help_text = "likelihood of sft_weight: a mean per token, or that of the whole chosen branch"
+    return option("mean", help_text, came_later=True)

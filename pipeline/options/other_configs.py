@@ -101,9 +101,10 @@ OF_CONFIGS = (
     named("mcore_gpt megatron_amp_O2", NEMO, "", _MEGATRON),
     named("ref_policy_kl_penalty", NEMO, "method.beta"),
     named("preference_average_log_probs", NEMO, "train.method",
-        "dpo_norm is dpo with it, and ipo has method.normalize; kto and the rpo methods compare "
-        "sums."),
-    named("sft_average_log_probs", NEMO, "", "method.sft_weight adds a mean per token."),
+        "dpo with it is dpo_norm; ipo has method.normalize, mean unless set; kto and the rpo ones "
+        "take method.mean_ratios."),
+    named("sft_average_log_probs", NEMO, "method.sft_normalize",
+        "A mean unless set, where NeMo-Aligner takes a sum. Its kto reads it nowhere."),
     named("preference_loss", NEMO, "train.method", "dpo, ipo, rpo_sq, rpo_bwd_kl or rpo_fwd_kl."),
     named("preference_loss_weight", NEMO, "",
         "Give method.sft_weight what sft_loss_weight is to it; a mixture has weights of its own."),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # The modifiers that a method may allow, by the option that turns each on.
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})
+DIVIDES = frozenset({"mean_ratios"})
 WEIGHS_PAIRS = frozenset({"wpo", "row_weight"})
 CLAMPS = frozenset({"humanline"})
 BELONGS_TO = {"f_alpha": "f_divergence", "log_eps_p": "humanline", "log_eps_r": "humanline"}
@@ -39,6 +40,7 @@ class Modifiers:
     ld_alpha: float = option(
         1.0, "weight of tokens beyond the shorter side's length; 1: as all others", ge=0
     )
+    mean_ratios: bool = option(False, "compares log-ratios per token, r / n, as NeMo-Aligner can")
     wpo: bool = option(False, "weighs pairs by how likely the policy is to write them")
     margin: str = option("", "column of the data: how far apart each pair should be")
     row_weight: str = option("", "column of the data: how much each row counts")
@@ -82,6 +84,8 @@ class Modifiers:
             branches = _with_tails_weighed(branches, self.ld_alpha)
         if less:
             branches = branches.less(less)
+        if self.mean_ratios:
+            branches = replace(branches, adjusted=branches.ratios / branches.num_tokens)
         if self.f_divergence != "reverse_kl":
             ratios = _scores(branches.ratios, self.f_divergence, self.f_alpha)
             branches = replace(branches, adjusted=ratios)

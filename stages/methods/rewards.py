@@ -13,6 +13,7 @@ from ...schemas.methods import (
     Mean,
     Method,
     Metric,
+    Normalize,
     Rewards,
     RowKind,
     Step,
@@ -156,6 +157,11 @@ class ReferencedOptions(Protocol):
         """The weight of the chosen branch's negative log-likelihood."""
         ...
 
+    @property
+    def sft_normalize(self) -> Normalize:
+        """Whether that is a mean per token or a sum."""
+        ...
+
 
 @dataclass(frozen=True)
 class Side:
@@ -212,10 +218,14 @@ def pairs_of(branches: Branches) -> Pairs:
 
 
 def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) -> LossOutput:
-    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733)."""
+    """Losses + sft_weight * nll_c, a mean per token (https://arxiv.org/abs/2404.19733) or a sum.
+
+    The metric is the mean either way.
+    """
     nll = -pairs.chosen.mean_logps
     metrics = logp_metrics(pairs) | {"nll": nll.detach()}
-    return LossOutput(losses + options.sft_weight * nll, metrics)
+    imitated = nll if options.sft_normalize == "mean" else -pairs.chosen.logps
+    return LossOutput(losses + options.sft_weight * imitated, metrics)
 
 
 def logp_metrics(pairs: Pairs) -> dict[str, Metric]:

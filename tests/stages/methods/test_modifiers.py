@@ -81,6 +81,29 @@ def test_in_a_mixture_each_method_sees_its_own_clamped_numbers():
     assert both.reported == pytest.approx(expected, rel=1e-12)
 
 
+def test_mean_ratios_divides_each_branch_by_its_own_length():
+    mean = Modifiers(mean_ratios=True)
+    # r / n is 1 and -2: .1 * 3 against the 1.5 that the scores ask for.
+    whole = pairs([Said((1.0,) * 4, score=2.0), Said((-2.0,) * 3, score=0.5)])
+    by_hand = {
+        "rpo_sq": 1.44,  # (.3 - 1.5)^2
+        # S(1.5) = .817574: .817574 (-.201413 + .554355) + .182426 (-1.701413 + .854355)
+        "rpo_bwd_kl": 0.134031,
+        # S(.3) = .574443: .574443 (-.554355 + .201413) + .425557 (-.854355 + 1.701413)
+        "rpo_fwd_kl": 0.157727,
+    }
+    for name, expected in by_hand.items():
+        taken = take(METHODS[name], whole, modifiers=mean)
+        assert taken.loss == pytest.approx(expected, abs=1e-6), name
+        assert taken.means["rewards/margins"] == pytest.approx(0.3)
+    # And kto's z, which is a mean of what the same division makes of mismatched branches.
+    whole = rows_of([Said((1.5,) * 4), Said((-3.0,) * 3)], roles=LABELS)
+    assert recipe_of("kto", mean.active).ratios(whole).tolist() == pytest.approx([1.5, -3.0])
+    taken = take(METHODS["kto"], whole, modifiers=mean, mismatched=(0.5,))
+    # 1 - S(.1 (1.5 - .5)) and 1 - S(.1 (.5 + 3))
+    assert taken.losses.tolist() == pytest.approx([0.475021, 0.413382], abs=5e-7)
+
+
 def test_ld_alpha_weighs_the_tokens_the_shorter_side_does_not_have():
     # The rejected one has one token: chosen 1 + .4 (.5 + 2) = 2, rejected -1.
     whole = pairs([Said((1.0, 0.5, 2.0)), Said((-1.0,))])
