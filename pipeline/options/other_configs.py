@@ -15,7 +15,8 @@ _PART = (
     "train.eval_cache says."
 )
 _EPOCHS = (
-    "The ratio divides by the reference's stored log-probs, which no pass over the rows changes."
+    "A pass over the rows changes nothing that the ratio divides by: the reference's log-probs are "
+    "stored. HALOs repeats each batch before it reads the next one."
 )
 
 OF_CONFIGS = (
@@ -68,7 +69,8 @@ OF_CONFIGS = (
     named("microbatch_size", HALOS, "train.tokens_per_batch",
         "In tokens; changes only memory and speed."),
     named("v_head_max_grad_norm", HALOS, "train.max_grad_norm",
-        "The value head's gradient is part of the one that is shortened."),
+        "One norm for the policy and its value head, as DeepSpeed takes it; method.vf weighs the "
+        "head's share, and method.value_clip bounds what it learns from."),
     named("load_lora_from", HALOS, "model.adapter",
         "It is read with the reference; a training always begins a new adapter."),
     named("model.reward_model.path", HALOS, "rewards.model",

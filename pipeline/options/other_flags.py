@@ -125,6 +125,7 @@ OF_FLAGS = (
     named("kl_coef init_kl_coef KL_coef", (TRL, OPENRLHF, HALOS), "method.kl",
         "Of ppo; of grpo the distance from the reference weighs method.beta."),
     named("cliprange eps_clip", (TRL, OPENRLHF, HALOS), "method.epsilon", "Of ppo and grpo."),
+    named("cliprange_value", TRL, "method.value_clip", "Of ppo; 0 is none."),
     named("vf_coef critic_coef", (TRL, HALOS), "method.vf", "Of ppo."),
     named("precompute_ref_log_probs", TRL, "", _ALWAYS),
     named("precompute_ref_batch_size", TRL, "scoring.tokens_per_batch", "In tokens, not rows."),
