@@ -71,6 +71,7 @@ class Branches:
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each (rows,) of the data
     routing: Tensor | None = None  # of a mixture of experts: sums over all tokens of the rows
     adjusted: Tensor | None = None  # (branches,) log-ratios as a modifier has changed them
+    adjusted_logps: Tensor | None = None  # (branches,) log-probs as a modifier has changed them
     margin: Tensor | None = None  # (rows,) least reward margin of chosen over rejected
     rounding: float = 0.0  # by how much each of the sums may differ for how it was batched
 
@@ -79,10 +80,18 @@ class Branches:
         """r, log(policy / reference) of each branch, as modifiers have left it."""
         return self.logps - self.reference if self.adjusted is None else self.adjusted
 
+    @property
+    def compared_logps(self) -> Tensor:
+        """lp of each branch, as modifiers have left it: to be compared, and not to be imitated."""
+        return self.logps if self.adjusted_logps is None else self.adjusted_logps
+
     def less(self, rounding: float) -> Branches:
         """The branches with every sum and log-ratio lowered by `rounding`."""
         adjusted = None if self.adjusted is None else self.adjusted - rounding
-        return replace(self, logps=self.logps - rounding, adjusted=adjusted)
+        compared = None if self.adjusted_logps is None else self.adjusted_logps - rounding
+        return replace(
+            self, logps=self.logps - rounding, adjusted=adjusted, adjusted_logps=compared
+        )
 
 
 @dataclass(frozen=True)
@@ -225,3 +234,12 @@ def label_smoothing(default: float) -> Any:
 def sft_weight() -> Any:
     """The `sft_weight` field of methods that may imitate the chosen branch as well."""
     return option(0.0, "adds this much of the chosen branch's likelihood, as RPO does", ge=0)
+
+
+Normalize = Literal["mean", "sum"]
+
+
+def sft_normalize() -> Any:
+    """The `sft_normalize` field of methods with an `sft_weight`."""
+    help_text = "likelihood of sft_weight: a mean per token, or that of the whole chosen branch"
+    return option("mean", help_text, came_later=True)

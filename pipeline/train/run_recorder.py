@@ -18,8 +18,8 @@ from ...schemas.errors import AlignError, Interrupted, StorageError, log_failure
 from ...stages.data.tokenizer import decoder
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.report.eval_table import Decode, Kind, evaluation_csv
-from ...stages.report.visited_rows import PendingVisits
 from ...stages.report.signs import Sign
+from ...stages.report.visited_rows import PendingVisits
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
 from ...stages.storage.run.run_folder import RunFolder, write_ending

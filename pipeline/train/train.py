@@ -28,6 +28,7 @@ from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
 from ...stages.methods.recipe import Recipe
+from ...stages.model.loading.heads import stored_value_head
 from ...stages.model.loading.load import resolve, text_config
 from ...stages.model.loading.lora_targets import adapts_experts
 from ...stages.model.logprobs import causal_model
@@ -126,7 +127,8 @@ def open_session(
     if world.rank == 0:
         sampling = sampling_note(recipe, job.manifest)
         rate = learning_rate_note(config.train, config.lora)
-        for note in filter(None, (*_source_notes(source, held_out), sampling, rate, *advice)):
+        head = _value_head_note(job, recipe)
+        for note in filter(None, (*_source_notes(source, held_out), sampling, rate, head, *advice)):
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     if policy.routers and world.rank == 0:
@@ -170,6 +172,11 @@ def _fitting(start: Start | None, planned: int, world: World, progress: Progress
             f"Remove {start.folder.fitted} to try {planned:,} again."
         )
     return fits
+
+
+def _value_head_note(job: TrainingJob, recipe: Recipe) -> str:
+    file = stored_value_head(job.policy) if recipe.head == "values" else None
+    return f"the value head begins as it was trained before, from {file}" if file else ""
 
 
 def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...schemas.methods import Branches, LossOutput, Step, beta, sft_weight
+from ...schemas.methods import (
+    Branches,
+    LossOutput,
+    Normalize,
+    Step,
+    beta,
+    sft_normalize,
+    sft_weight,
+)
 from .rewards import paired_method, pairs_of, referenced_output
 from .tensors import logsigmoid
 
@@ -15,6 +23,7 @@ class AnchoredOptions:
 
     beta: float = beta(0.1)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 def nca(branches: Branches, _: Step, options: AnchoredOptions) -> LossOutput:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Literal
 from ...schemas.methods import (
     Branches,
     LossOutput,
+    Normalize,
     Rewards,
     Step,
     beta,
     label_smoothing,
+    sft_normalize,
     sft_weight,
 )
 from ...schemas.option import option
@@ -40,6 +42,7 @@ class DpoOptions:
     beta: float = beta(0.1)
     label_smoothing: float = label_smoothing(0.0)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class CdpoOptions:
     beta: float = beta(0.1)
     label_smoothing: float = label_smoothing(0.2)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class RobustOptions:
     beta: float = beta(0.1)
     label_smoothing: float = label_smoothing(0.1)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class ExoOptions:
         0.001, "probability the target leaves to the rejected branch", gt=0, lt=0.5
     )
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class HingeOptions:
 
     beta: float = beta(0.1)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class DiscopopOptions:
     beta: float = beta(0.05)
     tau: float = option(0.05, "width of the switch between the two parts", gt=0)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 def dpo(branches: Branches, _: Step, options: DpoOptions | CdpoOptions) -> LossOutput:
@@ -194,6 +202,7 @@ class IpoOptions:
         "mean", "compare log-ratios per token, as the authors run it, or of whole branches"
     )
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,7 @@ class DpoNormOptions:
     beta: float = beta(5.0)
     label_smoothing: float = label_smoothing(0.0)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 def ipo(branches: Branches, _: Step, options: IpoOptions) -> LossOutput:
@@ -235,7 +245,7 @@ IPO = paired_method(
     loss=ipo,
     options=IpoOptions,
     rewards=Rewards("b r/n, or b r with normalize sum", ipo_rewards),
-    modifiers=WEIGHS_PAIRS,
+    modifiers=WEIGHS_PAIRS | CLAMPS,
 )
 DPO_NORM = paired_method(
     name="dpo_norm",

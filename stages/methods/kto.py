@@ -18,7 +18,7 @@ from ...schemas.methods import (
     beta,
 )
 from ...schemas.option import option
-from .modifiers import CLAMPS
+from .modifiers import CLAMPS, DIVIDES
 from .rewards import Labelled, labelled_method, labelled_of
 from .tensors import logsigmoid
 
@@ -185,7 +185,7 @@ KTO = labelled_method(
     loss=kto,
     options=KtoOptions,
     needs=frozenset({"reference", "mismatched"}),
-    modifiers=CLAMPS | {"row_weight"},
+    modifiers=CLAMPS | DIVIDES | {"row_weight"},
     resolve_auto=resolve_weights,
 )
 KTO_LOGSIGMOID = replace(

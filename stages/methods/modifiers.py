@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # The modifiers that a method may allow, by the option that turns each on.
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})
+DIVIDES = frozenset({"mean_ratios"})
 WEIGHS_PAIRS = frozenset({"wpo", "row_weight"})
 CLAMPS = frozenset({"humanline"})
 BELONGS_TO = {"f_alpha": "f_divergence", "log_eps_p": "humanline", "log_eps_r": "humanline"}
@@ -39,6 +40,7 @@ class Modifiers:
     ld_alpha: float = option(
         1.0, "weight of tokens beyond the shorter side's length; 1: as all others", ge=0
     )
+    mean_ratios: bool = option(False, "compares log-ratios per token, r / n, as NeMo-Aligner can")
     wpo: bool = option(False, "weighs pairs by how likely the policy is to write them")
     margin: str = option("", "column of the data: how far apart each pair should be")
     row_weight: str = option("", "column of the data: how much each row counts")
@@ -72,7 +74,7 @@ class Modifiers:
         return tuple(name for name in (self.margin, self.row_weight) if name)
 
     def applied(self, branches: Branches, *, less: float = 0.0) -> Branches:
-        """The branches with adjusted log-ratios and margins; their log-probs are unchanged.
+        """The branches with adjusted values to compare; the log-probs to imitate are unchanged.
 
         `less` is subtracted from each sum that is compared.
         """
@@ -82,6 +84,8 @@ class Modifiers:
             branches = _with_tails_weighed(branches, self.ld_alpha)
         if less:
             branches = branches.less(less)
+        if self.mean_ratios:
+            branches = replace(branches, adjusted=branches.ratios / branches.num_tokens)
         if self.f_divergence != "reverse_kl":
             ratios = _scores(branches.ratios, self.f_divergence, self.f_alpha)
             branches = replace(branches, adjusted=ratios)
@@ -103,7 +107,8 @@ class Modifiers:
         """The metrics of the modifiers."""
         if not self.humanline:
             return {}
-        ratios = tokens_of(branches).log_ratios.detach()
+        tokens = tokens_of(branches)
+        ratios = (tokens.logps if tokens.reference is None else tokens.log_ratios).detach()
         inside = (ratios >= self.log_eps_p) & (ratios <= self.log_eps_r)
         return {"humanline/unclamped": inside.double()}
 
@@ -139,8 +144,15 @@ def sums_of(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _clamped(branches: Branches, low: float, high: float) -> Branches:
-    """Humanline (https://arxiv.org/abs/2509.24207): no token moves its sum further than this."""
+    """Humanline (https://arxiv.org/abs/2509.24207): no token moves its sum further than this.
+
+    Methods without a reference compare log-probs, which are ratios to a probability of 1.
+    """
     tokens = tokens_of(branches)
+    logps = sums_of(tokens.logps.clamp(low, high), tokens.counts)
+    branches = replace(branches, adjusted_logps=logps)
+    if tokens.reference is None:
+        return branches
     ratios = tokens.log_ratios.clamp(low, high)
     return replace(
         branches,

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from ...schemas.methods import (
     Branches,
     LossOutput,
+    Normalize,
     Rewards,
     Step,
     beta,
     label_smoothing,
+    sft_normalize,
     sft_weight,
 )
 from .modifiers import SEES_RATIOS
@@ -29,6 +31,7 @@ class TransportOptions:
     beta: float = beta(0.1)
     label_smoothing: float = label_smoothing(0.0)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 def aot(branches: Branches, step: Step, options: TransportOptions) -> LossOutput:

@@ -104,7 +104,9 @@ class Recipe:
     @property
     def needs(self) -> frozenset[Need]:
         """Everything its parts and modifiers need."""
-        return self.modifiers.needs.union(*(part.method.needs for part in self.parts))
+        needs = self.modifiers.needs.union(*(part.method.needs for part in self.parts))
+        # Where no part has a reference, a modifier changes the policy's own log-probs.
+        return needs if "reference" in needs else needs - {"token_reference"}
 
     @property
     def has_pre_pass(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ...schemas.methods import Branches, LossOutput, Rewards, Step, label_smoothing
 from ...schemas.option import option
-from .modifiers import WEIGHS_PAIRS
+from .modifiers import CLAMPS, WEIGHS_PAIRS
 from .rewards import Pairs, Side, higher, logp_metrics, paired_method, pairs_of
 from .tensors import logsigmoid, relu, torch
 
@@ -85,7 +85,7 @@ def _likelier(pairs: Pairs, rounding: float) -> Tensor:
 def simpo(branches: Branches, _: Step, options: SimpoOptions) -> LossOutput:
     """-LS(b (m_c - m_l) - b gamma_ratio) at e = 0, SimPO (https://arxiv.org/abs/2405.14734)."""
     pairs, e = pairs_of(branches), options.label_smoothing
-    difference = pairs.chosen.mean_logps - pairs.rejected.mean_logps
+    difference = pairs.chosen.mean_compared_logps - pairs.rejected.mean_compared_logps
     x = options.beta * (difference - options.gamma_ratio)
     losses = -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
     return LossOutput(losses, logp_metrics(pairs))
@@ -106,7 +106,8 @@ def slic(branches: Branches, _: Step, options: SlicOptions) -> LossOutput:
     pairs = pairs_of(branches)
     chosen = pairs.chosen
     nll = -(chosen.logps if options.normalize == "sum" else chosen.mean_logps)
-    losses = relu(options.delta - chosen.logps + pairs.rejected.logps) + options.lam * nll
+    compared = options.delta - chosen.compared_logps + pairs.rejected.compared_logps
+    losses = relu(compared) + options.lam * nll
     return LossOutput(losses, logp_metrics(pairs) | {"nll": nll.detach()})
 
 
@@ -149,7 +150,8 @@ SIMPO = _method(
     use="Pairs, when answers must not grow longer; its learning rate needs care.",
     loss=simpo,
     options=SimpoOptions,
-    rewards=Rewards("b m", lambda of, options: options.beta * of.logps / of.num_tokens),
+    rewards=Rewards("b m", lambda of, options: options.beta * of.compared_logps / of.num_tokens),
+    modifiers=WEIGHS_PAIRS | CLAMPS,
 )
 CPO = _method(
     name="cpo",
@@ -167,5 +169,6 @@ SLIC = _method(
     use="Pairs, when those with a large enough margin should only be imitated.",
     loss=slic,
     options=SlicOptions,
-    rewards=Rewards("lp", lambda of, _: of.logps),
+    rewards=Rewards("lp", lambda of, _: of.compared_logps),
+    modifiers=WEIGHS_PAIRS | CLAMPS,
 )

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...schemas.methods import Branches, LossOutput, Step, beta, sft_weight
+from ...schemas.methods import (
+    Branches,
+    LossOutput,
+    Normalize,
+    Step,
+    beta,
+    sft_normalize,
+    sft_weight,
+)
 from ...schemas.option import option
+from .modifiers import DIVIDES, SEES_RATIOS, WEIGHS_PAIRS
 from .rewards import paired_method, pairs_of, referenced_output
 from .tensors import logsigmoid
 
@@ -21,6 +30,7 @@ class RpoOptions:
     beta: float = beta(0.1)
     eta: float = option(1.0, "margin wanted per point between the two scores", gt=0)
     sft_weight: float = sft_weight()
+    sft_normalize: Normalize = sft_normalize()
 
 
 def rpo_sq(branches: Branches, _: Step, options: RpoOptions) -> LossOutput:
@@ -64,6 +74,7 @@ RPO_SQ = paired_method(
     loss=rpo_sq,
     options=RpoOptions,
     needs=frozenset({"reference", "scores"}),
+    modifiers=SEES_RATIOS | DIVIDES | WEIGHS_PAIRS,
 )
 RPO_BWD_KL = replace(
     RPO_SQ,

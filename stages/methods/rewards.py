@@ -13,6 +13,7 @@ from ...schemas.methods import (
     Mean,
     Method,
     Metric,
+    Normalize,
     Rewards,
     RowKind,
     Step,
@@ -172,12 +173,18 @@ class ReferencedOptions(Protocol):
         """The weight of the chosen branch's negative log-likelihood."""
         ...
 
+    @property
+    def sft_normalize(self) -> Normalize:
+        """Whether that is a mean per token or a sum."""
+        ...
+
 
 @dataclass(frozen=True)
 class Side:
     """The chosen or the rejected branch of every row."""
 
     logps: Tensor  # (rows,) float64, as are the others
+    compared_logps: Tensor  # logps as modifiers have left them
     num_tokens: Tensor
     ratios: Tensor  # r, log(policy / reference) of the completion, as modifiers have left it
 
@@ -190,6 +197,11 @@ class Side:
     def mean_logps(self) -> Tensor:
         """The policy's log-prob per token, m."""
         return self.logps / self.num_tokens
+
+    @property
+    def mean_compared_logps(self) -> Tensor:
+        """m, as modifiers have left it."""
+        return self.compared_logps / self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -222,10 +234,14 @@ def pairs_of(branches: Branches) -> Pairs:
 
 
 def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) -> LossOutput:
-    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733)."""
+    """Losses + sft_weight * nll_c, a mean per token (https://arxiv.org/abs/2404.19733) or a sum.
+
+    The metric is the mean either way.
+    """
     nll = -pairs.chosen.mean_logps
     metrics = logp_metrics(pairs) | {"nll": nll.detach()}
-    return LossOutput(losses + options.sft_weight * nll, metrics)
+    imitated = nll if options.sft_normalize == "mean" else -pairs.chosen.logps
+    return LossOutput(losses + options.sft_weight * imitated, metrics)
 
 
 def logp_metrics(pairs: Pairs) -> dict[str, Metric]:
@@ -240,6 +256,7 @@ def _side(branches: Branches, *, first: int) -> Side:
     every_other = slice(first, None, 2)
     return Side(
         logps=branches.logps[every_other],
+        compared_logps=branches.compared_logps[every_other],
         num_tokens=branches.num_tokens[every_other],
         ratios=branches.ratios[every_other],
     )

@@ -23,7 +23,7 @@ from .head.fused_head_backward import call_head_for_logps
 from .layouts.flex_attention import why_no_flex
 from .layouts.shared_sequence import part_of, summed
 from .layouts.tree_attention import TreeBatch
-from .loading.heads import value_head
+from .loading.heads import read_value_head, stored_value_head, value_head
 from .loading.load import add_lora, first_line, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
@@ -92,6 +92,7 @@ def load_policy(
     policy = Policy(
         loaded, head=head, purity=purity, balanced=balanced, spread=spread, no_flex=no_flex
     )
+    _continue_value_head(policy, model)
     if balanced and not policy.routers:
         raise UsageError(
             f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
@@ -99,6 +100,12 @@ def load_policy(
     if train.gradient_checkpointing:
         policy.recompute_activations(on_host=train.checkpoint_offload)
     return policy
+
+
+def _continue_value_head(policy: Policy, model: ModelOptions) -> None:
+    """Begins with the value head that was trained with the model, where there is one."""
+    if policy.value_head and (file := stored_value_head(model)):
+        read_value_head(policy.value_head, file)
 
 
 class Policy(nn.Module):

@@ -81,7 +81,8 @@ def _of_head(lineage: Lineage, *, is_adapter: bool) -> list[str]:
         return [
             "",
             "`value_head.safetensors` holds the value head that was trained with the policy, a "
-            "linear layer on its last hidden states. It is not part of the model.",
+            "linear layer on its last hidden states. It is not part of the model; a training by "
+            "ppo that begins from this folder begins with it.",
         ]
     if lineage.head != "score":
         return []

@@ -1,14 +1,24 @@
 """Names of other trainers' options: answered with ours, never taken for one of them."""
 
+from dataclasses import fields
+
 import pytest
 
 from align.pipeline.options.declared import METHOD, declared
-from align.pipeline.options.other_names import TABLE, markdown_names, meaning_of
+from align.pipeline.options.other_names import (
+    TABLE,
+    answer_of,
+    line_of,
+    markdown_names,
+    meaning_of,
+)
 from align.pipeline.options.settings import load_settings
 from align.schemas.errors import UsageError
+from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS
 from support.command import align, refusal
 from support.pages import page
+from support.seed_options import TRAINERS, section_of
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -92,7 +102,7 @@ def test_each_name_has_one_line_and_each_setting_in_it_exists():
     known = {*declared()} | {
         f"method.{one}" for method in METHODS.values() for one in method.options.__annotations__
     }
-    known |= {"method.f_divergence", "method.f_alpha", "method.ld_alpha", "method.wpo"}
+    known |= {f"method.{one.name}" for one in fields(Modifiers)}
     assert not {one for their in TABLE for one in their.settings} - known
     assert [name for name, their in NAMES.items() if not (their.settings or their.note)] == []
 
@@ -101,3 +111,18 @@ def test_the_page_shows_the_table():
     table = markdown_names()
     assert align("config", "--other-tools").out == table
     assert table in page("docs/moving-from-other-tools.md").read_text(encoding="utf-8")
+
+
+def test_every_option_of_the_seed_trainers_is_a_setting_or_has_its_reason():
+    for trainer in TRAINERS:
+        assert len(set(trainer.options)) == len(trainer.options)
+        silent = [option for option in trainer.options if answer_of(option) == ("", "")]
+        assert not silent, trainer.heading
+        lines = [line for option in trainer.options if (line := line_of(option))]
+        assert {line.names[0] for line in lines if trainer.name not in line.tools} == set()
+
+
+def test_the_page_of_the_seed_trainers_has_every_option():
+    shown = page("docs/options-of-other-trainers.md").read_text(encoding="utf-8")
+    for trainer in TRAINERS:
+        assert section_of(trainer) in shown, trainer.heading

@@ -19,7 +19,7 @@ from align.pipeline.train.train import run_training
 from align.schemas.rows import Role
 from align.schemas.train_options import LoraOptions
 from support.rounding import NATS
-from support.stage_one import Silent
+from support.stage_one import Heard, Silent
 from support.training_world import job_of
 
 pytestmark = [
@@ -75,6 +75,16 @@ def test_a_value_head_is_saved_next_to_the_model_and_not_in_it(training_world, t
     assert load_file(run.folder.model / "model.safetensors").keys() == before.keys()
     AutoModelForCausalLM.from_pretrained(run.folder.model)
     assert "NaN" not in run.folder.metrics.read_text()
+    # From which another one learns on: it begins with the values that this one ended with.
+    begun = {"model": str(run.folder.model), "other_reference": True, "max_steps": 1}
+    said = Heard()
+    second = run_training(
+        job(training_world.everything, "ppo", tmp_path / "second", **begun), progress=said
+    )
+    name = "eval/values/mean"
+    assert run.measured.after[name] != run.measured.before[name] == 0.0
+    assert second.measured.before[name] == pytest.approx(run.measured.after[name], abs=1e-5)
+    assert [line for line in said.lines if str(run.folder.model / "value_head") in line]
 
 
 def job(cache, method, folder, **settings):

@@ -24,6 +24,7 @@ MISMATCHED = (0.7, -0.2, 1.1)
 IN_USE = {
     "f_divergence": Modifiers(f_divergence="js"),
     "ld_alpha": Modifiers(ld_alpha=0.4),
+    "mean_ratios": Modifiers(mean_ratios=True),
     "wpo": Modifiers(wpo=True),
     "margin": Modifiers(margin="wanted"),
     "row_weight": Modifiers(row_weight="weight"),

@@ -12,6 +12,7 @@ from support.rounding import EPSILON, NATS, apart
 from support.training_world import START
 
 BETA, LAM = 0.1, 0.1
+CLIP, DISTANCE = 0.02, 0.01  # of grpo: epsilon and beta
 GOOD, MISMATCHED = {0, 2}, 5  # roles: chosen and desirable; mismatched
 
 
@@ -21,10 +22,14 @@ def rows_of(cache):
     return {row["row_id"]: row for table in tables for row in table}
 
 
-def logp(model, prompt, completion, turns=None):
+def token_logps(model, prompt, completion):
     ids = torch.tensor([[*prompt, *completion]])
     logps = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1].float(), -1)
-    logps = logps.gather(1, torch.tensor(completion)[:, None]).double().flatten()
+    return logps.gather(1, torch.tensor(completion)[:, None]).double().flatten()
+
+
+def logp(model, prompt, completion, turns=None):
+    logps = token_logps(model, prompt, completion)
     return sum(one for one, turn in zip(logps, turns or [1] * len(logps), strict=True) if turn > 0)
 
 
@@ -39,6 +44,11 @@ class Row:
     def ratio(self, index):
         sides = [logp(model, *self._tokens(index)) for model in self.models]
         return sides[0] - sides[1].detach()
+
+    def token_ratios(self, index):
+        prompt, completion, _ = self._tokens(index)
+        policy, reference = (token_logps(model, prompt, completion) for model in self.models)
+        return policy - reference.detach()
 
     def mismatched_ratios(self):
         with torch.no_grad():
@@ -74,7 +84,20 @@ def orpo(rows):
     return [-mean - LAM * logsigmoid(odds - worse) for (mean, odds), (_, worse) in sides]
 
 
-LOSSES = {"dpo": dpo, "kto": kto, "orpo": orpo}
+def grpo(rows):
+    """A loss for every token: the ratio is to what the candidates were drawn by, at any step."""
+    losses = []
+    for row in rows:
+        scores = torch.tensor(row.row["score"][: len(row.own)], dtype=torch.float64)
+        for index, gain in enumerate((scores - scores.mean()) / (scores.std() + 1e-4)):
+            ratios = row.token_ratios(index)
+            p = ratios.exp()
+            gained = torch.minimum(gain * p, gain * p.clamp(1 - CLIP, 1 + CLIP))
+            losses += (DISTANCE * (1 / p - 1 + ratios) - gained).unbind()
+    return losses
+
+
+LOSSES = {"dpo": dpo, "kto": kto, "orpo": orpo, "grpo": grpo}
 
 
 def train(model, loss, steps, *, lr, max_norm):

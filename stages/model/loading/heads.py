@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from ....schemas.config import ModelOptions
+from ....schemas.errors import UsageError
+from .model_folder import DTYPE_NAMES, tensors_of
 
 VALUE_HEAD = "value_head"  # what the policy calls it, and the file it is saved in
 SCORES = "ForSequenceClassification"  # how transformers names models that score texts
@@ -28,10 +35,44 @@ def is_reward_model(model: Any) -> bool:
     return type(model).__name__.endswith(SCORES)
 
 
+def stored_value_head(model: ModelOptions) -> Path | None:
+    """The file of the value head that was trained with a model, or with its adapter, if any."""
+    folders = [folder for folder in (model.adapter, model.path) if folder]
+    files = [Path(folder) / f"{VALUE_HEAD}.safetensors" for folder in folders]
+    return next((file for file in files if file.is_file()), None)
+
+
+@torch.no_grad()
+def read_value_head(head: ScalarHead, file: Path) -> None:
+    """Sets the head's weights to those of a file, whatever their dtype."""
+    wanted = {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
+    stored = tensors_of([file])
+    found = {one.name: one.shape for one in stored if one.dtype in DTYPE_NAMES}
+    if found != wanted or len(stored) != len(wanted):
+        raise UsageError(
+            f"{file}: a value head of this model has {_listed(wanted)}, and the file holds "
+            f"{_listed({one.name: one.shape for one in stored})}. Take the file away to begin with "
+            "a new head."
+        )
+    weights = load(file.read_bytes())
+    for name, parameter in head.named_parameters():
+        if not weights[name].isfinite().all():
+            raise UsageError(
+                f"{file}: {name} has values that are NaN or infinite. Take the file away to begin "
+                "with a new head."
+            )
+        parameter.copy_(weights[name])
+
+
+def _listed(shapes: dict[str, tuple[int, ...]]) -> str:
+    named = (f"{name!r:.100} {list(shape)!s:.60}" for name, shape in sorted(shapes.items())[:4])
+    return ", ".join(named) or "no tensor"
+
+
 def value_head(model: Any) -> ScalarHead:
     """A head that gives a value for each last hidden state, in the model's dtype.
 
-    It is initialized to zero: random values would be no better, every rank has the same, and the
+    It begins as zero: random values would be no better, every rank has the same, and the
     first steps do not change the policy's states.
     """
     output = model.get_output_embeddings()

@@ -158,7 +158,7 @@ def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
 def _contents(file: Path) -> list[str]:
     """Digests of a file's tensors by name; the header is read again, for the same version."""
     with ThreadPoolExecutor() as pool:  # hashing and reading both release the interpreter
-        return list(pool.map(tensor_sha256, _tensors_of([file])))
+        return list(pool.map(tensor_sha256, tensors_of([file])))
 
 
 def _json_digest(settings: dict[str, Any], volatile: frozenset[str]) -> str:
@@ -189,7 +189,7 @@ class StoredTensor:
 
 def model_tensors(folder: Path) -> list[StoredTensor]:
     """Every tensor of a model folder, sorted by name."""
-    return _tensors_of(_weight_files(folder))
+    return tensors_of(_weight_files(folder))
 
 
 def adapter_tensors(folder: Path) -> list[StoredTensor]:
@@ -200,7 +200,7 @@ def adapter_tensors(folder: Path) -> list[StoredTensor]:
             f"{folder}: there is no adapter_model.safetensors. Set model.adapter to a folder that "
             "PEFT saved with safetensors; convert an adapter_model.bin by loading and saving it."
         )
-    return _tensors_of([file])
+    return tensors_of([file])
 
 
 def tensor_sha256(tensor: StoredTensor) -> str:
@@ -271,7 +271,8 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _tensors_of(files: list[Path]) -> list[StoredTensor]:
+def tensors_of(files: list[Path]) -> list[StoredTensor]:
+    """Every tensor of these files, sorted by name; only headers are read."""
     tensors = [tensor for file in files for tensor in _read_header(file)]
     return sorted(tensors, key=lambda tensor: tensor.name)
 

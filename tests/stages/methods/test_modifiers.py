@@ -49,6 +49,61 @@ def test_humanline_clamps_tokens_before_they_are_summed():
     assert taken.means["rewards/margins"] == pytest.approx(0.29)
 
 
+def test_humanline_of_means_and_of_log_probs_without_a_reference():
+    humanline = Modifiers(humanline=True)
+    # ipo: (1.5 + .5) / 2 - (-1 + .1) / 2 = 1.45, and (1.45 - 5)^2; half of 2 (1.45 - 5) a token.
+    taken = take(METHODS["ipo"], pairs(CLAMPABLE), modifiers=humanline)
+    assert taken.loss == pytest.approx(12.6025)
+    assert taken.token_gradient.tolist() == pytest.approx([0.0, -3.55, 0.0, 3.55])
+    # Without a reference a token's log-prob is clamped: -.5 and -3 as -.5 and -1.
+    said = [Said((0.0, 0.0), logps=(-0.5, -3.0)), Said((0.0, 0.0), logps=(-0.2, -0.4))]
+    taken = take(METHODS["simpo"], pairs(said), modifiers=humanline)
+    # m_c = -.75, m_l = -.3: ln(1 + e^7.5), whose slope is 5 S(7.5) a token.
+    assert taken.loss == pytest.approx(7.500553, abs=5e-7)
+    assert taken.token_gradient.tolist() == pytest.approx([-4.997237, 0, 4.997237, 4.997237])
+    assert taken.means["rewards/margins"] == pytest.approx(-4.5)
+    assert taken.means["humanline/unclamped"] == 0.75
+    # slic: 1 + 1.5 - .6, and a tenth of the 3.5 nats that are imitated: they are not clamped.
+    taken = take(METHODS["slic"], pairs(said), modifiers=humanline)
+    assert taken.loss == pytest.approx(2.25)
+    assert taken.token_gradient.tolist() == pytest.approx([-1.1, -0.1, 1.0, 1.0])
+    assert taken.means["logps/chosen"] == pytest.approx(-3.5)
+    for name in ("simpo", "slic"):  # a cache need not keep what no loss reads
+        assert recipe_of(name, humanline.active).needs == frozenset()
+
+
+def test_in_a_mixture_each_method_sees_its_own_clamped_numbers():
+    how = {"humanline": True, "log_eps_p": -0.4, "log_eps_r": 0.3}
+    whole = pairs(*random_rows((2, 2, 2)))
+    parts = [take_recipe(recipe_of(name, how), whole) for name in ("simpo", "dpo")]
+    both = take_recipe(recipe_of("simpo:2+dpo:0.5", how), whole)
+    expected = 2 * parts[0].loss + 0.5 * parts[1].loss
+    assert both.reported == pytest.approx(expected, rel=1e-12)
+
+
+def test_mean_ratios_divides_each_branch_by_its_own_length():
+    mean = Modifiers(mean_ratios=True)
+    # r / n is 1 and -2: .1 * 3 against the 1.5 that the scores ask for.
+    whole = pairs([Said((1.0,) * 4, score=2.0), Said((-2.0,) * 3, score=0.5)])
+    by_hand = {
+        "rpo_sq": 1.44,  # (.3 - 1.5)^2
+        # S(1.5) = .817574: .817574 (-.201413 + .554355) + .182426 (-1.701413 + .854355)
+        "rpo_bwd_kl": 0.134031,
+        # S(.3) = .574443: .574443 (-.554355 + .201413) + .425557 (-.854355 + 1.701413)
+        "rpo_fwd_kl": 0.157727,
+    }
+    for name, expected in by_hand.items():
+        taken = take(METHODS[name], whole, modifiers=mean)
+        assert taken.loss == pytest.approx(expected, abs=1e-6), name
+        assert taken.means["rewards/margins"] == pytest.approx(0.3)
+    # And kto's z, which is a mean of what the same division makes of mismatched branches.
+    whole = rows_of([Said((1.5,) * 4), Said((-3.0,) * 3)], roles=LABELS)
+    assert recipe_of("kto", mean.active).ratios(whole).tolist() == pytest.approx([1.5, -3.0])
+    taken = take(METHODS["kto"], whole, modifiers=mean, mismatched=(0.5,))
+    # 1 - S(.1 (1.5 - .5)) and 1 - S(.1 (.5 + 3))
+    assert taken.losses.tolist() == pytest.approx([0.475021, 0.413382], abs=5e-7)
+
+
 def test_ld_alpha_weighs_the_tokens_the_shorter_side_does_not_have():
     # The rejected one has one token: chosen 1 + .4 (.5 + 2) = 2, rejected -1.
     whole = pairs([Said((1.0, 0.5, 2.0)), Said((-1.0,))])

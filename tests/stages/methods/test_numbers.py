@@ -45,6 +45,7 @@ BY_HAND = [
     ("dpo", {}, TEN, 0.313262),  # -LS(.1 * 10) = ln(1 + e^-1)
     ("dpo", {"label_smoothing": 0.2}, TEN, 0.513262),  # a fifth of -LS(-1) = that + 1
     ("dpo", {"sft_weight": 0.5}, TEN, 1.313262),  # and half of 8 nats over 4 tokens
+    ("dpo", {"sft_weight": 0.5, "sft_normalize": "sum"}, TEN, 4.313262),  # half of 8 nats
     ("cdpo", {}, TEN, 0.513262),
     ("robust", {}, TEN, 0.188262),  # (.9 * .313262 - .1 * 1.313262) / .8
     ("exo", {}, TEN, 1.276310),  # S(1) (-.313262 + .001001) + S(-1) (-1.313262 + 6.907755)

@@ -125,7 +125,11 @@ OTHERS = {
     "sft_weight": 0.25,
     "eta": 1.7,
 }
-WORDS = {"normalize": ["mean", "sum"], "nll_scope": ["pair", "global_tokens"]}
+WORDS = {
+    "normalize": ["mean", "sum"],
+    "nll_scope": ["pair", "global_tokens"],
+    "sft_normalize": ["mean", "sum"],
+}
 # They choose what is shown to a method.
 OUTSIDE = {"kl_per_step", "kl_use", "good_token", "bad_token"}
 
@@ -136,7 +140,7 @@ def settings_of(method):
     assert known.keys() <= OTHERS.keys() | WORDS.keys() | OUTSIDE, method.name
     numbers = {name: value for name, value in OTHERS.items() if name in known}
     words = [{name: word} for name in WORDS if name in known for word in WORDS[name]]
-    return [{}, *([numbers] if numbers else []), *words]
+    return [{}, *([numbers] if numbers else []), *(numbers | word for word in words)]
 
 
 def side(whole, which, seen):
@@ -153,7 +157,9 @@ def oracle_losses(method, whole, options, seen):
     losses = ORACLES[method.name](up, down, options)
     if isinstance(losses, tuple):
         return np.stack(losses, axis=1).ravel()
-    return losses - getattr(options, "sft_weight", 0) * up.m
+    if not hasattr(options, "sft_weight"):
+        return losses
+    return losses - options.sft_weight * (up.m if options.sft_normalize == "mean" else up.lp)
 
 
 def oracle_loss(method, whole, losses):

@@ -137,6 +137,6 @@ def test_an_option_that_came_later_is_kept_only_if_it_says_more():
     assert "std" not in recipe_of("grpo", {}).kept_values
     assert recipe_of("grpo", {"std": "none"}).kept_values["std"] == "none"
     assert recipe_of("grpo", {}).values["std"] == "sample"
-    assert recipe_of("dpo", {"beta": 0.1}).kept_values == recipe_of("dpo", {}).values
-    mixed = recipe_of("dpo+bco_pair", {"dpo": {"beta": 0.3}})
+    assert recipe_of("kto", {"beta": 0.1}).kept_values == recipe_of("kto", {}).values
+    mixed = recipe_of("kto+bco", {"kto": {"beta": 0.3}})
     assert mixed.kept_values == mixed.values

@@ -1,5 +1,6 @@
 """Rows beside log-probs: the purity of every prediction, and a value read from its state."""
 
+import re
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -9,8 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from align.schemas.config import ModelOptions
+from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_state import whole_weights
+from align.stages.model.loading.heads import read_value_head, stored_value_head, value_head
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.save import parted, save_value_head
 from support.branch_by_branch import num_tokens, own_predictions, slopes_of, worst_parameter
@@ -85,6 +88,34 @@ def test_the_head_is_saved_beside_the_model_and_not_in_it(llama, tmp_path):
     assert torch.equal(saved.pop("weight"), policy.value_head.weight)
     assert torch.equal(saved.pop("bias"), policy.value_head.bias)
     assert not saved
+
+
+def test_a_saved_head_is_read_again_or_refused_by_name(llama, tmp_path):
+    policy = drawn(Policy(llama, head="values"))
+    head = {name: tensor.detach().clone() for name, tensor in policy.value_head.named_parameters()}
+    save_value_head(head, tmp_path)
+    file = stored_value_head(ModelOptions(path=str(tmp_path)))
+    again = value_head(llama)
+    read_value_head(again, file)
+    assert all(torch.equal(head[name], found) for name, found in again.named_parameters())
+    in_half = {name: tensor.bfloat16() for name, tensor in head.items()}
+    for weights, told in (
+        (head | {"weight": head["weight"][:, :8].contiguous()}, "'weight' [1, 8]"),
+        (head | {"more": head["bias"].clone()}, "'more' [1]"),
+        ({"weight": head["weight"]}, "'bias' [1]"),
+        (head | {"bias": head["bias"].long()}, "'bias' [1]"),
+        (in_half | {"bias": in_half["bias"] / 0}, "bias has values that are NaN or infinite"),
+    ):
+        save_value_head(weights, tmp_path)
+        with pytest.raises(UsageError, match=re.escape(told)) as refused:
+            read_value_head(again, file)
+        assert str(file) in str(refused.value)
+    assert stored_value_head(ModelOptions(path=str(tmp_path / "elsewhere"))) is None
+    # With an adapter, the head that was trained with the adapter.
+    (tmp_path / "adapter").mkdir()
+    save_value_head(head, tmp_path / "adapter")
+    both = ModelOptions(path=str(tmp_path), adapter=str(tmp_path / "adapter"))
+    assert stored_value_head(both).parent.name == "adapter"
 
 
 def drawn(policy):

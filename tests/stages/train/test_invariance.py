@@ -144,3 +144,16 @@ def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, 
     weights = plain_loop.weights_beside(training_world.model, learned, folder, method, 3)
     moved = weights["model.norm.weight"].detach() - 1
     assert moved.abs().max() > EPSILON  # the first step alone is 1e-3 |g| / (|g| + EPSILON)
+
+
+def test_epochs_over_one_batch_are_the_passes_that_ppo_makes_over_its_samples(
+    training_world, one_rank
+):
+    """What a ratio divides by is stored, so no pass over the samples changes it."""
+    folder, clip = training_world.everything, {"epsilon": plain_loop.CLIP}
+    rows = len(plain_loop.rows_of(folder))
+    how = {**LEARNING, "options": clip, "epochs": 2, "batch_size": rows, "tokens_per_batch": 2**20}
+    learned = learn(job_of(folder, "grpo", **how), one_rank)
+    plain_loop.weights_beside(training_world.model, learned, folder, "grpo", 2)
+    shares = [metrics["clip/share"] for _, metrics in learned[1].steps]
+    assert shares[0] == 0 < shares[1]  # it has moved from the policy that wrote them
