@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from .batches import Cursor
+from .json_codec import if_known
 
 T = TypeVar("T")
 
@@ -69,6 +70,17 @@ class Position:
 
 
 @dataclass(frozen=True)
+class BestSoFar:
+    """The best evaluation of a run so far, and how many in a row were no better."""
+
+    metric: str  # as train.best has it
+    value: float | None  # None: it was not finite yet
+    step: int
+    newest: int  # the step of the last evaluation that is counted
+    since: int  # evaluations after the best one
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """The record of a whole checkpoint, written last: it exists only if all files do."""
 
@@ -76,6 +88,16 @@ class Checkpoint:
     align_version: str
     position: Position
     files: tuple[CheckpointFile, ...]  # in the order of their paths
+    best_so_far: BestSoFar | None = if_known(None)  # where train.best is of held-out rows
+
+
+@dataclass(frozen=True)
+class Later:
+    """The part of a checkpoint that is measured after it is saved."""
+
+    metrics: Mapping[str, float]
+    journal: CheckpointFile  # after the line with these metrics
+    best_so_far: BestSoFar | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +110,8 @@ class Ending:
     identity: RunIdentity
     changes: tuple[str, ...]  # as in the last checkpoint
     files: tuple[CheckpointFile, ...]  # the journal and the settings
+    reason: str = if_known("")  # why it finished before its last step
+    model_step: int | None = if_known(None)  # whose model was written, if not the last step's
 
 
 @dataclass(frozen=True)
@@ -96,6 +120,7 @@ class Retention:
 
     keep_last: int
     best: str = ""  # a metric; a leading - asks for the lowest value, + for the highest
+    keep_best: int = 1  # checkpoints with the best values
 
 
 class Gather(Protocol):

@@ -31,8 +31,9 @@ IN_TASKS: Commands = ("precompute-ref", "score", "sample")  # whose flags say wh
 TRAINERS: Commands = ("train", "plan")
 TRAINING: Commands = ("train", "plan", "sweep")
 # What keeps its settings: a finished cache, a run that is resumed, a round. With another `length` a
-# run is resumed as well, but it is not the run that it would have been without a stop.
-Keeper = Literal["cache", "run", "length", "round"]
+# run is resumed as well, but it is not the run that it would have been without a stop; with another
+# `end` it is.
+Keeper = Literal["cache", "run", "length", "end", "round"]
 Keepers: TypeAlias = tuple[Keeper, ...]
 
 FACTS = "align"  # our only key in the metadata of a field: pydantic acts upon its own

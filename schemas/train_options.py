@@ -197,7 +197,30 @@ class TrainOptions:
         "",
         "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, nll, "
         "kl, rejected, grad_norm and errors, else the highest; -NAME lowest, +NAME highest",
-        binds=(),
+        binds=("end",),
+        came_later=True,  # as one of these: before, nothing of a run's end followed from it
+    )
+    keep_best: int = option(1, "checkpoints to keep for their value of train.best", ge=1, binds=())
+    write_best: bool = option(
+        False,
+        "write the model of the best checkpoint (train.best) instead of that of the last step",
+        binds=("end", "round"),
+        came_later=True,
+    )
+    patience: int = option(
+        0,
+        "end the run after so many evaluations in a row that were not better than the best one "
+        "before them, by train.best; 0: never",
+        ge=0,
+        binds=("end", "round"),
+        came_later=True,
+    )
+    min_delta: float = option(
+        0.0,
+        "for train.patience an evaluation is better if it is so by more than this",
+        ge=0,
+        binds=("end", "round"),
+        came_later=True,
     )
     resume: Literal["never", "auto"] = option(
         "never",

@@ -231,9 +231,17 @@ OF_FLAGS = (
     named("save_steps save_strategy saves_per_epoch ckpt.save_steps save_interval",
         (*FLAGS, NEMO), "train.save_every",
         "In optimizer steps; one is saved by time as well (train.save_minutes)."),
-    named("save_total_limit max_ckpt_num ckpt.max_num", EVERY, "train.keep_last"),
-    named("load_best_model_at_end metric_for_best_model monitor", (*HF, NEMO), "train.best",
-        "The name of a metric, such as eval/loss."),
+    named("save_total_limit max_ckpt_num ckpt.max_num", EVERY, "train.keep_last",
+        "Of the best ones train.keep_best is kept besides."),
+    named("metric_for_best_model greater_is_better monitor", (*HF, NEMO), "train.best",
+        "The name of a metric, such as eval/loss; -NAME where the lowest is the best, +NAME the "
+        "highest."),
+    named("load_best_model_at_end", HF, "train.write_best", "By the metric of train.best."),
+    named("early_stopping_patience early_stopping_steps", HF, "train.patience",
+        "In evaluations, by the metric of train.best. The model is that of the last step, unless "
+        "train.write_best is true."),
+    named("early_stopping_threshold", HF, "train.min_delta"),
+    named("save_top_k", NEMO, "train.keep_best", "By the metric of train.best."),
     named("resume_from_checkpoint auto_resume_from_checkpoints load_checkpoint ckpt.load_enable "
         "checkpoint_path from_checkpoint resume_if_exists", (*ALL, NEMO), "train.resume",
         "auto continues from the newest checkpoint."),

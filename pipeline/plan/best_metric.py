@@ -13,6 +13,11 @@ from ...stages.tracking.journal import EVAL
 def require_measured(train: TrainOptions) -> None:
     """Refuses a `best` metric of held-out rows if the run does not measure them."""
     if not wanted(train.best).metric.startswith(EVAL):
+        if train.patience:
+            raise UsageError(
+                f"train.patience is {train.patience}, and counts evaluations on held-out rows. Set "
+                "train.best to the metric that has to get better, such as eval/loss."
+            )
         return
     if not train.holds_rows_out:
         raise UsageError(
@@ -24,17 +29,27 @@ def require_measured(train: TrainOptions) -> None:
             f"train.best is {train.best}, but train.eval_every is 0: no checkpoint on the way is "
             "measured. Set it, best to train.save_every."
         )
+    if train.write_best and (not train.save_every or train.eval_every % train.save_every):
+        raise UsageError(
+            "train.write_best needs a checkpoint of every evaluation: train.eval_every is "
+            f"{train.eval_every}, and train.save_every {train.save_every}. Set the latter to the "
+            "same number."
+        )
 
 
 class BestMetric:
     """Checks once, at the first measurement, that the `best` metric exists."""
 
-    def __init__(self, best: str) -> None:
-        self._metric = wanted(best).metric
-        self._is_open = bool(best)
+    def __init__(self, train: TrainOptions) -> None:
+        self._metric = wanted(train.best).metric
+        self._is_open = bool(train.best)
+        self._is_needed = bool(train.patience or train.write_best)
 
     def warning(self, names: Iterable[str]) -> str:
-        """The warning when it is not among these names; empty when it is."""
+        """The warning when it is not among these names; empty when it is.
+
+        UsageError if the end of the run would follow from it.
+        """
         known = sorted(names)
         kind = [name for name in known if name.startswith(EVAL) == self._metric.startswith(EVAL)]
         if not self._is_open or not kind:
@@ -43,7 +58,7 @@ class BestMetric:
         if self._metric in known:
             return ""
         hint = did_you_mean(closest(self._metric, kind)) or f" Known: {', '.join(kind)}."
-        return (
-            f"train.best: nothing called {self._metric} was measured.{hint} Where it is missing, "
-            "no checkpoint is kept as the best."
-        )
+        lacks = f"train.best: nothing called {self._metric} was measured.{hint}"
+        if self._is_needed:
+            raise UsageError(lacks)
+        return f"{lacks} Where it is missing, no checkpoint is kept as the best."

@@ -37,6 +37,7 @@ def require_effect(settings: Settings) -> None:
             "train.checkpoint_offload is on, but train.gradient_checkpointing is off: nothing is "
             "kept that could wait on the CPU. Set the latter, or unset the former."
         )
+    _require_best(train)
     _require_read_by_optimizer(settings)
 
 
@@ -61,6 +62,22 @@ def require_margins(recipe: Recipe) -> None:
         raise UsageError(
             f"train.row_margins is on, but rows of {recipe.name} have no margin: it compares no "
             "rewards of good and bad completions. Unset it."
+        )
+
+
+def _require_best(train: TrainOptions) -> None:
+    """Refuses what is about the best evaluation or checkpoint where nothing says which is best."""
+    needs = {"keep_best": train.keep_best > 1, "write_best": train.write_best}
+    needs["patience"] = train.patience > 0
+    for name in (name for name, is_set in needs.items() if is_set and not train.best):
+        raise UsageError(
+            f"train.{name} is set, and train.best is not. Name the metric by which the best is "
+            "chosen, such as train.best=eval/loss."
+        )
+    if train.min_delta and not train.patience:
+        raise UsageError(
+            f"train.min_delta is {train.min_delta}, but train.patience is 0: no evaluation is "
+            "waited for. Set the latter, or unset the former."
         )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
+from ...schemas.checkpoint import CheckpointFile, Later, Peers, Position, Retention, Saved
 from ...schemas.errors import AlignError, StorageError, log_failure
 from ...stages.engine.deepspeed_compat import whole_numel
 from ...stages.engine.deepspeed_config import stage_of
@@ -18,6 +18,7 @@ from ...stages.storage.disk import fs
 from ...stages.storage.run.checkpoints import (
     add_checkpoint_metrics,
     read_checkpoint,
+    record_of,
     save_checkpoint,
 )
 from ...stages.storage.run.run_folder import RunFolder, described
@@ -58,8 +59,7 @@ class Checkpointer:
             add_checkpoint_metrics(
                 self._start.folder,
                 position.step,
-                metrics,
-                journal=self._journal(),
+                Later(metrics, self._journal(), position.best),
                 run_id=self._start.run_id,
                 retention=self._retention,
             )
@@ -82,7 +82,7 @@ class Checkpointer:
             return saved
         saved = save_checkpoint(
             self._start.folder,
-            self._position(position, metrics, mlflow_run_id),
+            record_of(self._position(position, metrics, mlflow_run_id), position.best),
             session.engine.save_state,
             run_id=self._start.run_id,
             peers=Peers(session.world.rank, lambda mine: gathered(session.world, mine)),
@@ -103,7 +103,7 @@ class Checkpointer:
     @property
     def _retention(self) -> Retention:
         train = self._session.job.config.train
-        return Retention(train.keep_last, train.best)
+        return Retention(train.keep_last, train.best, train.keep_best)
 
     def _count(self, position: TrainingPosition, saved: Saved) -> None:
         if saved.succeeded:
@@ -146,7 +146,7 @@ def require_disk_space(session: Session, folder: RunFolder) -> None:
             f"{model:,}, and {free:,} are free. Free some space or choose another --output."
         )
     # A new one is whole before an old one is removed.
-    kept = train.keep_last + bool(train.best) + 1
+    kept = train.keep_last + (train.keep_best if train.best else 0) + 1
     missing = max(0, kept - len(folder.steps())) * checkpoint + model
     if free < missing:
         logger.warning(

@@ -120,8 +120,9 @@ def _enter(job: TrainingJob, folder: RunFolder, locks: ExitStack) -> Start:
             require_same_settings(run_settings(folder), as_absolute(job.config))
         return Start(folder, run_id)
     position = chosen.checkpoint.position
-    for line in require_same_run(position.identity, job):
-        logger.warning("%s; the learning rate follows the new length from here on.", line)
+    for name, line in require_same_run(position.identity, job).items():
+        follows = "; the learning rate follows the new length from here on"
+        logger.warning("%s%s.", line, follows if binds(name, "length") else "")
     if folder.config.exists():
         run_settings(folder)
     changes = (*position.changes, *require_whole_records(folder, position))
@@ -164,8 +165,8 @@ def require_same_settings(begun: Mapping[str, Any], now: Mapping[str, Any]) -> N
     _require_same(binding(begun), binding(now))
 
 
-def require_same_run(begun: RunIdentity, job: TrainingJob) -> list[str]:
-    """Refuses settings that make it another run; returns changes of its length."""
+def require_same_run(begun: RunIdentity, job: TrainingJob) -> dict[str, str]:
+    """Refuses settings that make it another run; returns changes of its length and its end."""
     if begun.cache_root != job.manifest.root:
         raise FingerprintError(
             f"The run was begun on the cache {begun.cache_root[:12]}…, and this one is "
@@ -270,16 +271,16 @@ def engine_text(config: dict[str, Any]) -> bytes:
     return f"{json.dumps(masked(config), indent=2, sort_keys=True, default=str)}\n".encode()
 
 
-def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Refuses values that differ; returns those that only set the length."""
+def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Refuses values that differ; returns those that only set the length or the end, by name."""
     lines = differences(begun, now, had="begun with")
-    if wrong := [line for name, line in lines.items() if not binds(name, "length")]:
+    if wrong := [line for name, line in lines.items() if not binds(name, "length", "end")]:
         listed = "\n  ".join(wrong)
         raise FingerprintError(
             f"This run was begun with other settings. What differs:\n  {listed}\n"
             "Undo the change, or begin a new run in another --output."
         )
-    return list(lines.values())
+    return lines
 
 
 PACKAGES = ("torch", "transformers", "deepspeed")
@@ -295,8 +296,11 @@ def versions() -> dict[str, str]:
 
 
 def binding(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that have to be the same in all parts of a run, or that change its length."""
-    return bound(settings, "run", "length")
+    """The settings that have to be the same in all parts of a run, or change its length or end."""
+    kept = bound(settings, "run", "length", "end")
+    if not (settings.get("train.patience") or settings.get("train.write_best")):
+        kept.pop("train.best", None)  # then it only keeps a checkpoint
+    return kept
 
 
 def job_settings(job: TrainingJob) -> dict[str, str]:

@@ -93,7 +93,7 @@ class RunRecords:
         self._machine = _machine(session, start)
         self._visits = PendingVisits()
         self._tables = EvaluationTables(session, start.folder)
-        self._best = BestMetric(session.job.config.train.best)
+        self._best = BestMetric(session.job.config.train)
         self._last_line = 0.0
         self._step = start.checkpoint_step
         self._total_steps = 0
@@ -222,8 +222,8 @@ class RunRecords:
                     f"The last: {saved.failure}"
                 )
 
-    def finish(self, position: TrainingPosition) -> None:
-        """Records the written model."""
+    def finish(self, step: int) -> None:
+        """Records the written model, and the step that it is of."""
         self.is_finished = True
         folder = self._start.folder
         for path in (folder.metrics, folder.config, folder.engine):
@@ -234,11 +234,11 @@ class RunRecords:
             self._run.log_artifact(folder.merged)
         tags = {
             "align.cache_root": self._session.job.manifest.root,
-            "align.step": str(position.step),
+            "align.step": str(step),
         }
         self._run.log_model_link(folder.model, tags=tags)
 
-    def ended(self, how: How) -> None:
+    def ended(self, how: How, *, reason: str = "", model_step: int | None = None) -> None:
         """Records how the run ended; a run without this record was killed."""
         if self._session.world.rank:
             return
@@ -250,6 +250,8 @@ class RunRecords:
             identity=identity_of(self._session),
             changes=self._start.changes,
             files=(),
+            reason=reason,
+            model_step=model_step,
         )
         write_ending(self._start.folder, ending)
 

@@ -36,6 +36,7 @@ from .run_history import Curves, History, Measured, curves, read_history
 if TYPE_CHECKING:
     import polars as pl
 
+    from ...schemas.checkpoint import Ending as EndingRecord
     from ...stages.train.synchronized import Ending
 
 logger = logging.getLogger("align")
@@ -168,6 +169,7 @@ def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str
     is_finished = ending is not None and ending.ending == "finished"
     how = "finished" if is_finished else "not finished"
     yield f"{method}, {counted(history.steps, 'steps')}, {how}."
+    yield from ended_how(ending)
     for change in ending.changes if ending else ():
         yield f"Resumed with a change: {change}."
     if steps := _not_applied(folder, history.learned):
@@ -295,6 +297,14 @@ SUMMARIZED = (
 )
 
 
+def ended_how(ending: EndingRecord | None) -> Iterator[str]:
+    """Sentences on an end before the last step, and on a model that is not the last step's."""
+    if ending and ending.reason:
+        yield f"It ended before its {counted(ending.total_steps, 'steps')}: {ending.reason}."
+    if ending and ending.model_step is not None:
+        yield f"Its model is that of step {ending.model_step:,}, the best (train.write_best)."
+
+
 @dataclass(frozen=True)
 class Trained:
     """An ended run, with its first and last metrics."""
@@ -304,12 +314,14 @@ class Trained:
     steps: int
     measured: Measured
     is_old: bool = False  # it had ended before it was asked for
+    ended: tuple[str, ...] = ()  # sentences on its end
     signs: tuple[Sign, ...] = ()
 
     def text(self) -> str:
         """A few lines for a person."""
         already = " already: this run is finished, nothing was trained" if self.is_old else ""
         lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}"]
+        lines += self.ended
         if self.ending == "finished":
             lines.append(f"model in {self.folder.model}")
         else:
@@ -335,16 +347,17 @@ class Trained:
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:
     """Reads the number of steps of a run, and its metrics."""
+    known = read_ending(folder)
+    ended = tuple(ended_how(known))
     if not folder.metrics.exists():
         logger.warning("%s is missing: what was measured is lost.", folder.metrics)
-        known = read_ending(folder)
-        return Trained(folder, ending, known.step if known else 0, Measured())
+        return Trained(folder, ending, known.step if known else 0, Measured(), ended=ended)
     history = read_history(folder.metrics)
     found: tuple[Sign, ...] = ()
     with log_failure("Nothing is said of what stands out"):
         learned, held_out = curves(history.learned), curves(history.held_out)
         found = _signs(folder, learned, held_out, run_settings(folder)).found
-    return Trained(folder, ending, history.steps, history.measured, signs=found)
+    return Trained(folder, ending, history.steps, history.measured, signs=found, ended=ended)
 
 
 def before_and_after(measured: Measured) -> list[list[str]]:

@@ -56,7 +56,7 @@ from .resume import Start, held_to_checkpoint, known_path, started
 from .run_answers import answer_once
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
-from .trained_model import write_model
+from .trained_model import chosen_model, write_model
 from .training_job import Session, TrainingJob
 
 SAMPLED_ROWS = 8
@@ -284,7 +284,13 @@ def _restored(session: Session, start: Start) -> TrainingPosition | None:
     folder = start.folder.step(position.global_step)
     run_on_all_ranks(session.world, lambda: session.engine.load_state(folder))
     window = {name: Mean(*pair) for name, pair in position.window.items()}
-    return TrainingPosition(position.global_step, position.cursor, position.memory, window)
+    return TrainingPosition(
+        position.global_step,
+        position.cursor,
+        position.memory,
+        window,
+        start.checkpoint.best_so_far,
+    )
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:
@@ -332,10 +338,15 @@ def _learn(
             conditions=StopConditions(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
             is_measured=records.is_evaluated,
         )
+    reason, model_step = "", None
     if ending == "finished":
-        write_model(session, start, records, steps=position.step)
-        records.finish(position)
-    records.ended(ending)
+        if reason := loop.why_early(position):
+            records.say(f"finished after {position.step:,} of {loop.total_steps:,} steps: {reason}")
+        model = chosen_model(session, start, records, position)
+        write_model(session, start, records, model)
+        records.finish(model.step)
+        model_step = None if model.step == position.step else model.step
+    records.ended(ending, reason=reason, model_step=model_step)
     if ending == "signal":
         raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, position.step))
     records.report()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ...schemas.cache import Manifest, Stops
-from ...schemas.errors import NonFiniteError
+from ...schemas.errors import NonFiniteError, UsageError
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.engine.partitions import is_finite
 from ...stages.model.logprobs import causal_model
@@ -22,18 +24,58 @@ from ...stages.model.save import (
 )
 from ...stages.report.model_card import Lineage, model_card
 from ...stages.storage.bucket.local_copies import origin_of
+from ...stages.storage.run.checkpoints import best_checkpoint, best_first, wanted
 from ...stages.storage.run.run_folder import RunFolder, save_model
 from .checkpointer import require_space_for_model
 from .resume import Start, versions
 from .run_recorder import RunRecords, used_settings
 from .training_job import Session
 
+if TYPE_CHECKING:
+    from ...stages.train.loop import TrainingPosition
 
-def write_model(session: Session, start: Start, records: RunRecords, *, steps: int) -> None:
+
+@dataclass(frozen=True)
+class ChosenModel:
+    """The step whose model is written, and the metrics of that step."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+def chosen_model(
+    session: Session, start: Start, records: RunRecords, position: TrainingPosition
+) -> ChosenModel:
+    """The model of the last step, or with `train.write_best` that of the best checkpoint.
+
+    The latter is loaded into the engine; the checkpoint of the last step stays the newest.
+    """
+    train = session.job.config.train
+    if not train.write_best:
+        return ChosenModel(position.step, records.metrics)
+    best = run_on_rank_zero(session.world, lambda: best_checkpoint(start.folder, train.best))
+    name = wanted(train.best).metric
+    if best is None:
+        raise UsageError(
+            f"train.write_best: no checkpoint has {name}, so none is the best. Write the model of "
+            "the last step: the same command with --set train.write_best=false --resume auto."
+        )
+    step, metrics = best.position.global_step, best.position.metrics
+    if step != position.step:
+        session.engine.load_state(start.folder.step(step))
+    records.say(f"the model is that of step {step:,}, whose checkpoint has the best {name}")
+    if (known := position.best) and known.value is not None:
+        values = {step: metrics[name], known.step: known.value}
+        if best_first(values, train.best)[0] != step:  # as before the first step
+            records.say(f"step {known.step:,} has a better one, and no checkpoint")
+    return ChosenModel(step, metrics)
+
+
+def write_model(session: Session, start: Start, records: RunRecords, model: ChosenModel) -> None:
     """Gathers the weights of all ranks; rank zero writes `model/`."""
     is_adapter = session.job.config.lora.enabled
     weights = session.engine.weights(trainable_only=is_adapter)
-    lineage = _lineage(session, records, steps)
+    lineage = _lineage(session, records, model)
     run_on_rank_zero(session.world, lambda: _write(session, start, lineage, weights))
 
 
@@ -78,7 +120,7 @@ def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[st
     save_model(folder.model, write, start.run_id)
 
 
-def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
+def _lineage(session: Session, records: RunRecords, model: ChosenModel) -> Lineage:
     job = session.job
     manifest = job.manifest
     return Lineage(
@@ -95,10 +137,10 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
         cache=str(job.cache.root),
         cache_root=manifest.root,
         data={entry.name: entry.sha256 for entry in manifest.inputs},
-        steps=steps,
-        rows_seen=session.feed.rows_seen(steps),
+        steps=model.step,
+        rows_seen=session.feed.rows_seen(model.step),
         rows=session.source.train_rows,
-        metrics=records.metrics,
+        metrics=dict(model.metrics),
         versions=versions(),
         recorded=records.origins(),
     )

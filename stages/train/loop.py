@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize, Visits
+from ...schemas.checkpoint import BestSoFar
 from ...schemas.errors import MemoryLimitError, NonFiniteError
 from ...schemas.methods import Mean, Step
 from ...schemas.train_options import TrainOptions
+from ..engine.distributed import gathered
 from ..methods.recipe import LOSS, MethodState, Recipe
 from ..model.memory.live_memory import is_out_of_memory
 from ..report.gradient_spikes import UsualGradient
@@ -19,6 +21,7 @@ from ..storage.disk.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
 from .memory_backoff import MemoryBackoff, MicroBatchTooLarge, release_cached_memory
+from .patience import follows_evaluations, why_over, with_evaluation
 from .step import Means, StepResult, added, finite, learning_rate, reported, rows_in, train_step
 from .synchronized import Ending, StopConditions, SynchronizedBatches, tokens_run
 from .throughput import Meter, peak_mib
@@ -32,6 +35,7 @@ class TrainingPosition:
     cursor: Cursor  # the next one
     state: MethodState = field(default_factory=dict)  # of the methods
     window: Means = field(default_factory=dict)  # of the steps since the last logged line
+    best: BestSoFar | None = None  # of the evaluations
 
 
 class Feed(Protocol):
@@ -136,12 +140,12 @@ def _learn(
     *,
     is_measured: bool,
 ) -> tuple[TrainingPosition, Ending]:
-    position = start
-    stopped = None if is_measured else loop.measure(position, records, conditions)
+    measured = (start, None) if is_measured else loop.measure(start, records, conditions)
+    position, stopped = measured
     with loop.feed.steps(start.cursor) as stream:
         fitted = map(loop.fitted, stream)
         batches = SynchronizedBatches(loop.engine, fitted, loop.meter, conditions)
-        while not stopped and position.step < loop.total_steps:
+        while not stopped and not loop.is_over(position):
             batch = next(batches, None)
             if batch is None:
                 stopped = batches.stopped
@@ -153,7 +157,7 @@ def _learn(
             # Saved first: an evaluation may take long, and nothing of it is needed to continue.
             if loop.saves_at(position.step):
                 loop.save(position, records, conditions)
-            stopped = loop.measure(position, records, conditions)
+            position, stopped = loop.measure(position, records, conditions)
     return position, stopped or "finished"
 
 
@@ -175,6 +179,15 @@ class Loop:
         """Optimizer steps of the whole run."""
         return total_steps(self.feed, self.options)
 
+    def is_over(self, position: TrainingPosition) -> bool:
+        """Whether nothing is left to do: no step, or no patience."""
+        return position.step >= self.total_steps or bool(why_over(position.best, self.options))
+
+    def why_early(self, position: TrainingPosition) -> str:
+        """The reason for an end before the last step; empty if there is none."""
+        is_last = position.step >= self.total_steps
+        return "" if is_last else why_over(position.best, self.options)
+
     def advance(
         self, position: TrainingPosition, batch: StepBatch, records: Records
     ) -> TrainingPosition:
@@ -185,7 +198,8 @@ class Loop:
         reach("step.started")
         result = self._run(batch, position.state, seed, records)
         reach("step.updated")
-        after = TrainingPosition(position.step + 1, self._next(batch.cursor), result.state)
+        cursor = self._next(batch.cursor)
+        after = TrainingPosition(position.step + 1, cursor, result.state, best=position.best)
         self._judge(after, result, records)
         if result.visits:
             records.visited(after, batch.cursor.epoch, result.visits)
@@ -256,14 +270,14 @@ class Loop:
 
     def measure(
         self, position: TrainingPosition, records: Records, conditions: StopConditions
-    ) -> Ending | None:
+    ) -> tuple[TrainingPosition, Ending | None]:
         """Evaluates if it is due and rows are held out; a stopped evaluation is not recorded.
 
-        Returns the reason it was stopped for.
+        Returns the position with the evaluation counted, and the reason it was stopped for.
         """
         is_due = position.step == 0 or self._is_due(position.step, self.options.eval_every)
         if not is_due or not self.feed.has_held_out:
-            return None
+            return position, None
         while True:
             try:
                 return self._measure(position, records, conditions)
@@ -274,7 +288,7 @@ class Loop:
 
     def _measure(
         self, position: TrainingPosition, records: Records, conditions: StopConditions
-    ) -> Ending | None:
+    ) -> tuple[TrainingPosition, Ending | None]:
         samples = EvalSamples(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
         step, stopped = self._held_out_step(conditions)
         if not stopped:
@@ -290,10 +304,19 @@ class Loop:
             stopped = batches.stopped
         if not stopped:
             named = {f"{EVAL}{name}": value for name, value in metrics.items()}
+            position = self._counted(position, named)
             records.evaluated(position, named, samples.gather(self.engine.world))
             reach("evaluation.done")
         self.meter.restart()
-        return stopped
+        return position, stopped
+
+    def _counted(self, position: TrainingPosition, named: dict[str, float]) -> TrainingPosition:
+        """The position with one more evaluation; the numbers of rank 0 decide for all ranks."""
+        if not follows_evaluations(self.options):
+            return position
+        agreed = gathered(self.engine.world, named)[0]
+        best = with_evaluation(position.best, agreed, step=position.step, options=self.options)
+        return replace(position, best=best)
 
     def _held_out_step(self, conditions: StopConditions) -> tuple[Step, Ending | None]:
         """The totals of all held-out rows; runs the policy where a loss needs it."""

@@ -103,10 +103,10 @@ def test_an_evaluation_is_on_the_disk_before_its_checkpoint_knows_of_it(
         fsync(file)
         synced[os.fstat(file).st_ino] = os.fstat(file).st_size
 
-    def watched_add(folder, step, metrics, **more):
+    def watched_add(folder, step, later, **more):
         journal = folder.metrics.stat()
         known.append(synced.get(journal.st_ino) == journal.st_size)
-        add(folder, step, metrics, **more)
+        add(folder, step, later, **more)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(checkpointer, "add_checkpoint_metrics", watched_add)

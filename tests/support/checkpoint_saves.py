@@ -5,12 +5,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from align.schemas.batches import Cursor
-from align.schemas.checkpoint import CheckpointFile, Peers, Position, Retention, RunIdentity
+from align.schemas.checkpoint import CheckpointFile, Later, Peers, Position, Retention, RunIdentity
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.checkpoints import (
     add_checkpoint_metrics,
     choose_checkpoint,
+    record_of,
     save_checkpoint,
 )
 from align.stages.storage.run.run_folder import save_model
@@ -78,10 +79,10 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
             gate.wait()
             return everybody
 
-        where = position(step, len(writes), metrics or {})
+        record = record_of(position(step, len(writes), metrics or {}))
         peers = Peers(rank, gather)
         return save_checkpoint(
-            folder, where, writes[rank], run_id="run", peers=peers, retention=retention
+            folder, record, writes[rank], run_id="run", peers=peers, retention=retention
         )
 
     if len(writes) == 1:
@@ -92,9 +93,7 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
 
 def measure(folder, step, retention=KEEP, **metrics):
     """Adds what was measured after the save."""
-    add_checkpoint_metrics(
-        folder, step, metrics, journal=JOURNAL, run_id="run", retention=retention
-    )
+    add_checkpoint_metrics(folder, step, Later(metrics, JOURNAL), run_id="run", retention=retention)
 
 
 def train(folder, told, steps=8, keep=KEEP):

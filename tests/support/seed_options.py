@@ -44,6 +44,7 @@ NEMO_SHARED = """
     exp_manager.resume_if_exists exp_manager.resume_ignore_no_checkpoint
     exp_manager.create_checkpoint_callback exp_manager.checkpoint_callback_params.monitor
     exp_manager.checkpoint_callback_params.mode
+    exp_manager.checkpoint_callback_params.save_top_k
     exp_manager.checkpoint_callback_params.always_save_nemo
     exp_manager.checkpoint_callback_params.save_nemo_on_train_end
     exp_manager.checkpoint_callback_params.filename

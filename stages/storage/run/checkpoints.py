@@ -5,7 +5,7 @@ compares the folder with the reports, adds the record, and gives the folder its 
 
 A run resumes from the checkpoint that `latest` names if it is whole, else from the newest whole
 one. One rank chooses for all: ranks that looked for themselves could find different ones. The
-newest few are kept, the best one, and always the one that `latest` names.
+newest few are kept, the best, and always the one that `latest` names.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from typing import NoReturn
 from .... import __version__
 from ....schemas.checkpoint import (
     FORMAT_VERSION,
+    BestSoFar,
     Checkpoint,
     CheckpointFile,
     Chosen,
+    Later,
     Peers,
     Position,
     RankFiles,
@@ -48,7 +50,7 @@ logger = logging.getLogger("align")
 
 def save_checkpoint(
     folder: RunFolder,
-    position: Position,
+    record: Checkpoint,
     write: Callable[[Path], Iterable[str]],
     *,
     run_id: str,
@@ -57,12 +59,14 @@ def save_checkpoint(
 ) -> Saved:
     """Saves a checkpoint together with all other ranks; if one of them fails, there is none.
 
-    `write` fills the folder it is given and returns the relative paths of this rank's own files.
+    `record` has no files yet. `write` fills the folder it is given and returns the relative paths
+    of this rank's own files.
     """
-    draft = folder.draft(position.global_step, run_id)
+    step = record.position.global_step
+    draft = folder.draft(step, run_id)
     shares = peers.gather(_write_share(draft, write))
-    failure = _finish(folder, draft, position, shares, retention) if peers.rank == 0 else ""
-    return Saved(position.global_step, peers.gather(failure)[0])
+    failure = _finish(folder, draft, record, shares, retention) if peers.rank == 0 else ""
+    return Saved(step, peers.gather(failure)[0])
 
 
 def _write_share(draft: Path, write: Callable[[Path], Iterable[str]]) -> RankFiles:
@@ -82,15 +86,15 @@ def _write_share(draft: Path, write: Callable[[Path], Iterable[str]]) -> RankFil
 def _finish(
     folder: RunFolder,
     draft: Path,
-    position: Position,
+    record: Checkpoint,
     shares: Sequence[RankFiles],
     retention: Retention,
 ) -> str:
     """Commits the checkpoint and prunes old ones; returns the failure, or nothing."""
     try:
         _require_all(draft, shares)
-        _commit(folder, draft, position, shares)
-        prune(folder, retention, newest=position.global_step)
+        _commit(folder, draft, record, shares)
+        prune(folder, retention, newest=record.position.global_step)
     except StorageError as error:
         _abandon(folder, draft)
         return str(error)
@@ -115,21 +119,21 @@ def _require_all(draft: Path, shares: Sequence[RankFiles]) -> None:
         raise StorageError(f"{draft}: two ranks wrote the same file.")
 
 
+def record_of(position: Position, best_so_far: BestSoFar | None = None) -> Checkpoint:
+    """The record of a checkpoint that has no files yet."""
+    known = dataclasses.replace(position, metrics=_finite(position.metrics))
+    return Checkpoint(FORMAT_VERSION, __version__, known, (), best_so_far)
+
+
 def _commit(
-    folder: RunFolder, draft: Path, position: Position, shares: Sequence[RankFiles]
+    folder: RunFolder, draft: Path, record: Checkpoint, shares: Sequence[RankFiles]
 ) -> None:
     files = sorted((file for share in shares for file in share.files), key=lambda file: file.path)
-    checkpoint = Checkpoint(
-        format_version=FORMAT_VERSION,
-        align_version=__version__,
-        position=dataclasses.replace(position, metrics=_finite(position.metrics)),
-        files=tuple(files),
-    )
     reach("checkpoint.before_json")
-    write_record(draft, checkpoint)
+    write_record(draft, dataclasses.replace(record, files=tuple(files)))
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
         fs.fsync_folder(path)
-    final = folder.step(position.global_step)
+    final = folder.step(record.position.global_step)
     if final.exists():  # of a run that then resumed from an older checkpoint
         fs.rename(final, trash_name(final))
     reach("checkpoint.before_rename")
@@ -303,17 +307,20 @@ def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
 def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[int]:
     """The steps whose checkpoints stay."""
     past = [step for step in folder.steps() if step <= newest]
-    best = _best(folder, past, retention.best) if retention.best else None
-    named = [step for step in (folder.latest_step(), best) if step is not None]
-    return {*past[-retention.keep_last :], newest, *named}
+    named = folder.latest_step()
+    kept = {*past[-retention.keep_last :], newest, *([] if named is None else [named])}
+    if not retention.best:
+        return kept
+    metric = wanted(retention.best).metric
+    values = {step: _value(folder, step, metric) for step in past}
+    known = {step: value for step, value in values.items() if value is not None}
+    return {*kept, *best_first(known, retention.best)[: retention.keep_best]}
 
 
-def _best(folder: RunFolder, steps: list[int], best: str) -> int | None:
-    """The earliest step with the best value; None where no checkpoint has one."""
-    target = wanted(best)
-    metric, sign = target.metric, 1.0 if target.is_lowest else -1.0
-    values = {step: value for step in steps if (value := _value(folder, step, metric)) is not None}
-    return min(values, key=lambda step: (sign * values[step], step), default=None)
+def best_first(values: Mapping[int, float], best: str) -> list[int]:
+    """Steps by their value, the best first, and of equals the earliest."""
+    sign = 1.0 if wanted(best).is_lowest else -1.0
+    return sorted(values, key=lambda step: (sign * values[step], step))
 
 
 def _value(folder: RunFolder, step: int, metric: str) -> float | None:
@@ -323,23 +330,33 @@ def _value(folder: RunFolder, step: int, metric: str) -> float | None:
         return None
 
 
+def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
+    """The checkpoint with the best value, every byte of it read; None where none has a value.
+
+    A damaged one is refused, whatever its value: it may have been the best.
+    """
+    metric = wanted(best).metric
+    measured = {
+        step: read_checkpoint(folder.step(step)).position.metrics for step in folder.steps()
+    }
+    values = {step: found[metric] for step, found in measured.items() if metric in found}
+    return verify_checkpoint(folder.step(best_first(values, best)[0])) if values else None
+
+
 def add_checkpoint_metrics(
     folder: RunFolder,
     step: int,
-    metrics: Mapping[str, float],
+    later: Later,
     *,
-    journal: CheckpointFile,
     run_id: str,
     retention: Retention,
 ) -> None:
-    """Adds metrics to the record of a checkpoint; one rank does this.
-
-    `journal` describes the journal after the line with these metrics.
-    """
+    """Adds what is measured later to the record of a checkpoint; one rank does this."""
     known = read_checkpoint(folder.step(step))
-    every = {**known.position.metrics, **_finite(metrics)}
-    position = dataclasses.replace(known.position, metrics=every, journal=journal)
-    _replace(folder, dataclasses.replace(known, position=position), run_id)
+    every = {**known.position.metrics, **_finite(later.metrics)}
+    position = dataclasses.replace(known.position, metrics=every, journal=later.journal)
+    grown = dataclasses.replace(known, position=position, best_so_far=later.best_so_far)
+    _replace(folder, grown, run_id)
     # A process that was killed may have left a `latest` that a power loss undoes.
     fs.fsync_folder(folder.checkpoints)
     prune(folder, retention, newest=step)

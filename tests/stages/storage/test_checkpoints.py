@@ -11,7 +11,11 @@ from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.json_codec import digest, to_json
 from align.stages.storage.bucket import objects
 from align.stages.storage.disk import fs
-from align.stages.storage.run.checkpoints import choose_checkpoint, verify_checkpoint
+from align.stages.storage.run.checkpoints import (
+    best_checkpoint,
+    choose_checkpoint,
+    verify_checkpoint,
+)
 from align.stages.storage.run.run_folder import RECORD_NAME
 from align.stages.storage.run.run_store import RunStore
 from support.checkpoint_saves import content, measure, save, save_together, writer
@@ -87,6 +91,30 @@ def test_the_newest_few_and_the_best_stay(prepared_run):
     for step, loss in {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 4.0, 60: 5.0}.items():
         save(prepared_run, step, **{"eval/loss": loss})
     assert prepared_run.steps() == [20, 50, 60]  # of equals the first is the best
+
+
+def test_as_many_of_the_best_stay_as_are_asked_for(prepared_run):
+    keep = Retention(keep_last=1, best="eval/loss", keep_best=2)
+    stayed = []
+    for step, loss in {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 0.5, 60: 5.0}.items():
+        save(prepared_run, step, retention=keep, **{"eval/loss": loss})
+        stayed.append(prepared_run.steps())
+    assert stayed == [[10], [10, 20], [20, 30], [20, 40], [20, 50], [20, 50, 60]]
+
+
+def test_the_best_checkpoint_is_whole_or_none_is_taken(prepared_run):
+    for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
+        save(prepared_run, step, retention=ALL, **{"eval/loss": loss})
+    assert best_checkpoint(prepared_run, "eval/loss").position.global_step == 10
+    assert best_checkpoint(prepared_run, "+eval/loss").position.global_step == 20
+    assert best_checkpoint(prepared_run, "eval/other") is None
+    (prepared_run.step(10) / "state-0.pt").write_bytes(b"less")
+    assert best_checkpoint(prepared_run, "+eval/loss").position.global_step == 20
+    with pytest.raises(CorruptionError, match="step-00000010"):
+        best_checkpoint(prepared_run, "eval/loss")
+    (prepared_run.step(30) / RECORD_NAME).write_text("{}")  # what it measured is not known
+    with pytest.raises(CorruptionError, match="step-00000030"):
+        best_checkpoint(prepared_run, "+eval/loss")
 
 
 LOWEST = ("eval/loss", "eval/loss/dpo", "eval/nll/desirable", "kl/raw", "eval/rewards/rejected")

@@ -75,6 +75,21 @@ def test_what_is_due_is_done_once(run, settings, told, measured, saved):
     assert all(metrics["step_applied"] == 1 for _, metrics in recorded.steps)
 
 
+def test_a_run_of_which_nothing_is_learned_ends_when_its_patience_does(run):
+    """Without a learning rate every evaluation is the first one again."""
+    still = {"lr": 0.0, "eval_fraction": 0.3, "eval_every": 2, "best": "eval/loss", "patience": 2}
+    recorded, place, ending = run(**still)
+    assert steps(recorded.evaluations) == [0, 2, 4]
+    assert (place.step, ending, recorded.saves) == (4, "finished", [4])
+    assert (place.best.step, place.best.since) == (0, 2)
+    recorded, place, _ = run(start=place, is_measured=True, **still)
+    assert (recorded.steps, place.step) == ([], 4)
+    recorded, place, _ = run(start=place, is_measured=True, **still | {"patience": 3})
+    assert (place.step, place.best.since) == (6, 3)
+    _, place, _ = run(start=START, **still | {"patience": 0})
+    assert (place.step, place.best.since) == (6, 3)
+
+
 def test_a_step_is_saved_before_it_is_measured(run):
     """So that a last evaluation that fails costs nothing but itself."""
     order = []

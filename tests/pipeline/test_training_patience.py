@@ -1,0 +1,115 @@
+"""A run that ends early, and the model of the best checkpoint: the same after any stop."""
+
+import json
+
+import pytest
+
+from align.stages.storage.run.run_folder import RunFolder, read_ending
+from support.trainings import KILLED, learned, require_same, weights
+
+RESUME = ("--resume", "auto")
+# A metric that is best where the loss is highest gets worse as the run learns.
+WORSE = ("--eval-every", 1, "--set", "train.best=+eval/loss")
+
+
+def patient(times):
+    return (*WORSE, "--set", f"train.patience={times}")
+
+
+def losses(run):
+    """The loss of the held-out rows by step."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
+
+
+def ending_of(run):
+    return read_ending(RunFolder(run))
+
+
+@pytest.fixture(scope="module")
+def endless(course):
+    """All six steps, each measured."""
+    run = course.whole(*WORSE)
+    found = losses(run)
+    assert max(found, key=found.get) == 0, "or patience ends at other steps"
+    return run
+
+
+# Three evaluations that are no better than the first: killed before, in and after the third.
+KILLS = {
+    1: ("step.updated=kill@2", "evaluation.done=kill@4", "checkpoint.before_rename=kill@1"),
+    2: ("evaluation.batch=kill@4", "ending.before_rename=kill@1"),
+}
+
+
+@pytest.mark.parametrize("ranks", KILLS)
+def test_a_run_ends_at_the_same_step_wherever_it_is_killed(course, endless, tmp_path, ranks):
+    run, words = tmp_path / "run", (*patient(3), *RESUME)
+    whole = course.whole(*patient(3), ranks=ranks)
+    ended = ending_of(whole)
+    assert (ended.ending, ended.step, ended.total_steps) == ("finished", 3, 6)
+    for place in KILLS[ranks]:
+        answers = course.start(run, *words, ranks=ranks, failpoints=[place]).answers()
+        assert answers[0].code == KILLED, (place, answers)
+    last = course.run(run, *words, ranks=ranks)
+    require_same(run, whole)
+    assert ending_of(run).reason == ended.reason
+    assert "3 evaluations in a row eval/loss was not better" in ended.reason
+    assert ended.reason in last.out
+    assert ended.reason.replace("+", "&#43;") in (run / "report.html").read_text()
+    if ranks == 1:
+        assert learned(run) == learned(endless)[: len(learned(run))]
+
+
+def test_more_patience_goes_on_as_if_it_had_been_there_from_the_start(course, endless, tmp_path):
+    run = tmp_path / "run"
+    course.run(run, *patient(1))
+    assert ending_of(run).step == 1
+    again = course.run(run, *patient(1), *RESUME)
+    assert "this run is finished" in again.out
+    more = course.run(run, *patient(3), *RESUME)
+    assert "train.patience: begun with 1, now 3." in more.err
+    require_same(run, course.whole(*patient(3)))
+    less = course.run(run, *patient(2), *RESUME)  # it has gone on for too long already
+    assert "continuing after step 3" in less.err
+    require_same(run, course.whole(*patient(3)))
+    course.run(run, *WORSE, *RESUME)
+    require_same(run, endless)
+    assert ending_of(run).reason == ""
+
+
+def test_the_model_of_the_best_checkpoint_is_written(course, tmp_path):
+    """Of steps 2, 4 and 6 the loss is highest after step 2, where a run of patience 1 ends."""
+    run, two = tmp_path / "run", ("--eval-every", 2, "--set", "train.best=+eval/loss")
+    best = ("--set", "train.write_best=true")
+    first = course.whole(*two, "--set", "train.patience=1")
+    assert ending_of(first).step == 2
+    (answer,) = course.start(run, *two, *best, failpoints=["model.before_rename=kill@1"]).answers()
+    assert answer.code == KILLED
+    said = course.run(run, *two, *best, *RESUME)
+    found = losses(run)
+    assert max((2, 4, 6), key=found.get) == 2, "or this shows nothing"
+    assert weights(run) == weights(first)
+    assert (ending_of(run).step, ending_of(run).model_step) == (6, 2)
+    assert "Its model is that of step 2" in said.out
+    assert "step 0 has a better one, and no checkpoint" in said.err
+    assert f"{found[2]:.6g}" in (run / "model" / "README.md").read_text()
+
+    course.run(run, *two, *RESUME)  # asked for the last step's after all
+    assert ending_of(run).model_step is None
+    require_same(run, course.whole(*two))
+    course.run(run, *two, *best, *RESUME, ranks=2)
+    assert weights(run) == weights(first)
+
+
+def test_a_metric_that_is_never_measured_ends_the_run_at_once(course, tmp_path):
+    run = tmp_path / "run"
+    words = ("--eval-every", 2, "--set", "train.best=eval/los", "--set", "train.patience=2")
+    (answer,) = course.start(run, *words).answers()
+    assert answer.code == 2
+    assert "nothing called eval/los was measured. Did you mean 'eval/loss'?" in answer.err
+
+
+def test_a_metric_that_only_keeps_a_checkpoint_may_change(course, endless):
+    said = course.run(endless, "--eval-every", 1, "--set", "train.best=eval/nll", *RESUME)
+    assert "this run is finished" in said.out

@@ -1,0 +1,77 @@
+"""After how many evaluations a training is over."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from align.schemas.checkpoint import BestSoFar
+from align.schemas.train_options import TrainOptions
+from align.stages.train.patience import why_over, with_evaluation
+
+LOSS = {"best": "eval/loss", "patience": 2}
+
+
+def ends_at(values, **settings):
+    """The index of the evaluation that ends a run, and the best one so far; None: none does."""
+    options, so_far = TrainOptions(**LOSS | settings), None
+    name = options.best.lstrip("+-")
+    for step, value in enumerate(values):
+        so_far = with_evaluation(so_far, {name: value}, step=step, options=options)
+        if why_over(so_far, options):
+            return step, so_far.step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "end"),
+    [
+        # 3 is the best until 2, of which 2.5 and 2 are no better.
+        ({}, [3, 3.5, 2, 2.5, 2, 1], (4, 2)),
+        ({"patience": 3}, [3, 3.5, 2, 2.5, 2, 1], None),
+        ({"patience": 1}, [3, 3.5, 2], (1, 0)),
+        ({"patience": 0}, [3, 4, 5, 6], None),
+        # Slowly better: by a quarter each time, of which two are more than 0.4 below the best.
+        ({"min_delta": 0.4}, [3, 2.75, 2.5, 2.25, 2], None),
+        ({"min_delta": 0.5}, [3, 2.75, 2.5, 2.25, 2], (2, 0)),
+        ({"best": "eval/rewards/accuracies"}, [0.5, 0.6, 0.55, 0.6], (3, 1)),
+        ({"best": "-eval/rewards/accuracies"}, [0.5, 0.6, 0.55, 0.6], (2, 0)),
+        # What is not a number is no better than anything, and anything is better than that.
+        ({}, [3, math.nan, 2, math.inf, math.nan], (4, 2)),
+        ({}, [math.nan, 5, 6, 7], (3, 1)),
+        ({}, [math.nan, math.nan], (1, 0)),
+    ],
+)
+def test_so_many_evaluations_in_a_row_that_are_no_better_end_it(settings, values, end):
+    assert ends_at(values, **settings) == end
+
+
+def first_end(values, patience, min_delta):
+    """Looks back from each evaluation at all of those before it."""
+    for now in range(len(values)):
+        best = 0
+        for at in range(1, now + 1):
+            best = at if values[best] - values[at] > min_delta else best
+        if now - best >= patience:
+            return now, best
+    return None
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 3))
+def test_looking_back_each_time_ends_it_at_the_same_evaluation(values, patience, min_delta):
+    settings = {"patience": patience, "min_delta": float(min_delta)}
+    assert ends_at(values, **settings) == first_end(values, patience, min_delta)
+
+
+def test_an_evaluation_made_again_counts_once_and_another_metric_begins_anew():
+    options = TrainOptions(**LOSS)
+    so_far = BestSoFar("eval/loss", value=1.0, step=4, newest=6, since=1)
+    again = with_evaluation(so_far, {"eval/loss": 2.0}, step=6, options=options)
+    assert again == so_far
+    other = replace(options, best="eval/nll")
+    assert why_over(replace(so_far, since=2), options)
+    assert not why_over(replace(so_far, since=2), other)
+    anew = with_evaluation(so_far, {"eval/nll": 7.0}, step=8, options=other)
+    assert anew == BestSoFar("eval/nll", value=7.0, step=8, newest=8, since=0)
