@@ -115,6 +115,7 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/train.py
 	$(BIN)/python tests/bench/whole.py
 	$(BIN)/python tests/bench/waiting.py
+	$(BIN)/python tests/bench/trackers.py
 
 # On a machine with a GPU that CUDA can use; in less than ten minutes.
 bench-gpu: .venv/bench-ready

@@ -132,13 +132,12 @@ def _prompts(job: TrainingJob, folder: RunFolder, context: int | None) -> dict[s
 def _answers(
     sampler: LocalSampler, prompts: Sequence[Sequence[int]], most: int
 ) -> list[tuple[str, bool]]:
-    """The answers of one of the models, which is gone from memory afterwards."""
+    """The answers of one of the models, once nothing else holds memory."""
+    gc.collect()
+    release_cached_memory()
     try:
         return sampler.likeliest(prompts, most)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise UsageError(f"There is no memory to load {sampler.model.path}.") from error
-    finally:
-        gc.collect()
-        release_cached_memory()
