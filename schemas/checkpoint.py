@@ -110,7 +110,7 @@ class Ending:
     identity: RunIdentity
     changes: tuple[str, ...]  # as in the last checkpoint
     files: tuple[CheckpointFile, ...]  # the journal and the settings
-    reason: str = if_known("")  # why it finished before its last step
+    reason: str = if_known("")  # why it ended before its last step
     model_step: int | None = if_known(None)  # whose model was written, if not the last step's
 
 

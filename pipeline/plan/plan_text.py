@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from ...schemas.errors import counted
 from ...stages.engine.engine_memory import Elements
-from ...stages.report.cache_tables import facts, grid, heading
+from ...stages.report.cache_tables import duration, facts, grid, heading
 from ..options.declared import flag_of
 from .memory_plan import Components, Way
 from .memory_search import Tried
@@ -136,18 +136,11 @@ def _time(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "time", "unknown: pass --tokens-per-second, or --like RUN to take it from a run"
         return
     hours, rate = plan.seconds / HOUR, plan.request.tokens_per_second
-    yield "time", f"{_duration(plan.seconds)} at {rate:,.0f} tokens/s, without evaluations"
+    yield "time", f"{duration(plan.seconds)} at {rate:,.0f} tokens/s, without evaluations"
     if plan.request.price:
         paid = hours * plan.request.gpus
         cost = paid * plan.request.price
         yield "cost", f"{cost:,.2f}: {paid:,.1f} GPU hours at {plan.request.price:,.2f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
 def _stage_one_verdict(plan: RunPlan) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -37,6 +38,12 @@ class History:
     def steps(self) -> int:
         """The last step with a line."""
         return int(max([0, *self.learned["step"], *self.held_out["step"]]))
+
+    @property
+    def times(self) -> tuple[datetime | None, datetime | None]:
+        """When the first and the last line were written."""
+        known = [*self.learned["time"], *self.held_out["time"]]
+        return min(known, default=None), max(known, default=None)
 
     @property
     def measured(self) -> Measured:

@@ -15,6 +15,7 @@ from ...schemas.batches import EvalSample, Visits
 from ...schemas.cache import Stops
 from ...schemas.checkpoint import Checkpoint, Ending, How
 from ...schemas.errors import AlignError, Interrupted, StorageError, log_failure
+from ...schemas.safe_text import redacted
 from ...stages.data.tokenizer import decoder
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.report.eval_table import Decode, Kind, evaluation_csv
@@ -71,10 +72,11 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
     except (Interrupted, KeyboardInterrupt):
         status = "KILLED"
         raise
-    except AlignError:
-        with log_failure("No record of how the run ended"):
-            records.ended("failed")
-        records.report()
+    except Exception as error:
+        if not records.is_finished:
+            with log_failure("No record of how the run ended"):
+                records.ended("failed", reason=_told(error))
+            records.report()
         raise
     finally:
         progress.end()
@@ -250,7 +252,7 @@ class RunRecords:
             identity=identity_of(self._session),
             changes=self._start.changes,
             files=(),
-            reason=reason,
+            reason=redacted(reason),
             model_step=model_step,
         )
         write_ending(self._start.folder, ending)
@@ -281,6 +283,11 @@ class RunRecords:
         self._run.describe(describe_training(session, params, self._start.folder))
         record_inputs(self._run, session.job)
         self._run.log_artifact(session.job.cache.manifest)
+
+
+def _told(error: Exception) -> str:
+    """What a person is told of it; what no message of ours explains has a traceback in the log."""
+    return str(error) if isinstance(error, AlignError) else f"{type(error).__name__}: {error}"
 
 
 def shown(metrics: dict[str, float]) -> str:

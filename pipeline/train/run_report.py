@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,13 +29,12 @@ from ...stages.storage.disk import fs
 from ...stages.storage.run.checkpoints import read_checkpoint, wanted
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
+from ...stages.tracking.run_texts import data_name, model_name
 from ..options.settings import run_settings, without_secrets
-from .run_history import Curves, History, Measured, curves, read_history
+from .run_head import ended_how, head_facts, method_options, sentences, steps_in, trouble
+from .run_history import Curves, Measured, curves, read_history
 
 if TYPE_CHECKING:
-    import polars as pl
-
-    from ...schemas.checkpoint import Ending as EndingRecord
     from ...stages.train.synchronized import Ending
 
 logger = logging.getLogger("align")
@@ -47,7 +45,6 @@ HEADLINES = {
     "rewards/margins": "margin",
 }
 MEASURED_ON = {"held out": "held-out rows", "training": "first and last step"}
-STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 
 
 def write_report(root: Path) -> Path:
@@ -60,18 +57,21 @@ def write_report(root: Path) -> Path:
     learned, held_out = curves(history.learned), curves(history.held_out)
     shared = {
         "title": folder.root.resolve().name,
-        "sentences": list(_sentences(folder, history, settings["train.method"])),
+        "sentences": list(sentences(folder, history, settings["train.method"])),
+        "trouble": trouble(folder, history),
         "signs": _signs(folder, learned, held_out, settings),
         "answers": _answers(folder),
     }
+    cache = _of_cache(folder, settings)
     page = render_page(
         "run.html.j2",
         **shared,
+        facts=head_facts(settings, history, model=model_name(cache.policy), data=cache.name),
         headlines=dict(_headlines(history.measured)),
         learning=learning_curves(learned, held_out, _best(settings)),
         completions=_spreads(folder),
         rows=_rows(folder),
-        cache=_of_cache(folder, settings),
+        cache=cache,
         settings=_shown(settings),
         further=further_curves(learned, held_out, _best(settings)),
     )
@@ -148,46 +148,15 @@ def _signs(
         step: read_samples(path).drop(TEXTS, strict=False)
         for step, path in folder.evaluations().items()
     }
-    spikes = frozenset(_steps_in(folder.spikes))
+    spikes = frozenset(steps_in(folder.spikes))
     return look_for_signs(Evidence(learned, held_out, tables, _beta(settings), spikes))
 
 
 def _beta(settings: Mapping[str, Any]) -> float | None:
     """The beta of the method with a KL of mismatched completions, if there is one."""
-    given = {
-        name.removeprefix("method."): value
-        for name, value in settings.items()
-        if name.startswith("method.")
-    }
-    parts = recipe_of(settings["train.method"], given).parts
+    parts = recipe_of(settings["train.method"], method_options(settings)).parts
     options = [part.options for part in parts if "mismatched" in part.method.needs]
     return next((one.beta for one in options if hasattr(one, "beta")), None)
-
-
-def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
-    ending = read_ending(folder)
-    is_finished = ending is not None and ending.ending == "finished"
-    how = "finished" if is_finished else "not finished"
-    yield f"{method}, {counted(history.steps, 'steps')}, {how}."
-    yield from ended_how(ending)
-    for change in ending.changes if ending else ():
-        yield f"Resumed with a change: {change}."
-    if steps := _not_applied(folder, history.learned):
-        shown = ", ".join(f"{step:,}" for step in steps[:10])
-        more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
-        yield f"NaN or infinity: steps {shown}{more} were not applied (nonfinite.jsonl)."
-
-
-def _not_applied(folder: RunFolder, learned: pl.DataFrame) -> list[int]:
-    """Steps that were not applied; one that was run again after a resume may have been."""
-    failed = _steps_in(folder.nonfinite)
-    well = {step for step, value in curves(learned).get("step_applied", ()) if value == 1}
-    return sorted(failed - well)
-
-
-def _steps_in(file: Path) -> set[int]:
-    """The steps that a file with the rows of some of them names."""
-    return {int(step) for step in STEP.findall(fs.read_bytes(file))} if file.exists() else set()
 
 
 def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
@@ -229,6 +198,8 @@ class _CacheFacts:
     """Facts of the run's cache, by name."""
 
     data: dict[str, str]
+    policy: str  # the path that the policy began as, empty if it is not known
+    name: str = ""  # of the data
     lineage: dict[str, str] = field(default_factory=dict)
     fingerprint: dict[str, str] = field(default_factory=dict)
 
@@ -243,12 +214,14 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
         }
         manifest = load_manifest(cache, min(roots, default=""))
     except (UsageError, CorruptionError) as error:
-        return _CacheFacts({"cache": str(error)})
+        return _CacheFacts({"cache": str(error)}, settings["train.model"])
     if others := roots - {manifest.root}:
         gone = f"{cache.root} holds another cache now. This run was trained on root {min(others)}."
-        return _CacheFacts({"cache": gone})
+        return _CacheFacts({"cache": gone}, settings["train.model"])
     lineage = _lineage(cache, manifest, settings)
-    return _CacheFacts(_data(manifest), lineage, manifest.fingerprint)
+    name = data_name([entry.name for entry in manifest.inputs])
+    policy = settings["train.model"] or manifest.model
+    return _CacheFacts(_data(manifest), policy, name, lineage, manifest.fingerprint)
 
 
 def _data(manifest: Manifest) -> dict[str, str]:
@@ -295,14 +268,6 @@ SUMMARIZED = (
     "log_odds/accuracy",
     "log_odds/ratio",
 )
-
-
-def ended_how(ending: EndingRecord | None) -> Iterator[str]:
-    """Sentences on an end before the last step, and on a model that is not the last step's."""
-    if ending and ending.reason:
-        yield f"It ended before its {counted(ending.total_steps, 'steps')}: {ending.reason}."
-    if ending and ending.model_step is not None:
-        yield f"Its model is that of step {ending.model_step:,}, the best (train.write_best)."
 
 
 @dataclass(frozen=True)

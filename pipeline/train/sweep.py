@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journaled_run import Run, tagged
 from ...stages.tracking.progress import Progress
-from ...stages.tracking.run_texts import description, run_name
+from ...stages.tracking.run_texts import description, model_name, run_name
 from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
 from ..jobs.recorded_work import recorded_work
 from ..jobs.signals import WAY_ON
@@ -29,9 +30,10 @@ from ..options.settings import Settings
 from .policy_identity import PolicyDigests, digest_policies
 from .run_description import data_of
 from .run_diff import standing
+from .sweep_page import sweep_page
 from .train import shard_columns, train_in
 from .training_job import TrainingJob, open_training
-from .trials import SweepResult, Trial, TrialResult, sweep_page, values_of
+from .trials import SweepResult, Trial, TrialResult, values_of
 
 Load = Callable[[Sequence[str]], Settings]
 
@@ -50,6 +52,9 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
     jobs = [_open(load, trial, output) for trial in trials]
     _require_different(jobs)
     results: list[TrialResult] = []
+    known = {"model": model_name(_policy_of(jobs)), "data": _data_of(jobs)}
+    facts = {name: value for name, value in known.items() if value}
+    begun = SweepResult(output, (), planned=tuple(trials), facts=facts)
     remember = own_digests()
     with joined_world() as world:
         with naming_lost_peers(world):
@@ -65,15 +70,18 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
                 "sweep",
                 name=run_name(_policy_of(jobs), "sweep", _data_of(jobs)),
             ) as parent,
+            _page_if_stopped(begun, results, world, parent),
         ):
             _describe(parent, trials, jobs, output)
+            run_on_rank_zero(world, partial(_publish_page, begun, parent))
             for trial, job in zip(trials, jobs, strict=True):
                 progress.say(f"run {len(results) + 1} of {len(trials)}: {trial.name}")
                 tags = {GROUP_TAG: _group(output), TRIAL_TAG: trial.name}
                 with tagged(tags, parent):
                     results.append(_try(trial, job, world, columns, progress))
-                _report(SweepResult(output, tuple(results)), world, parent)
-            result = run_on_rank_zero(world, partial(_compared, output, tuple(results), parent))
+                _report(replace(begun, results=tuple(results)), world, parent)
+            ended = replace(begun, results=tuple(results))
+            result = run_on_rank_zero(world, partial(_compared, ended, parent))
             if any(one.error for one in results):
                 parent.finish("FAILED")
     return result
@@ -132,6 +140,18 @@ def _add_resume_hint(output: Path, results: Sequence[TrialResult], total: int) -
         raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}", at=stop.at) from None
 
 
+@contextmanager
+def _page_if_stopped(
+    begun: SweepResult, results: Sequence[TrialResult], world: World, parent: Run
+) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
+            _publish_page(replace(begun, results=tuple(results), is_stopped=True), parent)
+        raise
+
+
 def _describe(
     parent: Run, trials: Sequence[Trial], jobs: Sequence[TrainingJob], output: Path
 ) -> None:
@@ -167,11 +187,13 @@ def _group(output: Path) -> str:
 def _try(
     trial: Trial, job: TrainingJob, world: World, columns: ShardColumns, progress: Progress
 ) -> TrialResult:
+    began = time.monotonic()
     try:
         trained = train_in(job, world, columns, progress=progress)
         if trained.is_old:
             progress.say(f"{trial.name} is finished already and is not changed")
-        return TrialResult(trial, trained)
+            return TrialResult(trial, trained)
+        return TrialResult(trial, trained, seconds=time.monotonic() - began)
     except AlignError as error:
         progress.say(f"{trial.name} failed: {error}")
         return TrialResult(trial, error=error)
@@ -196,16 +218,16 @@ def _publish(result: SweepResult, parent: Run) -> None:
     if result.failures:
         failures = "\n".join(f"{one.trial.name}: {one.error}" for one in result.failures)
         parent.set_tags({"align.failed": failures})
+    _publish_page(result, parent)
 
 
-def _compared(output: Path, results: tuple[TrialResult, ...], parent: Run) -> SweepResult:
+def _compared(result: SweepResult, parent: Run) -> SweepResult:
     """Publishes the results of all runs, and which of them is ahead."""
-    folders = {one.trial.name: RunFolder(output / one.trial.name) for one in results if one.trained}
-    result = SweepResult(output, results)
+    names = [one.trial.name for one in result.results if one.trained]
+    folders = {name: RunFolder(result.folder / name) for name in names}
     with log_failure("No comparison of the runs"):
         result = replace(result, standing=tuple(standing(folders)))
         _publish(result, parent)
-    _publish_page(result, parent)
     return result
 
 

@@ -104,7 +104,8 @@ def _trained(
         progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
     session = open_session(job, world, columns, progress, start)
     checked = held_to_checkpoint(session, start)
-    with open_records(session, checked, progress) as records:
+    # Named here too, so that the report says it.
+    with open_records(session, checked, progress) as records, naming_lost_peers(world):
         records.say(f"policy: {session.policy.path}")
         position = _restored(session, checked)
         if position is None:
@@ -347,9 +348,9 @@ def _learn(
         records.finish(model.step)
         model_step = None if model.step == position.step else model.step
     records.ended(ending, reason=reason, model_step=model_step)
+    records.report()
     if ending == "signal":
         raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, position.step))
-    records.report()
     trained = outcome(start.folder, ending)
     records.judged(trained.signs)
     return trained

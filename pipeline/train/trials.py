@@ -1,4 +1,4 @@
-"""The runs of a sweep, their results, and `sweep.html` with a curve for each."""
+"""The runs of a sweep and their results, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...schemas.errors import AlignError, UsageError, counted
 from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
-from ...stages.report.charts import Form, Series, chart
-from ...stages.report.html_page import render_page
-from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journal import EVAL
 from ..options.declared import set_by
 from ..options.settings import parse_varied
-from .run_history import Curves, Measured, curves, read_history
+from .run_history import Measured
 from .run_report import Trained
 
 MOST_TRIALS = 10_000
@@ -112,6 +109,7 @@ class TrialResult:
     trial: Trial
     trained: Trained | None = None
     error: AlignError | None = None
+    seconds: float = 0.0  # that its training took; 0 if it failed or was done before
 
     @property
     def measured(self) -> Measured:
@@ -131,6 +129,9 @@ class SweepResult:
     folder: Path
     results: tuple[TrialResult, ...]
     standing: tuple[str, ...] = ()  # which of them is ahead, once all have ended
+    planned: tuple[Trial, ...] = ()  # these and those to come
+    facts: Mapping[str, str] = field(default_factory=dict)  # that tell it from other sweeps
+    is_stopped: bool = False
 
     @property
     def failures(self) -> list[TrialResult]:
@@ -194,51 +195,3 @@ def _cells(one: TrialResult) -> list[str]:
     values = [moment.get(f"{prefix}{name}") for name in HEADS.values() for moment in moments]
     numbers = ["-" if value is None else f"{value:z.4f}" for value in values]
     return [one.trial.name, one.ending, one.measured.rows or "-", *numbers]
-
-
-COLORS = 8
-CHARTS = {
-    "Accuracy": "rewards/accuracies",
-    "Margin": "rewards/margins",
-    "Log-probs of chosen completions": "logps/chosen",
-    "Log-probs of rejected completions": "logps/rejected",
-    "Loss": "loss",
-}
-
-
-def sweep_page(result: SweepResult) -> str:
-    """The page of all runs that have ended so far."""
-    folders = {one.trial.name: RunFolder(result.folder / one.trial.name) for one in result.results}
-    links = {
-        name: f"{name}/{folder.report.name}"
-        for name, folder in folders.items()
-        if folder.report.exists()
-    }
-    histories = {
-        name: read_history(folder.metrics)
-        for name, folder in folders.items()
-        if folder.metrics.exists()
-    }
-    held_out = {name: curves(history.held_out) for name, history in histories.items()}
-    learned = {name: curves(history.learned) for name, history in histories.items()}
-    return render_page(
-        "sweep.html.j2",
-        title=f"Sweep: {result.folder.resolve().name}",
-        notes=list(result.notes()),
-        head=result.head,
-        rows=result.rows,
-        links=links,
-        held_out=_charts(held_out, "dots"),
-        learned=_charts(learned, "line"),
-    )
-
-
-def _charts(runs: Mapping[str, Curves], form: Form) -> str:
-    figures = []
-    for title, metric in CHARTS.items():
-        series = [
-            Series(name, points.get(metric, ()), f"c{index % COLORS}", form=form)
-            for index, (name, points) in enumerate(runs.items())
-        ]
-        figures.append(chart(title, series, x_label="step"))
-    return "".join(figures)

@@ -294,3 +294,11 @@ def size(num_bytes: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:,.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """A length of time in hours and minutes, or in seconds if it is shorter than one."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"

@@ -22,9 +22,12 @@ def window_of(heights: Sequence[float]) -> int:
 
 def running_mean(heights: Sequence[float], window: int) -> NDArray[np.float64]:
     """The mean of each value and its neighbours, of those that there are at both ends."""
-    ones = np.ones(window)
-    counts = np.convolve(np.ones(len(heights)), ones, "same")
-    return np.convolve(np.asarray(heights, dtype=float), ones, "same") / counts
+    half, places = window // 2, np.arange(len(heights))
+    counts = np.minimum(places, half) + np.minimum(places[::-1], half) + 1
+    # Not by a running sum, which a single huge value would leave without the others' digits.
+    means: NDArray[np.float64]
+    means = np.convolve(np.asarray(heights, dtype=float), np.ones(window), "same") / counts
+    return means
 
 
 def _crossings(heights: NDArray[np.float64]) -> float:

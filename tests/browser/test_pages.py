@@ -3,8 +3,11 @@
 import pytest
 
 from align.pipeline.train.run_report import outcome, write_report
-from align.pipeline.train.trials import SweepResult, Trial, TrialResult, sweep_page
+from align.pipeline.train.sweep_page import sweep_page
+from align.pipeline.train.trials import SweepResult, Trial, TrialResult
+from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import NonFiniteError
+from align.stages.storage.run.run_folder import write_ending
 from support.long_runs import write_long_run
 from support.rooms import ROOT
 from support.rounds_play import play, write_settings
@@ -27,21 +30,35 @@ def short_run(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def failed_run(tmp_path_factory):
+    folder = write_long_run(tmp_path_factory.mktemp("failed") / "kto-run", steps=600)
+    folder.nonfinite.write_text('{"step": 600, "rank": 0}\n')
+    write_ending(
+        folder,
+        Ending("failed", 600, 900, RunIdentity("", 1, 0, {}, {}), (), (), f"Step 600: {EVIL}"),
+    )
+    return write_report(folder.root)
+
+
+@pytest.fixture(scope="session")
 def sweep(tmp_path_factory):
-    """Six runs, of which one has failed and tells of it what hurts a page."""
-    root, results = tmp_path_factory.mktemp("sweep") / "align-sweep", []
-    for number in range(6):
-        lr, beta = ("1e-6", "5e-6")[number // 3], ("0.05", "0.1", "0.3")[number % 3]
+    """Ten runs, two of them to come; one has failed and tells of it what hurts a page."""
+    root, trials, results = tmp_path_factory.mktemp("sweep") / "align-sweep", [], []
+    for number in range(10):
+        lr, beta = ("1e-6", "5e-6")[number // 5], ("0.05", "0.1", "0.2", "0.3", "0.5")[number % 5]
         settings = ("train.method=kto", f"train.lr={lr}", f"method.beta={beta}")
-        trial = Trial(f"kto-{lr}-{beta}", settings)
+        trials.append(Trial(f"kto-{lr}-{beta}", settings))
+    for number, trial in enumerate(trials[:8]):
         if number == 4:
             results.append(TrialResult(trial, error=NonFiniteError(EVIL)))
             continue
         folder = write_long_run(root / trial.name, steps=1500 + 20 * number)
         write_report(folder.root)
-        results.append(TrialResult(trial, outcome(folder, "finished")))
+        results.append(TrialResult(trial, outcome(folder, "finished"), seconds=4000))
     page = root / "sweep.html"
-    page.write_text(sweep_page(SweepResult(root, tuple(results))))
+    facts = {"model": EVIL, "data": "prefs"}
+    planned = SweepResult(root, tuple(results), planned=tuple(trials), facts=facts)
+    page.write_text(sweep_page(planned))
     return page
 
 
@@ -53,7 +70,7 @@ def rounds(world, tmp_path_factory):
     return folder / "out" / "rounds.html"
 
 
-@pytest.mark.parametrize("name", ["long_run", "short_run", "sweep", "rounds"])
+@pytest.mark.parametrize("name", ["long_run", "short_run", "failed_run", "sweep", "rounds"])
 def test_a_page_says_nothing_loads_nothing_fits_and_can_be_read(name, looks, request):
     path = request.getfixturevalue(name)
     assert path.stat().st_size < MOST_BYTES

@@ -5,6 +5,7 @@ import html
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,9 +13,11 @@ import pytest
 from align.pipeline.options.settings import signed
 from align.pipeline.train.run_diff import diff_runs, known_rows, standing
 from align.pipeline.train.run_report import write_report
+from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.report.signs import SIGNS
-from align.stages.storage.run.run_folder import RunFolder
+from align.stages.storage.disk.locks import owner_lock
+from align.stages.storage.run.run_folder import RunFolder, write_ending
 from support.long_runs import write_long_run
 
 
@@ -85,6 +88,49 @@ def test_signs_go_by_the_beta_of_the_method_and_name_steps_that_no_line_shows(wh
     (run / "spikes.jsonl").write_text('{"step": 33, "rank": 0, "row_ids": ["a"]}\n')
     write_report(run)
     assert "is usual before at step 33." in words_of(run)
+
+
+def test_the_head_tells_a_run_from_others(whole_run, course, tmp_path):
+    """The lines of a drawn run of 600 steps, 7 s each, are written in 70 min."""
+    long = write_long_run(tmp_path / "run", steps=600, lr=2e-5, model="a/my-model/run").root
+    write_report(long)
+    for said in (
+        *("model my-model", "method kto", "first step 2026-11-18 11:06 UTC"),
+        *("duration 1 h 10 min", "learning rate 2.0e-5", "beta 0.1", "rows in a step 64"),
+    ):
+        assert said in " ".join(words_of(long).split())
+    (data,) = json.loads((course.cache / "manifest.json").read_text())["inputs"]
+    assert f"data {data['name'].partition('.')[0]} " in " ".join(words_of(whole_run).split())
+    assert "--resume auto" not in words_of(whole_run)
+
+
+def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(tmp_path):
+    folder = write_long_run(tmp_path / "run", steps=60, evaluated=2)
+    known = Ending(
+        "failed", 60, 100, RunIdentity("", 1, 0, {}, {}), (), (), "lower <b>train.lr</b>"
+    )
+
+    def said():
+        write_report(folder.root)
+        return words_of(folder.root)
+
+    assert "kto, 60 steps, not finished." in said()
+    assert "No end was recorded" in said()
+    assert "begins again at the first step" in said()
+    for step in (40, 20):
+        folder.step(step).mkdir(parents=True)
+    assert "The last checkpoint is of step 40." in said()
+    with owner_lock(folder, "another"):
+        assert "It is running" in said()
+        assert "No end was recorded" not in said()
+    folder.nonfinite.write_text('{"step": 60, "rank": 0}\n{"step": 59, "rank": 0}\n')
+    write_ending(folder, known)
+    assert "kto, 60 steps, failed." in said()
+    assert "lower <b>train.lr</b>" in said()
+    assert "The last good step is 58 of 100." in said()
+    write_ending(folder, replace(known, ending="time", reason=""))
+    assert "reason" not in folder.ending.read_text()  # as in those written by an older align
+    assert "It stopped after step 60 of 100." in said()
 
 
 def test_the_best_evaluations_by_the_loss_and_by_the_metric_of_checkpoints_are_marked(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.pipeline.train.run_diff import diff_runs, standing
 from align.pipeline.train.run_history import Measured
+from align.pipeline.train.sweep_page import sweep_page
 from align.pipeline.train.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
@@ -64,6 +65,50 @@ def test_the_table_has_each_figure_before_and_after():
     figures = dict(zip(result.head, *result.rows, strict=True))
     expected = {"loss from": 0.7, "loss to": 0.6, "acc. from": 0.5, "acc. to": 0.9}
     assert {name: float(figures[name]) for name in expected} == expected
+
+
+def measured(accuracy):
+    """A run that ended with this accuracy on held-out rows."""
+    before, after = ({"eval/loss": 0.7, "eval/rewards/accuracies": one} for one in (0.5, accuracy))
+    rows = Measured("held out", before, after)
+    return SimpleNamespace(measured=rows, ending="finished", steps=5)
+
+
+def table_of(page):
+    """The rows of the first table of a page."""
+    table = page.partition("<table>")[2].partition("</table>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in rows]
+    return [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in cells]
+
+
+def test_the_page_has_the_best_run_first_and_what_is_varied_as_columns_and_the_time_left(tmp_path):
+    """Two of five runs took 10 minutes each, one failed and one was done before: one is left."""
+    trials = trials_of(["dpo", "orpo"], {"method.beta": ["0.1", "0.3"], "train.lr": ["1e-5"]})
+    trials += trials_of(["kto", "sft"], {})
+    ended = (
+        TrialResult(trials[0], measured(0.6), seconds=600),
+        TrialResult(trials[1], error=UsageError("no")),
+        TrialResult(trials[2], measured(0.9), seconds=600),
+        TrialResult(trials[3], measured(0.7)),
+    )
+    page = sweep_page(SweepResult(tmp_path, ended, planned=tuple(trials)))
+    head, *rows = table_of(page)
+    assert head[:4] == ["run", "method", "beta", "accuracy"]
+    ending = head.index("ending")
+    assert [[*row[:3], row[ending]] for row in rows] == [
+        ["orpo-1e-5", "orpo", "-", "finished"],
+        ["kto", "kto", "-", "finished"],
+        ["dpo-0.1-1e-5", "dpo", "0.1", "finished"],
+        ["dpo-0.3-1e-5", "dpo", "0.3", "failed"],
+        ["sft", "sft", "-", "running"],
+    ]
+    assert rows[0][head.index("accuracy")] == "0.5000 → 0.9000"
+    assert rows[0][head.index("duration")] == "10 min"
+    assert "4 of 5 over, about 10 min left" in page
+    stopped = sweep_page(SweepResult(tmp_path, ended[:1], planned=tuple(trials), is_stopped=True))
+    assert [row[ending] for row in table_of(stopped)[1:]] == ["finished", *["to come"] * 4]
+    assert " left at " not in stopped
 
 
 def test_what_is_varied_has_a_name_and_values_and_is_set_by_nothing_else():
@@ -129,6 +174,11 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
     links = set(re.findall(r'href="([^"]*)"', (folder / "sweep.html").read_text()))
     assert links == {f"{name}/report.html" for name in ("dpo-1e-3", "dpo-1e30", "orpo-1e-3")}
 
+    broken = (folder / "dpo-1e30" / "report.html").read_text()
+    assert "Their rows are listed in nonfinite.jsonl" in broken
+    (lost,) = map(json.loads, (folder / "dpo-1e30" / "nonfinite.jsonl").read_text().splitlines())
+    assert f"The last good step is {lost['step'] - 1} of 3." in broken
+
     client = open_store(uri)
     runs = client.search_runs([client.get_experiment_by_name("align").experiment_id])
     (parent,) = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
@@ -173,6 +223,10 @@ def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, t
     assert stopped.code == 143, stopped
     assert not draft.exists()
     assert [(one["name"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
+    head, *rows = table_of((folder / "sweep.html").read_text())
+    states = {row[0]: row[head.index("ending")] for row in rows}
+    assert states == {"dpo": "finished", "orpo": "stopped"}
+    assert "It stopped after step 1 of 2." in (folder / "orpo" / "report.html").read_text()
     before = (folder / "dpo" / "metrics.jsonl").read_bytes()
     (again,) = try_out()
     assert again.code == 2, again

@@ -38,6 +38,7 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
     assert f"Interrupted by signal 15 at step 3, checkpoint saved in {place}." in asked.err
     assert "Traceback" not in asked.err
     assert ended() == ("signal", 3, 6)
+    assert "It stopped after step 3 of 6." in (run / "report.html").read_text()
     assert steps_saved(run) == [0, 3]
     assert not (run / "model").exists()
 
@@ -60,6 +61,7 @@ def test_ranks_save_by_time_alike_and_stop_together_when_one_is_asked_to(course,
     answers = course.start(run, *SOME, *often, ranks=2, failpoints=failpoints).answers()
     assert answers[-1].code == KILLED, answers
     assert steps_saved(run) == [0, 1, 2, 3, 4]
+    assert "Rank 0 lost another rank" in (run / "report.html").read_text()
     # Each evaluation runs its batches twice.
     how = {"ranks": 2, "failpoints": ["", "evaluation.batch=term@2"]}
     answers = course.start(run, *SOME, *RESUME, **how).answers()

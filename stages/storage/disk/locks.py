@@ -64,6 +64,18 @@ def try_owner_lock(folder: Ownable, run_id: str) -> OwnerLock | None:
     return lock
 
 
+def is_owned(folder: Ownable) -> bool:
+    """Whether a process works there now; it is asked without becoming the owner."""
+    if not folder.lock.exists():
+        return False
+    with fs.open_regular(folder.lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Held by one thread of one process at a time; the lock of a dead one is released."""

@@ -1,6 +1,10 @@
 """Charts stand where their numbers say; no page or card takes text for markup or shows a secret."""
 
+import base64
+import hashlib
+import html
 import math
+import re
 from dataclasses import fields
 from xml.etree import ElementTree
 
@@ -11,6 +15,7 @@ from align.stages.report.charts import FEW, MOST_POINTS, Series, Values, chart, 
 from align.stages.report.html_page import render_page
 from align.stages.report.model_card import Lineage, model_card
 from align.stages.report.run_curves import learning_curves
+from align.stages.report.smoothing import running_mean
 
 
 class Drawn:
@@ -121,6 +126,10 @@ def test_the_curve_of_many_noisy_lines_is_faint_under_the_mean_of_their_neighbou
         assert drawn(plain_course).points("polyline", "line") == near(plain_course, by=5)
 
 
+def test_a_huge_value_is_in_the_means_around_it_alone():
+    assert running_mean([1e250, 1.0, 2.0, 4.0, 6.0], 3)[2:].tolist() == [7 / 3, 4.0, 5.0]
+
+
 def test_many_noisy_curves_are_drawn_smooth_alone():
     points = [(step, float(step % 2)) for step in range(60)]
     for count, kinds in ((4, {"line", "faint"}), (5, {"line"})):
@@ -212,6 +221,7 @@ EVIL = "<script>alert('&')</script>"
 SAFE = "&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;"
 SWEEP = {
     "title": EVIL,
+    "facts": {EVIL: EVIL},
     "notes": [EVIL, "at https://me:word@host/ \x1b[2J"],
     "head": [EVIL, "loss"],
     "rows": [[EVIL, "1"]],
@@ -228,6 +238,17 @@ def test_text_is_never_html_and_shows_no_secret_and_a_chart_stands_as_it_was_dra
     assert f'<a href="x&#34; onclick=&#34;y">{SAFE}</a>' in text
     assert f"https://{MASK}@host/ \\u001b[2J" in text
     assert "<svg/>" in text
+
+
+def test_a_page_lets_a_browser_apply_its_own_style_and_nothing_else():
+    text = render_page("sweep.html.j2", **SWEEP)
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    rules = dict(rule.split(maxsplit=1) for rule in html.unescape(policy).split(";"))
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert rules.pop("style-src") == f"'sha256-{digest}'"
+    assert rules["default-src"] == "'none'"
+    assert {*rules.values()} == {"'none'"}
 
 
 def test_the_card_of_a_model_shows_no_secret_and_its_tables_stay_tables():
