@@ -35,6 +35,7 @@ EXAMPLES = {
     "diff": "align diff runs/dpo runs/kto",
     "register": "align register align-run prefs --alias champion",
     "mlflow-sync": "align mlflow-sync align-run",
+    "ui": "align ui --port 5001",
 }
 
 

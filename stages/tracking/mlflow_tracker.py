@@ -17,6 +17,7 @@ from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError
 from ...schemas.safe_text import redacted
 from .journal import (
+    EVAL,
     MAX_DATASET_NAME,
     MAX_DIGEST,
     MAX_PARAM,
@@ -45,6 +46,7 @@ PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
 INPUTS_PER_BATCH = 100
 PATH_TAG = "align.path"
+STEP_TAG = "align.step"  # after which a model was written
 BASE_TAG = "align.base_model"  # a digest of its path and weights
 NOTE_TAG = "mlflow.note.content"
 KIND_TAG = "mlflow.experimentKind"  # by which MLflow's pages choose what they open with
@@ -141,10 +143,32 @@ class MlflowTracker:
         if link.is_base:
             given = self._entities.LoggedModelInput(model.model_id)
             self.client.log_inputs(self._run_id, models=[given])
-        elif model.model_id not in {one.model_id for one in outputs}:  # it can be told once only
-            output = self._entities.LoggedModelOutput(model.model_id, 0)
+            return str(model.model_id)
+        step = int(link.tags.get(STEP_TAG, 0))
+        if measured := self._held_out(run, model.model_id, step):
+            self.client.log_batch(self._run_id, metrics=measured)
+        if model.model_id not in {one.model_id for one in outputs}:  # it can be told once only
+            output = self._entities.LoggedModelOutput(model.model_id, step)
             self.client.log_outputs(self._run_id, [output])
         return str(model.model_id)
+
+    def _held_out(self, run: Any, model_id: str, step: int) -> list[Any]:
+        """What was measured of the model on held-out rows, and on which: MLflow ranks models by it.
+
+        These are numbers of the run, to the millisecond: MLflow keeps one for both.
+        """
+        inputs = run.inputs.dataset_inputs if run.inputs else []
+        by_context = {tag.value: one.dataset for one in inputs for tag in one.tags}
+        data = by_context.get("evaluation") or by_context.get("training")
+        name, digest = (data.name, data.digest) if data else (None, None)
+        make = self._entities.Metric
+        return [
+            make(key, point.value, point.timestamp, step, model_id, name, digest, self._run_id)
+            for key in sorted(run.data.metrics)
+            if key.startswith(EVAL)
+            for point in self.client.get_metric_history(self._run_id, key)
+            if point.step == step
+        ]
 
     def end(self, status: str, ended_ms: int) -> None:
         """Sets the final status of the run."""

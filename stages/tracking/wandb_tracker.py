@@ -26,7 +26,7 @@ from .tracker import GOES_ON_TAG, GROUP_TAG, ROUNDS_TAG, ModelLink, RunRecord, T
 
 FOLDER = "wandb"  # in the folder of the run, or in WANDB_DIR; wandb names it so
 FILES = "align"  # among the files of the run, whose config.yaml is W&B's own
-NOTE, DRAFT = "align.json", "align.draft"
+NOTE = "align.json"
 NOTE_TAG = "align.description"
 STEP = "step"  # the axis of every chart
 RUN_KEY = re.compile(r"[0-9a-f]{16}")

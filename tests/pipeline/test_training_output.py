@@ -224,6 +224,15 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     model = open_store(store_of(plain)).get_logged_model(base.model_id)
     assert model.tags["align.path"] == str(course.model)
     assert model.tags["align.weights"] == manifest.fingerprint["model.weights"]
+    (made,) = told.outputs.model_outputs
+    model = open_store(store_of(plain)).get_logged_model(made.model_id)
+    last = measured(plain)[6]
+    held_out = {name: value for name, value in last.items() if name.startswith("eval/")}
+    assert {(one.key, one.step, one.value) for one in model.metrics} == {
+        (name, 6, value) for name, value in held_out.items()
+    }
+    data = {(one.dataset_name, one.dataset_digest) for one in model.metrics}
+    assert (made.step, data) == (6, {(course.cache.name, manifest.root[:36])})
     kept = kept_by_mlflow(plain)
     tables = {f"evaluations/step-0000000{step}.csv" for step in (0, 2, 4, 6)}
     pages = {path.name for path in RunFolder(plain).pages}
