@@ -81,7 +81,8 @@ OF_FLAGS = (
     named("dataset_split", OPENRLHF, "data.split"),
     named("eval_split", OPENRLHF, "data.split", "Of the command that makes the second cache."),
     named("disable_loss_mask", COLOSSAL, "",
-        "Prompts are never learned; tokens.learn chooses among the messages of a completion."),
+        "Both sides of a row share one pass over its prompt, and only completions reach the output "
+        "head: prompts are never learned. tokens.learn chooses among a completion's messages."),
     named("tokenizer_dir tokenizer_name_or_path disable_fast_tokenizer model_type",
         (OPENRLHF, HALOS, COLOSSAL), "",
         "The model's folder has the tokenizer (tokenizer.json) and says what the model is."),

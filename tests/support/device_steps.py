@@ -38,7 +38,11 @@ LOADED = {
 IN_USE = {
     "dpo-weighed": ("dpo", {"ld_alpha": 0.5, "margin": "margin", "row_weight": "weight"}),
     "cdpo-wpo": ("cdpo", {"wpo": True}),
-    "kto-clamped": ("kto", {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2}),
+    "kto-clamped": (
+        "kto",
+        {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2, "mean_ratios": True},
+    ),
+    "simpo-clamped": ("simpo", {"humanline": True}),
     "mixture": ("dpo:0.8+kto:0.2+sft:1", {}),
 }
 LORA = LoraOptions(enabled=True, rank=4, dropout=0.1)
