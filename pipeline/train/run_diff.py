@@ -16,6 +16,7 @@ from ...schemas.errors import CorruptionError, StorageError, UsageError, counted
 from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
+from ...stages.report.html_page import render_page
 from ...stages.report.two_runs import (
     SURE,
     Difference,
@@ -29,6 +30,7 @@ from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.cache.shards import read_columns
+from ...stages.storage.disk import fs
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ..options.settings import run_settings
 from .run_report import training_folder
@@ -62,8 +64,16 @@ class RunDiff:
     def text(self) -> str:
         """What a person wants to know: how far apart they are, and where."""
         lines = [f"{name}: {run}" for name, run in zip("AB", self.runs, strict=True)]
-        right = f"right: {self.measure} of the chosen side is higher, or of one label beyond 0"
-        return "\n".join([*lines, right, "", *_lines(self.found)])
+        return "\n".join([*lines, self._right, "", *_lines(self.found)])
+
+    def write_page(self, path: Path) -> None:
+        """The same as HTML, with every row that flips."""
+        page = _page(self.runs, self._right, self.found)
+        fs.publish(path, page.encode(), label="report")
+
+    @property
+    def _right(self) -> str:
+        return f"right: {self.measure} of the chosen side is higher, or of one label beyond 0"
 
 
 def standing(folders: Mapping[str, RunFolder]) -> list[str]:
@@ -159,18 +169,16 @@ def known_rows(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, Kno
     return known
 
 
+HEAD = ("A", "B", "B - A", "95 % interval")
+PARTS_HEAD = ("accuracy by part", "rows", *HEAD)
+
+
 def _lines(found: TwoRuns) -> Iterator[str]:
-    overall = [found.accuracy, *([found.gap] if found.gap else [])]
-    head = (f"{counted(found.accuracy.rows, 'held-out rows')}", "A", "B", "B - A", "95 % interval")
-    yield from grid(head, [_cells(one) for one in overall])
+    yield from grid((counted(found.accuracy.rows, "held-out rows"), *HEAD), _overall(found))
     if found.left_out:
-        yield f"  {counted(found.left_out, 'rows')} that only one of them can tell are left out."
+        yield f"  {_left_out(found)}"
     yield ""
-    yield (
-        f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
-        f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly with "
-        f"a probability of {found.chance:.3g} (McNemar, exact)."
-    )
+    yield _flips(found)
     yield _verdict(found)
     for name, ids in (("A", found.lost), ("B", found.gained)):
         if ids:
@@ -178,9 +186,42 @@ def _lines(found: TwoRuns) -> Iterator[str]:
             yield f"right in {name} alone: {', '.join(ids[:MOST_SHOWN])}{more}"
     if found.parts:
         yield ""
-        parts_head = ("accuracy by part", "rows", "A", "B", "B - A", "95 % interval")
-        cells = [(one.name, f"{one.rows:,}", *_cells(one)[1:]) for one in found.parts]
-        yield from grid(parts_head, cells)
+        yield from grid(PARTS_HEAD, _parts(found))
+
+
+def _page(runs: Sequence[str], right: str, found: TwoRuns) -> str:
+    left_out = [_left_out(found)] if found.left_out else []
+    flipped = {"right in A alone": found.lost, "right in B alone": found.gained}
+    return render_page(
+        "diff.html.j2",
+        runs=dict(zip("AB", runs, strict=True)),
+        sentences=[_verdict(found), _flips(found), f"{right}.", *left_out],
+        head=(counted(found.accuracy.rows, "held-out rows"), *HEAD),
+        overall=_overall(found),
+        flipped={name: ", ".join(ids) for name, ids in flipped.items() if ids},
+        parts_head=PARTS_HEAD,
+        parts=_parts(found),
+    )
+
+
+def _overall(found: TwoRuns) -> list[tuple[str, ...]]:
+    return [_cells(one) for one in (found.accuracy, found.gap) if one]
+
+
+def _parts(found: TwoRuns) -> list[tuple[str, ...]]:
+    return [(one.name, f"{one.rows:,}", *_cells(one)[1:]) for one in found.parts]
+
+
+def _left_out(found: TwoRuns) -> str:
+    return f"{counted(found.left_out, 'rows')} that only one of them can tell are left out."
+
+
+def _flips(found: TwoRuns) -> str:
+    return (
+        f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
+        f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly with "
+        f"a probability of {found.chance:.3g} (McNemar, exact)."
+    )
 
 
 def _verdict(found: TwoRuns) -> str:

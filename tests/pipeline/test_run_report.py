@@ -214,6 +214,10 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
     second = with_margins(whole_run, tmp_path / "b", {"x": 1.0, "y": -1.0, "z": 2.0})
     diff = diff_runs(first, second)
     assert (diff.found.gained, diff.found.lost, diff.found.in_both) == (("x",), ("y",), 1)
+    diff.write_page(tmp_path / "diff.html")
+    shown = html.unescape(re.sub(r"<[^>]*>", " ", (tmp_path / "diff.html").read_text()))
+    for said in ("3 held-out rows", "right in A alone y", "right in B alone x", str(first)):
+        assert said in " ".join(shown.split())
     assert diff_runs(first, second, step=3).found.gained == ()
     with pytest.raises(UsageError, match="0, 3, 6"):
         diff_runs(first, second, step=5)
