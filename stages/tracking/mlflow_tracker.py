@@ -10,7 +10,7 @@ import re
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from ...schemas.config import TrackingOptions
@@ -29,6 +29,8 @@ from .journal import (
 )
 from .mlflow_silence import mlflow_silenced
 from .mlflow_sqlite import artifacts_beside, make_store, require_whole, sqlite_file
+from .mlflow_tables import TAG as TABLES_TAG
+from .mlflow_tables import table_of, with_table
 from .run_texts import model_name
 from .tracker import (
     GOES_ON_TAG,
@@ -130,8 +132,13 @@ class MlflowTracker:
         return len(missing)
 
     def artifact(self, path: Path, *, under: str) -> None:
-        """A file, or a folder with all in it."""
+        """A file, or a folder with all in it; some files also as a table for MLflow's pages."""
         self.client.log_artifact(self._run_id, str(path), under or None)
+        if table := table_of(path):
+            file = str(PurePosixPath(under, f"{path.stem}.json"))
+            self.client.log_dict(self._run_id, table, file)
+            named = self.client.get_run(self._run_id).data.tags.get(TABLES_TAG, "")
+            self.client.set_tag(self._run_id, TABLES_TAG, with_table(named, file))
 
     def model(self, link: ModelLink) -> str:
         """The id of a logged model that is the path of ours."""
@@ -257,7 +264,7 @@ class MlflowTracker:
         if link.is_base:
             wanted, name = f"tags.`{BASE_TAG}` = '{key}'", model_name(link.folder)
         else:
-            wanted, name = f"source_run_id = '{self._run_id}'", "model"
+            wanted, name = f"source_run_id = '{self._run_id}'", Path(link.folder).name
         for model in self.client.search_logged_models([experiment], wanted):
             if model.tags.get(PATH_TAG) == link.folder:
                 return model

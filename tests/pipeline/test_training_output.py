@@ -18,6 +18,7 @@ from align.pipeline.train.run_description import record_signs
 from align.pipeline.train.run_report import outcome
 from align.schemas.cache import Stops
 from align.schemas.rows import Role
+from align.stages.report.eval_table import read_samples
 from align.stages.report.side_by_side import read_answers
 from align.stages.report.signs import Sign
 from align.stages.storage.cache.cache_folder import CacheFolder
@@ -224,20 +225,40 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     model = open_store(store_of(plain)).get_logged_model(base.model_id)
     assert model.tags["align.path"] == str(course.model)
     assert model.tags["align.weights"] == manifest.fingerprint["model.weights"]
-    (made,) = told.outputs.model_outputs
-    model = open_store(store_of(plain)).get_logged_model(made.model_id)
-    last = measured(plain)[6]
-    held_out = {name: value for name, value in last.items() if name.startswith("eval/")}
-    assert {(one.key, one.step, one.value) for one in model.metrics} == {
-        (name, 6, value) for name, value in held_out.items()
-    }
-    data = {(one.dataset_name, one.dataset_digest) for one in model.metrics}
-    assert (made.step, data) == (6, {(course.cache.name, manifest.root[:36])})
+    steps = RunFolder(plain).steps()  # the model is of the last, and of the others are checkpoints
+    assert [one.step for one in told.outputs.model_outputs] == [6, *steps[:-1]]
+    for made in told.outputs.model_outputs:
+        model = open_store(store_of(plain)).get_logged_model(made.model_id)
+        at_step = measured(plain)[made.step]
+        held_out = {name: value for name, value in at_step.items() if name.startswith("eval/")}
+        assert {(one.key, one.step, one.value) for one in model.metrics} == {
+            (name, made.step, value) for name, value in held_out.items()
+        }
+        data = {(one.dataset_name, one.dataset_digest) for one in model.metrics}
+        assert data == {(course.cache.name, manifest.root[:36])}
     kept = kept_by_mlflow(plain)
     tables = {f"evaluations/step-0000000{step}.csv" for step in (0, 2, 4, 6)}
     pages = {path.name for path in RunFolder(plain).pages}
     own = {*pages, "config.yaml", "deepspeed.json", "model/README.md", *tables}
-    assert set(kept) == {*own, "metrics.jsonl", "manifest.json"}
+    drawn = {name.partition(".")[0] for name in (*tables, "answers.jsonl")}
+    assert set(kept) == {
+        *own,
+        "metrics.jsonl",
+        "manifest.json",
+        *(f"{name}.json" for name in drawn),
+    }
+    shown = json.loads(told.data.tags["mlflow.loggedArtifacts"])
+    assert {(one["path"], one["type"]) for one in shown} == {
+        (f"{one}.json", "table") for one in drawn
+    }
+    answers = json.loads(kept["answers.json"].read_text())
+    known = read_answers(RunFolder(plain).answers)
+    lines = [dict(zip(answers["columns"], line, strict=True)) for line in answers["data"]]
+    assert [(one["prompt"], one["after"]) for one in lines] == [(o.prompt, o.after) for o in known]
+    samples = json.loads(kept["evaluations/step-00000006.json"].read_text())
+    at = samples["columns"].index("logp")
+    logps = read_samples(RunFolder(plain).evaluation(6))["logp"].to_list()
+    assert [line[at] for line in samples["data"]] == logps
     for name in own:
         assert kept[name].read_bytes() == (plain / name).read_bytes()
 
