@@ -85,7 +85,7 @@ def add_answers(job: TrainingJob, folder: RunFolder, progress: Progress) -> None
         )
         for (row_id, ids), first, second in zip(prompts.items(), *sides, strict=True)
     ]
-    fs.publish(folder.answers, answers_jsonl(answered), label="evaluation")
+    fs.publish(folder.answers, answers_jsonl(answered), label="report")
     write_report(folder.root)
     send_again(folder, job.config.tracking, folder.pages)
 
