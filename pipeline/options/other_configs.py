@@ -11,9 +11,10 @@ _MEGATRON = "Of Megatron's kernels and collectives; DeepSpeed has its own, in tr
 _LIGHTNING = "Of its own launcher and loop; torchrun, deepspeed or Slurm starts the ranks."
 _DATA_FILES = "Of memory-mapped data; a cache's shards are its own."
 _PART = (
-    "A number of steps, not a share of them. Which rows are held out, train.eval_fraction or "
-    "train.eval_cache says."
+    "A number of batches, not a share of them. train.eval_fraction or train.eval_cache says which "
+    "rows are held out."
 )
+_EXAMPLES = "In optimizer steps, where HALOs counts examples."
 _EPOCHS = (
     "A pass over the rows changes nothing that the ratio divides by: the reference's log-probs are "
     "stored. HALOs repeats each batch before it reads the next one."
@@ -30,8 +31,8 @@ OF_CONFIGS = (
     named("cache_dir", HALOS, "", "Model and data are given as folders and files."),
     named("do_first_eval", HALOS, "", "Held-out rows are always measured before the first step."),
     named("minimum_log_interval_secs", HALOS, "train.log_every", "In optimizer steps."),
-    named("eval_every save_every", HALOS, "train.eval_every train.save_every",
-        "In optimizer steps, where HALOs counts examples."),
+    named("eval_every", HALOS, "train.eval_every", _EXAMPLES),
+    named("save_every", HALOS, "train.save_every", _EXAMPLES),
     named("intermediate_checkpoints", HALOS, "train.save_every", "In optimizer steps."),
     named("template_tokens", HALOS, "", "Add them to the tokenizer's folder first."),
     named("n_examples", HALOS, "train.max_steps", "In optimizer steps of train.batch_size rows."),
@@ -102,14 +103,14 @@ OF_CONFIGS = (
     named("global_batch_size", NEMO, "train.batch_size"),
     named("mcore_gpt megatron_amp_O2", NEMO, "", _MEGATRON),
     named("ref_policy_kl_penalty", NEMO, "method.beta"),
-    named("preference_average_log_probs", NEMO, "train.method",
+    named("preference_average_log_probs", NEMO, "train.method method.mean_ratios",
         "dpo with it is dpo_norm; ipo has method.normalize, mean unless set; kto and the rpo ones "
         "take method.mean_ratios."),
     named("sft_average_log_probs", NEMO, "method.sft_normalize",
         "A mean unless set, where NeMo-Aligner takes a sum. Its kto reads it nowhere."),
     named("preference_loss", NEMO, "train.method", "dpo, ipo, rpo_sq, rpo_bwd_kl or rpo_fwd_kl."),
     named("preference_loss_weight", NEMO, "",
-        "Give method.sft_weight what sft_loss_weight is to it; a mixture has weights of its own."),
+        "method.sft_weight is sft_loss_weight divided by it; a mixture has weights of its own."),
     named("sft_loss_weight", NEMO, "method.sft_weight",
         "Of kto, where NeMo-Aligner reads it nowhere, a mixture: kto:1+sft:0.1."),
     named("gt_reward_scale", NEMO, "method.eta"),

@@ -1,5 +1,6 @@
 """Names of other trainers' options: answered with ours, never taken for one of them."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -104,6 +105,11 @@ def test_each_name_has_one_line_and_each_setting_in_it_exists():
     }
     known |= {f"method.{one.name}" for one in fields(Modifiers)}
     assert not {one for their in TABLE for one in their.settings} - known
+    sections = "|".join({one.partition(".")[0] for one in known})
+    in_notes = {
+        one for their in TABLE for one in re.findall(rf"\b(?:{sections})\.[a-z_]+", their.note)
+    }
+    assert not in_notes - known
     assert [name for name, their in NAMES.items() if not (their.settings or their.note)] == []
 
 

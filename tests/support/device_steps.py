@@ -40,9 +40,9 @@ IN_USE = {
     "cdpo-wpo": ("cdpo", {"wpo": True}),
     "kto-clamped": (
         "kto",
-        {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2, "mean_ratios": True},
+        # A mean per token has slopes that are as much smaller.
+        {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2, "mean_ratios": True, "beta": 1},
     ),
-    "simpo-clamped": ("simpo", {"humanline": True}),
     "mixture": ("dpo:0.8+kto:0.2+sft:1", {}),
 }
 LORA = LoraOptions(enabled=True, rank=4, dropout=0.1)
