@@ -18,20 +18,28 @@ PLACES = {
     "checkpoint.after_rename=kill@2": 2,
     "latest.after_rename=kill@2": 4,
     "prune.forgotten=kill@3": 6,
+    "rows.after_rename=kill@2": 2,
     "evaluation.done=kill@2": 2,
     "evaluation.done=kill@3": 6,
     "model.before_rename=kill@1": 6,
     "ending.before_rename=kill@1": 6,
     "ending.after_rename=kill@1": 6,
 }
-OF_ANY_RANK = ("step", "checkpoint.written")  # the rest is done by the first rank alone
+OF_ANY_RANK = ("step", "checkpoint.written", "rows")  # the rest is done by the first rank alone
 ENDINGS = ("ending.before_rename=kill@1", "ending.after_rename=kill@1")
 AFTER_ALL_MET = "ending"  # the other ranks have done their work and need the first one no more
 # A stage, ranks, and where they are killed, each time going on from the last.
 CHOSEN = [
     (0, 1, {name: PLACES[name] for name in ("step.started=kill@6", *ENDINGS)}),
     (2, 2, {"checkpoint.written=kill@2": 2, "step.before_update=kill@4": 4}),
-    (3, 1, {"checkpoint.before_rename=kill@2": 2, "model.before_rename=kill@1": 6}),
+    (
+        *(3, 1),
+        {
+            "checkpoint.before_rename=kill@2": 2,
+            "rows.after_rename=kill@1": 2,
+            "model.before_rename=kill@1": 6,
+        },
+    ),
 ]
 EVERY = [
     pytest.param(stage, ranks, {place: step}, marks=pytest.mark.long)

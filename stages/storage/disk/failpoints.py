@@ -67,6 +67,8 @@ OF_RECORDS = (
     "mlflow.after_rename",
     "evaluation.before_rename",
     "evaluation.after_rename",
+    "rows.before_rename",
+    "rows.after_rename",
     "report.before_rename",
     "report.after_rename",
     "ending.before_rename",
