@@ -2,6 +2,7 @@
 
 import pytest
 
+from align.pipeline.train.run_diff import diff_runs
 from align.pipeline.train.run_report import outcome, write_report
 from align.pipeline.train.sweep_page import sweep_page
 from align.pipeline.train.trials import SweepResult, Trial, TrialResult
@@ -70,7 +71,23 @@ def rounds(world, tmp_path_factory):
     return folder / "out" / "rounds.html"
 
 
-@pytest.mark.parametrize("name", ["long_run", "short_run", "failed_run", "sweep", "rounds"])
+@pytest.fixture(scope="session")
+def comparison(tmp_path_factory):
+    """Two runs with the same held-out rows, which have ids that hurt a page."""
+    root = tmp_path_factory.mktemp("runs")
+    runs = [
+        write_long_run(root / name, steps=steps, row_id=EVIL).root
+        for name, steps in (("a", 600), ("b", 900))
+    ]
+    page = root / "diff.html"
+    diff_runs(*runs).write_page(page)
+    return page
+
+
+NAMES = ["long_run", "short_run", "failed_run", "sweep", "rounds", "comparison"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_says_nothing_loads_nothing_fits_and_can_be_read(name, looks, request):
     path = request.getfixturevalue(name)
     assert path.stat().st_size < MOST_BYTES
