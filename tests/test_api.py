@@ -50,7 +50,8 @@ def resumed_run(made_cache, tmp_path_factory):
         align.train("dpo", **asked, settings=SHORT, callbacks=[hear], progress=False)
     assert [step for step, metrics in heard if "loss" in metrics] == [1, 2]
     ended = align.load_run(asked["output"])
-    assert (ended.steps, ended.ending, ended.model) == (2, None, None)
+    assert (ended.steps, ended.ending, ended.model) == (2, "failed", None)
+    assert "RuntimeError: enough" in (ended.folder / "report.html").read_text()
     settings = SHORT | {"train.resume": "auto"}
     return align.train("dpo", **asked, settings=settings, callbacks=[hear], progress=False), heard
 
