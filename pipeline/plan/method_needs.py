@@ -38,6 +38,7 @@ def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
         columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
         learn=train.learn,
         context=_context(recipe, policy),
+        file_weights=train.file_weights,
     )
 
 

@@ -236,4 +236,5 @@ class ReadSpec:
     # Tokens between the prompt and a completion of this role. If there are any, every branch is
     # read as a row of its own, whose prompt ends with them.
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
+    file_weights: Mapping[str, float] = field(default_factory=dict)  # of data files, by name
     vocabulary: int = MOST_IDS  # token ids that the policy knows; rows with others are refused

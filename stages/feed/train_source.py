@@ -21,6 +21,7 @@ from ..storage.cache.shards import open_shard
 from ..storage.cache.verify_cache import naming_unit
 from .cache_index import LEARNED, SCORES, Index, ShardColumns, build_index, held_out
 from .conversions import CONVERSIONS, ReadSpec
+from .file_weights import SETTING
 from .row_selection import KindCounts
 
 _SERVE = {
@@ -45,6 +46,11 @@ class TrainSource:
     def train_rows(self) -> int:
         """The number of training rows."""
         return len(self.index.train)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """The number of rows that an epoch draws."""
+        return self.index.train.rows_per_epoch
 
     @property
     def eval_rows(self) -> int:
@@ -80,7 +86,8 @@ def open_source(
         raise UsageError(f"eval_fraction is {fraction}; it must be between 0 and 1.")
     _require_columns(folder, manifest, spec)
     index = build_index(folder, manifest, spec, columns)
-    source = TrainSource(folder, manifest, spec, columns, index, _notes(index, spec))
+    notes = (*_notes(index, spec), *_file_notes(index, manifest))
+    source = TrainSource(folder, manifest, spec, columns, index, notes)
     _require_rows(source)
     _require_turns(source)
     _require_numbers(source)
@@ -108,6 +115,10 @@ def _require_rows(source: TrainSource) -> None:
         raise UsageError(
             f"All {source.eval_rows:,} rows of {root} are held out for evaluation. "
             "Lower train.eval_fraction, or add rows with other prompts."
+        )
+    if source.train_rows and not source.rows_per_epoch:
+        raise UsageError(
+            f"{SETTING} leaves no row of {root} to learn from. Give a file more weight."
         )
 
 
@@ -166,6 +177,15 @@ def _require_numbers(source: TrainSource) -> None:
                 f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
                 "the method reads. Fill it in the data, and make the cache again."
             )
+
+
+def _file_notes(index: Index, manifest: Manifest) -> Iterator[str]:
+    """The draws of an epoch from each file, where weights say how many they are."""
+    if (draws := index.train.draws) is None:
+        return
+    rows = np.bincount(draws.file_of, minlength=len(draws.per_epoch)).tolist()
+    for entry, count, drawn in zip(manifest.inputs, rows, draws.per_epoch, strict=True):
+        yield f"{entry.name}: {drawn:,} draws an epoch from {count:,} rows ({SETTING})."
 
 
 def _notes(index: Index, spec: ReadSpec) -> tuple[str, ...]:
