@@ -28,6 +28,7 @@ from ..storage.cache.shards import TURNS, learned_tokens, read_columns
 from ..storage.cache.verify_cache import naming_unit
 from .conversions import ReadSpec
 from .file_weights import Draws, weights_of
+from .prompt_split import held_out
 from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
@@ -142,7 +143,9 @@ def read_table(
     scores = list_column(columns, "score")
     if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
         raise CorruptionError(f"{source} has lists over branches of different lengths.")
-    picked = select(roles.values, scores.values, roles.offsets, spec=spec, source=source)
+    picked = select(
+        roles.values, scores.values, roles.offsets, spec=spec, source=source, split_keys=keys
+    )
     offsets = picked.branch_offsets
     is_chosen = np.isin(picked.roles, (Role.CHOSEN, Role.DESIRABLE))
     is_rejected = np.isin(picked.roles, (Role.REJECTED, Role.UNDESIRABLE))
@@ -181,7 +184,8 @@ def _files(columns: pa.Table, names: Sequence[str]) -> NDArray[np.int16]:
     found = pc.index_in(file, value_set=pa.array(names, file.type))
     if found.null_count:
         raise CorruptionError("it has rows of a data file that the manifest does not list.")
-    return found.to_numpy().astype(np.int16)
+    files: NDArray[np.int16] = found.to_numpy().astype(np.int16)
+    return files
 
 
 def _missing(columns: pa.Table, picked: Selection, spec: ReadSpec) -> dict[str, int]:
@@ -369,14 +373,3 @@ class RowTable:
         groups = [np.diff(table.group_offsets) for table in tables]
         sizes = RowSizes.concat([no_rows, *(table.sizes for table in tables)])
         return RowTable(offsets_of(np.concatenate([none, *groups])), sizes)
-
-
-def held_out(split_keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Mask of the held-out rows, by the prompt's own key: the same for a prompt in every cache.
-
-    Prompts that differ only in white space, the system message, tools and options of the template
-    have the same key.
-    """
-    if fraction in {0.0, 1.0}:
-        return np.full(len(split_keys), fraction == 1.0)
-    return split_keys < np.uint64(int(fraction * 2**64))

@@ -114,10 +114,10 @@ def key_of(*parts: str | int) -> int:
 
 def shuffled(numbers: NDArray[np.int64], key: int) -> NDArray[np.int64]:
     """The numbers, permuted in an order that depends on them and the key only."""
-    return numbers[np.argsort(_mixed(numbers, key))]
+    return numbers[np.argsort(mixed(numbers, key))]
 
 
-def _mixed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
+def mixed(numbers: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     """The splitmix64 finalizer (https://doi.org/10.1145/2660193.2660195) of each number."""
     mixed = numbers.astype(np.uint64) * _GOLDEN + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST

@@ -19,9 +19,10 @@ from ...schemas.methods import Labels, RowKind
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import open_shard
 from ..storage.cache.verify_cache import naming_unit
-from .cache_index import LEARNED, SCORES, Index, ShardColumns, build_index, held_out
+from .cache_index import LEARNED, SCORES, Index, ShardColumns, build_index
 from .conversions import CONVERSIONS, ReadSpec
 from .file_weights import SETTING
+from .prompt_split import held_out
 from .row_selection import KindCounts
 
 _SERVE = {
@@ -193,6 +194,12 @@ def _notes(index: Index, spec: ReadSpec) -> tuple[str, ...]:
     rows = len(index.train)
     if rows and spec.eval_fraction and not len(index.held_out):
         notes.append(f"eval_fraction {spec.eval_fraction} holds out none of {rows:,} rows.")
+    if not (shares := spec.label_shares).are_whole:
+        notes.append(
+            f"{index.desirable:,} desirable and {index.undesirable:,} undesirable completions are "
+            f"left by train.desirable_share {shares.desirable:g} and train.undesirable_share "
+            f"{shares.undesirable:g} of the prompts."
+        )
     return tuple(notes)
 
 
