@@ -84,7 +84,8 @@ def option(
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {"description": description, **bounds, FACTS: facts}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
+        # Neither has a hash, and options are compared by their hash first.
+        return field(default_factory=default.copy, hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

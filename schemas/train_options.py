@@ -144,6 +144,26 @@ class TrainOptions:
         "(tokens.learn); the others choose anew, from a cache made with --token-logps",
         came_later=True,
     )
+    desirable_share: float = option(
+        1.0,
+        "share of prompts whose desirable completions a method of labels learns from",
+        ge=0,
+        le=1,
+        came_later=True,
+    )
+    undesirable_share: float = option(
+        1.0,
+        "share of prompts whose undesirable ones it does; shares that add up to 1 share no prompt",
+        ge=0,
+        le=1,
+        came_later=True,
+    )
+    file_weights: dict[str, float] = option(
+        {},
+        "how often an epoch draws the rows of a data file, for example {prefs.jsonl: 2, old: 0.5}; "
+        "0: not at all; files that are not named: once",
+        came_later=True,
+    )
     eval_fraction: float = option(
         0.0, "share of prompts held out, chosen by their hash", ge=0, le=1, on=TRAINING
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -96,7 +96,11 @@ def bound(settings: Mapping[str, Any], *keepers: Keeper) -> dict[str, str]:
 @cache
 def _came_later() -> Mapping[str, Any]:
     """The defaults of the settings that came later."""
-    return {name: each.default for name, each in _fields() if each.metadata[FACTS].came_later}
+    later = {name: each for name, each in _fields() if each.metadata[FACTS].came_later}
+    return {
+        name: each.default if each.default_factory is MISSING else each.default_factory()
+        for name, each in later.items()
+    }
 
 
 @cache

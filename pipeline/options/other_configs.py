@@ -35,6 +35,8 @@ OF_CONFIGS = (
     named("save_every", HALOS, "train.save_every", _EXAMPLES),
     named("intermediate_checkpoints", HALOS, "train.save_every", "In optimizer steps."),
     named("template_tokens", HALOS, "", "Add them to the tokenizer's folder first."),
+    named("frac_unique_desirable", HALOS, "train.desirable_share"),
+    named("frac_unique_undesirable", HALOS, "train.undesirable_share"),
     named("n_examples", HALOS, "train.max_steps", "In optimizer steps of train.batch_size rows."),
     named("n_eval_examples", HALOS, "train.limit_eval_batches",
         "In batches of train.batch_size rows; all held-out rows unless set."),

@@ -14,6 +14,7 @@ from ...schemas.samples import Drawing
 from ...schemas.train_options import TrainOptions
 from ...stages.data.tokenizer import load_tokenizer
 from ...stages.feed.conversions import ReadSpec, ScoreRules, Threshold
+from ...stages.feed.prompt_split import LabelShares
 from ...stages.storage.cache.cache_folder import CacheFolder
 
 if TYPE_CHECKING:
@@ -38,7 +39,20 @@ def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
         columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
         learn=train.learn,
         context=_context(recipe, policy),
+        file_weights=train.file_weights,
+        label_shares=_label_shares(recipe, train),
     )
+
+
+def _label_shares(recipe: Recipe, train: TrainOptions) -> LabelShares:
+    """The shares of prompts of either label; refused where a method reads no labels."""
+    shares = LabelShares(train.desirable_share, train.undesirable_share, train.seed)
+    if recipe.rows != "labelled" and not shares.are_whole:
+        raise UsageError(
+            f"train.desirable_share and train.undesirable_share are for methods that read labels, "
+            f"such as kto; {recipe.name} reads {recipe.rows} rows. Unset both."
+        )
+    return shares
 
 
 def _threshold(given: float | str) -> Threshold:

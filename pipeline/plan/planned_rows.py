@@ -78,7 +78,7 @@ def _of_cache(config: Config, recipe: Recipe, device: str) -> PlannedRows:
     own, mismatched = prompts + completions, index.num_partners * completions
     return PlannedRows(
         table=index.train,
-        count=len(index.train),
+        count=index.train.rows_per_epoch,
         held_out=len(index.held_out),
         policy=replace(config.model, path=path, adapter="", device_map="", tensor_parallel=1),
         scoring=Scoring(own, mismatched, sizes, settings),

@@ -18,7 +18,7 @@ from ...schemas.samples import Prompt
 from ...stages.data.data_splits import require_one_split
 from ...stages.data.input_files import inputs_of
 from ...stages.data.prompt_rows import read_prompts
-from ...stages.feed.cache_index import held_out
+from ...stages.feed.prompt_split import held_out
 from ...stages.sample.prompts import asked_once
 from ...stages.sample.sample_table import prompt_table
 from ...stages.storage.disk import fs

@@ -237,7 +237,8 @@ def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, Trai
     source = open_source(job.cache, job.manifest, read_spec, columns)
     if job.held_out is None:
         return source, source
-    return source, open_source(*job.held_out, replace(read_spec, eval_fraction=1.0), columns)
+    of_held_out = replace(read_spec, eval_fraction=1.0, file_weights={})
+    return source, open_source(*job.held_out, of_held_out, columns)
 
 
 def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:

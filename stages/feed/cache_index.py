@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ...schemas.arrow_columns import (
+    arrow_column,
     list_column,
     number_column,
 )
@@ -25,9 +27,12 @@ from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import TURNS, learned_tokens, read_columns
 from ..storage.cache.verify_cache import naming_unit
 from .conversions import ReadSpec
+from .file_weights import Draws, weights_of
+from .prompt_split import held_out
 from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
+SOURCE = "source"  # the data file of a row, and its number there
 # Keys of missing numbers; no column of the data has these names.
 SCORES, LEARNED = "scores", "learned tokens"
 
@@ -48,7 +53,7 @@ class Index:
     train: RowTable
     held_out: RowTable
     kinds: dict[StoredKind, KindCounts]  # of the cache, read or not
-    desirable: int  # branches of training rows that are chosen or desirable
+    desirable: int  # branches of an epoch's rows that are chosen or desirable
     undesirable: int  # those that are rejected or undesirable
     missing: dict[str, int]  # rows that are read and lack a needed value, by its name
     num_partners: int  # mismatched partners of each branch in the cache
@@ -99,13 +104,18 @@ def build_index(
 ) -> Index:
     """The index of a cache, from the narrow columns of its shards; damage names the unit."""
     found = _Found()
+    weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
+    names = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
+    source = (SOURCE,) if weights else ()
     fetched = folder.store.ahead(map(folder.shard, manifest.shards))
     for shard, _ in zip(manifest.shards, fetched, strict=True):
         with naming_unit(shard.unit):
-            table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *spec.columns))
+            table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *source, *spec.columns))
             rows = read_table(table, sizes, spec, str(folder.root))
             found.add(shard.unit, rows)
-    return found.index(spec)
+            if weights:
+                found.add_files(rows, _files(table, names), len(weights))
+    return found.index(spec, weights)
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,7 @@ class TableRows:
     num_partners: int
     longest: int
     has_turns: bool
+    stored: NDArray[np.int64]  # (rows,) index of the row of the columns that each is made of
 
 
 def read_table(
@@ -132,7 +143,9 @@ def read_table(
     scores = list_column(columns, "score")
     if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
         raise CorruptionError(f"{source} has lists over branches of different lengths.")
-    picked = select(roles.values, scores.values, roles.offsets, spec=spec, source=source)
+    picked = select(
+        roles.values, scores.values, roles.offsets, spec=spec, source=source, split_keys=keys
+    )
     offsets = picked.branch_offsets
     is_chosen = np.isin(picked.roles, (Role.CHOSEN, Role.DESIRABLE))
     is_rejected = np.isin(picked.roles, (Role.REJECTED, Role.UNDESIRABLE))
@@ -161,7 +174,18 @@ def read_table(
         num_partners=picked.mismatched.shape[1],
         longest=int(longest.max(initial=0)),
         has_turns=TURNS in columns.column_names,
+        stored=picked.rows,
     )
+
+
+def _files(columns: pa.Table, names: Sequence[str]) -> NDArray[np.int16]:
+    """The index of each row's data file among the names that rows give their files."""
+    file = arrow_column(columns, SOURCE).field("file")
+    found = pc.index_in(file, value_set=pa.array(names, file.type))
+    if found.null_count:
+        raise CorruptionError("it has rows of a data file that the manifest does not list.")
+    files: NDArray[np.int16] = found.to_numpy().astype(np.int16)
+    return files
 
 
 def _missing(columns: pa.Table, picked: Selection, spec: ReadSpec) -> dict[str, int]:
@@ -190,6 +214,8 @@ class _Found:
     num_partners: set[int] = field(default_factory=set)
     longest: int = 0
     has_turns: bool = False
+    files: list[NDArray[np.int16]] = field(default_factory=list)  # of training rows
+    labels: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
 
     def add(self, unit: int, rows: TableRows) -> None:
         groups = len(rows.table.group_offsets) - 1
@@ -210,12 +236,31 @@ class _Found:
         self.desirable += int(rows.num_chosen[~rows.is_held_out].sum())
         self.undesirable += int(rows.num_rejected[~rows.is_held_out].sum())
 
-    def index(self, spec: ReadSpec) -> Index:
+    def add_files(self, rows: TableRows, files: NDArray[np.int16], count: int) -> None:
+        """Adds the data files of the same rows, and the labels of each."""
+        is_learned = ~rows.is_held_out
+        of_rows = files[rows.stored][is_learned]
+        labels = [
+            np.bincount(of_rows, weights=each[is_learned], minlength=count).astype(np.int64)
+            for each in (rows.num_chosen, rows.num_rejected)
+        ]
+        self.files.append(of_rows)
+        self.labels = np.array(labels) + (self.labels if self.labels.size else 0)
+
+    def index(self, spec: ReadSpec, weights: Sequence[float]) -> Index:
         num_partners = max(self.num_partners, default=0)
         kept = num_partners if spec.mismatched else 0
+        train = RowTable.concat(self.train, num_partners=kept)
+        if self.files:
+            draws = Draws.of(np.concatenate(self.files), weights)
+            train = replace(train, draws=draws)
+            rows = np.maximum(np.bincount(draws.file_of, minlength=len(weights)), 1)
+            # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
+            share = np.array(draws.per_epoch) / rows
+            self.desirable, self.undesirable = map(round, (self.labels @ share).tolist())
         return Index(
             tuple(self.group_locations),
-            RowTable.concat(self.train, num_partners=kept),
+            train,
             RowTable.concat(self.held_out, num_partners=kept),
             self.kinds,
             self.desirable,
@@ -278,9 +323,15 @@ class RowTable:
 
     group_offsets: NDArray[np.int64]  # (row groups + 1,) into the rows
     sizes: RowSizes
+    draws: Draws | None = None  # of an epoch; None: every row once
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """The number of rows that an epoch draws, a row counted as often as it is drawn."""
+        return len(self) if self.draws is None else len(self.draws)
 
     @property
     def num_partners(self) -> int:
@@ -322,14 +373,3 @@ class RowTable:
         groups = [np.diff(table.group_offsets) for table in tables]
         sizes = RowSizes.concat([no_rows, *(table.sizes for table in tables)])
         return RowTable(offsets_of(np.concatenate([none, *groups])), sizes)
-
-
-def held_out(split_keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Mask of the held-out rows, by the prompt's own key: the same for a prompt in every cache.
-
-    Prompts that differ only in white space, the system message, tools and options of the template
-    have the same key.
-    """
-    if fraction in {0.0, 1.0}:
-        return np.full(len(split_keys), fraction == 1.0)
-    return split_keys < np.uint64(int(fraction * 2**64))

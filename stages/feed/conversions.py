@@ -26,6 +26,7 @@ from ...schemas.rows import Role
 from ...schemas.score_gaps import ROUNDINGS, further_apart, precision, without_rounding
 from ...schemas.turns import Learn
 from ..storage.cache.shards import MOST_IDS
+from .prompt_split import LabelShares
 
 
 @dataclass(frozen=True)
@@ -236,4 +237,6 @@ class ReadSpec:
     # Tokens between the prompt and a completion of this role. If there are any, every branch is
     # read as a row of its own, whose prompt ends with them.
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
+    file_weights: Mapping[str, float] = field(default_factory=dict)  # of data files, by name
+    label_shares: LabelShares = LabelShares()  # of labelled rows that are not held out
     vocabulary: int = MOST_IDS  # token ids that the policy knows; rows with others are refused

@@ -10,7 +10,7 @@ Generators change between versions of numpy; these integer operations do not. Th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import numpy as np
@@ -29,6 +29,7 @@ class Order:
     groups: NDArray[np.int64]  # the row groups that are not empty, in reading order
     window_offsets: NDArray[np.int64]  # (windows + 1,) positions
     key: int | None  # permutes the rows inside windows; None: stored order
+    times: NDArray[np.int64] | None = None  # (rows,) how often each is drawn; None: once
 
     def __len__(self) -> int:
         return int(self.window_offsets[-1])
@@ -50,7 +51,13 @@ class Order:
         """All row numbers of a window, in order."""
         groups = self.groups_of(window)
         rows = joined_ranges(self.group_offsets[groups], np.diff(self.group_offsets)[groups])
-        return rows if self.key is None else shuffled(rows, self.key)
+        if self.times is None:
+            return rows if self.key is None else shuffled(rows, self.key)
+        # Numbers beyond the rows' own: as equal ones, the draws of a row would stay together.
+        count = int(self.group_offsets[-1])
+        nth = joined_ranges(np.zeros(len(rows), dtype=np.int64), self.times[rows])
+        draws = np.repeat(rows, self.times[rows]) + count * nth
+        return (draws if self.key is None else shuffled(draws, self.key)) % count
 
     def rows(self, start: int, stop: int) -> NDArray[np.int64]:
         """The row numbers at positions `start` to `stop`."""
@@ -62,11 +69,21 @@ class Order:
         return rows[start - skipped : stop - skipped]
 
 
-def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int) -> Order:
-    """The order of one epoch, which depends on the row groups and the seed only."""
+def shuffled_order(
+    group_offsets: NDArray[np.int64],
+    *,
+    seed: int,
+    epoch: int,
+    times: NDArray[np.int64] | None = None,
+) -> Order:
+    """The order of one epoch, which depends on the row groups, the draws and the seed only.
+
+    `times`: how often each row is drawn, where it is not once.
+    """
     key = key_of("order of rows", seed, epoch)
-    groups = shuffled(_filled(group_offsets), key_of("order of row groups", seed, epoch))
-    return _order(group_offsets, groups, key)
+    drawn = group_offsets if times is None else offsets_of(times)[group_offsets]
+    groups = shuffled(_filled(drawn), key_of("order of row groups", seed, epoch))
+    return replace(_order(drawn, groups, key), group_offsets=group_offsets, times=times)
 
 
 def stored_order(group_offsets: NDArray[np.int64]) -> Order:
@@ -97,10 +114,10 @@ def key_of(*parts: str | int) -> int:
 
 def shuffled(numbers: NDArray[np.int64], key: int) -> NDArray[np.int64]:
     """The numbers, permuted in an order that depends on them and the key only."""
-    return numbers[np.argsort(_mixed(numbers, key))]
+    return numbers[np.argsort(mixed(numbers, key))]
 
 
-def _mixed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
+def mixed(numbers: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     """The splitmix64 finalizer (https://doi.org/10.1145/2660193.2660195) of each number."""
     mixed = numbers.astype(np.uint64) * _GOLDEN + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST

@@ -55,8 +55,8 @@ class CacheFeed:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in each epoch."""
-        settings = self.settings
-        return num_steps(self.source.train_rows, settings.batch_size, settings.limit_train_batches)
+        settings, rows = self.settings, self.source.rows_per_epoch
+        return num_steps(rows, settings.batch_size, settings.limit_train_batches)
 
     @property
     def planned_steps(self) -> int:
@@ -65,7 +65,7 @@ class CacheFeed:
 
     def rows_seen(self, steps: int) -> int:
         """The rows of so many steps, over all epochs."""
-        return rows_seen(steps, self.source.train_rows, self.settings)
+        return rows_seen(steps, self.source.rows_per_epoch, self.settings)
 
     @property
     def has_held_out(self) -> bool:
@@ -194,7 +194,7 @@ def read_pieces(
         pass  # each is there now
     pieces = []
     for group in np.unique(groups).tolist():
-        here = np.sort(numbers[groups == group])
+        here = np.unique(numbers[groups == group])  # a row may be drawn more than once
         indices = table.sizes.index_in_group[here].astype(np.int64)
         block = _read_group(source, locations[group], indices)
         pieces.append(NumberedRows(here, block))

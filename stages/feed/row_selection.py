@@ -16,6 +16,7 @@ from ...schemas.columns import Ragged, joined_ranges, offsets_of
 from ...schemas.rows import Role, ScoredBlock, sums_of_branches
 from ...schemas.turns import chosen
 from .conversions import CONVERSIONS, Own, ReadSpec
+from .prompt_split import held_out
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def select(
     *,
     spec: ReadSpec,
     source: str,
+    split_keys: NDArray[np.uint64],  # (stored rows,)
 ) -> Selection:
     """The rows that a method reads of stored ones, and their branches.
 
@@ -69,6 +71,7 @@ def select(
         if len(stored.rows):
             counts[kind] = _counted(stored, made)
     own = Own.joined(parts)
+    own = own if spec.label_shares.are_whole else own.keep(_by_shares(own, split_keys, spec))
     own = own.apart() if spec.context else own
     partners = np.arange(1, layout.num_partners + 1)
     stride = np.repeat(layout.num_own[own.rows], own.counts)
@@ -83,6 +86,19 @@ def _own(roles: NDArray[np.int8], scores: NDArray[np.float64], layout: BranchLay
     is_rejected = roles[indices] == Role.REJECTED
     indices = indices[np.lexsort((is_rejected, np.repeat(rows, layout.num_own)))]
     return Own(rows, offsets_of(layout.num_own), indices, roles[indices], scores[indices])
+
+
+def _by_shares(own: Own, split_keys: NDArray[np.uint64], spec: ReadSpec) -> NDArray[np.bool_]:
+    """Mask of the branches that the shares of labels leave; all of held-out rows."""
+    shares, keys = spec.label_shares, split_keys[own.rows]
+    by_label = {
+        Role.DESIRABLE: shares.with_desirable(keys),
+        Role.UNDESIRABLE: shares.with_undesirable(keys),
+    }
+    kept = held_out(keys, spec.eval_fraction)[own.row_of]
+    for role, with_label in by_label.items():
+        kept |= with_label[own.row_of] & (own.roles == role)
+    return kept
 
 
 def _counted(stored: Own, made: Own) -> KindCounts:
@@ -105,7 +121,14 @@ def as_read(
     """
     block = relearned(block, spec)
     stored = block.rows
-    picked = select(stored.roles, stored.scores, stored.branch_offsets, spec=spec, source=source)
+    picked = select(
+        stored.roles,
+        stored.scores,
+        stored.branch_offsets,
+        spec=spec,
+        source=source,
+        split_keys=stored.prompt_keys.split,
+    )
     counts = np.diff(picked.branch_offsets)[rows]
     own = joined_ranges(picked.branch_offsets[rows], counts)
     partners = picked.mismatched.shape[1] if spec.mismatched else 0

@@ -158,8 +158,10 @@ class Pass:
 
 def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int) -> Pass:
     """The pass over training rows of one epoch."""
-    order = shuffled_order(table.group_offsets, seed=settings.seed, epoch=epoch)
-    steps = num_steps(len(table), settings.batch_size, settings.limit_train_batches)
+    seed, draws = settings.seed, table.draws
+    times = None if draws is None else draws.times(seed=seed, epoch=epoch)
+    order = shuffled_order(table.group_offsets, seed=seed, epoch=epoch, times=times)
+    steps = num_steps(table.rows_per_epoch, settings.batch_size, settings.limit_train_batches)
     key = key_of("epoch", settings.seed, epoch)
     return Pass(table, order, settings, epoch, steps, key)
 

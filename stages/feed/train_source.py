@@ -19,8 +19,10 @@ from ...schemas.methods import Labels, RowKind
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import open_shard
 from ..storage.cache.verify_cache import naming_unit
-from .cache_index import LEARNED, SCORES, Index, ShardColumns, build_index, held_out
+from .cache_index import LEARNED, SCORES, Index, ShardColumns, build_index
 from .conversions import CONVERSIONS, ReadSpec
+from .file_weights import SETTING
+from .prompt_split import held_out
 from .row_selection import KindCounts
 
 _SERVE = {
@@ -45,6 +47,11 @@ class TrainSource:
     def train_rows(self) -> int:
         """The number of training rows."""
         return len(self.index.train)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """The number of rows that an epoch draws."""
+        return self.index.train.rows_per_epoch
 
     @property
     def eval_rows(self) -> int:
@@ -80,7 +87,8 @@ def open_source(
         raise UsageError(f"eval_fraction is {fraction}; it must be between 0 and 1.")
     _require_columns(folder, manifest, spec)
     index = build_index(folder, manifest, spec, columns)
-    source = TrainSource(folder, manifest, spec, columns, index, _notes(index, spec))
+    notes = (*_notes(index, spec), *_file_notes(index, manifest))
+    source = TrainSource(folder, manifest, spec, columns, index, notes)
     _require_rows(source)
     _require_turns(source)
     _require_numbers(source)
@@ -108,6 +116,10 @@ def _require_rows(source: TrainSource) -> None:
         raise UsageError(
             f"All {source.eval_rows:,} rows of {root} are held out for evaluation. "
             "Lower train.eval_fraction, or add rows with other prompts."
+        )
+    if source.train_rows and not source.rows_per_epoch:
+        raise UsageError(
+            f"{SETTING} leaves no row of {root} to learn from. Give a file more weight."
         )
 
 
@@ -168,11 +180,26 @@ def _require_numbers(source: TrainSource) -> None:
             )
 
 
+def _file_notes(index: Index, manifest: Manifest) -> Iterator[str]:
+    """The draws of an epoch from each file, where weights say how many they are."""
+    if (draws := index.train.draws) is None:
+        return
+    rows = np.bincount(draws.file_of, minlength=len(draws.per_epoch)).tolist()
+    for entry, count, drawn in zip(manifest.inputs, rows, draws.per_epoch, strict=True):
+        yield f"{entry.name}: {drawn:,} draws an epoch from {count:,} rows ({SETTING})."
+
+
 def _notes(index: Index, spec: ReadSpec) -> tuple[str, ...]:
     notes = list(conversion_notes(index.kinds, spec))
     rows = len(index.train)
     if rows and spec.eval_fraction and not len(index.held_out):
         notes.append(f"eval_fraction {spec.eval_fraction} holds out none of {rows:,} rows.")
+    if not (shares := spec.label_shares).are_whole:
+        notes.append(
+            f"{index.desirable:,} desirable and {index.undesirable:,} undesirable completions are "
+            f"left by train.desirable_share {shares.desirable:g} and train.undesirable_share "
+            f"{shares.undesirable:g} of the prompts."
+        )
     return tuple(notes)
 
 

@@ -75,6 +75,8 @@ def test_a_set_is_used_or_refused_by_name():
 def value_of(name):
     if name == "tracking.trackers":
         return "[mlflow]"
+    if name == "train.file_weights":
+        return "{a: 2}"
     default = flatten(Config()).get(name, 0.0)
     if isinstance(default, str):
         section, _, field = name.partition(".")

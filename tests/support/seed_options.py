@@ -83,14 +83,15 @@ OPENRLHF_KTO = """
     gradient_checkpointing_use_reentrant load_in_4bit lora_rank lora_alpha target_modules
     lora_dropout max_epochs beta pretrain learning_rate lr_warmup_ratio lr_scheduler l2
     aux_loss_coef adam_betas desirable_loss_weight undesirable_loss_weight dataset dataset_split
-    eval_dataset eval_split max_samples input_key output_key label_key input_template
+    dataset_probs eval_dataset eval_split max_samples input_key output_key label_key input_template
     apply_chat_template max_len use_wandb wandb_org wandb_group wandb_project wandb_run_name
     use_tensorboard use_ms
 """
 HALOS_CONFIG = """
     seed exp_name train_datasets test_datasets debug wandb.enabled wandb.entity wandb.project
     cache_dir local_run_dir do_first_eval minimum_log_interval_secs intermediate_checkpoints loss
-    trainer template_tokens lr n_epochs n_examples n_eval_examples eval_every save_every
+    trainer template_tokens lr n_epochs n_examples
+    frac_unique_desirable frac_unique_undesirable n_eval_examples eval_every save_every
     step_scheduler_with_optimizer optimizer weight_decay beta1 beta2 eps warmup
     cache_reference_logprobs load_reference_logprobs humanline log_epsilon_P log_epsilon_R online
     loss.trainer loss.dataloader loss.sync_reference loss.beta loss.epsilon

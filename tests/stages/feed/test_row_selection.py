@@ -47,7 +47,8 @@ def stored(rows, levels):
 def selected(rows, levels, kind, rules=RULES_AS_THEY_ARE, **more):
     """What a method of this kind reads."""
     spec = ReadSpec(kind, mismatched=True, eval_fraction=0.0, rules=rules, **more)
-    return select(*stored(rows, levels), spec=spec, source="here")
+    keys = np.arange(len(rows), dtype=np.uint64)
+    return select(*stored(rows, levels), spec=spec, source="here", split_keys=keys)
 
 
 def unscored(rows):
@@ -159,5 +160,7 @@ def test_branches_that_fit_no_kind_of_data_are_damage():
         for offsets in ([0, len(roles)], [0, len(roles), len(roles) + 2]):
             stored = np.array([*roles, C, R][: offsets[-1]], np.int8)
             scores = np.full(len(stored), np.nan)
+            keys = np.zeros(len(offsets) - 1, dtype=np.uint64)
+            how = {"spec": spec, "source": "here", "split_keys": keys}
             with pytest.raises(CorruptionError, match="here"):
-                select(stored, scores, np.array(offsets), spec=spec, source="here")
+                select(stored, scores, np.array(offsets), **how)

@@ -12,8 +12,9 @@ from align.schemas.methods import Labels
 from align.schemas.row_keys import sketches_of
 from align.schemas.rows import PromptKeys, Role
 from align.stages.feed import train_source
-from align.stages.feed.cache_index import COLUMNS, held_out, read_table, unchecked
+from align.stages.feed.cache_index import COLUMNS, read_table, unchecked
 from align.stages.feed.conversions import ReadSpec, ScoreRules
+from align.stages.feed.prompt_split import held_out
 from align.stages.feed.train_source import Overlap, count_near, overlap
 from align.stages.storage.cache.shards import to_table
 from align.stages.storage.cache.verify_cache import check_before_reading

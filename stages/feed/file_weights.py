@@ -1,0 +1,94 @@
+"""Weights of data files: how often the rows of each are drawn in an epoch.
+
+The rows of a file are drawn its weight times their number in an epoch, rounded to a whole number.
+Whole turns draw every row as often; what is left over goes on, epoch after epoch, in one order of
+the file's rows. So at a weight of 0.5 two epochs draw every row once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.cache import InputEntry
+from ...schemas.errors import UsageError
+from .epoch_order import key_of, shuffled
+
+SETTING = "train.file_weights"
+HEAVIEST = 1000.0
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The draws of an epoch from the training rows of each file."""
+
+    file_of: NDArray[np.int16]  # (rows,) index of each row's file
+    per_epoch: tuple[int, ...]  # of each file
+
+    @staticmethod
+    def of(file_of: NDArray[np.int16], weights: Sequence[float]) -> Draws:
+        """The draws that follow from weights; half a draw is one."""
+        counts = np.bincount(file_of, minlength=len(weights)).tolist()
+        # Of the decimals that were written: as binary fractions, 0.1 times 5 is more than a half.
+        exact = [Fraction(repr(weight)) * n for weight, n in zip(weights, counts, strict=True)]
+        return Draws(file_of, tuple(math.floor(draws + Fraction(1, 2)) for draws in exact))
+
+    def __len__(self) -> int:
+        return sum(self.per_epoch)
+
+    def times(self, *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """How often each row is drawn in an epoch, (rows,)."""
+        times = np.zeros(len(self.file_of), dtype=np.int64)
+        for file, draws in enumerate(self.per_epoch):
+            rows = np.flatnonzero(self.file_of == file)
+            if not len(rows):
+                continue
+            turns, more = divmod(draws, len(rows))
+            order = shuffled(rows, key_of("rows of a file", seed))
+            times[rows] = turns
+            times[np.roll(order, -(epoch * more % len(rows)))[:more]] += 1
+        return times
+
+
+def weights_of(inputs: Sequence[InputEntry], given: Mapping[str, float]) -> tuple[float, ...]:
+    """The weight of each file, given by its name or by what precedes the dot in it; else 1."""
+    weights: dict[int, float] = {}
+    for name, weight in given.items():
+        if not 0 <= weight <= HEAVIEST:
+            raise UsageError(
+                f"{SETTING} gives {name} the weight {weight:g}; it must be from 0 to "
+                f"{HEAVIEST:g}: how often each of its rows is drawn in an epoch."
+            )
+        index = _index_of(name, inputs)
+        if index in weights:
+            raise UsageError(f"{SETTING} names {inputs[index].name} twice. Name it once.")
+        weights[index] = weight
+    found = tuple(weights.get(index, 1.0) for index in range(len(inputs)))
+    by_content: dict[int, float] = {}
+    for entry, weight in zip(inputs, found, strict=True):
+        if by_content.setdefault(entry.identity, weight) != weight:
+            raise UsageError(
+                f"{SETTING}: {entry.name} has the same content as another file of the cache, so "
+                "its rows cannot be told apart. Give both the same weight."
+            )
+    return found
+
+
+def _index_of(name: str, inputs: Sequence[InputEntry]) -> int:
+    exact = [index for index, entry in enumerate(inputs) if entry.name == name]
+    stems = [index for index, entry in enumerate(inputs) if entry.name.partition(".")[0] == name]
+    found = exact or stems
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(entry.name for entry in inputs)
+    if found:
+        alike = ", ".join(inputs[index].name for index in found)
+        raise UsageError(f"{SETTING}: {name} may be each of {alike}. Files of the cache: {there}.")
+    raise UsageError(
+        f"{SETTING} names {name}, and no file of the cache is called that. Its files: {there}."
+    )

@@ -1,0 +1,58 @@
+"""A training on files of which one counts more: the same after a kill, and planned as it runs."""
+
+import pyarrow.parquet as pq
+import pytest
+
+from align.stages.storage.run.run_folder import RunFolder, read_ending
+from support.command import align
+from support.trainings import KILLED, refused, require_same
+
+WEIGHTS = ("--set", "train.file_weights={first: 2, second.parquet: 0.5}")
+RESUME = ("--resume", "auto")
+
+
+@pytest.fixture(scope="module")
+def cache(course, world, tmp_path_factory):
+    """Of two files of thirty rows."""
+    folder = tmp_path_factory.mktemp("two-files")
+    rows = pq.read_table(world.data.paired)
+    assert len(rows) == 60
+    files = [folder / "first.parquet", folder / "second.parquet"]
+    for path, start in zip(files, (0, 30), strict=True):
+        pq.write_table(rows.slice(start, 30), path)
+    made = ("--model", course.model, "--output", folder / "cache", "--rows-per-shard", 16)
+    answer = course.server.run("precompute-ref", *files, *made, "--no-mlflow")
+    assert answer.code == 0, answer
+    return folder / "cache"
+
+
+def test_a_killed_run_goes_on_with_the_same_rows_and_a_plan_counts_them(course, cache, tmp_path):
+    words = ("--cache", cache, *WEIGHTS, "--batch-size", 16, "--max-steps", 0, "--epochs", 2)
+    measured = (
+        "--eval-fraction",
+        0,
+        "--eval-every",
+        0,
+        "--set",
+        f"train.eval_cache={course.cache}",
+    )
+    words = (*words, *measured)  # of another file
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    said = course.run(whole, *words).err
+    assert "first.parquet: 60 draws an epoch from 30 rows (train.file_weights)." in said
+    assert "second.parquet: 15 draws an epoch from 30 rows" in said
+    assert read_ending(RunFolder(whole)).total_steps == 10  # 75 rows are five steps
+    planned = align("plan", *map(str, (*words, "--method", "kto"))).out
+    assert "10 steps" in planned
+    (answer,) = course.start(run, *words, failpoints=["step.started=kill@8"]).answers()
+    assert answer.code == KILLED
+    other = ("--set", "train.file_weights={first: 2}")
+    assert "train.file_weights: begun with" in refused(course, 4, run, *words, *other, *RESUME)
+    course.run(run, *words, *RESUME)
+    require_same(run, whole)
+
+
+def test_a_file_that_the_cache_does_not_have_is_refused(course, cache, tmp_path):
+    wrong = ("--cache", cache, "--set", "train.file_weights={third: 2}")
+    said = refused(course, 2, tmp_path / "run", *wrong)
+    assert "Its files: first.parquet, second.parquet." in said
