@@ -76,7 +76,15 @@ class RunDiff:
         return f"right: {self.measure} of the chosen side is higher, or of one label beyond 0"
 
 
-def standing(folders: Mapping[str, RunFolder]) -> list[str]:
+@dataclass(frozen=True)
+class Standing:
+    """Which of several runs is ahead, if they can be compared."""
+
+    best: str = ""
+    said: tuple[str, ...] = ()
+
+
+def standing(folders: Mapping[str, RunFolder]) -> Standing:
     """Which run has the most held-out rows right, and which are told apart from it.
 
     The best is chosen by the same rows, so each of all pairs of runs has its share of the 5 % in
@@ -84,7 +92,7 @@ def standing(folders: Mapping[str, RunFolder]) -> list[str]:
     """
     with_tables = {name: one for name, one in folders.items() if one.evaluations()}
     if len(with_tables) < 2:
-        return []
+        return Standing()
     runs = {name: _measured(folder, None) for name, folder in with_tables.items()}
     measure = _measure([*runs.values()])
     tables = {name: run.samples for name, run in runs.items()}
@@ -108,7 +116,7 @@ def standing(folders: Mapping[str, RunFolder]) -> list[str]:
         lines.append(f"These rows do not tell it apart from {', '.join(alike)}.")
     if apart:
         lines.append(f"By more than chance it is ahead of {', '.join(apart)}.")
-    return [*lines, "`align diff` shows two of them row by row."]
+    return Standing(best, (*lines, "`align diff` shows two of them row by row."))
 
 
 @dataclass(frozen=True)

@@ -226,8 +226,13 @@ def _compared(result: SweepResult, parent: Run) -> SweepResult:
     names = [one.trial.name for one in result.results if one.trained]
     folders = {name: RunFolder(result.folder / name) for name in names}
     with log_failure("No comparison of the runs"):
-        result = replace(result, standing=tuple(standing(folders)))
+        found = standing(folders)
+        result = replace(result, standing=found.said)
         _publish(result, parent)
+        for one in result.results:
+            if one.trained and one.trial.name == found.best:
+                parent.set_tags({"align.ahead": found.best})
+                parent.log_metrics(one.measured.after, step=one.trained.steps)
     return result
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.options.settings import signed
-from align.pipeline.train.run_diff import diff_runs, known_rows, standing
+from align.pipeline.train.run_diff import Standing, diff_runs, known_rows, standing
 from align.pipeline.train.run_report import write_report
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import CorruptionError, UsageError
@@ -252,12 +252,14 @@ def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_
     for name, wrong in names.items():
         margins = {f"r{number}": -1.0 if number < wrong else 1.0 for number in range(40)}
         folders[name] = RunFolder(with_margins(whole_run, tmp_path / name, margins))
-    best, alike, apart, *_ = standing(folders)
+    found = standing(folders)
+    best, alike, apart, *_ = found.said
+    assert found.best == "top"
     assert best.startswith("top ")
     assert "0.95" in best
     assert ("near" in alike, "far" in alike) == (True, False)
     assert ("near" in apart, "far" in apart) == (False, True)
-    assert standing({"top": folders["top"]}) == []
+    assert standing({"top": folders["top"]}) == Standing()
 
 
 def test_the_prompt_and_the_file_of_each_row_are_those_of_the_cache(course, tmp_path):

@@ -165,9 +165,11 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
         assert (folder / one["name"] / "model" / "config.json").is_file()
 
     good = [folder / one["name"] for one in rows[::2]]
-    (ahead, *_) = standing({run.name: RunFolder(run) for run in good})
+    stands = standing({run.name: RunFolder(run) for run in good})
+    ahead = stands.said[0]
     found = diff_runs(*good).found.accuracy
-    assert ahead.startswith(good[found.second > found.first].name)
+    assert ahead.startswith(stands.best)
+    assert stands.best == good[found.second > found.first].name
     assert ahead in (folder / "sweep.txt").read_text()
     assert ahead.partition(":")[0] in " ".join(answer.out.split())
 
@@ -192,6 +194,9 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
     assert parent.info.status == "FAILED"
     assert parent.data.params == {"train.method": "dpo, orpo", "train.lr": "1e-3, 1e30"}
     assert "\norpo-1e30: " in parent.data.tags["align.failed"]
+    assert parent.data.tags["align.ahead"] == stands.best
+    (best,) = [one for one in rows if one["name"] == stands.best]
+    assert parent.data.metrics == best["after"]
     (given,) = parent.inputs.dataset_inputs
     digest = {tag.key: tag.value for tag in given.tags}["align.digest"]
     assert digest == load_manifest(CacheFolder(journey.cache)).root
