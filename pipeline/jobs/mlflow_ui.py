@@ -48,5 +48,6 @@ def pages_of(options: TrackingOptions, *, port: int) -> Pages:
     return Pages(
         shown=f"http://{HOST}:{port} shows {redacted(plain_uri(uri))}; Ctrl-C ends it.",
         words=(sys.executable, *module),
-        environment={"MLFLOW_BACKEND_STORE_URI": uri, **DEFAULTS},
+        # Safe path: no module is taken from the folder here, which may be somebody else's.
+        environment={"MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1", **DEFAULTS},
     )

@@ -141,6 +141,13 @@ class _Sync:
             self.failed.append(error)
 
 
+def require_no_links(folder: RunFolder) -> None:
+    """Refuses a run whose records are somebody else's."""
+    for private in {folder.private, *(folder.ledger(name).parent for name in TRACKERS)}:
+        if private.is_symlink():
+            raise UsageError(f"{private} is a link. Name the folder of the run itself.")
+
+
 def sync_ledger(
     kind: TrackerKind,
     folder: RunFolder,
@@ -151,9 +158,7 @@ def sync_ledger(
     parent: str = "",
 ) -> Synced:
     """Sends a run that is in its own folder, or in the outbox of `home`, to one tracker."""
-    for private in (folder.private, folder.ledger(kind.name).parent):
-        if private.is_symlink():
-            raise UsageError(f"{private} is a link. Name the folder of the run itself.")
+    require_no_links(folder)
     load_ledger(kind, folder)
     with owner_lock(folder, "mlflow-sync"):
         ledger = load_ledger(kind, folder)
@@ -174,17 +179,20 @@ def sync_ledger(
     return Synced(kind.name, record.uri, record.run_id, record.status, points)
 
 
-def send_again(folder: RunFolder, options: TrackingOptions, files: Sequence[Path]) -> None:
-    """Sends files that a recorded run was given after its end; who calls it owns the folder.
-
-    What a store did not get, it gets by `mlflow-sync`.
-    """
+def owe_again(folder: RunFolder, files: Sequence[Path]) -> None:
+    """Notes files that a recorded run is given after its end; who calls it owns the folder."""
     for kind in kinds_in(folder):
         ledger = load_ledger(kind, folder)
         for file in files:
             ledger.renew_artifact(file.relative_to(folder.root).as_posix())
+
+
+def send_again(folder: RunFolder, options: TrackingOptions) -> None:
+    """Sends what is owed of a run that has ended; what a store did not get, `mlflow-sync` sends."""
+    for kind in kinds_in(folder):
         if kind.name in wanted(options):
-            with log_failure(f"{kind.title} lacks {', '.join(one.name for one in files)}"):
+            ledger = load_ledger(kind, folder)
+            with log_failure(f"{kind.title} lacks a part of {folder.root}"):
                 address = _address(kind, folder.root, ledger.record.uri, options, uri="")
                 _deliver(address, folder, ledger)
 

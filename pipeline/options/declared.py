@@ -87,10 +87,18 @@ def bound(settings: Mapping[str, Any], *keepers: Keeper) -> dict[str, str]:
     Those that came later are kept only if they say more.
     """
     return {
-        name: repr(int(value) if name in _were_whole() and value == int(value) else value)
+        name: _written(name, value)
         for name, value in settings.items()
         if binds(name, *keepers) and not (name in _came_later() and value == _came_later()[name])
     }
+
+
+def _written(name: str, value: Any) -> str:
+    if name in _were_whole() and value == int(value):
+        return repr(int(value))
+    if name in _came_later() and isinstance(value, dict):  # the same in any order
+        return repr(dict(sorted(value.items())))
+    return repr(value)
 
 
 @cache

@@ -56,6 +56,15 @@ def _require_held_out(train: TrainOptions) -> None:
             )
 
 
+def require_writing(recipe: Recipe) -> None:
+    """Refuses answers of a model that writes none."""
+    if recipe.head == "score":
+        raise UsageError(
+            f"train.answers is set, but {recipe.name} trains a model that scores completions and "
+            "writes none. Unset it."
+        )
+
+
 def require_margins(recipe: Recipe) -> None:
     """Refuses a method whose rows are neither right nor wrong."""
     if recipe.rows not in ("paired", "labelled") or not recipe.reward_formula:

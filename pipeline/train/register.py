@@ -13,7 +13,7 @@ from ...stages.tracking.mlflow_tracker import MlflowTracker
 from ...stages.tracking.outbox import load_ledger
 from ...stages.tracking.tracker import MAIN, kind_of
 from ..jobs.tracker_sync import asked_store, sync_ledger
-from .run_report import training_folder
+from .run_report import require_finished, training_folder
 
 
 def register(
@@ -24,9 +24,8 @@ def register(
     The folder may come from someone else: as for `mlflow-sync`, it does not choose the store.
     """
     folder, kind = training_folder(root), kind_of(MAIN)
+    require_finished(folder)
     model = folder.merged if folder.merged.exists() else folder.model
-    if not model.exists():
-        raise UsageError(f"{root} has no trained model yet. Register it once the run is finished.")
     if not is_own(root, model.name):
         raise UsageError(f"{model} is a link, or has one in it. Put the files in its place.")
     if not folder.mlflow.exists():

@@ -8,24 +8,27 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from ...schemas.batches import World
 from ...schemas.cache import Stops
 from ...schemas.config import ModelOptions
-from ...schemas.errors import UsageError
+from ...schemas.errors import AlignError, UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.model.memory.live_memory import is_out_of_memory
 from ...stages.report.cache_rows import prompts_of
 from ...stages.report.eval_table import read_samples
 from ...stages.report.side_by_side import Answered, answers_jsonl
 from ...stages.storage.disk import fs
+from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.progress import Progress
 from ...stages.train.memory_backoff import release_cached_memory
-from ..jobs.tracker_sync import own_options, send_again
+from ..jobs.tracker_sync import owe_again, own_options, require_no_links, send_again
 from ..options.settings import load_settings, run_settings
 from ..tables.samplers import LocalSampler
-from .resume import Start
-from .run_report import training_folder, write_report
+from .policy_identity import digest_policies
+from .resume import Start, require_same_run
+from .run_report import require_finished, training_folder, write_report
 from .training_job import TrainingJob, open_training
 
 
@@ -37,8 +40,8 @@ def answer_again(
     Trackers are the user's own, as they are for `mlflow-sync`.
     """
     folder = training_folder(root)
-    if not folder.model.exists():
-        raise UsageError(f"{root} has no trained model yet: there is nothing to compare.")
+    require_no_links(folder)
+    ending = require_finished(folder)
     run_settings(folder)  # refuses a file that was edited
     asked = {"train.answers": count, "train.answer_tokens": most_tokens}
     here = {"train.resume": "auto", "train.output": str(root), "model.trust_remote_code": False}
@@ -46,18 +49,31 @@ def answer_again(
     own = own_options(root, config)
     with owner_lock(folder, "answers"):
         job = open_training(settings)
-        job = replace(job, config=replace(job.config, tracking=own))
-        add_answers(job, folder, progress)
+        alone = World(rank=0, size=1, local_rank=0)
+        job = digest_policies([job], alone, own_digests()).identified(job)
+        require_same_run(ending.identity, job)  # its cache and the files of its policy are there
+        add_answers(replace(job, config=replace(job.config, tracking=own)), folder, progress)
 
 
 def answer_once(job: TrainingJob, start: Start, progress: Progress) -> None:
     """Answers prompts for a run that has just ended, or one that had and has no answers yet."""
     folder = start.folder
-    if folder.answers.exists():
-        return
     # Of a run that had ended before nobody is the owner.
     with owner_lock(folder, start.run_id) if start.is_finished else nullcontext():
-        add_answers(job, folder, progress)
+        if not folder.answers.exists():
+            add_answers(job, folder, progress)
+        elif not _are_shown(folder):  # a kill came between
+            _show(job, folder)
+
+
+def _are_shown(folder: RunFolder) -> bool:
+    answers, page = folder.answers, folder.summary  # the last that is written
+    return page.exists() and page.stat().st_mtime_ns >= answers.stat().st_mtime_ns
+
+
+def _show(job: TrainingJob, folder: RunFolder) -> None:
+    write_report(folder.root)
+    send_again(folder, job.config.tracking)
 
 
 def add_answers(job: TrainingJob, folder: RunFolder, progress: Progress) -> None:
@@ -85,9 +101,9 @@ def add_answers(job: TrainingJob, folder: RunFolder, progress: Progress) -> None
         )
         for (row_id, ids), first, second in zip(prompts.items(), *sides, strict=True)
     ]
-    fs.publish(folder.answers, answers_jsonl(answered), label="report")
-    write_report(folder.root)
-    send_again(folder, job.config.tracking, folder.pages)
+    owe_again(folder, folder.pages)
+    fs.publish(folder.answers, answers_jsonl(answered), label="side_by_side")
+    _show(job, folder)
 
 
 def _began_as(job: TrainingJob) -> ModelOptions:
@@ -121,10 +137,12 @@ def _prompts(job: TrainingJob, folder: RunFolder, context: int | None) -> dict[s
         prompt = tuple(found[row_id].tolist())
         if context is None or len(prompt) + train.answer_tokens <= context:
             wanted.setdefault(prompt, row_id)
+    if not found:
+        raise UsageError(f"{cache.root} has none of the held-out rows of {folder.root}.")
     if not wanted:
         raise UsageError(
-            f"No held-out prompt has room for {train.answer_tokens:,} tokens in the model's "
-            f"context of {context:,}. Lower train.answer_tokens."
+            f"No held-out prompt leaves room for {train.answer_tokens:,} tokens: the model takes "
+            f"{context or 0:,} in all. Lower train.answer_tokens."
         )
     return {row_id: [*prompt] for prompt, row_id in [*wanted.items()][: train.answers]}
 
@@ -137,7 +155,8 @@ def _answers(
     release_cached_memory()
     try:
         return sampler.likeliest(prompts, most)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UsageError(f"There is no memory to load {sampler.model.path}.") from error
+    except AlignError:
+        raise
+    except Exception as error:  # a model's code may raise anything, and the training has ended well
+        lack = "there is no memory for it" if is_out_of_memory(error) else repr(error)
+        raise UsageError(f"{sampler.model.path} gives no answers: {lack}.") from error

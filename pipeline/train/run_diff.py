@@ -77,14 +77,14 @@ class RunDiff:
 
 
 @dataclass(frozen=True)
-class Standing:
+class AheadOfAll:
     """Which of several runs is ahead, if they can be compared."""
 
     best: str = ""
     said: tuple[str, ...] = ()
 
 
-def standing(folders: Mapping[str, RunFolder]) -> Standing:
+def standing(folders: Mapping[str, RunFolder]) -> AheadOfAll:
     """Which run has the most held-out rows right, and which are told apart from it.
 
     The best is chosen by the same rows, so each of all pairs of runs has its share of the 5 % in
@@ -92,7 +92,7 @@ def standing(folders: Mapping[str, RunFolder]) -> Standing:
     """
     with_tables = {name: one for name, one in folders.items() if one.evaluations()}
     if len(with_tables) < 2:
-        return Standing()
+        return AheadOfAll()
     runs = {name: _measured(folder, None) for name, folder in with_tables.items()}
     measure = _measure([*runs.values()])
     tables = {name: run.samples for name, run in runs.items()}
@@ -116,7 +116,7 @@ def standing(folders: Mapping[str, RunFolder]) -> Standing:
         lines.append(f"These rows do not tell it apart from {', '.join(alike)}.")
     if apart:
         lines.append(f"By more than chance it is ahead of {', '.join(apart)}.")
-    return Standing(best, (*lines, "`align diff` shows two of them row by row."))
+    return AheadOfAll(best, (*lines, "`align diff` shows two of them row by row."))
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,15 @@ def _measure(runs: Sequence[_Measured]) -> str:
 
 
 def _measured(folder: RunFolder, step: int | None) -> _Measured:
-    read_ending(folder)  # which refuses tables that are not what the run left
+    ending = read_ending(folder)  # which refuses tables that are not what the run left
     tables, settings = folder.evaluations(), run_settings(folder)
     if not tables:
         raise UsageError(
             f"{folder.root} has no single completions of held-out rows. Train with "
             "--eval-fraction, or train.eval_cache, and with train.eval_table above 0."
         )
-    chosen = max(tables) if step is None else step
+    of_model = ending.model_step if ending and ending.model_step in tables else max(tables)
+    chosen = of_model if step is None else step
     if chosen not in tables:
         steps = ", ".join(map(str, tables))
         raise UsageError(f"{folder.root} was not measured after step {chosen}, but after: {steps}.")

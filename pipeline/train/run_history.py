@@ -45,13 +45,21 @@ class History:
         known = [*self.learned["time"], *self.held_out["time"]]
         return min(known, default=None), max(known, default=None)
 
-    @property
-    def measured(self) -> Measured:
-        """First and last: on held-out rows, or on training steps where nothing is held out."""
-        if f"{EVAL}loss" in self.held_out.columns:
-            return Measured("held out", *_ends(self.held_out.drop_nulls(f"{EVAL}loss")))
-        if "loss" in self.learned.columns:
-            return Measured("training", *_ends(self.learned.drop_nulls("loss")))
+    def measured(self, model_step: int | None = None) -> Measured:
+        """First and last: on held-out rows, or on training steps where nothing is held out.
+
+        `model_step`: the step whose model was written, if that is not the last.
+        """
+        kinds: tuple[tuple[MeasuredOn, pl.DataFrame, str], ...] = (
+            ("held out", self.held_out, f"{EVAL}loss"),
+            ("training", self.learned, "loss"),
+        )
+        for rows, lines, loss in kinds:
+            if loss in lines.columns:
+                known = lines.drop_nulls(loss)
+                if model_step is not None:
+                    known = known.filter(known["step"] <= model_step)
+                return Measured(rows, *_ends(known)) if len(known) else Measured(rows)
         return Measured("training")
 
 

@@ -35,6 +35,7 @@ from .run_head import ended_how, head_facts, method_options, sentences, steps_in
 from .run_history import Curves, Measured, curves, read_history
 
 if TYPE_CHECKING:
+    from ...schemas.checkpoint import Ending as RunEnding
     from ...stages.train.synchronized import Ending
 
 logger = logging.getLogger("align")
@@ -54,6 +55,8 @@ def write_report(root: Path) -> Path:
         if parts := folder.rows_written():
             join_parts([*parts], folder.rows)
     settings, history = run_settings(folder), read_history(folder.metrics)
+    ending = read_ending(folder)
+    measured = history.measured(ending.model_step if ending else None)
     learned, held_out = curves(history.learned), curves(history.held_out)
     shared = {
         "title": folder.root.resolve().name,
@@ -67,7 +70,7 @@ def write_report(root: Path) -> Path:
         "run.html.j2",
         **shared,
         facts=head_facts(settings, history, model=model_name(cache.policy), data=cache.name),
-        headlines=dict(_headlines(history.measured)),
+        headlines=dict(_headlines(measured)),
         learning=learning_curves(learned, held_out, _best(settings)),
         completions=_spreads(folder),
         rows=_rows(folder),
@@ -75,7 +78,7 @@ def write_report(root: Path) -> Path:
         settings=_shown(settings),
         further=further_curves(learned, held_out, _best(settings)),
     )
-    short = render_markdown("run.md.j2", **shared, measured=before_and_after(history.measured))
+    short = render_markdown("run.md.j2", **shared, measured=before_and_after(measured))
     for path, text in ((folder.report, page), (folder.summary, short)):
         fs.drop_drafts(path)
         fs.publish(path, text.encode(), label="report")
@@ -131,6 +134,16 @@ def training_folder(root: Path) -> RunFolder:
             f"{folder.config.name}. Name the --output of `align train`."
         )
     return folder
+
+
+def require_finished(folder: RunFolder) -> RunEnding:
+    """How a finished run ended; a run that is not has no model of its last step."""
+    ending = read_ending(folder)
+    if ending is None or ending.ending != "finished" or not folder.model.exists():
+        raise UsageError(
+            f"{folder.root} has no trained model yet: it is not finished. --resume auto goes on."
+        )
+    return ending
 
 
 def _best(settings: Mapping[str, Any]) -> dict[str, Best]:
@@ -322,7 +335,8 @@ def outcome(folder: RunFolder, ending: Ending) -> Trained:
     with log_failure("Nothing is said of what stands out"):
         learned, held_out = curves(history.learned), curves(history.held_out)
         found = _signs(folder, learned, held_out, run_settings(folder)).found
-    return Trained(folder, ending, history.steps, history.measured, signs=found, ended=ended)
+    measured = history.measured(known.model_step if known else None)
+    return Trained(folder, ending, history.steps, measured, signs=found, ended=ended)
 
 
 def before_and_after(measured: Measured) -> list[list[str]]:

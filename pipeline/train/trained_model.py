@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...schemas.cache import Manifest, Stops
-from ...schemas.errors import NonFiniteError, UsageError
+from ...schemas.checkpoint import Checkpoint
+from ...schemas.errors import CorruptionError, NonFiniteError, UsageError
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.engine.partitions import is_finite
 from ...stages.model.logprobs import causal_model
@@ -25,7 +26,7 @@ from ...stages.model.save import (
 from ...stages.report.model_card import Lineage, model_card
 from ...stages.storage.bucket.local_copies import origin_of
 from ...stages.storage.run.checkpoints import best_checkpoint, best_first, wanted
-from ...stages.storage.run.run_folder import RunFolder, save_model
+from ...stages.storage.run.run_folder import RunFolder, remove_model, save_model
 from .checkpointer import require_space_for_model
 from .resume import Start, versions
 from .run_recorder import RunRecords, used_settings
@@ -53,7 +54,7 @@ def chosen_model(
     train = session.job.config.train
     if not train.write_best:
         return ChosenModel(position.step, records.metrics)
-    best = run_on_rank_zero(session.world, lambda: best_checkpoint(start.folder, train.best))
+    best = run_on_rank_zero(session.world, lambda: _best_of(start.folder, train.best))
     name = wanted(train.best).metric
     if best is None:
         raise UsageError(
@@ -64,11 +65,22 @@ def chosen_model(
     if step != position.step:
         session.engine.load_state(start.folder.step(step))
     records.say(f"the model is that of step {step:,}, whose checkpoint has the best {name}")
-    if (known := position.best) and known.value is not None:
+    known = position.best
+    if known and known.metric == train.best and known.value is not None:
         values = {step: metrics[name], known.step: known.value}
         if best_first(values, train.best)[0] != step:  # as before the first step
             records.say(f"step {known.step:,} has a better one, and no checkpoint")
     return ChosenModel(step, metrics)
+
+
+def _best_of(folder: RunFolder, best: str) -> Checkpoint | None:
+    try:
+        return best_checkpoint(folder, best)
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"{error} train.write_best needs it, for it may be the best: remove or restore it, or "
+            "give the same command with --set train.write_best=false --resume auto."
+        ) from error
 
 
 def write_model(session: Session, start: Start, records: RunRecords, model: ChosenModel) -> None:
@@ -98,12 +110,15 @@ def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[st
     lora, source = job.config.lora, Path(job.policy.path)
     stops = Stops.of(job.manifest.fingerprint).of_template
     own, value_head = parted(weights)
+    merges = lora.enabled and lora.merge
+    if not merges:  # one that was merged before would be taken for this model
+        remove_model(folder.merged)
 
     def write(draft: Path) -> None:
         save = save_adapter if lora.enabled else save_whole
         save(session.policy.model, own, source, draft)
         finish(draft, model_card(lineage, adapter_of=lineage.policy if lora.enabled else ""))
-        if lora.enabled and lora.merge:
+        if merges:
             save_model(folder.merged, lambda merged: write_merged(draft, merged), start.run_id)
 
     def write_merged(adapter: Path, draft: Path) -> None:

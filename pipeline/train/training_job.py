@@ -33,7 +33,13 @@ from ..options.settings import Settings
 from ..plan.best_metric import require_measured
 from ..plan.cache_checks import require_same_making, require_same_text
 from ..plan.method_needs import read_spec_of, require_own_samples, require_token_logps
-from ..plan.setting_checks import require_effect, require_margins, require_packable, seconds_of
+from ..plan.setting_checks import (
+    require_effect,
+    require_margins,
+    require_packable,
+    require_writing,
+    seconds_of,
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ def recipe_asked_for(settings: Settings) -> Recipe:
     require_measured(train)
     if train.row_margins:
         require_margins(recipe)
+    if train.answers:
+        require_writing(recipe)
     return recipe
 
 

@@ -267,9 +267,7 @@ class Run:
     def _link(self, where: str, *, tags: Mapping[str, str], is_base: bool) -> None:
         where = redacted(where)
         for ledger in self._ledgers:
-            known = {(link.folder, link.is_base) for link in ledger.record.models}
-            if (where, is_base) not in known:
-                ledger.append("models", ModelLink(where, _labels(tags), "", is_base))
+            ledger.link_model(ModelLink(where, _labels(tags), "", is_base))
 
     def describe(self, text: str) -> None:
         """Records what a store shows beside the run; only the first call counts."""

@@ -24,8 +24,8 @@ def table_of(path: Path) -> dict[str, Any] | None:
         lines = _answers(path) if is_answers else _completions(path)
         columns = [*lines[0]] if lines else []
         return {"columns": columns, "data": [[line[name] for name in columns] for line in lines]}
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None  # it was damaged, and is sent as it is
+    except (ValueError, LookupError, TypeError, AttributeError, csv.Error):
+        return None  # it was damaged or has too long a text, and is sent as it is
 
 
 def _answers(path: Path) -> list[dict[str, Any]]:

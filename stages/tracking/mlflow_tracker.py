@@ -265,8 +265,9 @@ class MlflowTracker:
             wanted, name = f"tags.`{BASE_TAG}` = '{key}'", model_name(link.folder)
         else:
             wanted, name = f"source_run_id = '{self._run_id}'", Path(link.folder).name
+        known = {PATH_TAG: link.folder, STEP_TAG: link.tags.get(STEP_TAG)}
         for model in self.client.search_logged_models([experiment], wanted):
-            if model.tags.get(PATH_TAG) == link.folder:
+            if all(model.tags.get(name) == value for name, value in known.items()):
                 return model
         tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
         tags |= {BASE_TAG: key} if link.is_base else {}

@@ -51,6 +51,15 @@ def test_what_was_kept_before_a_setting_came_is_kept_at_its_default_and_told_oth
     assert bound(plain, "run")["train.lr"] == repr(plain["train.lr"])
 
 
+def test_a_mapping_says_the_same_in_any_order():
+    weights = ({"a": 2.0, "b": 0.5}, {"b": 0.5, "a": 2.0})
+    first, second = (
+        bound(flatten(Config()) | {"train.file_weights": one}, "run") for one in weights
+    )
+    assert first == second
+    assert "train.file_weights" in first
+
+
 @pytest.mark.parametrize(("epochs", "kept"), [(2, "2"), (2.0, "2"), (0.5, "0.5"), (1.25, "1.25")])
 def test_whole_epochs_are_kept_as_when_there_were_no_others(epochs, kept):
     """So that a run which was begun then goes on."""

@@ -28,6 +28,7 @@ def test_an_address_is_given_where_no_list_of_processes_shows_it():
     assert pages.environment["MLFLOW_BACKEND_STORE_URI"] == uri
     assert "hunter2" not in " ".join((*pages.words, pages.shown))
     assert {"127.0.0.1", "5001"} <= {*pages.words}
+    assert pages.environment["PYTHONSAFEPATH"] == "1"  # no module comes from the folder here
 
 
 def test_a_store_that_is_not_there_is_not_made_and_a_server_shows_itself(here, monkeypatch):

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.options.settings import signed
-from align.pipeline.train.run_diff import Standing, diff_runs, known_rows, standing
+from align.pipeline.train.run_diff import AheadOfAll, diff_runs, known_rows, standing
+from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import write_report
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import CorruptionError, UsageError
@@ -235,6 +236,14 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
         diff_runs(first, second)
 
 
+def test_what_was_measured_is_of_the_step_whose_model_was_written(whole_run):
+    history = read_history(RunFolder(whole_run).metrics)
+    for step in (3, 6):
+        loss = metrics_of(whole_run, step)["eval/loss"]
+        assert history.measured(None if step == 6 else step).after["eval/loss"] == loss
+    assert history.measured(0).after == {}
+
+
 def test_a_table_that_differs_from_what_its_run_left_is_not_compared(whole_run, tmp_path):
     run = shutil.copytree(whole_run, tmp_path / "run")
     table = RunFolder(run).evaluation(6)
@@ -259,7 +268,7 @@ def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_
     assert "0.95" in best
     assert ("near" in alike, "far" in alike) == (True, False)
     assert ("near" in apart, "far" in apart) == (False, True)
-    assert standing({"top": folders["top"]}) == Standing()
+    assert standing({"top": folders["top"]}) == AheadOfAll()
 
 
 def test_the_prompt_and_the_file_of_each_row_are_those_of_the_cache(course, tmp_path):

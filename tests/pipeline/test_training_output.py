@@ -28,7 +28,7 @@ from support.command import refusal
 from support.mlflow_runs import open_store, run_of, stored
 from support.stage_one import contents
 from support.tracked_training import begin, journalled, run_folder
-from support.trainings import weights
+from support.trainings import KILLED, weights
 
 TOKENS = 6
 ANSWERS = ("--answers", 3, "--set", f"train.answer_tokens={TOKENS}")
@@ -182,11 +182,17 @@ def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_an
     asked = ("report", run, "--answers", 3, "--answer-tokens", TOKENS)
     assert course.server.run(*asked, cwd=tmp_path).code == 0
     assert RunFolder(run).answers.read_bytes() == RunFolder(plain).answers.read_bytes()
-    shutil.rmtree(run / "model")
+    ending = RunFolder(run).ending
+    kept = ending.read_bytes()
+    ending.unlink()  # as of a run that learned on and was killed
     assert "has no trained model yet" in refusal(2, *asked)
+    assert "has no trained model yet" in refusal(2, "register", run, "prefs")
+    ending.write_bytes(kept)
     assert "answers" in refusal(
         2, "train", "--cache", course.cache, "--method", "kto", "--answers", 2
     )
+    train = ("train", "--cache", course.cache, "--method", "reward", "--eval-fraction", 0.2)
+    assert "writes none" in refusal(2, *train, "--no-mlflow", "--answers", 2)
     longer = ("--max-steps", 7, "--set", "train.answers=0", "--no-mlflow", "--resume", "auto")
     again = ("--config", plain / "config.yaml", "--output", run, *longer)
     assert course.server.run("train", *again).code == 0
@@ -226,7 +232,7 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     assert model.tags["align.path"] == str(course.model)
     assert model.tags["align.weights"] == manifest.fingerprint["model.weights"]
     steps = RunFolder(plain).steps()  # the model is of the last, and of the others are checkpoints
-    assert [one.step for one in told.outputs.model_outputs] == [6, *steps[:-1]]
+    assert {one.step for one in told.outputs.model_outputs} == {*steps}
     for made in told.outputs.model_outputs:
         model = open_store(store_of(plain)).get_logged_model(made.model_id)
         at_step = measured(plain)[made.step]
@@ -346,6 +352,18 @@ def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, cours
     assert tensors.keys() == base.keys()
     changed = {name for name in base if not torch.equal(tensors[name], base[name])}
     assert changed == {name for name in base if "_proj" in name}
+    # A merged model of fewer steps would be taken for this one; the answers are shown after a kill.
+    on = ("--config", run / "config.yaml", "--output", run, "--resume", "auto", "--max-steps", 7)
+    how = ("--set", "lora.merge=false", *ANSWERS)
+    place = ["side_by_side.after_rename=kill"]
+    (answer,) = course.server.start("train", *on, *how, failpoints=place).answers()
+    assert answer.code == KILLED
+    assert not merged.exists()
+    assert read_answers(RunFolder(run).answers)
+    before = RunFolder(run).summary.read_text()
+    assert course.server.run("train", *on, *how).code == 0
+    assert "Answers before training" in RunFolder(run).summary.read_text()
+    assert "Answers before training" not in before
 
 
 NF4 = ("--lora", "--set", "lora.quantize=nf4")

@@ -67,6 +67,8 @@ OF_RECORDS = (
     "mlflow.after_rename",
     "evaluation.before_rename",
     "evaluation.after_rename",
+    "side_by_side.before_rename",
+    "side_by_side.after_rename",
     "rows.before_rename",
     "rows.after_rename",
     "report.before_rename",

@@ -310,6 +310,15 @@ def begins_as(path: Path, known: CheckpointFile) -> bool:
     return not left and sha256.hexdigest() == known.sha256
 
 
+def remove_model(target: Path) -> None:
+    """Removes a model's folder, if there is one; at no moment half of it is there."""
+    if target.exists():
+        trash = trash_name(target)
+        fs.rename(target, trash)
+        fs.fsync_folder(target.parent)
+        fs.remove_tree(trash)
+
+
 def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> None:
     """Lets `write` fill a folder that then becomes `target`; one rank does this."""
     draft = target.with_name(f".tmp-{target.name}-{run_id}")

@@ -102,7 +102,7 @@ class RunStore:
             objects.remove(ending)  # the run goes on
         for path in self._records():
             objects.put(self.root / path.relative_to(self.folder.root).as_posix(), path)
-        self._drop_row_parts()
+        self._drop_outdated()
         steps, stored = self.folder.steps(), self._commits()
         held = {path.name for path in self._files.iterdir()}
         named = set[str]()
@@ -116,8 +116,11 @@ class RunStore:
         if self.folder.ending.exists():
             objects.put(ending, self.folder.ending)
 
-    def _drop_row_parts(self) -> None:
-        """Removes those of steps that were trained again after a kill."""
+    def _drop_outdated(self) -> None:
+        """Removes rows of steps that were trained again, and what an earlier model answered."""
+        for page in (self.folder.answers, self.folder.rows):
+            if not page.exists():
+                objects.remove(self.root / page.name)
         kept = {path.name for path in self.folder.rows_written()}
         stored = self.root / self.folder.row_parts.relative_to(self.folder.root).as_posix()
         for path in stored.iterdir():
@@ -144,13 +147,16 @@ class RunStore:
     def _pull_records(self) -> None:
         fs.unlink(self.folder.ending)  # of what this machine had; the store has its own, if any
         models = tuple(f"{name}/" for name in ("checkpoints", *_MODELS))
-        start = len(self.root.key) + 1
+        start, pulled = len(self.root.key) + 1, set[Path]()
         for key in objects.below(self.root):
             name = key[start:]
             if name.startswith(models):
                 continue
             target = self._target(name)
             fs.publish(target, objects.read(self.root / name), label="config")
+            pulled.add(target)
+        for path in self.folder.rows_written().keys() - pulled:
+            fs.unlink(path)  # of steps that another machine has trained anew
 
     def _target(self, name: str) -> Path:
         """A path in the folder, its parents made; a name cannot lead out of it."""

@@ -139,6 +139,30 @@ def test_a_machine_takes_a_stores_checkpoint_for_its_own_of_the_same_step(
     assert (other.step(2) / "state-0.pt").read_bytes() == content(2, "state-0.pt")
 
 
+def test_a_store_keeps_no_answers_of_an_earlier_model_and_no_rows_of_steps_trained_anew(
+    prepared_run, bucket, tmp_path
+):
+    store = RunStore(bucket, prepared_run)
+    fs.make_folder(prepared_run.row_parts)
+    made = (prepared_run.answers, prepared_run.rows, prepared_run.row_part(30, 1))
+    for path in (prepared_run.metrics, *made):
+        path.write_text("{}\n")
+    store.push()
+    other = RunFolder(tmp_path / "other")
+    other.prepare()
+    fs.make_folder(other.row_parts)
+    other.row_part(40, 1).write_text("of a machine that was killed then")
+    RunStore(bucket, other).pull()
+    assert other.answers.exists()
+    assert [*other.rows_written()] == [other.row_part(30, 1)]
+    for path in made:
+        path.unlink()
+    store.push()
+    left = {path.name for path in bucket.iterdir()}
+    assert not left & {path.name for path in made[:2]}
+    assert not [*(bucket / "_align" / "rows").iterdir()]
+
+
 @pytest.fixture
 def place(tmp_path):
     """A folder of preparing in which the first task is done."""

@@ -74,6 +74,24 @@ def test_mlflow_is_told_all_of_a_run(uri, tmp_path):
     assert model.source_run_id == id_of(run)
 
 
+def test_a_model_that_learned_on_is_another_with_its_own_measures(uri, tmp_path):
+    folder = run_folder(tmp_path)
+    for step in (10, 20):
+        run = begin(folder, uri, keep_through=step - 10 or -1)
+        learn(run, range(step - 9, step + 1))
+        run.log_model_link(folder.model, tags={"align.step": str(step)})
+        run.log_model_link(folder.model, tags={"align.step": str(step)})
+        run.finish("FINISHED")
+    client, told = open_store(uri), run_of(uri, id_of(run))
+    assert {one.step for one in told.outputs.model_outputs} == {10, 20}
+    for made in told.outputs.model_outputs:
+        model = client.get_logged_model(made.model_id)
+        assert model.tags["align.step"] == str(made.step)
+        assert [(one.step, one.value) for one in model.metrics] == [
+            (made.step, 2 / (made.step + 1))
+        ]
+
+
 def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, tmp_path, new_store):
     """It was stopped after steps 30 and 40, and saved; in another store it is whole again."""
     folder = run_folder(tmp_path)
