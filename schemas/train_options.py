@@ -193,7 +193,7 @@ class TrainOptions:
         "in the report; both models are loaded for it once the training has ended; 0: none",
         ge=0,
         le=1000,
-        on=TRAINERS,
+        on=TRAINING,
         binds=(),
     )
     answer_tokens: int = option(128, "most tokens of such an answer", ge=1, binds=())

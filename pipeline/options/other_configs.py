@@ -52,7 +52,8 @@ OF_CONFIGS = (
     named("log_epsilon_R", HALOS, "method.log_eps_r"),
     named("online", HALOS, "", "`align rounds` samples, judges and trains in turns."),
     named("sync_reference", HALOS, "rounds.reference",
-        "previous: the reference moves between trainings, for a cache's cannot move within one."),
+        "A cache's reference cannot move within a training. Go round by round: train, make a cache "
+        "with the trained model, train again on it; `align rounds` does so with previous."),
     # HALOs: loss/*.yaml.
     named("loss.beta", HALOS, "method.beta", "Of slic method.delta."),
     named("loss.tau", HALOS, "method.beta", "Of ipo."),
