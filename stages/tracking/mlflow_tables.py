@@ -12,6 +12,7 @@ from .journal import MAX_TAG
 
 TAG = "mlflow.loggedArtifacts"  # by which MLflow's pages know which files are tables
 ANSWERS, EVALUATIONS = "answers.jsonl", "evaluations"
+BESIDE = ("prompt", "before", "after")
 TEXTS = {"row_id", "role", "prompt", "completion"}
 
 
@@ -29,7 +30,11 @@ def table_of(path: Path) -> dict[str, Any] | None:
 
 
 def _answers(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines, the columns that are read beside one another first."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        {name: line[name] for name in (*BESIDE, *sorted(line.keys() - {*BESIDE}))} for line in lines
+    ]
 
 
 def _completions(path: Path) -> list[dict[str, Any]]:

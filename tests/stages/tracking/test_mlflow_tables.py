@@ -16,8 +16,9 @@ def test_completions_and_answers_are_tables_and_anything_else_or_damaged_is_none
         "data": [["007", 3.0, -1.5, "1"], ["008", 4.0, None, "=a"]],
     }
     answers = tmp_path / "answers.jsonl"
-    answers.write_text('{"after":"b","prompt":"a"}\n')
-    assert table_of(answers) == {"columns": ["after", "prompt"], "data": [["b", "a"]]}
+    answers.write_text('{"after":"c","before":"b","ended":true,"prompt":"a"}\n')
+    columns = ["prompt", "before", "after", "ended"]
+    assert table_of(answers) == {"columns": columns, "data": [["a", "b", "c", True]]}
     for damaged in ('{"after":"b"}\n{"prompt":"a"}\n', "[1]\n", "{", '"text"\n'):
         answers.write_text(damaged)
         assert table_of(answers) is None
