@@ -155,7 +155,9 @@ class WandbTracker:
         for folder in self._folders(record.key):
             note = _read_note(folder)
             file = folder / f"run-{record.key}.wandb"
-            is_whole = file.exists() and 0 < file.stat().st_size == note.get("ends_at")
+            # At least: wandb's service may write its last bytes after the run was finished.
+            ends_at = note.get("ends_at")
+            is_whole = type(ends_at) is int and file.exists() and file.stat().st_size >= ends_at > 0
             has_all = record.metrics_sent == note.get("journal") and all(record.artifacts.values())
             if is_whole and has_all and note.get("facts") == _facts(record):
                 return Told(record.metrics_sent, note["facts"])
