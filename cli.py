@@ -213,15 +213,17 @@ def report(
 
     With --answers the policy as it began and the trained one are loaded, one after the other.
     """
-    from .pipeline.train.run_report import write_report
-
     if answers:
         from .pipeline.train.run_answers import answer_again
 
-        answer_again(
+        page = answer_again(
             run, count=answers, most_tokens=answer_tokens, config=config, progress=begin_work()
         )
-    say(f"{write_report(run)} written. It needs no network: open it in any browser.")
+    else:
+        from .pipeline.train.run_report import write_report
+
+        page = write_report(run)
+    say(f"{page} written. It needs no network: open it in any browser.")
 
 
 @app.command(rich_help_panel="Look")

@@ -10,7 +10,6 @@ from ...stages.storage.disk.locks import owner_lock
 from ...stages.tracking.delivery import is_own
 from ...stages.tracking.mlflow_registry import ModelVersion, register_version
 from ...stages.tracking.mlflow_tracker import MlflowTracker
-from ...stages.tracking.outbox import load_ledger
 from ...stages.tracking.tracker import MAIN, kind_of
 from ..jobs.tracker_sync import asked_store, sync_ledger
 from .run_report import require_finished, training_folder
@@ -25,7 +24,7 @@ def register(
     """
     folder, kind = training_folder(root), kind_of(MAIN)
     require_finished(folder)
-    model = folder.merged if folder.merged.exists() else folder.model
+    model = folder.loadable
     if not is_own(root, model.name):
         raise UsageError(f"{model} is a link, or has one in it. Put the files in its place.")
     if not folder.mlflow.exists():
@@ -36,6 +35,5 @@ def register(
     synced = sync_ledger(kind, folder, root, options, uri=uri)
     address = uri or kind.address(options, root)
     with owner_lock(folder, "register"), asked_store(kind, address):
-        run_id = load_ledger(kind, folder).record.run_id or synced.run_id
         client = MlflowTracker(address).client
-        return register_version(client, run_id, model, name=name, alias=alias)
+        return register_version(client, synced.run_id, model, name=name, alias=alias)

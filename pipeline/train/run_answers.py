@@ -34,10 +34,10 @@ from .training_job import TrainingJob, open_training
 
 def answer_again(
     root: Path, *, count: int, most_tokens: int, config: Path | None, progress: Progress
-) -> None:
+) -> Path:
     """Answers prompts for a finished run, whoever trained it: code in a model's folder is not run.
 
-    Trackers are the user's own, as they are for `mlflow-sync`.
+    Returns the path of its page. Trackers are the user's own, as they are for `mlflow-sync`.
     """
     folder = training_folder(root)
     require_no_links(folder)
@@ -53,6 +53,7 @@ def answer_again(
         job = digest_policies([job], alone, own_digests()).identified(job)
         require_same_run(ending.identity, job)  # its cache and the files of its policy are there
         add_answers(replace(job, config=replace(job.config, tracking=own)), folder, progress)
+    return folder.report
 
 
 def answer_once(job: TrainingJob, start: Start, progress: Progress) -> None:

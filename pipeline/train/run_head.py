@@ -14,7 +14,7 @@ from ...stages.report.axes import plain
 from ...stages.report.cache_tables import duration
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import is_owned
-from ...stages.storage.run.run_folder import RunFolder, read_ending
+from ...stages.storage.run.run_folder import RunFolder
 from ..jobs.signals import WAY_ON
 from .run_history import History, curves
 
@@ -59,9 +59,10 @@ def method_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
+def sentences(
+    folder: RunFolder, ending: Ending | None, history: History, method: str
+) -> Iterator[str]:
     """How far the run came and how it ended."""
-    ending = read_ending(folder)
     how = HOW[ending.ending] if ending else "not finished"
     yield f"{method}, {counted(history.steps, 'steps')}, {how}."
     yield from ended_how(ending)
@@ -81,9 +82,8 @@ def ended_how(ending: Ending | None) -> Iterator[str]:
         yield f"Its model is that of step {ending.model_step:,}, the best (train.write_best)."
 
 
-def trouble(folder: RunFolder, history: History) -> list[str]:
+def trouble(folder: RunFolder, ending: Ending | None, history: History) -> list[str]:
     """Of a run that is not finished: why, its last good step, and what to do."""
-    ending = read_ending(folder)
     if ending and ending.ending == "finished":
         return []
     if ending is None and is_owned(folder):

@@ -55,13 +55,13 @@ def write_report(root: Path) -> Path:
         if parts := folder.rows_written():
             join_parts([*parts], folder.rows)
     settings, history = run_settings(folder), read_history(folder.metrics)
-    ending = read_ending(folder)
+    ending = read_ending(folder)  # once: it compares the digest of every file of measurements
     measured = history.measured(ending.model_step if ending else None)
     learned, held_out = curves(history.learned), curves(history.held_out)
     shared = {
         "title": folder.root.resolve().name,
-        "sentences": list(sentences(folder, history, settings["train.method"])),
-        "trouble": trouble(folder, history),
+        "sentences": list(sentences(folder, ending, history, settings["train.method"])),
+        "trouble": trouble(folder, ending, history),
         "signs": _signs(folder, learned, held_out, settings),
         "answers": _answers(folder),
     }
@@ -313,7 +313,7 @@ class Trained:
         """Where the run can be looked at, and the command that asks the trained model."""
         if self.folder.report.exists():
             yield f"report in {self.folder.report}"
-        whole = self.folder.merged if self.folder.merged.exists() else self.folder.model
+        whole = self.folder.loadable
         config = whole / "config.json"
         if self.ending != "finished" or not config.exists():  # an adapter alone
             return

@@ -94,6 +94,11 @@ class RunFolder:
         return [path for path in (self.mlflow, *others) if path.exists()]
 
     @property
+    def loadable(self) -> Path:
+        """The model for whoever loads it: where an adapter was merged, the whole one."""
+        return self.merged if self.merged.exists() else self.model
+
+    @property
     def pages(self) -> tuple[Path, ...]:
         """What is made of the records once a run has ended."""
         return self.answers, self.report, self.summary
