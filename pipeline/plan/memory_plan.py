@@ -21,6 +21,7 @@ from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
 from ...stages.engine.engine_memory import Elements, EngineMemory, Setting, engine_memory
+from ...stages.model.adapter_sums import add_in_products
 from ...stages.model.loading.load import DTYPES, add_lora, empty_model
 from ...stages.model.logprobs import ScoringPath, causal_model
 from ...stages.model.memory.memory_trace import Moment, Trace, trace
@@ -205,6 +206,7 @@ class TracedPolicy:
             model = empty_model(planned.model, planned.dtype, kind)
             if is_adapted:
                 model = add_lora(model, planned.lora, planned.train.seed)
+                add_in_products(model)
             if checkpointing:
                 recompute_activations(causal_model(model))
             self._models[key] = model

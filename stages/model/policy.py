@@ -18,6 +18,7 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
+from .adapter_sums import add_in_products
 from .head.fused_head import output_head
 from .head.fused_head_backward import call_head_for_logps
 from .layouts.flex_attention import why_no_flex
@@ -86,7 +87,7 @@ def load_policy(
     if not train.dropout:
         turn_dropout_off(loaded)
     if lora.enabled:
-        loaded = add_lora(loaded, lora if train.dropout else replace(lora, dropout=0.0), train.seed)
+        loaded = _adapted(loaded, train, lora, spread)
     no_flex = why_no_flex(model.attention, causal_model(loaded).config)
     balanced = train.router_loss > 0
     policy = Policy(
@@ -100,6 +101,16 @@ def load_policy(
     if train.gradient_checkpointing:
         policy.recompute_activations(on_host=train.checkpoint_offload)
     return policy
+
+
+def _adapted(
+    model: nn.Module, train: TrainOptions, lora: LoraOptions, spread: Sharding
+) -> nn.Module:
+    options = lora if train.dropout else replace(lora, dropout=0.0)
+    adapted = add_lora(model, options, train.seed)
+    if not spread.partitions:  # ZeRO-3 makes weights whole in the modules that PEFT calls
+        add_in_products(adapted)
+    return adapted
 
 
 def _continue_value_head(policy: Policy, model: ModelOptions) -> None:
