@@ -86,7 +86,9 @@ def dense(counts, lists):
     return marked
 
 
-def test_recomputed_activations_and_an_adapter_learn_the_same(flex_on_cpu):
+def test_recomputed_activations_and_an_adapter_learn_the_same(flex_on_cpu, monkeypatch):
+    made = []
+    monkeypatch.setattr(logprobs, "flex_masks", lambda *of: made.append(of) or flex_masks(*of))
     lora = LoraOptions(enabled=True, rank=2)
     policy = Policy(drawn_adapter(add_lora(tiny_model(*TREE_FAMILIES["gemma3"]), lora, seed=0)))
     learning = [one for one in policy.parameters() if one.requires_grad]
@@ -99,6 +101,7 @@ def test_recomputed_activations_and_an_adapter_learn_the_same(flex_on_cpu):
         policy.recompute_activations()
     for expected, found in zip(*gradients, strict=True):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert len(made) == 1  # for both layers, each of which runs twice
 
 
 @pytest.fixture
