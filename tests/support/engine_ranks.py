@@ -1,6 +1,8 @@
 """A rank of a test world trains tiny policies in every way, and says what happened."""
 
+from contextlib import ExitStack
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -128,6 +130,35 @@ def summed(world, _):
         "world": [engine.world.rank, engine.world.size, engine.world.local_rank],
         "agreed": [agreed(world, world.rank == 0), agreed(world, True)],
     }
+
+
+REDUCING = ("all_reduce", "reduce", "reduce_scatter_tensor", "_reduce_scatter_base")
+
+
+def reduced(world, _):
+    """The values that ranks reduce in each step, and its micro-batches, by ZeRO stage."""
+    found = {}
+    for preset in ("zero0", "zero1", "zero2"):
+        run, found[preset] = Run(world, replace(OPTIONS, deepspeed=preset, dtype="float32")), []
+        for step in (0, 3):
+            sizes = []
+
+            def counted(real, sizes=sizes):
+                def reduce(*given, **named):
+                    tensors = [one for one in (*given, *named.values()) if torch.is_tensor(one)]
+                    sizes.append(max(one.numel() for one in tensors))
+                    return real(*given, **named)
+
+                return reduce
+
+            with ExitStack() as stack:
+                for name in REDUCING:
+                    if real := getattr(torch.distributed, name, None):
+                        patch = mock.patch.object(torch.distributed, name, counted(real))
+                        stack.enter_context(patch)
+                run.step(step)
+            found[preset].append(sum(size for size in sizes if size > 1))  # but norms and signs
+    return found | {"learning": sum(one.numel() for one in TinyPolicy().parameters())}
 
 
 def failed_save(world, folder):

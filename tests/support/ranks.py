@@ -52,6 +52,7 @@ CASES = {
     "engine": engine_ranks.everything,
     "optimizer": engine_ranks.six_steps,
     "summed": engine_ranks.summed,
+    "reduced": engine_ranks.reduced,
     "failed save": engine_ranks.failed_save,
     "shared": shared_ranks.compared,
     "flex": shared_ranks.by_flex,

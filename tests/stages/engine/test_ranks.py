@@ -32,7 +32,7 @@ OPTIMIZERS = ["optimizer/lion/zero2", "optimizer/muon/zero0"]
 KINDS = ("values", "adapted, bfloat16", "new scores", "lora on scores", "experts")
 LOADED = [f"loaded/{kind}" for kind in KINDS]
 SEQUENCES = [f"shared/{kind}" for kind in SHARED]
-OTHERS = ["summed", "failed save", "counted", "flex", "refused", "slow first rank"]
+OTHERS = ["summed", "reduced", "failed save", "counted", "flex", "refused", "slow first rank"]
 WORLDS = {
     "silence": (1, "silence"),
     "one": (1, *FLOAT32[::3], BFLOAT16[1], "summed"),
@@ -105,6 +105,17 @@ def require_steps_of_engine(ranks, case):
 @cases("engine")
 def test_every_way_takes_the_steps_of_adamw_and_nothing_leaves_a_trace(worlds, name, case):
     require_steps_of_engine(worlds[name].ranks, case)
+
+
+def test_gradients_are_reduced_once_a_step_where_the_stage_allows_it(two):
+    for rank in two.ranks:
+        found = rank["reduced"]
+        once = found["learning"]
+        for preset in ("zero0", "zero1"):
+            whole, in_four = found[preset]  # micro-batches
+            assert once <= whole == in_four < 1.2 * once
+        whole, in_four = found["zero2"]  # no rank keeps the gradients of all weights
+        assert in_four == 4 * whole >= 4 * once
 
 
 @pytest.mark.long
