@@ -306,7 +306,9 @@ def test_weights_in_4_bits_have_their_adapter_added_too(world):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_training_is_that_of_pefts_forward(one_rank, world, dtype):
+def test_a_training_is_that_of_pefts_forward(one_rank, world, dtype, monkeypatch):
+    calls, right = [], adapter_sums.linear
+    monkeypatch.setattr(adapter_sums, "linear", lambda *of: calls.append(1) or right(*of))
     options = replace(OPTIONS, deepspeed="auto", dtype=dtype, epsilon=EPSILON)
     runs = []
     for is_ours in (True, False):
@@ -315,7 +317,9 @@ def test_a_training_is_that_of_pefts_forward(one_rank, world, dtype):
         for layer in policy.modules():
             if not is_ours and "lora_A" in dict(layer.named_children()):
                 del layer.forward
+        calls.clear()  # of probes
         runs.append(Run(one_rank, options, policy=policy).steps(0, 3))
+        assert bool(calls) == is_ours
     ours, theirs = (torch.cat([one.flatten() for one in moved(run)]) for run in runs)
     rates = sum(rate for *_, rate in STEPS[:3])
     most = apart(rates, norm=OPTIONS.max_grad_norm) if dtype == "float32" else 2.0**-8
