@@ -24,6 +24,7 @@ from support.patience import PATIENCE
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "gpus.md").read_text(encoding="utf-8")
 DAYS = json.loads((DOCS / "gpus.json").read_text(encoding="utf-8"))["days"]
+PATHS = {"PYTHONPATH": f"{DOCS.parent / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 SHORT = 3.0  # seconds: enough for a process to begin, and to be killed while it sleeps
 
 
@@ -120,9 +121,8 @@ def test_a_file_that_a_part_reads_is_made_again_without_a_second_record(tmp_path
 
 
 def test_a_call_that_is_killed_leaves_no_process_and_the_next_one_goes_on(tmp_path):
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))}
     words = [sys.executable, "-P", "-m", "support.timed_day", str(tmp_path)]
-    call = subprocess.Popen(words, env=os.environ | paths, stdout=subprocess.DEVNULL)
+    call = subprocess.Popen(words, env=os.environ | PATHS, stdout=subprocess.DEVNULL)
     wait_until((tmp_path / "pids").exists)
     part, child = (tmp_path / "pids").read_text().split()
     call.send_signal(signal.SIGKILL)
@@ -210,6 +210,11 @@ def test_figures_of_two_cards_or_of_two_states_of_the_code_never_share_a_table(t
     # Once each of its tables has newer figures, a day is gone.
     newer = day(measured="2026-01-03", source="new", large_stage1={"rate": 2.0})
     assert gpu_page.merged(days, [newer]) == [new, other, newer]
+    # However a driver writes its name, a card is that card.
+    first, second = day("NVIDIA H100 80GB", "2026-01-01"), day("NVIDIA H100 80GB HBM3")
+    for one in (first, second):
+        one["figures"]["large/stage1"] = {"rate": 1.0}
+    assert gpu_page.merged([first, other], [second]) == [other, second]
     with pytest.raises(SystemExit, match="several"):
         gpu_page.day_of({"a": new | {"figures": {}}, "b": old | {"figures": {}}})
     records = Records.under(tmp_path, timed_day.MACHINE)
@@ -227,14 +232,14 @@ def test_without_a_gpu_a_call_says_so_and_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_every_part_runs_with_a_tiny_model_on_a_cpu(tmp_path):
     """As a person calls it, but for TRL's parts where it is not installed."""
     before = {name: (DOCS / name).read_bytes() for name in ("gpus.md", "gpus.json")}
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))}
     words = ["--tiny", "--records", tmp_path, "--seconds", "6000"]
     subprocess.run(
         [sys.executable, "-P", "-m", "bench.gpu_day", *map(str, words)],
-        env=os.environ | paths | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | PATHS | {"CUDA_VISIBLE_DEVICES": ""},
         check=True,
     )
     (folder,) = tmp_path.iterdir()

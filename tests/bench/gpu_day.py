@@ -101,7 +101,8 @@ def main():
     machine = machine_here(options.commit)
     if machine["device"] == "CPU" and not options.tiny:
         sys.exit("torch finds no GPU here that it can use; --tiny tries every part on a CPU.")
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))  # parts run elsewhere
     records = Records.under(options.records, machine)
     with tempfile.TemporaryDirectory() as folder:
         scratch = options.scratch or Path(folder)
