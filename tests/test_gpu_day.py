@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "gpus.md").read_text(encoding="utf-8")
 DAYS = json.loads((DOCS / "gpus.json").read_text(encoding="utf-8"))["days"]
 PATHS = {"PYTHONPATH": f"{DOCS.parent / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-SHORT = 3.0  # seconds: enough for a process to begin, and to be killed while it sleeps
+SHORT = 2.0  # seconds: enough for a process to begin, and to be killed while it sleeps
 
 
 def day(device="a card", measured="2026-01-02", source="abc", **figures):
@@ -91,7 +91,7 @@ def test_a_part_that_fails_or_hangs_is_missed_with_the_reason_and_the_rest_is_me
     assert records_of(tmp_path) == {
         "group/good": {"runs": 1},
         "group/bad": "this part is bad",
-        "slow": "ran over its limit of 3.0 s",
+        "slow": "ran over its limit of 2.0 s",
         "reader": {"runs": 2},
     }
     pids = (tmp_path / "pids").read_text().split()
@@ -110,6 +110,12 @@ def test_a_part_that_fails_or_hangs_is_missed_with_the_reason_and_the_rest_is_me
     finally:
         timed_day.COUNT = words
     assert records_of(tmp_path)["reader"] == {"runs": 4}
+
+
+def test_a_part_under_way_when_the_call_ends_is_left_and_is_no_miss(tmp_path):
+    left = timed_day.run(tmp_path, slow_limit=600, seconds=1, only=["slow", "reader"])
+    assert left == ["slow", "reader"]
+    assert records_of(tmp_path) == {}
 
 
 def test_a_file_that_a_part_reads_is_made_again_without_a_second_record(tmp_path):

@@ -41,13 +41,13 @@ def parts(slow_limit):
     )
 
 
-def run(folder, *, slow_limit, again=(), only=()):
+def run(folder, *, slow_limit, seconds=600, again=(), only=()):
     """One call; returns the names of what is left."""
     every = parts(slow_limit)
     scratch = Path(folder) / "scratch"
     scratch.mkdir(exist_ok=True)
     records = Records.under(Path(folder) / "records", MACHINE)
-    call = Call(records, scratch, time.monotonic() + 600, tuple(again), every)
+    call = Call(records, scratch, time.monotonic() + seconds, tuple(again), every)
     return [one.name for one in call.run([p for p in every if not only or p.name in only])]
 
 
