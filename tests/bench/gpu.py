@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -102,6 +103,7 @@ def stage_one(folder, shape):
     last: without loading.
     """
     folder, batches = Path(folder), Batches()
+    shutil.rmtree(folder, ignore_errors=True)  # what is scored already would not be timed
     made(folder, shape)
     began = time.perf_counter()
     small = {"scoring.tokens_per_batch": 1024} if shape == "tiny" else {}

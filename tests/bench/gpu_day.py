@@ -61,7 +61,6 @@ MEASURED = (
     align("large", "dpo/kept", 75, *KEPT, **LORA),
     align("large", "dpo/profile", 70, *KEPT, function="profile", **LORA),
     ("full", "dpo/bfloat16", 90, "unsaved", ("dpo", (*RECOMPUTED, *IN_BFLOAT16), {}, 105)),
-    ("full", "dpo/offload", 240, "unsaved", ("dpo", (*RECOMPUTED, *OFFLOADED), {}, 30, 125)),
     ("small", "stage1", 45, "stage_one", ()),
     align("small", "dpo/align", 65),
     align("small", "kto/align", 65),
@@ -71,6 +70,8 @@ MEASURED = (
     trl("small", "orpo/trl", 80, {}),
     trl("small", "dpo/trl", 80, {}),
     align("large", "dpo/align", 80, **LORA),
+    # Last: of a machine whose memory it fills, nothing else is lost.
+    ("full", "dpo/offload", 240, "unsaved", ("dpo", (*RECOMPUTED, *OFFLOADED), {}, 30, 125)),
 )
 # Only where they are named: slower sides of TRL, and a sweep.
 ON_DEMAND = (
@@ -160,8 +161,8 @@ def usual_parts():
 def measurement(model, name, expected, function, given, is_tiny):
     shape = "small" if model == "small" else "large"  # all weights of the large one are `full`
     if name == "stage1":
-        words = [shape, "tiny" if is_tiny else shape]
-        return part_of(f"{model}/{name}", expected, function, words, makes=f"{shape}/cache")
+        words, last = [shape, "tiny" if is_tiny else shape], f"{shape}/cache/manifest.json"
+        return part_of(f"{model}/{name}", expected, function, words, makes=last)
     if is_tiny:
         given = [on_cpu(one) for one in given]
     words = [shape, *given]
