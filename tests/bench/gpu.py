@@ -9,6 +9,7 @@ completion once: 6 operations for each parameter and token, 4 where the weights 
 stage 1, over what the GPU is said to do.
 """
 
+import gc
 import importlib.util
 import json
 import math
@@ -57,6 +58,7 @@ def made(folder, shape):
         words = sides.make_model(folder / "model", sizes, vocabulary, **more)
     torch.set_default_dtype(torch.float32)
     if on_gpu():
+        gc.collect()  # a model may be in a cycle, and stage 1 is measured next
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     rows = (LAST if is_tiny else STEPS) * sides.PAIRS_PER_STEP
