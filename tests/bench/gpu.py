@@ -1,22 +1,28 @@
-"""Training on one GPU: align beside TRL, in turn, in bfloat16, on random models of real sizes.
+"""What one process measures on one GPU, for `gpu_day.py`: align beside TRL, in bfloat16.
 
 `small` has the shapes of a model of half a billion parameters, all of which are trained; `large`
-those of one of eight billion, of which a LoRA adapter of every linear layer is trained, with
-activations recomputed unless a side says otherwise. Pairs differ in length as real ones do. Both
-sides take as many pairs in each AdamW step. Each run is a process of its own. Speed is that of the
-median step after the first: loading, compiling and scoring the reference are left out, and stand
-under "first step" and "whole"; the MFU of stage 1 has them in it. MFU counts every prompt and
-completion once: 6 operations for each parameter and token, 4 where the weights are frozen, over
-what the GPU is said to do.
+those of one of eight billion, of which a LoRA adapter of every linear layer is trained unless a
+side says otherwise. Weights are random. Pairs differ in length as real ones do. Both sides take as
+many pairs in each AdamW step. Speed is that of the median step after the first: loading, compiling
+and scoring the reference are left out, and stand under "first step". MFU counts every prompt and
+completion once: 6 operations for each parameter and token, 4 where the weights are frozen, 2 in
+stage 1, over what the GPU is said to do.
 """
 
+import gc
+import importlib.util
+import json
+import math
+import os
+import shutil
 import statistics
-import tempfile
+import sys
 import time
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
-import sides
+from bench import gpu_profile, sides
 
 DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 # A model, and the size of its vocabulary.
@@ -25,195 +31,302 @@ MODELS = {
     "small": ((896, 24, 14, 2, 4864), 151_936),
     "large": ((4096, 32, 32, 8, 14_336), 128_256),
 }
-KEPT, PRECOMPUTED = {"gradient_checkpointing": False}, {"precompute_ref_log_probs": True}
-SMALL_BATCH = ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096")
-# Titles, and what differs from each side's own defaults: settings of align, or of TRL.
-ALL_SIDES = {
-    "align": ("align", ()),
-    "align_kept": ("align, keeping activations, 4k tokens", SMALL_BATCH),
-    "trl": ("TRL", {}),
-    "trl_kept": ("TRL, keeping activations", KEPT),
-    "trl_precomputed": ("TRL, precomputed, keeping activations", PRECOMPUTED | KEPT),
-    # cuDNN's attention plans each shape anew: a user who knows that switches it off.
-    "trl_tuned": ("TRL, the same without cuDNN", PRECOMPUTED | KEPT | {"cudnn": False}),
-    "trl_recomputing": ("TRL, precomputed, without cuDNN", PRECOMPUTED | {"cudnn": False}),
-    "stage1": ("align, stage 1", ()),
-    "sweep": ("align, stage 1 and a sweep of four", ()),
-}
-FOUR_OF_TRL = "TRL, four runs: 4 x its fastest's whole"
-# `sweep` is of DPO alone.
-SIDES = {
-    "tiny": ("align", "sweep", "trl_precomputed", "trl_tuned"),
-    "small": ("align", "sweep", "trl", "trl_kept", "trl_precomputed", "trl_tuned"),
-    "large": ("align", "align_kept", "trl", "trl_recomputing"),
-}
-USUAL = ("align", "sweep", "trl", "trl_tuned")  # what ten minutes are enough for
+STEPS = 8
 LEARNING_RATES = "1e-7,3e-7,1e-6,3e-6"
-COLUMNS = ("tokens/s", "MFU %", "peak GiB", "first step s", "whole s")
+# Steps of a profile: kernels are compiled, then one is profiled, then waits of one are counted.
+WARM, LAST = 2, 4
 
 
-def main():
-    options = sides.options_of(
-        __doc__,
-        models=["small", "large"],
-        methods=["dpo"],
-        sides=[*USUAL],
-        steps=8,
-        set=[],  # settings of align train
-        seconds=540.0,  # begin nothing after these
-    )
-    ends = time.monotonic() + options.seconds
-    for name in options.models:
-        with tempfile.TemporaryDirectory() as folder:
-            compare(name, folder, options, ends)
-
-
-def compare(name, folder, options, ends):
-    sides.called(make, folder, name, options.steps)
-    facts = sides.called(facts_of, folder)
-    print(f"{name}: {facts['parameters'] / 1e9:.2f} B parameters, {facts['device']}", flush=True)
-    print(" " * 40 + "".join(f"{column:>13}" for column in COLUMNS), flush=True)
-    told = {}
-    kinds = {"stage1", *options.sides}
-    planned = [("", "stage1"), *((m, s) for m in options.methods for s in sides_of(name, m))]
-    for method, kind in (one for one in planned if one[1] in kinds):
-        if time.monotonic() > ends:
-            print(f"{method}/{kind}: not run, the time is over".lstrip("/"), flush=True)
-            continue
-        found = told[method, kind] = told_by(folder, name, method, kind, options.set)
-        if kind == "sweep" and "whole" in found:
-            scored = told["", "stage1"]
-            found |= {"whole": scored["whole"] + found["whole"], "first": scored["first"]}
-        print(line(f"{method} {ALL_SIDES[kind][0]}", found, facts, name), flush=True)
-    runs = [one for (method, kind), one in told.items() if method == "dpo" and "trl" in kind]
-    fastest = min((one for one in runs if "whole" in one), key=lambda one: one["whole"], default=0)
-    if fastest and any(kind == "sweep" and "whole" in one for (_, kind), one in told.items()):
-        four = {"whole": 4 * fastest["whole"], "rate": None}
-        print(line(f"dpo {FOUR_OF_TRL}", fastest | four, facts, name), flush=True)
-
-
-def sides_of(name, method):
-    precomputes = [side for side, (title, _) in ALL_SIDES.items() if "precomputed" in title]
-    without = {"dpo": (), "kto": ("sweep",)}.get(method, ("sweep", *precomputes))
-    return [side for side in SIDES[name] if side not in without]
-
-
-def told_by(folder, name, method, kind, sets):
-    """What one side tells, in a process of its own, and how long that took."""
-    began = time.monotonic()
-    home = {"ALIGN_HOME": f"{folder}/home", "TOKENIZERS_PARALLELISM": "0"}
-    told, failed = sides.tried(measure, folder, name, method, kind, sets, **home)
-    if failed:
-        return {"failed": failed.strip().splitlines()[-1][:300]}
-    return told | {"whole": time.monotonic() - began}
-
-
-def line(title, told, facts, name):
-    if "failed" in told:
-        return f"{title:40}{told['failed']}"
-    operations = (4 if name == "large" else 6) if "stage" not in title else 2
-    rate = told.get("rate")
-    once = told.get("once_rate") or (rate and rate * facts["unique"] / facts["counted"])
-    mfu = once and 100 * operations * facts["parameters"] * once / facts["operations"]
-    cells = [f"{rate:13,.0f}" if rate else " " * 13, f"{mfu:13.1f}" if once else " " * 13]
-    cells += [f"{told[figure]:13.1f}" for figure in ("peak_gib", "first", "whole")]
-    return f"{title:40}{''.join(cells)}"
-
-
-def make(folder, name, steps):
-    """A model folder of random weights, and pairs of random words."""
+def on_gpu():
     import torch
 
-    torch.set_default_dtype(torch.bfloat16)
-    shape, vocabulary = MODELS[name]
-    more = {"max_position_embeddings": 4096, "dtype": "bfloat16"}
-    more["tie_word_embeddings"] = name != "large"
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        words = sides.make_model(Path(folder) / "model", shape, vocabulary, **more)
-    pairs = Path(folder) / "pairs.parquet"
-    sides.save_pairs(pairs, words, steps * sides.PAIRS_PER_STEP, "spread")
+    return torch.cuda.is_available()
 
 
-def facts_of(folder):
-    """Parameters, tokens as a person counts pairs, tokens each counted once, the GPU."""
+def made(folder, shape):
+    """A model of random weights, drawn where they are fast to draw, and pairs of random words."""
+    import torch
+
+    folder = Path(folder)
+    sizes, vocabulary = MODELS[shape]
+    is_tiny = shape == "tiny"  # a CPU is slow in bfloat16
+    dtype = "float32" if is_tiny else "bfloat16"
+    more = {"max_position_embeddings": 4096, "dtype": dtype}
+    more["tie_word_embeddings"] = shape != "large"
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device("cuda" if on_gpu() else "cpu"):
+        words = sides.make_model(folder / "model", sizes, vocabulary, **more)
+    torch.set_default_dtype(torch.float32)
+    if on_gpu():
+        gc.collect()  # a model may be in a cycle, and stage 1 is measured next
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    rows = (LAST if is_tiny else STEPS) * sides.PAIRS_PER_STEP
+    lengths = "short" if is_tiny else "spread"
+    sides.save_pairs(folder / "pairs.parquet", words, rows, lengths)
+
+
+def mfu(folder, once_rate, operations):
+    """The percentage of what the GPU is said to do; None of a device of which nothing is said."""
+    import torch
+
+    name = torch.cuda.get_device_name() if on_gpu() else ""
+    most = next((flops for known, flops in DENSE_BF16.items() if known in name), None)
+    return most and 100 * operations * parameters_of(folder) * once_rate / most
+
+
+def parameters_of(folder):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    counted, unique = sides.tokens_of(Path(folder))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/model"))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {
-        "parameters": sum(one.numel() for one in model.parameters()),
-        "counted": counted,
-        "unique": unique,
-        "device": device,
-        "operations": next((n for k, n in DENSE_BF16.items() if k in device), 1e12),
-    }
-
-
-def measure(folder, name, method, kind, sets):
-    """What one process tells of one side."""
-    folder = Path(folder)
-    if kind == "stage1":
-        return stage_one(folder) | {"peak_gib": peak_gib()}
-    if kind == "sweep":
-        sweep(folder, method, sets)
-        return {"peak_gib": peak_gib()}
-    steps, (_, own) = sides.Steps(), ALL_SIDES[kind]
-    if "align" in kind:
-        of_large = {"lora.enabled": True, "train.gradient_checkpointing": True}
-        more = of_large if name == "large" else {}
-        sides.train_with_align(folder, method, steps, [*own, *sets], **more)
-    else:
-        train_with_trl(folder, name, method, steps, own)
-    counted, _ = sides.tokens_of(folder)
-    ends = [end for end, _ in steps.ends]
-    seconds = [later - earlier for earlier, later in pairwise(ends)]
-    rate = counted / len(ends) / statistics.median(seconds)
-    return {"rate": rate, "first": ends[0] - steps.began, "peak_gib": peak_gib()}
-
-
-def stage_one(folder):
-    """Scores the pairs and their mismatched ones into a cache; the rate counts each token once."""
-    began = time.perf_counter()
-    tally = sides.score(folder, folder / "cache", progress=sides.Steps())[0].tally
-    return {
-        "once_rate": (tally.tokens - tally.padding) / tally.seconds,
-        "first": time.perf_counter() - began - tally.seconds,
-    }
-
-
-def sweep(folder, method, sets):
-    """Trains at four learning rates from one cache."""
-    sides.as_a_command()
-    from align.cli import app
-
-    words = ["--method", method, "--cache", folder / "cache", "--lr", LEARNING_RATES]
-    words += ["--output", folder / "sweep", "--set", f"train.batch_size={sides.PAIRS_PER_STEP}"]
-    words += [part for one in ("tracking.mlflow=false", *sets) for part in ("--set", one)]
-    app(["sweep", *map(str, words)], standalone_mode=False)
+    return sum(one.numel() for one in model.parameters())
 
 
 def peak_gib():
     import torch
 
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else None
 
 
-def train_with_trl(folder, name, method, steps, settings):
+class Batches(sides.Steps):
+    """When each batch of stage 1 was done, and its tokens; waiting here would hold up the next."""
+
+    def advance(self, done, *, tokens=0, padding=0):
+        if tokens:
+            self.ends.append((time.perf_counter(), tokens - padding))
+
+
+def stage_one(folder, shape):
+    """Makes the model, and scores its pairs and their mismatched ones into a cache.
+
+    The rate counts each token once, from the end of the first batch, which compiles, to that of the
+    last: without loading.
+    """
+    folder, batches = Path(folder), Batches()
+    shutil.rmtree(folder, ignore_errors=True)  # what is scored already would not be timed
+    made(folder, shape)
+    began = time.perf_counter()
+    small = {"scoring.tokens_per_batch": 1024} if shape == "tiny" else {}
+    tally = sides.score(folder, folder / "cache", small, progress=batches)[0].tally
+    seconds = batches.ends[-1][0] - batches.ends[0][0]
+    rate = sum(tokens for _, tokens in batches.ends[1:]) / seconds
+    whole = (tally.tokens - tally.padding) / tally.seconds
+    return {
+        "rate": rate,
+        "rate_with_loading": whole,
+        "mfu": mfu(folder, rate, 2),
+        "mfu_with_loading": mfu(folder, whole, 2),
+        "peak_gib": peak_gib(),
+        "first": batches.ends[0][0] - began,
+    }
+
+
+def settings_of(folder, method, sets, flags):
+    from align.pipeline.options.settings import load_settings
+
+    own = {
+        "train.method": method,
+        "train.cache": f"{folder}/cache",
+        "train.output": f"{folder}/run",
+        "train.batch_size": sides.PAIRS_PER_STEP,
+        "tracking.mlflow": False,
+    }
+    return load_settings(own | flags, sets, file=None)
+
+
+def planned_gib(folder, method, sets, flags):
+    """The peak that `align plan` says, on the device that is here."""
+    from align.pipeline.plan.run_plan import PlanRequest, plan_run
+
+    return plan_run(settings_of(folder, method, sets, flags), PlanRequest()).own.peak / 2**30
+
+
+def with_align(folder, method, sets, flags):
+    """Trains with align as its command does, from start to the written model."""
+    steps = sides.Steps()
+    sides.train_with_align(Path(folder), method, steps, sets, **flags)
+    return speed(folder, steps, flags) | {"planned_gib": planned_gib(folder, method, sets, flags)}
+
+
+def with_trl(folder, method, settings, lora):
+    """Trains with TRL; `cudnn` among its settings is whether cuDNN's attention may be used."""
     import torch
 
-    settings = {"bf16": torch.cuda.is_available(), **settings}
+    if importlib.util.find_spec("trl") is None:
+        sys.exit("TRL is not installed")
+    steps, more = sides.Steps(), {}
+    settings = {"bf16": on_gpu(), "use_cpu": not on_gpu()} | settings
     torch.backends.cuda.enable_cudnn_sdp(settings.pop("cudnn", True))
-    more = {}
-    if name == "large":
+    if lora:
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     dtype = {"dtype": torch.bfloat16}
-    sides.train_with_trl(folder, method, steps, settings, model=dtype, **more)
+    sides.train_with_trl(Path(folder), method, steps, settings, model=dtype, **more)
+    return speed(folder, steps, {"lora.enabled": lora})
+
+
+def speed(folder, steps, flags):
+    counted, unique = sides.tokens_of(Path(folder))
+    ends = [end for end, _ in steps.ends]
+    seconds = statistics.median(later - earlier for earlier, later in pairwise(ends))
+    share = 1 / len(ends) / seconds  # of all tokens, in a second
+    operations = 4 if flags.get("lora.enabled") else 6
+    return {
+        "rate": counted * share,
+        "mfu": mfu(folder, unique * share, operations),
+        "peak_gib": peak_gib(),
+        "first": ends[0] - steps.began,
+    }
+
+
+def sweep(folder, method):
+    """Trains at four learning rates from one cache."""
+    sides.as_a_command()
+    from align.cli import app
+
+    began, folder = time.perf_counter(), Path(folder)
+    words = ["--method", method, "--cache", folder / "cache", "--lr", LEARNING_RATES]
+    words += ["--output", folder / "sweep", "--set", f"train.batch_size={sides.PAIRS_PER_STEP}"]
+    words += ["--set", "tracking.mlflow=false"]
+    app(["sweep", *map(str, words)], standalone_mode=False)
+    return {"whole": time.perf_counter() - began, "peak_gib": peak_gib()}
+
+
+class Unsaved:
+    """What the loop reports to where nothing is written: not a model, nor a checkpoint."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def stepped(self, position, metrics, line):
+        self.steps.advance()
+
+    def ran_out(self, step, tokens):
+        sys.exit(f"memory ran out in step {step}; {tokens} tokens per batch would be next")
+
+    def not_applied(self, position, row_ids):
+        sys.exit(f"step {position.step} has NaN or infinity")
+
+    def save(self, position):
+        pass
+
+    evaluated = spiked = visited = save
+
+
+def learned_unsaved(folder, method, records, sets, flags):
+    """Runs the loop of `align train`, without its run folder."""
+    sides.as_a_command()
+    from align.pipeline.train.policy_identity import digest_policies
+    from align.pipeline.train.training_job import open_training
+    from align.stages.engine.distributed import joined_world
+    from align.stages.storage.disk.digest_memory import own_digests
+    from align.stages.train.loop import train
+    from support.training_world import NEVER, START, loop_of, session_of
+
+    job = open_training(settings_of(folder, method, sets, flags))
+    with joined_world() as world:
+        identified = digest_policies([job], world, own_digests()).identified(job)
+        loop = loop_of(session_of(identified, world))
+        train(loop, start=START, records=records, conditions=NEVER)
+
+
+def unsaved(folder, method, sets, flags, needs_gib=0, needs_host_gib=0):
+    """Trains what would write over 100 GB: model, master weights and moments are left unsaved."""
+    require_memory(needs_gib, needs_host_gib)
+    steps = sides.Steps()
+    learned_unsaved(folder, method, Unsaved(steps), sets, flags)
+    return speed(folder, steps, flags) | {"planned_gib": planned_gib(folder, method, sets, flags)}
+
+
+def require_memory(gib, host_gib):
+    import psutil
+    import torch
+
+    there = torch.cuda.get_device_properties(0).total_memory / 2**30 if on_gpu() else math.inf
+    if there < gib:
+        sys.exit(f"needs a GPU of {gib} GiB")
+    if psutil.virtual_memory().total / 2**30 < host_gib:
+        sys.exit(f"needs {host_gib} GiB of the CPU's memory")
+
+
+class Watched(Unsaved):
+    """Profiles one step, and counts in the next where the host waits for the GPU."""
+
+    def __init__(self):
+        import torch
+
+        from support.waits import Waits
+
+        super().__init__(sides.Steps())
+        kinds = torch.profiler.ProfilerActivity
+        which = [kinds.CPU, *([kinds.CUDA] if on_gpu() else [])]
+        self.profiler = torch.profiler.profile(activities=which)
+        self.waits = Waits()
+
+    def stepped(self, position, metrics, line):
+        self.watch("default")
+        super().stepped(position, metrics, line)
+        if position.step == WARM:
+            self.profiler.start()
+        elif position.step == WARM + 1:
+            self.profiler.stop()
+            self.watch("warn")
+
+    def watch(self, mode):
+        """CUDA warns where the host waits for it, by a warning of Python's."""
+        import torch
+
+        if on_gpu():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_, **__: self.noted(str(message))
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def noted(self, message):
+        if "synchroniz" in message:
+            self.waits.add("a synchronizing call")
+
+
+def profile(folder, method, sets, flags):
+    """One step by kind of kernel, and the waits of another."""
+    watched = Watched()
+    learned_unsaved(folder, method, watched, [*sets, f"train.max_steps={LAST}"], flags)
+    found = gpu_profile.by_kind(watched.profiler.events())
+    return found | {"waits": watched.waits.taken() if on_gpu() else waits_pretended(folder)}
+
+
+def waits_pretended(folder):
+    """The waits of a step on a device that is not there, which takes a process of its own."""
+    import subprocess
+
+    words = [sys.executable, "-P", "-m", "bench.gpu", "step_pretended", json.dumps([folder])]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def step_pretended(folder):
+    from support import device_steps
+
+    found = device_steps.compared(Path(folder) / "cache", "dpo", "flex", "lora")
+    return found["waits"] if "error" not in found else sys.exit(found["error"])
+
+
+def tests(words):
+    """How a part of the tests ended."""
+    import subprocess
+
+    command = [sys.executable, "-m", "pytest", "--quiet", "--tb=line", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode:
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        sys.exit("; ".join([*failed, *lines[-1:]]))
+    return {"outcome": lines[-1]}
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] != "tests":
+        os.chdir(os.environ["SCRATCH"])
+    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))

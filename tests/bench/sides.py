@@ -169,7 +169,11 @@ def spread_length(random, column):
     return min(most, max(1, round(random.lognormal(math.log(median), 0.9))))
 
 
-LENGTHS = {"even": lambda random, _: random.integers(150, 251), "spread": spread_length}
+LENGTHS = {
+    "even": lambda random, _: random.integers(150, 251),
+    "short": lambda random, _: random.integers(3, 31),
+    "spread": spread_length,
+}
 
 
 def tokens_of(folder):

@@ -1,0 +1,257 @@
+"""The tables of docs/gpus.md, and the call in parts that measures them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from align.pipeline.options.settings import load_settings
+from align.stages.model.head.fused_head import HeadSpec, OutputHead
+from align.stages.model.head.fused_head_backward import fused_rows
+from bench import gpu_day, gpu_page, gpu_profile
+from bench.timed_parts import Records
+from support import timed_day
+from support.patience import PATIENCE
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "gpus.md").read_text(encoding="utf-8")
+DAYS = json.loads((DOCS / "gpus.json").read_text(encoding="utf-8"))["days"]
+PATHS = {"PYTHONPATH": f"{DOCS.parent / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+SHORT = 2.0  # seconds: enough for a process to begin, and to be killed while it sleeps
+
+
+def day(device="a card", measured="2026-01-02", source="abc", **figures):
+    named = {name.replace("_", "/"): one for name, one in figures.items()}
+    machine = {"device": device, "versions": {"torch": "1"}, "source": source, "commit": source}
+    return machine | {"measured": measured, "figures": named}
+
+
+def records_of(folder):
+    records = Records.under(folder / "records", timed_day.MACHINE).all()
+    return {name: record.get("figures", record.get("missed")) for name, record in records.items()}
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended and is not waited for does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(holds):
+    ends = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def test_the_page_says_what_the_figures_beside_it_say():
+    assert gpu_page.REGION.search(PAGE)
+    assert gpu_page.filled(PAGE, DAYS, gpu_day.usual_parts()) == PAGE
+    changed = json.loads(json.dumps(DAYS))
+    changed[0]["figures"]["small/dpo/align"]["rate"] += 1000
+    assert gpu_page.filled(PAGE, changed, gpu_day.usual_parts()) != PAGE
+
+
+def test_every_part_is_a_row_of_a_table_and_every_mark_a_table():
+    rows = {name for table in gpu_page.TABLES for name in gpu_page.rows_of(table)}
+    assert {part.name for part in gpu_day.usual_parts()} <= rows
+    assert {*gpu_page.TABLES, "parts"} == {one[1] for one in gpu_page.REGION.finditer(PAGE)}
+
+
+def test_every_part_is_under_ten_minutes_and_its_measurements_fit_one_call():
+    """On a card of 80 GB, which turns down the training that needs a larger one."""
+    parts = gpu_day.usual_parts()
+    assert all(part.expected <= part.limit < 600 for part in parts)
+    measured = [part for part in parts if not part.name.startswith("tests/")]
+    assert sum(part.expected for part in measured if part.name != "full/dpo/bfloat16") <= 1500
+
+
+def test_every_part_that_trains_gives_settings_that_there_are():
+    words = [(part.words[3], json.loads(part.words[4])) for part in gpu_day.parts()]
+    trained = [
+        given for function, given in words if function in {"with_align", "unsaved", "profile"}
+    ]
+    assert len(trained) >= 8
+    for _, method, sets, flags, *_ in trained:
+        assert load_settings(flags | {"train.method": method}, sets, file=None).config.train
+
+
+def test_a_part_that_fails_or_hangs_is_missed_with_the_reason_and_the_rest_is_measured(tmp_path):
+    left = timed_day.run(tmp_path, slow_limit=SHORT)
+    assert left == ["costly"]  # there was no time for it, which is no miss
+    assert records_of(tmp_path) == {
+        "group/good": {"runs": 1},
+        "group/bad": "this part is bad",
+        "slow": "ran over its limit of 2.0 s",
+        "reader": {"runs": 2},
+    }
+    pids = (tmp_path / "pids").read_text().split()
+    wait_until(lambda: not any(map(is_alive, pids)))
+    # Called again, what was missed is tried once more, and nothing else.
+    (tmp_path / "quick").touch()
+    timed_day.run(tmp_path, slow_limit=600)
+    assert records_of(tmp_path)["slow"] == {}
+    assert (tmp_path / "ran").read_text() == "good reader "
+    timed_day.run(tmp_path, slow_limit=600, again=["group"])
+    assert records_of(tmp_path)["group/good"] == {"runs": 3}
+    # A part whose words have changed is another measurement.
+    timed_day.COUNT, words = timed_day.COUNT + "\n", timed_day.COUNT
+    try:
+        timed_day.run(tmp_path, slow_limit=600, only=["reader"])
+    finally:
+        timed_day.COUNT = words
+    assert records_of(tmp_path)["reader"] == {"runs": 4}
+
+
+def test_a_part_under_way_when_the_call_ends_is_left_and_is_no_miss(tmp_path):
+    left = timed_day.run(tmp_path, slow_limit=600, seconds=1, only=["slow", "reader"])
+    assert left == ["slow", "reader"]
+    assert records_of(tmp_path) == {}
+
+
+def test_a_file_that_a_part_reads_is_made_again_without_a_second_record(tmp_path):
+    timed_day.run(tmp_path, slow_limit=600, only=["group/good"])
+    (tmp_path / "scratch/made").unlink()
+    timed_day.run(tmp_path, slow_limit=600, only=["reader"])
+    assert (tmp_path / "ran").read_text() == "good good reader "
+    assert records_of(tmp_path) == {"group/good": {"runs": 1}, "reader": {"runs": 3}}
+
+
+def test_a_call_that_is_killed_leaves_no_process_and_the_next_one_goes_on(tmp_path):
+    words = [sys.executable, "-P", "-m", "support.timed_day", str(tmp_path)]
+    call = subprocess.Popen(words, env=os.environ | PATHS, stdout=subprocess.DEVNULL)
+    wait_until((tmp_path / "pids").exists)
+    part, child = (tmp_path / "pids").read_text().split()
+    call.send_signal(signal.SIGKILL)
+    call.wait()
+    wait_until(lambda: not is_alive(part))
+    with suppress(ProcessLookupError):
+        os.kill(int(child), signal.SIGKILL)
+    assert records_of(tmp_path) == {"group/good": {"runs": 1}, "group/bad": "this part is bad"}
+    (tmp_path / "quick").touch()
+    timed_day.run(tmp_path, slow_limit=600)
+    assert records_of(tmp_path) == {
+        "group/good": {"runs": 1},
+        "group/bad": "this part is bad",
+        "slow": {},
+        "reader": {"runs": 2},
+    }
+
+
+def test_each_operation_of_a_profile_counts_once_under_the_kind_it_belongs_to():
+    """On a CPU, of real operations: their own times add up to what ran."""
+    hidden = torch.randn(64, 32, requires_grad=True)
+    weight = torch.randn(128, 32, requires_grad=True)
+    head = OutputHead(weight, None, HeadSpec())
+    with torch.profiler.profile() as profiler:
+        mixed = torch.nn.functional.scaled_dot_product_attention(*[(hidden @ hidden.T)[None]] * 3)
+        rows = fused_rows(head, mixed[0] @ hidden, torch.arange(64), purity=False)
+        rows.sum().backward()
+    events = profiler.events()
+    found = gpu_profile.by_kind(events)
+    assert all(one["kernels"] and one["seconds"] > 0 for one in found["kinds"].values())
+    own = sum(event.self_cpu_time_total for event in events) / 1e6
+    assert sum(one["seconds"] for one in found["kinds"].values()) == pytest.approx(own)
+    heads = [
+        one for one in gpu_profile.kernels_of(events) if gpu_profile.kind_of(*one[:2]) == "head"
+    ]
+    assert any("mm" in name for name, *_ in heads)  # its own products are not the layers'
+
+
+def test_a_kernel_of_a_gpu_is_of_the_operation_that_launched_it():
+    def host(name, parent=None, kernels=()):
+        kernels = [SimpleNamespace(name=one, duration=micros) for one, micros in kernels]
+        kind = SimpleNamespace(name="CPU")
+        return SimpleNamespace(device_type=kind, name=name, cpu_parent=parent, kernels=kernels)
+
+    def on_gpu(name, micros, *, is_user_annotation=False):
+        return SimpleNamespace(
+            device_type=SimpleNamespace(name="CUDA"),
+            name=name,
+            time_range=SimpleNamespace(elapsed_us=lambda: micros),
+            is_user_annotation=is_user_annotation,
+        )
+
+    backward = host("FusedLogpsBackward")
+    events = [
+        backward,
+        host("aten::mm", backward, [("nvjet_tst", 5.0)]),
+        host("aten::mm", None, [("nvjet_tst", 3.0)]),
+        *(on_gpu("nvjet_tst", micros) for micros in (5.0, 3.0, 2.0)),  # of the last none is known
+        on_gpu("triton_tem_fused_0", 4.0),
+        on_gpu("elementwise_kernel", 1.0),
+        on_gpu("a range of the program", 15.0, is_user_annotation=True),
+    ]
+    found = gpu_profile.by_kind(events)
+    seconds = {kind: one["seconds"] * 1e6 for kind, one in found["kinds"].items()}
+    expected = {"products": 5.0, "attention": 4.0, "head": 5.0, "between": 1.0}
+    assert seconds == pytest.approx(expected)
+    assert found["busy"] == pytest.approx(15e-6)
+
+
+def test_figures_of_two_cards_or_of_two_states_of_the_code_never_share_a_table(tmp_path):
+    speed = {"rate": 2000.0, "mfu": 10.0, "peak_gib": 5.0, "first": 7.0}
+    old = day(measured="2026-01-01", source="old", large_dpo_recomputed=speed)
+    old["figures"]["large/stage1"] = {"rate": 1.0}
+    new = day(large_dpo_recomputed=speed | {"rate": 3000.0}, large_dpo_trl=speed)
+    other = day(device="another", large_dpo_trl=speed, tests_steps={"missed": "no time"})
+    days = gpu_page.merged([old], [new, other])
+    assert gpu_page.shown("speed", days) == [new, other]
+    assert gpu_page.shown("stage1", days) == [old]  # nothing newer was measured of it
+    assert gpu_page.shown("tests", days) == []
+    text = gpu_page.rendered("speed", days)
+    assert text.count("On one ") == 2
+    assert "| 3,000 | 10.0 % | 5.0 GiB | 7 s |  |" in text
+    assert "| 2,000 | 10.0 % | 5.0 GiB | 7 s | 1.5x |" in text
+    assert gpu_page.NOT_MEASURED in text
+    # Once each of its tables has newer figures, a day is gone.
+    newer = day(measured="2026-01-03", source="new", large_stage1={"rate": 2.0})
+    assert gpu_page.merged(days, [newer]) == [new, other, newer]
+    # However a driver writes its name, a card is that card.
+    first, second = day("NVIDIA H100 80GB", "2026-01-01"), day("NVIDIA H100 80GB HBM3")
+    for one in (first, second):
+        one["figures"]["large/stage1"] = {"rate": 1.0}
+    assert gpu_page.merged([first, other], [second]) == [other, second]
+    with pytest.raises(SystemExit, match="several"):
+        gpu_page.day_of({"a": new | {"figures": {}}, "b": old | {"figures": {}}})
+    records = Records.under(tmp_path, timed_day.MACHINE)
+    records.write(timed_day.parts(1)[0], 1.0, {"figures": {}})
+    with pytest.raises(SystemExit, match="another machine"):
+        Records(records.folder, timed_day.MACHINE | {"source": "other"}).all()
+
+
+def test_without_a_gpu_a_call_says_so_and_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--records", str(tmp_path)])
+    monkeypatch.setattr(gpu_day, "device_here", lambda: "CPU")
+    with pytest.raises(SystemExit, match="no GPU .* --tiny"):
+        gpu_day.main()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_part_runs_with_a_tiny_model_on_a_cpu(tmp_path):
+    """As a person calls it, but for TRL's parts where it is not installed."""
+    before = {name: (DOCS / name).read_bytes() for name in ("gpus.md", "gpus.json")}
+    words = ["--tiny", "--records", tmp_path, "--seconds", "6000"]
+    subprocess.run(
+        [sys.executable, "-P", "-m", "bench.gpu_day", *map(str, words)],
+        env=os.environ | PATHS | {"CUDA_VISIBLE_DEVICES": ""},
+        check=True,
+    )
+    (folder,) = tmp_path.iterdir()
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    missed = {name: one["missed"] for name, one in found.items() if "missed" in one}
+    assert all("trl" in name and "TRL" in reason for name, reason in missed.items()), missed
+    page = (folder / "gpus.md").read_text()
+    assert "On one CPU" in page
+    assert before == {name: (DOCS / name).read_bytes() for name in before}
