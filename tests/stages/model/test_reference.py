@@ -209,3 +209,20 @@ def test_a_map_that_is_not_one_and_what_ranks_cannot_hold_together_are_refused(t
     ):
         with pytest.raises(UsageError, match=said):
             resolve(replace(options, **how))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
+def test_a_batch_is_queued_without_a_wait_for_the_gpu(device, world):
+    options = options_of(world.model, device=device, dtype="bfloat16")
+    scorer, prompt = HfReference(options).open(), np.arange(3, 40, dtype=np.int32)
+    trees = [Tree(prompt[:size], (prompt[:9], prompt[: 2 * size])) for size in (12, 7, 5)]
+    expected = [scorer.score(batch) for batch in (trees, trees[1:])]  # its kernels are compiled
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        reads = [scorer.launch(batch) for batch in (trees, trees[1:])]
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert [read().tobytes() for read in reads] == [values.tobytes() for values in expected]
