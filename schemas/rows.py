@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -266,6 +266,13 @@ class Scorer(Protocol):
     @property
     def pads(self) -> bool:
         """Whether every tree of a batch is padded to the longest of them."""
+        ...
+
+    def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
+        """Begins to score a batch, which is refused here if it does not fit.
+
+        The call that it returns waits for the values of `score`.
+        """
         ...
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:

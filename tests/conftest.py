@@ -107,6 +107,18 @@ def device(request):
     return name
 
 
+@pytest.fixture(scope="session")
+def several(device):
+    """How many ranks can have a GPU each and meet over NCCL; on a CPU, over gloo, any number."""
+    # It imports torch, as above.
+    import torch  # noqa: PLC0415
+
+    count = torch.cuda.device_count() if device == "cuda" else 4
+    if count < 2:
+        pytest.skip("one GPU is here, and this is a test of several")
+    return count
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty folder, in which the test runs."""

@@ -26,6 +26,7 @@ from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import load_policy
 from support.command import launch
 from support.engine_ranks import OPTIONS, Run, global_tokens, rows_of
+from support.stage_one import contents
 from support.tiny_policy import some_trees
 
 pytestmark = [
@@ -333,11 +334,64 @@ def test_a_gpu_scores_every_branch_as_the_cpu_does(device, dtype, on_cpu, on_dev
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_learns_what_the_cpu_learns(dtype, on_cpu, on_device, world, method):
-    losses = losses_in(on_cpu / method)
-    assert len(losses) == 5
-    assert losses_in(on_device / method) == pytest.approx(losses, rel=LOSS[dtype])
-    before, expected, found = (
-        weights_in(folder)
-        for folder in (world.model, on_cpu / method / "model", on_device / method / "model")
-    )
+    assert len(losses_in(on_cpu / method)) == 5
+    require_learned(world, on_device / method, on_cpu / method, dtype)
+
+
+def require_learned(world, run, other, dtype):
+    """Requires losses, and what was learned, to be those of another run."""
+    assert losses_in(run) == pytest.approx(losses_in(other), rel=LOSS[dtype])
+    folders = (world.model, other / "model", run / "model")
+    before, expected, found = map(weights_in, folders)
     assert norm(found - expected) < CHANGE[dtype] * norm(expected - before)
+
+
+ALONE = (sys.executable, "-m", "align")
+
+
+def of_ranks(ranks):
+    """The program of so many ranks, each on a GPU of its own."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return (*ALONE[:2], *launcher, *ALONE[1:])
+
+
+# The same cache in every way; and what learns as one rank does.
+SCORED = {"ranks": ((), of_ranks(2)), "ray": (("--executor", "ray"), ALONE)}
+SPREAD = {
+    **{f"zero{stage}": (2, ("--deepspeed", f"zero{stage}")) for stage in (1, 2, 3)},
+    "sequences of two": (2, ("--set", "train.sequence_parallel=2")),
+    "sequences of four": (4, ("--set", "train.sequence_parallel=4")),
+}
+
+
+@pytest.fixture
+def give(device, several, tmp_path):
+    """Gives a command to several ranks, or to Ray, in a folder of its own."""
+
+    def given(*command, program):
+        how = ("--set", f"model.device={device}", "--no-mlflow")
+        answer = launch(*command, *how, cwd=tmp_path, program=program)
+        assert answer.code == 0, answer
+        return tmp_path
+
+    return given
+
+
+@pytest.mark.parametrize("way", SCORED)
+def test_several_gpus_make_the_cache_of_one(give, dtype, on_device, world, way):
+    more, program = SCORED[way]
+    scored = ("--model", world.model, "--dtype", dtype, "--output", "cache")
+    anew = ("--set", "cache.reuse_known=false")
+    folder = give("precompute-ref", world.data.paired, *scored, *anew, *more, program=program)
+    assert contents(folder / "cache") == contents(on_device / "cache")
+
+
+@pytest.mark.parametrize("way", SPREAD)
+def test_several_gpus_learn_what_one_learns(give, several, dtype, on_device, world, way):
+    ranks, more = SPREAD[way]
+    if ranks > several:
+        pytest.skip(f"{ranks} ranks share a sequence, and {several} GPUs are here")
+    learned = ("--method", "dpo", "--cache", on_device / "cache", "--output", "dpo")
+    how = (*LEARNING, *LESS_STEEP, "--set", f"train.dtype={dtype}", *more)
+    folder = give("train", *learned, *how, program=of_ranks(ranks))
+    require_learned(world, folder / "dpo", on_device / "dpo", dtype)

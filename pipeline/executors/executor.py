@@ -7,7 +7,7 @@ at any time and anywhere, and no process needs a lock, or a message from another
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Protocol, TypeVar
@@ -52,12 +52,23 @@ class Tasks(Protocol[Facts_co]):
         """Whether what the task makes is there, whoever made it."""
         ...
 
-    def open(self, progress: Progress) -> Callable[[int], Facts_co]:
-        """A function that makes and commits a task in this process, and returns facts about it.
+    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[Facts_co]]:
+        """A function that makes and commits tasks in this process, and gives the facts of each.
 
-        It advances the progress by the task; executors that work elsewhere give it none.
+        It advances the progress by each task; executors that work elsewhere give it none. It may
+        ask for a task before the one ahead of it is committed.
         """
         ...
+
+
+def one_by_one(make: Callable[[int], Facts]) -> Callable[[Iterable[int]], Generator[Facts]]:
+    """Makes each task when the one before is committed."""
+
+    def make_each(tasks: Iterable[int]) -> Generator[Facts]:
+        for task in tasks:
+            yield make(task)
+
+    return make_each
 
 
 class Runner(Protocol):

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -48,12 +48,17 @@ class Inline:
         chosen = self.share.of(tasks)
         total = sum(tasks.sizes[task] for task in chosen)
         progress.begin(tasks.name, total=total, unit=tasks.unit)
-        make = tasks.open(progress)
-        for task in chosen:
-            if tasks.is_committed(task):
-                progress.advance(tasks.sizes[task])
-            else:
-                on_done(make(task))
+
+        def missing() -> Iterator[int]:
+            for task in chosen:
+                if tasks.is_committed(task):
+                    progress.advance(tasks.sizes[task])
+                else:
+                    yield task
+
+        with closing(tasks.open(progress)(missing())) as made:
+            for facts in made:
+                on_done(facts)
         progress.end()
 
 
@@ -120,16 +125,16 @@ def _finished(waiting: deque[tuple[int, Future[Facts | None]]]) -> tuple[int, Fa
 
 
 _work: Tasks[Any] | None = None
-_make_task: Callable[[int], Any] | None = None
+_make_each: Callable[[Iterable[int]], Generator[Any]] | None = None
 
 
 def _start(work: Tasks[Any]) -> None:
-    global _work, _make_task
+    global _work, _make_each
     # Each process keeps to one core; threads of the tokenizer would fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Without a parent there is nothing left to do.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _work, _make_task = work, work.open(NoProgress())
+    _work, _make_each = work, work.open(NoProgress())
 
 
 def _start_server_ignoring_sigint() -> None:
@@ -155,5 +160,8 @@ def _leave_with_parent() -> None:
 
 def _make(task: int) -> Any:
     assert _work is not None
-    assert _make_task is not None
-    return None if _work.is_committed(task) else _make_task(task)
+    assert _make_each is not None
+    if _work.is_committed(task):
+        return None
+    (facts,) = _make_each([task])
+    return facts

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -189,7 +189,7 @@ class _Maker:
 
     def __init__(self, tasks: Tasks[Any]) -> None:
         self._tasks = tasks
-        self._make: Callable[[int], Any] | None = None
+        self._make: Callable[[Iterable[int]], Generator[Any]] | None = None
         self._said: list[str] = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self._said.append(record.getMessage())  # type: ignore[method-assign]
@@ -208,7 +208,7 @@ class _Maker:
             if not self._tasks.is_committed(task):
                 # Not when the actor begins: Ray would begin it again and again.
                 self._make = self._make or self._tasks.open(NoProgress())
-                facts = self._make(task)
+                (facts,) = self._make([task])
         except AlignError as error:
             refusal = error
         except OSError as error:

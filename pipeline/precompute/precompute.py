@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ...schemas.cache import Manifest, Plan
@@ -39,6 +40,7 @@ from ..jobs.job import Call, Made, carry_out
 from ..jobs.recorded_work import send_earlier
 from ..jobs.rejected_rows import RejectedRows
 from .cache_compatibility import register_cache, require_same_or_growing
+from .early_opening import opened_meanwhile
 from .precompute_plan import STAGE_ONE, CacheJob, make_plan, open_job, remake_ring, ring_of
 from .scoring_worker import ScoreTasks, Tally, lines_of_first
 
@@ -137,9 +139,10 @@ class PrecomputeJob:
         if self.plan is None:
             job.work.prepare()
         try:
-            self.plan = self._planned(call)
-            _describe(call.run, job, self.plan)
-            self._score(self.plan, call)
+            with self._reference() as reference:
+                self.plan = self._planned(call)
+                _describe(call.run, job, self.plan)
+                self._score(self.plan, reference, call)
             manifest = self._published(self.plan, call)
         except (StorageError, CorruptionError, OSError):
             if self._has_written:  # and cannot tidy up
@@ -154,6 +157,14 @@ class PrecomputeJob:
         self._conclude(call.run, manifest)
         return manifest
 
+    def _reference(self) -> AbstractContextManager[Reference]:
+        """The reference, loaded onto a GPU while the cores of this machine prepare rows."""
+        job = self.cache
+        is_here = job.config.scoring.executor == "inline" and job.config.model.tensor_parallel == 1
+        if self.plan is None and is_here and self.device == "cuda":
+            return opened_meanwhile(job.reference)
+        return nullcontext(job.reference)
+
     def _planned(self, call: Call[Tally]) -> Plan:
         """The plan, of an earlier run or of another process, or made now."""
         job, plan = self.cache, self.plan
@@ -165,8 +176,8 @@ class PrecomputeJob:
             remake_ring(job, plan, call.executor, call.progress)
         return plan
 
-    def _score(self, plan: Plan, call: Call[Tally]) -> None:
-        tasks = ScoreTasks.of(self.cache, plan, self.run_id)
+    def _score(self, plan: Plan, reference: Reference, call: Call[Tally]) -> None:
+        tasks = ScoreTasks.of(replace(self.cache, reference=reference), plan, self.run_id)
         if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
             for line in lines_of_first(tasks, self.cache):
                 call.progress.say(line)

@@ -7,7 +7,7 @@ named by its content, and in one commit, which names it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,6 +28,7 @@ from ...stages.storage.bucket.objects import Location
 from ...stages.storage.cache.commits import printable
 from ...stages.storage.cache.spool import damaged_part, find_commit, new_part, put_commit
 from ...stages.tracking.progress import Progress
+from ..executors.executor import one_by_one
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class EncodeTasks:
             return True
         return ring.is_whole and plan.exists()
 
-    def open(self, progress: Progress) -> Callable[[int], int]:
-        """A function that makes and commits a task, and returns how many rows it read."""
+    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[int]]:
+        """A function that makes and commits tasks, and gives how many rows it read for each."""
         encoder = SliceEncoder(self.preparation.encoding)
 
         def make(task: int) -> int:
@@ -102,7 +103,7 @@ class EncodeTasks:
             progress.advance(self.sizes[task])
             return rows
 
-        return make
+        return one_by_one(make)
 
 
 def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
@@ -148,8 +149,8 @@ class ArrangeTasks:
         """Whether its range of the ring is written."""
         return find_commit(ArrangedPart, self.preparation.ring.spool.arranged(task)) is not None
 
-    def open(self, progress: Progress) -> Callable[[int], int]:
-        """A function that makes and commits a task, and returns how many rows it sorted."""
+    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[int]]:
+        """A function that makes and commits tasks, and gives how many rows it sorted for each."""
         files: list[PartitionedRows] = []
 
         def make(task: int) -> int:
@@ -163,7 +164,7 @@ class ArrangeTasks:
             progress.advance(self.sizes[task])
             return rows
 
-        return make
+        return one_by_one(make)
 
 
 def _partitions(preparation: Preparation) -> list[PartitionedRows]:

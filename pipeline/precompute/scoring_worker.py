@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,15 +14,15 @@ from itertools import pairwise
 import numpy as np
 
 from ...schemas.cache import Plan
-from ...schemas.errors import FingerprintError
+from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Scorer
 from ...stages.data.shown_row import lines_of
 from ...stages.pairing.fitted_partners import CutRule
 from ...stages.pairing.ring import Ring
-from ...stages.pairing.units import build_unit
+from ...stages.pairing.units import Unit, build_unit
 from ...stages.score.reuse import ReuseIndex
-from ...stages.score.score import BatchDone, ScoringRules, UnitScores, score_unit
+from ...stages.score.score import BatchDone, KnownScores, ScoringRules, UnitScores, score_unit
 from ...stages.storage.cache.cache_folder import WorkFolder
 from ...stages.storage.cache.commits import UnitFacts, commit_unit
 from ...stages.tracking.progress import Progress
@@ -136,17 +137,11 @@ class ScoreTasks:
         """Whether a unit has its commit, or all have had one: then the plan is gone."""
         return self.work.commit(task).is_file() or not self.work.is_planned
 
-    def open(self, progress: Progress) -> Callable[[int], Tally]:
+    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[Tally]]:
         """Opens the ring, the model and earlier caches once a unit needs them."""
         if self.made_by != _this_process():
             self._require_same_reference()
-        scorer = _UnitScorer(self, progress)
-
-        def score(unit: int) -> Tally:
-            with _held_to_threads(self.plan):
-                return scorer.finish(unit)
-
-        return score
+        return _UnitScorer(self, progress).finish_each
 
     def _require_same_reference(self) -> None:
         """Refuses to score with what this process finds at the path, if it is something else."""
@@ -212,41 +207,107 @@ class _UnitMeter:
 
 
 @dataclass(frozen=True)
+class _ReadUnit:
+    """A unit before it is scored."""
+
+    number: int
+    size: int  # rows of the plan, those without a partner too
+    unit: Unit
+    known: KnownScores
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A unit that is being written."""
+
+    tally: Future[Tally]
+    meter: _UnitMeter
+
+    def finished(self) -> Tally:
+        """Its counts, once it is committed; the error that kept it from that."""
+        tally = self.tally.result()
+        self.meter.close()
+        return tally
+
+    def require_no_failure(self) -> None:
+        """Raises the error of a unit that could not be written."""
+        if self.tally.done():
+            self.tally.result()
+
+
+@dataclass(frozen=True)
 class _UnitScorer:
-    """Scores the units of a plan; the model and earlier caches are opened when needed."""
+    """Scores the units of a plan; the model and earlier caches are opened when needed.
+
+    While one unit is scored, the rows of the next are read and the shard of the one before is
+    written, in a thread each: three units are in memory, and at most two of them are scored and not
+    committed.
+    """
 
     tasks: ScoreTasks
     progress: Progress
 
-    def finish(self, unit: int) -> Tally:
-        """Scores and commits a unit."""
-        tasks, plan = self.tasks, self.tasks.plan
-        start, stop = plan.unit_offsets[unit : unit + 2]
-        meter = _UnitMeter(self.progress, stop - start)
-        unit_rows = build_unit(tasks.ring, start, stop, tasks.cut_rule)
-        known = self.reuse.find(
-            unit_rows.rows, first_key=unit_rows.first_key, last_key=unit_rows.last_key
-        )
-        scores = score_unit(
-            unit_rows.rows, known, self.rules, scorer=self.scorer, on_batch=meter.add
-        )
-        numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
+    def finish_each(self, units: Iterable[int]) -> Generator[Tally]:
+        """Scores and commits units; gives the counts of each once it is committed."""
+        writing: _Writing | None = None
+        with one_thread("align-read") as reader, one_thread("align-write") as writer:
+            try:
+                for read in _with_next_begun(reader, self._read, units):
+                    meter = _UnitMeter(self.progress, read.size)
+                    scores, numerics = self._scored(read, meter, writing)
+                    if writing:
+                        tally, writing = writing.finished(), None
+                        yield tally
+                    done = writer.submit(self._commit, read, scores, numerics)
+                    writing = _Writing(done, meter)
+                if writing:
+                    tally, writing = writing.finished(), None
+                    yield tally
+            except (Exception, Interrupted):
+                if writing and not writing.tally.exception():
+                    yield writing.finished()  # it is kept, and counts
+                raise
+
+    def _read(self, number: int) -> _ReadUnit:
+        start, stop = self.tasks.plan.unit_offsets[number : number + 2]
+        unit = build_unit(self.tasks.ring, start, stop, self.tasks.cut_rule)
+        known = self.reuse.find(unit.rows, first_key=unit.first_key, last_key=unit.last_key)
+        return _ReadUnit(number, stop - start, unit, known)
+
+    def _scored(
+        self, read: _ReadUnit, meter: _UnitMeter, writing: _Writing | None
+    ) -> tuple[UnitScores, dict[str, str]]:
+        """The scores of a unit, and how they were computed; stops if another cannot be written."""
+
+        def on_batch(batch: BatchDone) -> None:
+            if writing:
+                writing.require_no_failure()
+            meter.add(batch)
+
+        with _held_to_threads(self.tasks.plan):
+            scores = score_unit(
+                read.unit.rows, read.known, self.rules, scorer=self.scorer, on_batch=on_batch
+            )
+            numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
+        return scores, numerics or read.known.numerics
+
+    def _commit(self, read: _ReadUnit, scores: UnitScores, numerics: dict[str, str]) -> Tally:
+        tasks, unit = self.tasks, read.unit
         notes = {
-            "mismatched_completions_replaced_after_cutting": unit_rows.replaced,
+            "mismatched_completions_replaced_after_cutting": unit.replaced,
             "completions_scored_again_alone_in_float32": scores.rescored_in_float32,
         }
         facts = UnitFacts(
-            first_key=unit_rows.first_key,
-            last_key=unit_rows.last_key,
+            first_key=unit.first_key,
+            last_key=unit.last_key,
             tokens_per_batch=scores.tokens_per_batch,
-            rejected=(*unit_rows.rejected, *scores.rejected),
+            rejected=(*unit.rejected, *scores.rejected),
             notes={name: count for name, count in notes.items() if count},
-            numerics=numerics or known.numerics,
-            input_names={entry.identity: entry.name for entry in plan.inputs},
+            numerics=numerics,
+            input_names={entry.identity: entry.name for entry in tasks.plan.inputs},
         )
-        commit_unit(tasks.work, tasks.run_id, unit, scores.block, facts)
-        meter.close()
-        return Tally.of_unit(stop - start, scores)
+        commit_unit(tasks.work, tasks.run_id, read.number, scores.block, facts)
+        return Tally.of_unit(read.size, scores)
 
     @cached_property
     def reuse(self) -> ReuseIndex:
@@ -273,3 +334,27 @@ class _UnitScorer:
         how = ", ".join(f"{name} {value}" for name, value in scorer.describe().items())
         self.progress.say(f"reference: {how}")
         return scorer
+
+
+@contextmanager
+def one_thread(name: str) -> Iterator[ThreadPoolExecutor]:
+    """A thread that ends with the block: what it is at is finished, what has not begun is not."""
+    pool = ThreadPoolExecutor(1, name)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _with_next_begun(
+    reader: ThreadPoolExecutor, read: Callable[[int], _ReadUnit], units: Iterable[int]
+) -> Iterator[_ReadUnit]:
+    """Each unit as it is read, while the one behind it is being read."""
+    reading: Future[_ReadUnit] | None = None
+    for unit in units:
+        following = reader.submit(read, unit)
+        if reading:
+            yield reading.result()
+        reading = following
+    if reading:
+        yield reading.result()

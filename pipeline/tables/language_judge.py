@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from ...stages.judge.judge_template import JudgeTemplate, Question, load_templat
 from ...stages.judge.judgments import Asked, LanguageJudge, Readings
 from ...stages.render.render_process import Limits
 from ...stages.tracking.progress import Progress
-from ..executors.executor import WHOLE, Share
+from ..executors.executor import WHOLE, Share, one_by_one
 from ..executors.kinds import require_executor
 from ..jobs.job import Call
 from .answer_tasks import ANSWERS_PER_TASK, AnswerTasks
@@ -161,9 +161,9 @@ class JudgeTasks(AnswerTasks):
         group = self.groups[task]
         return {key: group[key] for key in self.answers.missing(group)}
 
-    def open(self, progress: Progress) -> Callable[[int], Judged]:
+    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[Judged]]:
         """Loads the model once a group needs it."""
-        return _GroupJudge(self, progress).ask
+        return one_by_one(_GroupJudge(self, progress).ask)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from ...schemas.samples import (
 )
 from ...stages.sample.prompts import characters
 from ...stages.tracking.progress import Progress
+from ..executors.executor import one_by_one
 from ..jobs.counts import Counts
 from .answer_tasks import AnswerTasks
 
@@ -115,9 +116,9 @@ class SampleTasks(AnswerTasks):
                 wanted.append(Wanted(prompt, tuple(numbers)))
         return wanted
 
-    def open(self, progress: Progress) -> Callable[[int], SampleTally]:
+    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[SampleTally]]:
         """Loads the model once a group needs it."""
-        return _GroupSampler(self, progress).sample
+        return one_by_one(_GroupSampler(self, progress).sample)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Non-blocking host-to-device copies through pinned memory."""
+"""Non-blocking copies between host and device through pinned memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,3 +40,19 @@ def all_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
         copied[start : start + array.size].view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
     ]
+
+
+def on_host(values: Tensor) -> Callable[[], NDArray[Any]]:
+    """Queues a copy to the host; the call that it returns waits for that copy and nothing later."""
+    if values.device.type == "cpu":
+        return values.numpy
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    stream = torch.get_device_module(values.device).current_stream(values.device)
+    copied = stream.record_event()
+
+    def read() -> NDArray[Any]:
+        copied.synchronize()
+        return pinned.numpy().copy()  # pinned memory is scarce: the next batch takes it again
+
+    return read

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from ...schemas.config import ModelOptions
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
+from .copies import on_host
 from .head.fused_head import HEAD_VERSION
 from .layouts.flex_attention import why_no_flex
 from .loading.folder_check import require_adapter
@@ -141,24 +142,32 @@ class TreeScorer:
                 raise
             raise OutOfMemory("no memory for the weights in float32") from error
 
-    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
-        """Log p of every completion token, in the order tree, branch, token."""
+    def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
+        """Queues the passes of a batch on a GPU, for whose values the returned call waits."""
         try:
             with torch.inference_mode():
-                logps: NDArray[np.float32] = self._numbers(trees).cpu().numpy()
+                read = on_host(self._numbers(trees))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             tokens = sum(tree.num_tokens for tree in trees)
             refusal = OutOfMemory(f"no memory for {len(trees)} trees of {tokens} tokens")
         else:
-            if self._files:
-                self._files.require_unchanged()
-            return logps
+            return partial(self._of_same_files, read)
         # Outside the handler: the traceback no longer keeps the failed batch alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise refusal
+
+    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
+        """Log p of every completion token, in the order tree, branch, token."""
+        return self.launch(trees)()
+
+    def _of_same_files(self, read: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
+        logps = read()
+        if self._files:
+            self._files.require_unchanged()
+        return logps
 
     def _choose(self, model: nn.Module) -> ScoringPath:
         return choose_path(model, no_flex=self.no_flex)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -118,20 +119,14 @@ def _run(
     too_big: list[int] = []
     padding = tokens = 0
     whole = sum(tree.length for tree in trees)
-    for batch in plan_batches([tree.length for tree in trees], budget, pads=pads):
-        chosen = [trees[index] for index in batch]
-        try:
-            results += _score_batch(rows, chosen, scorer())
-        except OutOfMemory:
-            if len(chosen) > 1 or len(chosen[0].branches) > 1:
-                raise
-            (branch,) = chosen[0].branches
-            too_big.append(branch)
-            results.append((branch, np.full(len(rows.completions[branch]), np.nan, np.float32)))
-        useful = sum(tree.length for tree in chosen)
-        waste = max(tree.length for tree in chosen) * len(chosen) - useful if pads else 0
-        tokens, padding = tokens + useful + waste, padding + waste
-        on_batch(BatchDone(useful / whole, useful + waste, waste))
+    batches = plan_batches([tree.length for tree in trees], budget, pads=pads)
+    launches = (_launched(rows, [trees[index] for index in batch], scorer()) for batch in batches)
+    for batch in _with_next_launched(launches):
+        results += _values(rows, batch)
+        too_big += [] if batch.read else batch.branches
+        waste = batch.padding if pads else 0
+        tokens, padding = tokens + batch.useful + waste, padding + waste
+        on_batch(BatchDone(batch.useful / whole, batch.useful + waste, waste))
     results.sort(key=lambda result: result[0])
     lists = [logps for _, logps in results]
     return _Run(wanted, Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
@@ -180,16 +175,57 @@ def _rows_by_prompt(rows: RowBlock) -> list[list[int]]:
     return groups
 
 
-def _score_batch(
-    rows: RowBlock, trees: Sequence[TreePlan], scorer: Scorer
-) -> list[tuple[int, NDArray[np.float32]]]:
-    batch = [
+@dataclass(frozen=True)
+class _Batch:
+    """A batch that the scorer has been given."""
+
+    trees: Sequence[TreePlan]
+    read: Callable[[], NDArray[np.float32]] | None  # waits for log-probs; None: too big even alone
+
+    @property
+    def branches(self) -> list[int]:
+        return [branch for tree in self.trees for branch in tree.branches]
+
+    @property
+    def useful(self) -> int:
+        return sum(tree.length for tree in self.trees)
+
+    @property
+    def padding(self) -> int:
+        return max(tree.length for tree in self.trees) * len(self.trees) - self.useful
+
+
+def _launched(rows: RowBlock, trees: Sequence[TreePlan], scorer: Scorer) -> _Batch:
+    given = [
         Tree(rows.prompts[tree.row], tuple(rows.completions[branch] for branch in tree.branches))
         for tree in trees
     ]
-    flat = scorer.score(batch)
-    branches = [branch for tree in trees for branch in tree.branches]
+    try:
+        return _Batch(trees, scorer.launch(given))
+    except OutOfMemory:
+        if len(trees) > 1 or len(trees[0].branches) > 1:
+            raise
+        return _Batch(trees, None)
+
+
+BATCHES_AHEAD = 1  # more would hold the inputs of more batches, and a GPU is busy with one
+
+
+def _with_next_launched(launches: Iterator[_Batch]) -> Iterator[_Batch]:
+    """Each batch once the one behind it is launched: a GPU computes while one is read."""
+    waiting: deque[_Batch] = deque()
+    for batch in launches:
+        waiting.append(batch)
+        if len(waiting) > BATCHES_AHEAD:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _values(rows: RowBlock, batch: _Batch) -> list[tuple[int, NDArray[np.float32]]]:
+    """The log-probs of each branch, for which it waits."""
+    branches = batch.branches
     offsets = offsets_of(rows.completions.lengths[branches])
+    flat = batch.read() if batch.read else np.full(offsets[-1], np.nan, np.float32)
     assert offsets[-1] == len(flat)
     return [
         (branch, flat[offsets[index] : offsets[index + 1]]) for index, branch in enumerate(branches)

@@ -66,7 +66,8 @@ def make_by_tasks(job, draw):
         order = [*range(len(tasks.sizes)), draw.randrange(len(tasks.sizes))]
         draw.shuffle(order)
         for task in order:
-            pickle.loads(pickle.dumps(tasks)).open(NoProgress())(task)
+            make = pickle.loads(pickle.dumps(tasks)).open(NoProgress())
+            assert len([*make([task])]) == 1
         counts.append(len(tasks.sizes))
     return counts
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from align.schemas.batches import Cursor, Update
+from align.schemas.columns import Ragged
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.loader import CacheFeed
@@ -20,6 +21,7 @@ from align.stages.model.logprobs import causal_model
 from align.stages.model.memory import host_activations
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
+from align.stages.score.score import KnownScores, ScoringRules, score_unit
 from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.train.evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
 from align.stages.train.step import train_step
@@ -214,22 +216,47 @@ def distance(some, others):
 
 
 def scored(cache, layout):
-    """Stage 1's log-probs of a few rows on either device, and the layout that the probe chose."""
+    """Stage 1's scores of a few rows on either device, and when each batch was begun and read."""
     job, recipe, source = source_of(cache, "dpo")
     feed = feed_of(job, recipe, source, pads=True)
     with feed.steps(Cursor(0, 0)) as batches:
-        trees = next(iter(batches)).own[0].trees
+        rows = next(iter(batches)).own[0].block.rows
     policy = deepcopy(policy_of(job.policy, "none", False, "plain"))
     here = TreeScorer(policy.model.eval())
     here.path = replace(here.path, layout=layout)
-    expected = here.score(trees)
+    expected = unit_of(rows, here)
     with PretendedDevice():
         there = TreeScorer(moved(policy, DEVICE).model.eval())
         chosen = there.path.layout
         there.path = replace(there.path, layout=layout)
         WAITS.taken()
-        found = there.score(trees)
-    return {"same": found.tolist() == expected.tolist(), "waits": WAITS.taken(), "chosen": chosen}
+        found, events = with_events(rows, there)
+    same = [
+        found.block.logps.tolist() == expected.block.logps.tolist(),
+        found.block.token_logps.values.tolist() == expected.block.token_logps.values.tolist(),
+    ]
+    return {"same": same, "waits": WAITS.taken(), "events": events, "chosen": chosen}
+
+
+def unit_of(rows, scorer):
+    """The scores of rows, of which nothing is known, in a few batches."""
+    count = len(rows.completions)
+    nothing = KnownScores(
+        found=np.zeros(count, np.bool_),
+        token_logps=Ragged.of([[]] * count, np.float32),
+        logps=np.zeros(count),
+        numerics={},
+    )
+    rules = ScoringRules(tokens_per_batch=30, hidden_size=64, keep_token_logps=True)
+    return score_unit(rows, nothing, rules, scorer=lambda: scorer, on_batch=lambda batch: None)
+
+
+def with_events(rows, scorer):
+    """The same, and in their order the batches that are launched and what the host waits for."""
+    events, launch, add = [], scorer.launch, WAITS.add
+    scorer.launch = lambda trees: events.append("launch") or launch(trees)
+    with mock.patch.object(WAITS, "add", lambda what: events.append(what) or add(what)):
+        return unit_of(rows, scorer), events
 
 
 def checkpointed(cache):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from align.pipeline.executors.executor import one_by_one
 from align.schemas.errors import AlignError, UsageError
 from align.stages.tracking.progress import NoProgress
 
@@ -44,7 +45,7 @@ class FileTasks:
         return self._file(task).exists()
 
     def open(self, progress):
-        return partial(self._make, progress)
+        return one_by_one(partial(self._make, progress))
 
     def _make(self, progress, task):
         if task == self.fails:

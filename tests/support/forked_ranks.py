@@ -7,6 +7,13 @@ from contextlib import closing
 
 from align.stages.engine.distributed import joined_world
 
+COMPUTE_ON = "ALIGN_TEST_RANKS_ON"
+
+
+def device_of_ranks():
+    """What ranks of a test world compute on; on GPUs each has its own, and they meet over NCCL."""
+    return os.environ.get(COMPUTE_ON, "cpu")
+
 
 def child(action, *given):
     """Starts a process that runs the action; returns its id."""

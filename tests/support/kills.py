@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from align.pipeline.precompute import scoring_worker
 from align.pipeline.precompute.export import export
 from align.pipeline.tables.judge import judge
 from align.pipeline.tables.samplers import OpenLocalSampler
@@ -208,6 +210,16 @@ class LoggingJudge(StubJudge):
         return super()._answer(wanted)
 
 
+class AtOnce(ThreadPoolExecutor):
+    """Does what it is given before anything else is done."""
+
+    def submit(self, action, *given):
+        """What has come of it."""
+        done = Future()
+        done.set_result(action(*given))
+        return done
+
+
 @dataclass(frozen=True)
 class Precomputing(Forked):
     """Stage 1 without a model, whose scored rows are written down."""
@@ -217,8 +229,8 @@ class Precomputing(Forked):
 
     @property
     def in_flight(self):
-        """At most a unit."""
-        return self.config.cache.rows_per_shard
+        """At most two units: one is scored while the one before is written."""
+        return 2 * self.config.cache.rows_per_shard
 
     @property
     def root(self):
@@ -247,7 +259,8 @@ class Precomputing(Forked):
                 units[op.target.name] = {*self.paid()[len(scored) :]}
                 scored[:] = self.paid()
 
-        with failpoints.watch(committed):
+        one_by_one = mock.patch.object(scoring_worker, "ThreadPoolExecutor", AtOnce)
+        with failpoints.watch(committed), one_by_one:
             self.run()
         assert len(set().union(*units.values())) == len(self.paid()) > len(units) > 1
         return units

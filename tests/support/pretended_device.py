@@ -15,6 +15,20 @@ from align.stages.model.head import fused_head
 from support.waits import Waits
 
 
+class _Event:
+    """It has happened: copies are made at once."""
+
+    def synchronize(self):
+        """What makes the host wait for what was queued before the event."""
+        WAITS.add("an event")
+
+
+class _Stream:
+    """Work is done in the order in which it is given."""
+
+    record_event = staticmethod(_Event)
+
+
 class _Module:
     """What torch asks of `torch.pretend`; random numbers are drawn on the CPU."""
 
@@ -23,6 +37,7 @@ class _Module:
     is_available = is_initialized = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
+    current_stream = staticmethod(lambda device=None: _Stream())
     manual_seed_all = staticmethod(lambda seed: None)
     _is_in_bad_fork = staticmethod(lambda: False)
     get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])

@@ -23,7 +23,7 @@ from support import (
     training_ranks,
     training_trouble,
 )
-from support.forked_ranks import child, forked, require_good_ends
+from support.forked_ranks import COMPUTE_ON, child, forked, require_good_ends
 from support.programs import Seen, run_program
 
 
@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-def seen_in(root, inputs, **worlds):
+def seen_in(root, inputs, *, device="cpu", **worlds):
     """What each rank of each world saw; a world is the number of its ranks and their cases.
 
     Each has a folder of its own, in which the inputs lie under their names.
@@ -78,7 +78,7 @@ def seen_in(root, inputs, **worlds):
         (root / name).mkdir()
         for link, target in inputs.items():
             (root / name / link).symlink_to(target)
-    done = run_program("ranks", root, *words)
+    done = run_program("ranks", root, *words, **{COMPUTE_ON: device})
 
     def seen(folder, size):
         ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]

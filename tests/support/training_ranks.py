@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.methods.table import METHODS
+from support.forked_ranks import device_of_ranks
 from support.listed_experts import train_listed
 from support.method_steps import MPO
 from support.rounding import EPSILON
@@ -80,6 +81,7 @@ def trained(kind, world, folder, budget, preset, *words):
         folder / cache,
         method,
         options=options,
+        device=device_of_ranks(),
         max_steps=STEPS.get(kind, 3),
         tokens_per_batch=BUDGETS[budget],
         deepspeed=preset,

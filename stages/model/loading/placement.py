@@ -11,6 +11,7 @@ from transformers import distributed
 
 from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
+from ...engine.launchers import slurm_environment
 
 
 def placement(options: ModelOptions) -> dict[str, Any]:
@@ -77,7 +78,9 @@ def without_cudnn_attention() -> None:
 
 def rank_device(device: str) -> str:
     """The device of this rank: under a launcher every rank of a machine has its own GPU."""
-    rank = os.environ.get("LOCAL_RANK", "")
+    # A rank that never meets the others has what srun says of it, and no LOCAL_RANK.
+    of_srun = slurm_environment(os.environ).get("LOCAL_RANK", "")
+    rank = os.environ.get("LOCAL_RANK", of_srun)
     if device != "cuda" or not rank.isdigit():
         return device
     return f"cuda:{int(rank) % torch.cuda.device_count()}"

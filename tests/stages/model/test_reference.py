@@ -1,6 +1,7 @@
 """A reference as its folder gives it, its full memory, widened for a while, or in part on disk."""
 
 import json
+import os
 from dataclasses import replace
 from unittest import mock
 
@@ -17,6 +18,7 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
 from align.stages.model.loading.load import load_causal_lm, quiet, resolve
+from align.stages.model.loading.placement import rank_device
 from align.stages.model.logprobs import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
 from support.families import TREE_FAMILIES, mixed_trees, saved_adapter, tiny_model
@@ -94,6 +96,27 @@ def test_an_unknown_architecture_and_a_gpu_that_is_not_there_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU"):
         load_causal_lm(options_of(saved_llama, device="cuda"))
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "expected"),
+    [
+        ({}, 4, "cuda"),  # alone, on the GPU that is chosen
+        ({"LOCAL_RANK": "3"}, 4, "cuda:3"),
+        ({"LOCAL_RANK": "3"}, 2, "cuda:1"),
+        (SRUN | {"SLURM_LOCALID": "3"}, 4, "cuda:3"),
+        (SRUN | {"SLURM_LOCALID": "3"}, 1, "cuda:0"),  # srun shows each task its own alone
+        (SRUN | {"SLURM_LOCALID": "3", "LOCAL_RANK": "2"}, 4, "cuda:2"),
+    ],
+)
+def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch, environment, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with mock.patch.dict(os.environ, environment, clear=True):
+        assert rank_device("cuda") == expected
+        assert rank_device("cpu") == "cpu"
 
 
 def test_the_soft_cap_of_an_attention_is_never_left_out(tmp_path, monkeypatch):
@@ -186,3 +209,20 @@ def test_a_map_that_is_not_one_and_what_ranks_cannot_hold_together_are_refused(t
     ):
         with pytest.raises(UsageError, match=said):
             resolve(replace(options, **how))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
+def test_a_batch_is_queued_without_a_wait_for_the_gpu(device, world):
+    options = options_of(world.model, device=device, dtype="bfloat16")
+    scorer, prompt = HfReference(options).open(), np.arange(3, 40, dtype=np.int32)
+    trees = [Tree(prompt[:size], (prompt[:9], prompt[: 2 * size])) for size in (12, 7, 5)]
+    expected = [scorer.score(batch) for batch in (trees, trees[1:])]  # its kernels are compiled
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        reads = [scorer.launch(batch) for batch in (trees, trees[1:])]
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert [read().tobytes() for read in reads] == [values.tobytes() for values in expected]

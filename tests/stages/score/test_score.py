@@ -1,5 +1,6 @@
 """Scoring a unit: plans, and the values of each branch alone, whatever the memory is."""
 
+import itertools
 import math
 from collections import Counter
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from align.schemas.columns import Ragged
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import OutOfMemory, Rejected
+from align.stages.score import score as score_module
 from align.stages.score.batch_plan import TreeCost, plan_batches, plan_trees
 from align.stages.score.score import KnownScores
 from support.encoded_rows import encoded
@@ -84,6 +86,36 @@ def test_less_memory_halves_the_budget_and_changes_no_value(rows, score, room, b
     assert scarce.block.logps.tobytes() == plenty.block.logps.tobytes()
     assert scarce.block.token_logps.values.tobytes() == plenty.block.token_logps.values.tobytes()
     assert scarce.rejected == ()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("refused", [0, 1, 2, 4])
+def test_no_value_depends_on_how_many_batches_are_under_way(
+    rows, score, one_by_one, monkeypatch, ahead, refused
+):
+    """Those before a batch that does not fit are under way when it is refused, and are dropped."""
+    monkeypatch.setattr(score_module, "BATCHES_AHEAD", ahead)
+    heard, scorer = [], Faulty(refused=refused)
+    scores = score(rows, scorer, heard=heard)
+    found = b"".join(tokens.tobytes() for tokens in scores.block.token_logps)
+    assert found == b"".join(tokens.tobytes() for tokens in one_by_one(rows))
+    assert scores.tokens_per_batch == (32 if refused else 64)
+    used = scorer.batches[refused:]
+    assert len(used) > 6
+    assert scores.run_tokens == sum(max(sizes) * len(sizes) for sizes in used)
+    taken = [number for event, number in scorer.events if event == "read"]
+    assert taken[-len(used) :] == [*range(refused + 1, len(scorer.batches) + 1)]
+    # What was read before the refusal has been said to be done, and is done again.
+    assert len(heard) == len(taken) == len(used) + max(refused - 1 - ahead, 0)
+
+
+def test_a_batch_is_launched_before_the_one_ahead_of_it_is_read(rows, score):
+    scorer = Faulty()
+    score(rows, scorer)
+    last = len(scorer.batches)
+    both = [(("launch", number + 1), ("read", number)) for number in range(1, last)]
+    assert scorer.events == [("launch", 1), *itertools.chain(*both), ("read", last)]
+    assert last > 3
 
 
 def test_what_never_fits_is_quarantined_in_every_row_that_holds_it(score, one_by_one, rows):

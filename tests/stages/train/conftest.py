@@ -66,8 +66,8 @@ def launch(tmp_path_factory, training_world, mixture_cache):
     caches = {name: getattr(training_world, name) for name in ("pairs", "labels", "everything")}
     caches |= {"experts": mixture_cache}
 
-    def launched(**worlds):
-        seen = seen_in(tmp_path_factory.mktemp("ranks"), caches, **worlds)
+    def launched(device="cpu", **worlds):
+        seen = seen_in(tmp_path_factory.mktemp("ranks"), caches, device=device, **worlds)
         return {name: one.ranks for name, one in seen.items()}
 
     return launched

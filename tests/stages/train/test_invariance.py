@@ -1,6 +1,7 @@
 """How a step is cut, and over how many ranks it is spread in which way, changes no result."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -52,6 +53,33 @@ def test_a_second_rank_changes_no_result(alone, spread, case):
     require_same(first, alone[whole(case)])
     for what in ("steps", "evaluations", "samples"):
         assert first[what] == second[what]
+
+
+# The same cases where several GPUs are, and sequences that four of them share.
+OF_FOUR = ("kto-all/thirds/zero1/4", "experts/thirds/zero1/4")
+
+
+@pytest.fixture(scope="module")
+def on_gpus(launch, device, several):
+    """What one rank saw on a GPU, and those of each case, which meet over NCCL."""
+    four = OF_FOUR if several >= 4 else ()
+    wholes = {whole(case) for case in (*SPREAD, *four)}
+    worlds = {"alone": (1, *sorted(wholes)), "two": (2, *SPREAD)}
+    seen = launch(device, **worlds, **({"four": (4, *four)} if four else {}))
+    spread = {case: seen["four" if case in four else "two"] for case in (*SPREAD, *four)}
+    return seen["alone"][0], spread
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*SPREAD, *OF_FOUR])
+def test_a_second_gpu_changes_no_result(on_gpus, case):
+    alone, spread = on_gpus
+    if case not in spread:
+        pytest.skip("it takes four GPUs")
+    first, *others = (rank[case] for rank in spread[case])
+    require_same(first, alone[whole(case)])
+    for other, what in product(others, ("steps", "evaluations", "samples")):
+        assert first[what] == other[what]
 
 
 def test_the_steps_are_cut_as_their_names_say(alone, spread):
