@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .transformers_compat import decoder_layers, is_quantized, routers_of
+from .transformers_compat import (
+    decoder_layers,
+    forward_without_checkpointing,
+    is_quantized,
+    routers_of,
+)
 
 # More than the models, dtypes and kinds of gradients of one process make together; past torch's own
 # limit of 8 it would leave the next uncompiled, or refuse it.
@@ -58,9 +64,11 @@ def _compiled_kind(kind: type[nn.Module], compiler: str) -> type[nn.Module]:
     puts gradient checkpointing around the `forward` of a class: that stays outside of the graph.
     """
     allow_compilations()
+    # The compiler looks at the gradients of what it is given, which torch advises against.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     # One graph or an error, which the probe tells: a layer in parts would be no faster.
     run: Callable[..., Any] = torch.compile(
-        kind.forward, dynamic=True, fullgraph=True, backend=compiler
+        forward_without_checkpointing(kind), dynamic=True, fullgraph=True, backend=compiler
     )
 
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:

@@ -181,20 +181,20 @@ class PathSearch:
         weights = next(filter(None, learning), None)
         if weights is None:
             return torch.zeros(0)
-        with torch.enable_grad():
-            states = self._states_in_training(path).float()
-            # Weighted: the sum of what a norm returns does not depend on what it was given.
-            total = (states @ torch.arange(states.shape[1], device=states.device).sin()).sum()
-        gradients = torch.autograd.grad(total, weights, allow_unused=True)
-        return torch.cat([one.flatten().float() for one in gradients if one is not None])
-
-    def _states_in_training(self, path: ScoringPath) -> Tensor:
-        batch = path.batch(path.rows(self._trees), input_device(self._model))
         self._model.train()  # so that the graphs are those of the training
         try:
-            return last_states(causal_model(self._model), batch, path)
+            with torch.enable_grad():
+                total = self._weighted_states(path)
+            gradients = torch.autograd.grad(total, weights, allow_unused=True)
         finally:
             self._model.eval()
+        return torch.cat([one.flatten().float() for one in gradients if one is not None])
+
+    def _weighted_states(self, path: ScoringPath) -> Tensor:
+        """A sum whose weights differ, because a norm's plain sum does not depend on its input."""
+        batch = path.batch(path.rows(self._trees), input_device(self._model))
+        states = last_states(causal_model(self._model), batch, path).float()
+        return (states @ torch.arange(states.shape[1], device=states.device).sin()).sum()
 
 
 def uncompilable(why: str) -> UsageError:
