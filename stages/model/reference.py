@@ -126,7 +126,7 @@ class TreeScorer:
 
     def describe(self) -> Mapping[str, str]:
         """The layout, head and layers that the probe chose, and on a CPU the number of threads."""
-        path = {"layout": self.path.layout, "head": self.path.head}
+        path: dict[str, str] = {"layout": self.path.layout, "head": self.path.head}
         if self.path.compiler:
             path["layers"] = "compiled"
         on_cpu = input_device(self.model).type == "cpu"

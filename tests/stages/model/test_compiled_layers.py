@@ -87,12 +87,13 @@ def test_all_layers_share_the_graphs_of_every_length_and_batch(name):
         assert compiled.look() == Compilations(graphs=2)
 
 
-def test_an_adapter_and_recomputed_activations_learn_by_compiled_layers():
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_an_adapter_and_recomputed_activations_learn_by_compiled_layers(compiler):
     lora = LoraOptions(enabled=True, rank=2)
     model = drawn_adapter(add_lora(four_layers("llama"), lora, seed=0))
     own, exact = Policy(deepcopy(model)), deepcopy(model).double().train()
     with compilations() as compiled:
-        policy = Policy(model, paths=compiled_by("aot_eager"))
+        policy = Policy(model, paths=compiled_by(compiler))
         own.path = replace(policy.path, compiler="")
         # The input of the first layer has no gradient, and so has a graph of its own.
         assert compiled.look() == Compilations(graphs=3)
@@ -124,7 +125,7 @@ def test_the_kernel_of_flex_attention_is_a_part_of_the_graph(flex_on_cpu):
     scorer = TreeScorer(four_layers("gemma2", attn_logit_softcapping=2.0))
     own = replace(scorer.path, layout="flex")
     with compilations() as compiled:
-        for trees in BATCHES:
+        for trees in BATCHES[1:]:
             scorer.path = own
             expected = scorer.score(trees)
             scorer.path = replace(own, compiler="eager")
