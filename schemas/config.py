@@ -70,6 +70,13 @@ class ModelOptions:
         binds=("round",),
         instead={"verify": _FROM_THE_CACHE},
     )
+    compile: Literal["auto", "on", "off"] = option(
+        "auto",
+        "compile the decoder layers by torch.compile; auto: on a GPU, where the numbers agree and "
+        "nothing speaks against it; on: on a CPU too, or refuse",
+        read_by=(*SCORERS, *TRAINING, "verify"),
+        binds=(),
+    )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto",
         "auto: cuda where there is one",

@@ -209,9 +209,10 @@ OF_FLAGS = (
     named("zpg overlap_comm", OPENRLHF, "train.deepspeed",
         "In a DeepSpeed JSON file: zero_optimization.zero_hpz_partition_size and .overlap_comm."),
     named("local_rank", OPENRLHF, "", "The launcher says it in the environment."),
-    named("use_liger_kernel deepcompile", OPENRLHF, "",
-        "The fused output head needs no logits, with no switch; the rest of the model is as "
-        "transformers runs it."),
+    named("use_liger_kernel", OPENRLHF, "",
+        "The fused output head needs no logits, with no switch."),
+    named("deepcompile", OPENRLHF, "model.compile",
+        "The decoder layers, by torch.compile; not under ZeRO-3."),
     named("gradient_checkpointing_use_reentrant", OPENRLHF, "", "Never re-entrant."),
     named("full_determinism", OPENRLHF, "",
         "train.seed decides all draws; which kernels a GPU takes is left to torch."),

@@ -185,9 +185,10 @@ def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]
     was = {**begun.made_with, **spread_of(before)}
     is_now = {**made_with(session), **spread_of(after)}
     changed = tuple(
-        f"after step {begun.global_step}: {name} {was.get(name, 'none')} → {now}"
-        for name, now in is_now.items()
-        if was.get(name, "none") != now
+        f"after step {begun.global_step}: {name} {was.get(name, 'none')} → "
+        f"{is_now.get(name, 'none')}"
+        for name in dict.fromkeys([*is_now, *was])
+        if was.get(name, "none") != is_now.get(name, "none")
     )
     if changed and session.world.rank == 0:
         listed = "\n  ".join(changed)
@@ -337,7 +338,8 @@ def made_with(session: Session) -> dict[str, str]:
     """Facts that may change the last bits of a number, and are allowed to differ."""
     path = session.policy.path
     parts = _parts(session.job, session.policy.device)
-    return {**parts, "layout": path.layout, "log-prob head": path.head}
+    found = {**parts, "layout": path.layout, "log-prob head": path.head}
+    return {**found, "layers": "compiled"} if path.compiler else found
 
 
 def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:

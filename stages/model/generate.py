@@ -26,8 +26,9 @@ from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
 from .loading.folder_json import read_json
 from .loading.load import quiet
-from .logprobs import TOLERANCE, causal_model, input_device, reason
+from .logprobs import causal_model, input_device
 from .memory.live_memory import is_out_of_memory
+from .path_search import TOLERANCE, reason
 from .probe_rows import ordinary_tokens
 
 logger = logging.getLogger("align")

@@ -1,16 +1,11 @@
-"""Computes log-probabilities of the branches of a batch, for both stages.
-
-A probe compares the fast layouts and heads with the model's own logits, and chooses the fastest
-that agrees.
-"""
+"""Computes log-probabilities of the branches of a batch, for both stages."""
 
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +15,7 @@ from torch import Tensor, nn
 from ...schemas.batches import SequenceGroup
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
+from .compiled_layers import use_layers
 from .head.fused_head import output_head, scored_rows
 from .head.fused_head_backward import LogpHead
 from .layouts.flex_attention import (
@@ -50,10 +46,7 @@ from .layouts.tree_attention import (
     tree_batch,
     tree_mask,
 )
-from .probe_rows import probe_trees
 from .transformers_compat import attention_of
-
-logger = logging.getLogger("align")
 
 CPU_TOKENS = 1024  # a pass of twice as many is a tenth faster, for twice the activations
 EXACT_ELEMENTS = 1 << 26  # logits in memory at once in the exact head, unless a tree needs more
@@ -67,10 +60,12 @@ class ScoringPath:
     head: Literal["fused", "exact", "score"]
     worst_difference: float  # as the probe measures it for the dtype
     group: SequenceGroup | None = None  # of the ranks that share every sequence
+    compiler: str = ""  # torch's name of what compiles the decoder layers; "": they are not
 
     def __str__(self) -> str:
         """The path in words, as it is printed and logged."""
-        return f"{self.layout} rows with the {self.head} head"
+        layers = ", compiled layers" if self.compiler else ""
+        return f"{self.layout} rows with the {self.head} head{layers}"
 
     @property
     def packs(self) -> bool:
@@ -185,11 +180,11 @@ def input_device(model: nn.Module) -> torch.device:
     if device.type != "meta":
         return device
     # Offloaded to memory or disk, and loaded onto the first GPU when it is called.
-    gpus = _gpus(inner)
+    gpus = gpus_of(inner)
     return torch.device(gpus[0] if gpus else "cpu")
 
 
-def _gpus(inner: Any) -> list[Any]:
+def gpus_of(inner: Any) -> list[Any]:
     """The GPUs of the layers, in order, of a model that device_map spreads."""
     devices = getattr(inner, "hf_device_map", {}).values()
     return [device for device in devices if device not in {"cpu", "disk"}]
@@ -224,8 +219,9 @@ def _use_attention(model: Any, path: ScoringPath) -> None:
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
-    """The inputs of the model for a batch; sets its attention to that of the path."""
+    """The inputs of the model for a batch; sets its attention and layers to those of the path."""
     _use_attention(model, path)
+    use_layers(model, path.compiler)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids}
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs["use_cache"] = False
@@ -278,120 +274,5 @@ def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-# Fastest first; DEFINITION is what they are compared with.
-PATHS = (
-    ScoringPath("flex", "fused", 0.0),
-    ScoringPath("packed", "fused", 0.0),
-    ScoringPath("tree", "fused", 0.0),
-    ScoringPath("plain", "fused", 0.0),
-    ScoringPath("tree", "exact", 0.0),
-)
-DEFINITION = ScoringPath("plain", "exact", 0.0)
-# float32: nats per sequence. Half precision: mean nats per token, because the model's own logits
-# are rounded there (bfloat16 steps by 1/16 at logits of 8 to 16, float16 by 1/128).
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-
-
 # The attention over all tokens of a shared sequence, by layout.
 INNER = {"flex": attend_by_flex, "packed": attend_in_pieces}
-
-Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
-
-
-def choose_path(
-    model: nn.Module,
-    agree: Agree = bool,
-    no_flex: str = "",
-    group: SequenceGroup | None = None,
-) -> ScoringPath:
-    """The fastest path that agrees with `model(...).logits` on seeded rows.
-
-    Ranks that share a model try the same paths, and a path has to agree on all of them.
-    `no_flex`: why FlexAttention may not be used, if it may not.
-    """
-    trees = probe_trees(causal_model(model).config)
-    expected = [_own_logps(model, tree) for tree in trees]
-    refused: list[str] = []
-    for path in paths_for(PATHS, model, group):
-        barred = no_flex if path.layout == "flex" else ""
-        difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
-        allowed = TOLERANCE[causal_model(model).dtype]
-        if agree(isinstance(difference, float) and difference <= allowed):
-            assert isinstance(difference, float), "it holds here too"
-            return announced(model, replace(path, worst_difference=difference), refused)
-        refused.append(f"{path}: {reason(difference)}")
-    if group:
-        raise unshareable(model, refused)
-    return announced(model, DEFINITION, refused)
-
-
-def paths_for(
-    paths: Sequence[ScoringPath], model: nn.Module, group: SequenceGroup | None = None
-) -> list[ScoringPath]:
-    """The paths worth trying: many small products pay on a CPU only, FlexAttention on a GPU.
-
-    Ranks can share sequences only in layouts whose attention is our own.
-    """
-    inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
-    # The mask of FlexAttention holds tables, which would not follow it to another device.
-    on_one_gpu = input_device(model).type == "cuda" and len(set(_gpus(inner))) < 2
-    packs = (on_cpu or group is not None) and own_attention(inner) == "sdpa"
-    tried = {"flex": on_one_gpu, "packed": packs}
-    found = [path for path in paths if tried.get(path.layout, group is None)]
-    return [replace(path, group=group) for path in found]
-
-
-def unshareable(model: nn.Module, refused: Sequence[str]) -> UsageError:
-    """The error of `train.sequence_parallel` for a model that cannot be shared."""
-    why = "; ".join(refused) or f"its attention is {own_attention(causal_model(model))}, not sdpa"
-    return UsageError(
-        f"train.sequence_parallel: ranks cannot share the sequences of "
-        f"{type(causal_model(model)).__name__} ({why}). Set it to 1, or use another model."
-    )
-
-
-def _own_logps(model: nn.Module, tree: Tree) -> Tensor:
-    """The definition: log-probs of one branch at a time, without padding."""
-    parts = [
-        tree_logps(model, [Tree(tree.prompt, (branch,))], DEFINITION) for branch in tree.branches
-    ]
-    return torch.cat(parts)
-
-
-def _difference(
-    model: nn.Module, trees: list[Tree], expected: list[Tensor], path: ScoringPath
-) -> float | Exception:
-    """The largest difference of a branch from the definition, or the error of the path."""
-    if path.head == "fused" and output_head(causal_model(model)) is None:
-        return ValueError("the head is not a plain projection")
-    try:
-        measured = tree_logps(model, trees, path)
-    except Exception as error:  # model code refuses a mask in any way it likes
-        return error
-    lengths = [len(branch) for tree in trees for branch in tree.branches]
-    gaps = torch.split(measured - torch.cat(expected), lengths)
-    if causal_model(model).dtype == torch.float32:
-        return max(abs(float(gap.double().sum())) for gap in gaps)
-    return max(float(gap.abs().mean()) for gap in gaps)
-
-
-def announced(model: nn.Module, path: ScoringPath, refused: list[str]) -> ScoringPath:
-    """Logs why faster paths are not used, and returns the path."""
-    # On a CPU, trees with a dense mask are the ordinary case; only some models allow packing.
-    on_gpu = input_device(model).type == "cuda"
-    is_fast = (path.packs or (path.layout == "tree" and not on_gpu)) and path.head != "exact"
-    if refused:
-        logger.log(
-            logging.INFO if is_fast else logging.WARNING,
-            "Scoring by %s, which is slower. What is refused: %s.",
-            path,
-            "; ".join(refused),
-        )
-    return path
-
-
-def reason(difference: float | Exception) -> str:
-    """The reason that a path is not used, in a few words."""
-    if isinstance(difference, float):
-        return f"off by {difference:.2g}"
-    return str(difference).split("\n", maxsplit=1)[0] or type(difference).__name__

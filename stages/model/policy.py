@@ -21,7 +21,6 @@ from ...schemas.train_options import LoraOptions, TrainOptions
 from .adapter_sums import add_in_products
 from .head.fused_head import output_head
 from .head.fused_head_backward import call_head_for_logps
-from .layouts.flex_attention import why_no_flex
 from .layouts.shared_sequence import part_of, summed
 from .layouts.tree_attention import TreeBatch
 from .loading.heads import read_value_head, stored_value_head, value_head
@@ -33,11 +32,11 @@ from .logprobs import (
     batch_part,
     branch_outputs,
     causal_model,
-    choose_path,
     input_device,
     last_states,
 )
 from .memory.host_activations import keeps_on_host
+from .path_search import ANY_PATH, PathOptions, choose_path
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .transformers_compat import recompute_activations, routers_of
@@ -88,11 +87,11 @@ def load_policy(
         turn_dropout_off(loaded)
     if lora.enabled:
         loaded = _adapted(loaded, train, lora, spread)
-    no_flex = why_no_flex(model.attention, causal_model(loaded).config)
     balanced = train.router_loss > 0
-    policy = Policy(
-        loaded, head=head, purity=purity, balanced=balanced, spread=spread, no_flex=no_flex
+    paths = PathOptions.of(
+        options, causal_model(loaded).config, why_learned_as_it_is(train, spread)
     )
+    policy = Policy(loaded, head=head, purity=purity, balanced=balanced, spread=spread, paths=paths)
     _continue_value_head(policy, model)
     if balanced and not policy.routers:
         raise UsageError(
@@ -113,6 +112,13 @@ def _adapted(
     return adapted
 
 
+def why_learned_as_it_is(train: TrainOptions, spread: Sharding) -> str:
+    """The reason of a training against compiled layers; "" if it has none."""
+    if spread.partitions:
+        return "ZeRO-3 gathers weights inside of layers"
+    return "train.dropout: compiled layers would draw other masks" if train.dropout else ""
+
+
 def _continue_value_head(policy: Policy, model: ModelOptions) -> None:
     """Begins with the value head that was trained with the model, where there is one."""
     if policy.value_head and (file := stored_value_head(model)):
@@ -130,7 +136,7 @@ class Policy(nn.Module):
         purity: bool = False,
         balanced: bool = False,
         spread: Sharding = WHOLE,
-        no_flex: str = "",
+        paths: PathOptions = ANY_PATH,
     ) -> None:
         """`balanced`: whether the sums of a mixture's routers have a gradient."""
         super().__init__()
@@ -144,7 +150,7 @@ class Policy(nn.Module):
         with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
             agree = partitions.agreed if partitions else group.agreed if group else bool
             known = replace(spread.path, group=group) if spread.path else None
-            self.path: ScoringPath = known or choose(model.eval(), agree, no_flex, group)
+            self.path: ScoringPath = known or choose(model.eval(), agree, paths, group)
             self.routers = RouterWatch(causal_model(model), learns=balanced, run=self._run_nothing)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))

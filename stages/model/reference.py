@@ -20,12 +20,12 @@ from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
 from .copies import on_host
 from .head.fused_head import HEAD_VERSION
-from .layouts.flex_attention import why_no_flex
 from .loading.folder_check import require_adapter
 from .loading.load import Resolved, load_causal_lm, resolve, text_config, unused_weights
 from .loading.model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS, ModelFiles, model_identity
-from .logprobs import ScoringPath, choose_path, input_device, tree_logps
+from .logprobs import ScoringPath, input_device, tree_logps
 from .memory.live_memory import is_out_of_memory
+from .path_search import ANY_PATH, PathOptions, choose_path
 
 
 class HfReference:
@@ -96,7 +96,7 @@ class HfReference:
 
     def scorer_of(self, model: nn.Module) -> TreeScorer:
         """A scorer of a loaded model, on the layout that the probe chose."""
-        return TreeScorer(model, self._files, why_no_flex(self.options.attention))
+        return TreeScorer(model, self._files, PathOptions.of(self.options))
 
     @cached_property
     def _files(self) -> ModelFiles:
@@ -111,11 +111,11 @@ class TreeScorer:
     """A loaded model that scores trees on the path that the probe chose."""
 
     def __init__(
-        self, model: nn.Module, files: ModelFiles | None = None, no_flex: str = ""
+        self, model: nn.Module, files: ModelFiles | None = None, options: PathOptions = ANY_PATH
     ) -> None:
         """`files`: what the model was loaded from, to be compared after each batch."""
         self.model = model
-        self.no_flex = no_flex  # why FlexAttention may not be used, if it may not
+        self.options = options
         self._files = files
         with torch.inference_mode():
             self.path = self._choose(model)
@@ -126,8 +126,10 @@ class TreeScorer:
         return not self.path.packs
 
     def describe(self) -> Mapping[str, str]:
-        """The layout and the head that the probe chose, and on a CPU the number of threads."""
-        path = {"layout": self.path.layout, "head": self.path.head}
+        """The layout, head and layers that the probe chose, and on a CPU the number of threads."""
+        path: dict[str, str] = {"layout": self.path.layout, "head": self.path.head}
+        if self.path.compiler:
+            path["layers"] = "compiled"
         on_cpu = input_device(self.model).type == "cpu"
         return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
 
@@ -170,7 +172,7 @@ class TreeScorer:
         return logps
 
     def _choose(self, model: nn.Module) -> ScoringPath:
-        return choose_path(model, no_flex=self.no_flex)
+        return choose_path(model, options=self.options)
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
         return tree_logps(self.model, trees, self.path)

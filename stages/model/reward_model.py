@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,6 @@ from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
-from .layouts.flex_attention import why_no_flex
 from .layouts.shared_sequence import joined
 from .layouts.tree_attention import TreeBatch, single_branches
 from .loading.folder_check import require_plain_tokenizer
@@ -27,19 +27,13 @@ from .loading.heads import SCORES, ScalarHead
 from .loading.load import first_line, load_model, merged, quiet
 from .loading.model_folder import model_config
 from .logprobs import (
-    PATHS,
-    TOLERANCE,
-    Agree,
     ScoringPath,
-    announced,
     batch_part,
     causal_model,
     input_device,
     last_states,
-    paths_for,
-    reason,
-    unshareable,
 )
+from .path_search import ANY_PATH, PATHS, TOLERANCE, Agree, PathOptions, PathSearch
 from .probe_rows import probe_trees
 from .reference import HfReference, TreeScorer
 
@@ -161,7 +155,7 @@ class HfReward(HfReference):
         """Loads the weights and chooses how to score with them."""
         files = self._files
         model = load_reward_model(self.options, seed=0).eval().requires_grad_(False)
-        scorer = RewardScorer(model, files, why_no_flex(self.options.attention))
+        scorer = RewardScorer(model, files, PathOptions.of(self.options))
         files.require_unchanged()
         return scorer
 
@@ -170,7 +164,7 @@ class RewardScorer(TreeScorer):
     """Scores trees with a loaded reward model."""
 
     def _choose(self, model: nn.Module) -> ScoringPath:
-        return choose_layout(model, no_flex=self.no_flex)
+        return choose_layout(model, options=self.options)
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
         """The score of each branch at its last token, and zeros before: (T,) float32."""
@@ -208,27 +202,26 @@ def batch_scores(
 def choose_layout(
     model: nn.Module,
     agree: Agree = bool,
-    no_flex: str = "",
+    options: PathOptions = ANY_PATH,
     group: SequenceGroup | None = None,
 ) -> ScoringPath:
     """The fastest layout of trees that agrees with the model's own scores of seeded rows."""
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
-    allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
-    refused: list[str] = []
-    for path in paths_for(LAYOUTS, model, group):
-        barred = no_flex if path.layout == "flex" else ""
-        difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
-        if agree(isinstance(difference, float) and difference <= allowed):
-            assert isinstance(difference, float), "it holds here too"
-            return announced(model, replace(path, worst_difference=difference), refused)
-        refused.append(f"{path.layout} rows: {reason(difference)}")
-    if group:
-        raise unshareable(model, refused)
+    search = PathSearch(
+        model,
+        partial(_difference, model, trees, expected),
+        trees,
+        TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max())),
+        options,
+        agree,
+    )
+    if found := search.fastest(LAYOUTS, group):
+        return found
     raise UsageError(
         f"{type(inner).__name__} does not score by its last hidden states "
-        f"({'; '.join(refused)}). Use another model for rewards."
+        f"({'; '.join(search.refused)}). Use another model for rewards."
     )
 
 

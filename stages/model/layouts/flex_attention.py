@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ....schemas.errors import UsageError
+from ..compiled_layers import allow_compilations
 from ..copies import all_on_device
 from ..transformers_compat import AttentionInterface
 from .tree_attention import TreeBatch, require_known, windows_by_kind
@@ -27,9 +28,6 @@ FLEX = "align_flex"
 FLEX_FOR_EAGER = "align_flex_for_eager"  # of models whose own attention is not sdpa
 REFUSED = ("s_aux", "position_bias")  # terms that some models add to their products
 BLOCK = 128
-# More than the models, dtypes and kinds of gradients of one process make together; past torch's own
-# limit of 8 it would leave the next uncompiled.
-COMPILATIONS = 1024
 # Numbers that are equal when a kernel for every length is made, torch takes for equal always: as
 # many blocks as heads would be such numbers. Few models have seven of anything.
 LEAST = 7 * BLOCK
@@ -188,13 +186,15 @@ def attend_by_flex(
             "FlexAttention has no dropout, and the model's attention asks for it. "
             "Set train.dropout to false, or model.attention to sdpa."
         )
+    is_compiling = torch.compiler.is_compiling()  # a whole layer, and the kernel with it
     on_gpu = query.device.type == "cuda"
-    attend: Any = compiled_flex_attention() if on_gpu else flex_attention
+    attend: Any = compiled_flex_attention() if on_gpu and not is_compiling else flex_attention
+    capped = _capped if is_compiling else _kept_capped
     output = attend(
         query,
         key,
         value,
-        score_mod=_capped(options.get("softcap"), query.device),
+        score_mod=capped(options.get("softcap"), query.device),
         block_mask=masks[window],
         scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -203,12 +203,16 @@ def attend_by_flex(
 
 
 @cache
+def _kept_capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
+    with torch.inference_mode(False):  # its tensor outlives this pass
+        return _capped(softcap, device)
+
+
 def _capped(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
     # A tensor: a plain number would make torch compile the kernel again for each value.
-    with torch.inference_mode(False):  # it outlives this pass
-        cap = torch.full((), softcap, dtype=torch.float32, device=device)
+    cap = torch.full((), softcap, dtype=torch.float32, device=device)
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -224,9 +228,7 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     forward and backward, on an H100), but five to eleven seconds to make, and padding up to few
     lengths costs all layers more than it saves in attention.
     """
-    limits: Any = torch.compiler.config
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(limits, name, max(getattr(limits, name), COMPILATIONS))
+    allow_compilations()
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
 

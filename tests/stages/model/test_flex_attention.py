@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.model import logprobs
+from align.stages.model import logprobs, path_search
 from align.stages.model.layouts import flex_attention
 from align.stages.model.layouts.flex_attention import (
     BLOCK,
@@ -22,7 +22,8 @@ from align.stages.model.layouts.flex_attention import (
 )
 from align.stages.model.layouts.tree_attention import tree_batch, tree_mask
 from align.stages.model.loading.load import add_lora
-from align.stages.model.logprobs import PATHS, choose_path, own_attention
+from align.stages.model.logprobs import own_attention
+from align.stages.model.path_search import PATHS, PathOptions, choose_path
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import num_tokens, slopes_of
@@ -108,7 +109,7 @@ def test_recomputed_activations_and_an_adapter_learn_the_same(flex_on_cpu, monke
 def as_on_gpu(monkeypatch, flex_on_cpu):
     """The probe tries what it tries on a GPU."""
     tried = [path for path in PATHS if path.layout != "packed"]
-    monkeypatch.setattr(logprobs, "paths_for", lambda *_: tried)
+    monkeypatch.setattr(path_search, "paths_for", lambda *_: tried)
 
 
 @pytest.mark.parametrize("name", ["gemma3", *REFUSED])
@@ -128,11 +129,11 @@ def test_where_it_serves_it_is_chosen_and_other_models_are_scored_as_before(
 
 def test_it_comes_first_on_one_gpu_and_is_tried_neither_on_a_cpu_nor_over_several(monkeypatch):
     def tried():
-        return [path.layout for path in logprobs.paths_for(PATHS, model)]
+        return [path.layout for path in path_search.paths_for(PATHS, model)]
 
     model = tiny_model(*TREE_FAMILIES["llama"])
     assert tried() == ["packed", "tree", "plain", "tree"]
-    monkeypatch.setattr(logprobs, "input_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(path_search, "input_device", lambda _: torch.device("cuda"))
     assert tried() == ["flex", "tree", "plain", "tree"]
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     assert tried() == ["tree", "plain", "tree"]
@@ -143,7 +144,7 @@ def test_the_setting_keeps_to_another_attention_and_says_so(as_on_gpu, caplog):
     caplog.set_level("INFO")
     for attention in ("sdpa", "eager"):
         model = tiny_model(*TREE_FAMILIES["llama"]).requires_grad_(False)
-        assert choose_path(model, no_flex=why_no_flex(attention)).layout == "tree"
+        assert choose_path(model, options=PathOptions(why_no_flex(attention))).layout == "tree"
         assert f"flex rows with the fused head: model.attention is {attention}" in caplog.text
 
 
