@@ -73,7 +73,8 @@ class TrainOptions:
     )
     tokens_per_batch: int = option(
         0,
-        "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU",
+        "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU, fewer where "
+        "train.memory asks for it",
         ge=0,
         on=TRAINING,
         binds=(),
@@ -98,9 +99,20 @@ class TrainOptions:
         "auto", "auto: the dtype the policy's weights are stored in", on=TRAINING
     )
     dropout: bool = option(False, "keep the dropout that the model's config asks for")
-    gradient_checkpointing: bool = option(False, "less memory for a third more computing", binds=())
-    checkpoint_offload: bool = option(
-        False,
+    memory: str = option(
+        "",
+        "what a GPU, or the process on a CPU, may use, for example 24g, 512m or bytes: every "
+        "setting that is auto is chosen to fit; empty: all of the GPU, and no limit on a CPU",
+        on=TRAINING,
+        binds=(),
+    )
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto",
+        "true: less memory for a third more computing; auto: where train.memory asks for it",
+        binds=(),
+    )
+    checkpoint_offload: bool | Literal["auto"] = option(
+        "auto",
         "with gradient_checkpointing: what enters a layer waits in the memory of the CPU",
         binds=(),
     )
@@ -124,7 +136,7 @@ class TrainOptions:
     deepspeed: str = option(
         "auto",
         "zero0, zero1, zero2, zero3, zero2-offload, zero3-offload, or a DeepSpeed JSON file; auto: "
-        "zero1, and zero0 for a single float32 process",
+        "zero1, and zero0 for a single float32 process, or more where train.memory asks for it",
         on=TRAINING,
         is_path=True,
         binds=(),  # what it makes the engine compute is compared instead
@@ -264,6 +276,16 @@ class TrainOptions:
     nonfinite_limit: int = option(
         3, "NaN or infinite steps in a row before it stops", ge=1, binds=()
     )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed; an `auto` that nothing has decided is no."""
+        return self.gradient_checkpointing is True
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether what enters a layer waits on the CPU; an `auto` that nothing decided is no."""
+        return self.checkpoint_offload is True
 
     @property
     def holds_rows_out(self) -> bool:

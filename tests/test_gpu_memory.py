@@ -231,9 +231,21 @@ def half_billion(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+# Ways to train that `auto` and its advice choose between.
+RECOMPUTED = {"gradient_checkpointing": True}
+WAYS = {
+    "kept": {},
+    "recomputed": RECOMPUTED,
+    "inputs on the CPU": RECOMPUTED | {"checkpoint_offload": True},
+    "zero2": {"deepspeed": "zero2"},
+    "short states": RECOMPUTED | {"deepspeed": "zero2", "optimizer_dtype": "bfloat16"},
+    "optimizer on the CPU": {"deepspeed": "zero2-offload"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, checkpointing, lora):
+def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, way, lora):
     """Beside what PyTorch's allocator counts of 32 rows of 512 tokens."""
     require_gpu(device)
     random = np.random.default_rng(0)
@@ -242,7 +254,7 @@ def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, checkpoint
     )
     trees = [Tree(prompt, tuple(branches))] * 32
     model = ModelOptions(path=half_billion, device="cuda")
-    train = TrainOptions(deepspeed="zero1", dtype="bfloat16", gradient_checkpointing=checkpointing)
+    train = TrainOptions(**({"deepspeed": "zero1", "dtype": "bfloat16"} | WAYS[way]))
     adapter = LoraOptions(enabled=lora)
     of_run = {"model": model, "train": train, "lora": adapter, "dtype": "bfloat16"}
     of_step = {"head": "none", "layout": "flex", "trees": trees, "micro_batches": 2}

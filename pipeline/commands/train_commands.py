@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from ..plan.run_plan import PlanRequest
 
 GIB = 2**30
-_BYTES = re.compile("[0-9]{1,18}")
-_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*g(?:i?b)?", re.IGNORECASE)
 
 
 def add_training_to(app: typer.Typer) -> None:
@@ -136,10 +133,11 @@ def plan(
     from ..options.settings import load_settings
     from ..plan.plan_text import plan_text
     from ..plan.run_plan import PlanRequest, plan_run
+    from ..plan.setting_checks import bytes_of
 
     settings = load_settings(flags, sets or [], file=config, command="plan")
     asked: PlanRequest = PlanRequest(
-        gpu_bytes=size_of(gpu) if gpu else 0,
+        gpu_bytes=bytes_of(gpu, name="--gpu", least=GIB),
         gpus=gpus or 1,
         is_for_gpu=bool(gpu or gpus),
         rows=_given_rows(rows, prompt_tokens, completion_tokens),
@@ -205,12 +203,3 @@ def sweep(
     if result.failures:
         failed = f"{len(result.failures)} of {len(result.results)} runs failed."
         raise UsageError(failed)
-
-
-def size_of(text: str) -> int:
-    """`80g` in bytes, of 2**30 each; a number alone is bytes."""
-    match = _SIZE.fullmatch(text)
-    size = round(float(match[1]) * GIB) if match else int(text) if _BYTES.fullmatch(text) else 0
-    if size < GIB:
-        raise UsageError(f"--gpu {text}: expected a size such as 24g, 48g or 80g, or bytes.")
-    return size

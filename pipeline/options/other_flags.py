@@ -194,7 +194,7 @@ OF_FLAGS = (
         "depend on the order."),
     named("gradient_checkpointing grad_checkpoint activation_checkpointing", ALL,
         "train.gradient_checkpointing",
-        "Off unless set; TRL's is on."),
+        "auto recomputes where activations do not fit (train.memory); TRL always does."),
     named("ring_attn_size ds.ring_attn_size sequence_parallel_degree sp "
         "enable_sequence_parallelism", (AXOLOTL, OPENRLHF, COLOSSAL), "train.sequence_parallel",
         "A number of ranks; 1 is without."),

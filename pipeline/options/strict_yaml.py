@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
@@ -25,12 +25,18 @@ def from_yaml(text: str) -> Any:
 def setting_value(name: str, text: str, *, where: str) -> Any:
     """The value of a setting that is given as text: itself, where the setting is a text."""
     section, _, key = name.partition(".")
-    if isinstance(getattr(getattr(Config(), section, None), key, None), str):
+    options = getattr(Config(), section, None)
+    # One that is true, false or a word is read as the first two are written.
+    if isinstance(getattr(options, key, None), str) and not _may_be_switch(options, key):
         return text
     try:
         return from_yaml(text)
     except UNREADABLE as error:
         raise UsageError(f"{where}: the value is not readable as YAML.") from error
+
+
+def _may_be_switch(options: Any, key: str) -> bool:
+    return bool in get_args(get_type_hints(type(options))[key])
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -116,9 +116,9 @@ class MemoryPlanner:
         train = self.planned.train
         chosen = train.deepspeed
         if chosen == "auto":
-            way = Way(learning, chosen, train.gradient_checkpointing)
+            way = Way(learning, chosen, train.recomputes)
             chosen = f"zero{self.setting(way).stage}"
-        return Way(learning, chosen, train.gradient_checkpointing)
+        return Way(learning, chosen, train.recomputes)
 
     def ways(self) -> Iterator[Way]:
         """All that the table compares."""
@@ -163,7 +163,7 @@ class MemoryPlanner:
             is_adapted=way.learning != "full",
             checkpointing=way.checkpointing,
         )
-        if way.checkpointing and self.planned.train.checkpoint_offload:
+        if way.checkpointing and self.planned.train.offloads_inputs:
             engine, traced = replace(engine, host=engine.host + traced.kept), traced.without_kept()
         return engine, traced
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...schemas.config import Config
 from .memory_plan import Components, MemoryPlanner, Way
-from .remedies import Attempt, Changes, Situation, attempts, changed
+from .remedies import REMEDIES, Attempt, Changes, Remedy, Situation, attempts, changed
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The bytes that a rank can fill of its GPU, and of the CPU's memory."""
+
+    usable: int
+    host: float = math.inf
+
+    def hold(self, components: Components) -> bool:
+        """Whether it fits into both."""
+        return components.peak <= self.usable and components.host <= self.host
 
 
 @dataclass(frozen=True)
@@ -21,25 +34,31 @@ class Tried:
 
 
 def search(
-    now: Situation, planner_of: Callable[[Config], MemoryPlanner], usable: int, own: Tried
+    now: Situation,
+    planner_of: Callable[[Config], MemoryPlanner],
+    limits: MemoryLimits,
+    own: Tried,
+    remedies: Sequence[Remedy] = REMEDIES,
 ) -> Tried:
-    """The trial with the least changes that fits into `usable` bytes, or else the smallest one."""
+    """The trial with the least changes that fits, or else the smallest one."""
     nearest = own
-    for attempt in attempts(now):
+    for attempt in attempts(now, remedies):
         # Tracing takes a second: of each attempt the smallest choice comes first, and none where
         # the update alone takes too much.
         *gentler, smallest = attempt.choices
         planner = planner_of(changed(now.config, smallest))
-        limit = max(usable, nearest.components.peak)
+        limit = max(limits.usable, nearest.components.peak)
         if not planner.is_possible(planner.own_way) or _update_of(planner) > limit:
             continue
         found = _trial(attempt, smallest, planner)
-        if found.components.peak > usable:
+        if found.components.host > limits.host:
+            continue
+        if not limits.hold(found.components):
             nearest = min(nearest, found, key=lambda one: one.components.peak)
             continue
         for changes in gentler:
             more = _trial(attempt, changes, planner_of(changed(now.config, changes)))
-            if more.components.peak <= usable:
+            if limits.hold(more.components):
                 return more
         return found
     return nearest

@@ -12,7 +12,7 @@ from ..options.declared import flag_of
 from .memory_plan import Components, Way
 from .memory_search import Tried
 from .remedies import flags_of
-from .run_plan import USABLE, RunPlan
+from .run_plan import RunPlan
 from .scoring_plan import Scoring
 from .workload import Workload
 
@@ -58,20 +58,36 @@ def _wrapped(text: str, width: int = WIDTH) -> list[str]:
 
 def _verdict(plan: RunPlan) -> Iterator[str]:
     """Whether it fits, and the flags to copy if it does not."""
-    request, needs = plan.request, gib(plan.own.peak)
-    if not request.gpu_bytes:
+    budget, needs = plan.choice.budget, gib(plan.own.peak)
+    if not budget.size:
         yield from _wrapped(
             f"Needs {needs} GiB on each rank. Pass --gpu 24g (48g, 80g) to be told whether that "
             "fits, and what would."
         )
         return
-    usable = f"{gib(request.usable_bytes)} that can be used ({USABLE:.0%} of"
-    size = f"{gib(request.gpu_bytes)})"
-    if plan.remedy is None:
-        yield from _wrapped(f"Fits: needs {needs} GiB of the {usable} {size}.")
-        return
-    yield from _wrapped(f"Does not fit: needs {needs} GiB of the {usable} {size}.")
-    yield from _remedy_lines(plan, plan.remedy)
+    verdict = "Does not fit" if plan.remedy else "Fits"
+    yield from _wrapped(f"{verdict}: needs {needs} GiB of the {budget}.")
+    if plan.choice.found.changes:
+        yield from _chosen_lines(plan)
+    if plan.remedy:
+        yield from _remedy_lines(plan, plan.remedy)
+
+
+def _chosen_lines(plan: RunPlan) -> Iterator[str]:
+    """What a training chooses by itself, with the flags that say the same."""
+    found = plan.choice.found
+    kind = "Nearest of what is chosen" if plan.remedy else "Chosen"
+    yield from _wrapped(
+        f"{kind}, since {gib(plan.choice.given.components.peak)} GiB would be needed without: "
+        f"{found.attempt}. A training does so by itself; the same as flags:"
+    )
+    yield from ("", f"  {flags_of(found.changes, plan.given_by_set)}")
+    if plan.remedy:
+        yield ""
+    elif more := [*plan.choice.advice()]:
+        yield ""
+        for line in more:
+            yield from _wrapped(f"{line[:1].upper()}{line[1:]}.")
 
 
 def _remedy_lines(plan: RunPlan, remedy: Tried) -> Iterator[str]:
@@ -80,7 +96,7 @@ def _remedy_lines(plan: RunPlan, remedy: Tried) -> Iterator[str]:
         yield from _wrapped(f"Fits with {gib(peak)} GiB: {remedy.attempt}. Add:")
     elif flags:
         yield from _wrapped(
-            f"Nothing tried fits. {gib(peak - plan.request.usable_bytes)} GiB too large is the "
+            f"Nothing tried fits. {gib(peak - plan.choice.budget.usable)} GiB too large is the "
             f"nearest: {remedy.attempt}. Use larger GPUs or more of them, or a smaller model. Its "
             "flags:"
         )
@@ -202,6 +218,8 @@ def _stage_one_memory(scoring: Scoring) -> Iterator[tuple[str, str]]:
 def _parts(plan: RunPlan) -> list[str]:
     """The components of the settings, beside those of the flags to copy."""
     shown = {str(plan.own_way): plan.own}
+    if plan.choice.found.changes:
+        shown = {"without": plan.choice.given.components, "chosen": plan.own}
     if plan.remedy and plan.remedy.changes:
         shown = {"as given": plan.own, "with flags": plan.remedy.components}
     names = {**{name: name for name in COLUMNS}, "peak": "peak", "host": "on the CPU"}
@@ -214,7 +232,7 @@ def _parts(plan: RunPlan) -> list[str]:
 
 def _ways(plan: RunPlan) -> list[str]:
     """The peak of every way, with activations kept and with recomputed ones."""
-    is_sized, peaks = bool(plan.request.gpu_bytes), dict(plan.memory)
+    is_sized, peaks = bool(plan.choice.budget.size), dict(plan.memory)
     names = {"kept": False, "recomputed": True}
     head = [part for name in names for part in ((name, "fits") if is_sized else (name,))]
     rows = []
@@ -230,7 +248,7 @@ def _ways(plan: RunPlan) -> list[str]:
 
 def _cells(plan: RunPlan, one: Components | None) -> list[str]:
     peak = gib(one.peak) if one else "-"
-    if not plan.request.gpu_bytes:
+    if not plan.choice.budget.size:
         return [peak]
     return [peak, "-" if one is None else "yes" if plan.fits(one) else "no"]
 

@@ -16,7 +16,8 @@ from ..options.declared import facts_of
 from ..options.settings import flatten
 
 Changes: TypeAlias = dict[str, Any]  # settings by their dotted names
-FEWEST_TOKENS = 2048  # in a micro-batch; the matrix products of fewer leave a GPU idle
+# In a micro-batch: the matrix products of fewer leave a GPU idle; a CPU asks for less.
+FEWEST_TOKENS = {"cuda": 2048, "cpu": 256}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Situation:
     ranks: int
     tokens: int  # in the largest micro-batch
     longest: int  # row, in tokens
+    device: str = "cuda"
 
     @property
     def spreads_weights(self) -> bool:
@@ -57,7 +59,7 @@ class Remedy:
 
 def _smaller(now: Situation) -> list[Changes]:
     sizes = [1 << power for power in range((now.tokens - 1).bit_length() - 1, 0, -1)]
-    return [{"train.tokens_per_batch": size} for size in sizes if size >= FEWEST_TOKENS]
+    return [{"train.tokens_per_batch": size} for size in sizes if size >= FEWEST_TOKENS[now.device]]
 
 
 def _gradients_spread(now: Situation) -> list[Changes]:
@@ -71,20 +73,33 @@ def _weights_spread(now: Situation) -> list[Changes]:
     return [{"train.deepspeed": "zero3"}] if is_useful else []
 
 
+def _inputs_offloaded(now: Situation) -> list[Changes]:
+    """On a CPU the memory that they would move to is the same."""
+    is_useful = now.device != "cpu"
+    return [_RECOMPUTED | {"train.checkpoint_offload": True}] if is_useful else []
+
+
 def _offloaded(now: Situation) -> list[Changes]:
-    return [{"train.deepspeed": "zero2-offload"}] if not now.offloads else []
+    is_new = not now.offloads and now.device != "cpu"
+    return [{"train.deepspeed": "zero2-offload"}] if is_new else []
 
 
 def _all_offloaded(now: Situation) -> list[Changes]:
-    is_new = now.offloads < 2 and now.spreads_weights
+    is_new = now.offloads < 2 and now.spreads_weights and now.device != "cpu"
     return [{"train.deepspeed": "zero3-offload"}] if is_new else []
 
 
 def _shared(now: Situation) -> list[Changes]:
     """Only a row that is long by itself does not become shorter in smaller micro-batches."""
     is_new = now.config.train.sequence_parallel == 1 < now.ranks
-    is_useful = is_new and now.longest > FEWEST_TOKENS
+    is_useful = is_new and now.longest > FEWEST_TOKENS[now.device]
     return [{"train.sequence_parallel": now.ranks}] if is_useful else []
+
+
+def _short_states(now: Situation) -> list[Changes]:
+    """Only ZeRO 2 and 3 keep them so."""
+    whole = {"train.deepspeed": "zero2"} if now.stage < 2 else {}
+    return [{"train.optimizer_dtype": "bfloat16"} | whole]
 
 
 def _packed(now: Situation) -> list[Changes]:
@@ -100,12 +115,10 @@ REMEDIES = (
     Remedy("activations recomputed", lambda _: [_RECOMPUTED]),
     Remedy("ZeRO 3", _weights_spread),
     Remedy("sequences shared by the ranks", _shared),
-    Remedy(
-        "activations recomputed, and their inputs kept on the CPU",
-        lambda _: [_RECOMPUTED | {"train.checkpoint_offload": True}],
-    ),
+    Remedy("activations recomputed, and their inputs kept on the CPU", _inputs_offloaded),
     Remedy("the optimizer on the CPU", _offloaded, keeps_run=False),
     Remedy("weights and the optimizer on the CPU", _all_offloaded, keeps_run=False),
+    Remedy("the optimizer's states in bfloat16", _short_states, keeps_run=False),
     Remedy("LoRA", lambda _: [{"lora.enabled": True}], keeps_run=False),
     Remedy("LoRA on weights in 4 bits", _packed, keeps_run=False),
 )

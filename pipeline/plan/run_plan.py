@@ -5,35 +5,30 @@ From the settings, a cache's lengths or given ones, and config.json; no weight i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from ...schemas.batches import World
-from ...schemas.config import Config, ModelOptions
+from ...schemas.config import Config
 from ...schemas.errors import UsageError
-from ...schemas.train_options import TrainOptions
 from ...stages.engine.engine_memory import Elements
 from ...stages.methods.recipe import Recipe
 from ...stages.methods.table import recipe_of
 from ...stages.model.loading.folder_check import require_peft
 from ...stages.model.loading.load import DTYPES
-from ...stages.model.loading.placement import chosen_device
+from ...stages.model.loading.placement import chosen_device, device_bytes
 from ...stages.storage.run.run_store import run_folder_of
 from ...stages.tracking.journal import entry_batches
 from ..options.settings import Settings
-from .fitted_batches import planned_tokens
-from .memory_plan import Components, MemoryPlanner, Planned, Way
-from .memory_search import Tried, search
+from .memory_choice import USABLE, Budget, Choice, PlanFacts, chosen
+from .memory_plan import Components, MemoryPlanner, Way
+from .memory_search import Tried
 from .planned_rows import GivenRows, PlannedRows, known_dtype, planned_rows
-from .remedies import Attempt, Situation, changed
+from .remedies import changed
 from .scoring_plan import Scoring
 from .setting_checks import learning_rate_note, require_effect
-from .workload import Workload, feed_settings, workload_of
-
-USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
+from .workload import Workload
 
 
 @dataclass(frozen=True)
@@ -74,10 +69,15 @@ class RunPlan:
     reference: ReferenceCost
     planner: MemoryPlanner
     own: Components  # what the settings need
+    choice: Choice  # of the settings that are `auto`
     request: PlanRequest
-    remedy: Tried | None  # if they do not fit: what does, or comes nearest
     given_by_set: frozenset[str]
     note: str  # on the learning rate; empty: none
+
+    @property
+    def remedy(self) -> Tried | None:
+        """Where what was chosen does not fit: what does, or comes nearest."""
+        return self.choice.remedy
 
     @property
     def dtype(self) -> str:
@@ -103,29 +103,24 @@ class RunPlan:
         return self.workload.tokens / rate if rate else 0.0
 
     def fits(self, components: Components) -> bool:
-        """Whether it fits a GPU of the size that was asked for."""
-        return components.peak <= self.request.usable_bytes
+        """Whether it fits into the memory that was asked for."""
+        return components.peak <= self.choice.budget.usable
 
 
 def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     """Plans the training of these settings."""
-    config, recipe = settings.config, _recipe(settings)
-    device = "cuda" if request.is_for_gpu else chosen_device(config.model)
-    rows = planned_rows(config, recipe, request.rows, device)
-    _require_dealt(request.gpus, config.train.sequence_parallel)
-    work_of = cache(partial(_workload, rows, recipe, request.gpus, device))
-    workload = work_of(config.train)
-    planner = _planner(config, recipe, rows.policy, workload, device=device, ranks=request.gpus)
-
-    def planner_of(other: Config) -> MemoryPlanner:
-        work = work_of(other.train)
-        return planner.changed(other.train, other.lora, work.trees(), work.micro_batches)
-
-    own = planner.own_way
-    as_given = Tried(Attempt((), ({},)), {}, own, planner.components(own))
-    is_small = 0 < request.usable_bytes < as_given.components.peak
-    remedy = _remedy(config, request, workload, planner_of, as_given) if is_small else None
-    advised = changed(config, remedy.changes) if remedy else config
+    asked, recipe = settings.config, _recipe(settings)
+    device = "cuda" if request.is_for_gpu else chosen_device(asked.model)
+    rows = planned_rows(asked, recipe, request.rows, device)
+    _require_dealt(request.gpus, asked.train.sequence_parallel)
+    here = 0 if request.is_for_gpu else device_bytes(device)
+    request = replace(request, gpu_bytes=request.gpu_bytes or here)
+    budget = Budget.of(asked.train, request.gpu_bytes)
+    choice = chosen(asked, _facts(rows, recipe, asked, device, request.gpus, budget))
+    config = choice.config
+    planner, workload = choice.planning.planner(config), choice.planning.workload(config.train)
+    own, remedy = planner.own_way, choice.remedy
+    advised = changed(asked, remedy.changes) if remedy else config
     origins = settings.origins.items()
     return RunPlan(
         method=recipe.name,
@@ -136,9 +131,9 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         scoring=rows.scoring,
         reference=_reference(planner, own, workload),
         planner=planner,
-        own=as_given.components,
+        own=choice.found.components,
+        choice=choice,
         request=request,
-        remedy=remedy,
         given_by_set=frozenset(name for name, origin in origins if origin == "--set"),
         note=learning_rate_note(advised.train, advised.lora),
     )
@@ -154,28 +149,19 @@ def _recipe(settings: Settings) -> Recipe:
     return recipe_of(config.train.method, config.method)
 
 
-def _planner(
-    config: Config,
-    recipe: Recipe,
-    policy: ModelOptions,
-    workload: Workload,
-    *,
-    device: str,
-    ranks: int,
-) -> MemoryPlanner:
-    return MemoryPlanner(
-        Planned(
-            policy,
-            config.train,
-            config.lora,
-            dtype=known_dtype(policy.path, config.train.dtype),
-            device=device,
-            ranks=ranks,
-            head=recipe.head,
-            layout="flex" if device == "cuda" else "packed",
-            trees=workload.trees(),
-            micro_batches=workload.micro_batches,
-        )
+def _facts(
+    rows: PlannedRows, recipe: Recipe, config: Config, device: str, ranks: int, budget: Budget
+) -> PlanFacts:
+    return PlanFacts(
+        rows.policy,
+        known_dtype(rows.policy.path, config.train.dtype),
+        recipe,
+        rows.table,
+        rows=rows.count,
+        held_out=rows.held_out,
+        device=device,
+        ranks=ranks,
+        budget=budget,
     )
 
 
@@ -184,32 +170,6 @@ def _require_dealt(ranks: int, sharing: int) -> None:
         raise UsageError(
             f"train.sequence_parallel is {sharing}: --gpus has to be a multiple of it."
         )
-
-
-def _remedy(
-    config: Config,
-    request: PlanRequest,
-    work: Workload,
-    planner_of: Callable[[Config], MemoryPlanner],
-    as_given: Tried,
-) -> Tried:
-    now = Situation(
-        config=config,
-        stage=planner_of(config).setting(as_given.way).stage,
-        ranks=request.gpus,
-        tokens=work.micro_tokens // work.sharing,
-        longest=work.longest,
-    )
-    return search(now, planner_of, request.usable_bytes, as_given)
-
-
-def _workload(
-    rows: PlannedRows, recipe: Recipe, ranks: int, device: str, train: TrainOptions
-) -> Workload:
-    world = World(0, ranks, 0, train.sequence_parallel)
-    tokens = planned_tokens(train, device)
-    feed = feed_settings(train, recipe, world, tokens=tokens, pads=False)
-    return workload_of(rows.table, feed, train, rows=rows.count, held_out=rows.held_out)
 
 
 def _reference(planner: MemoryPlanner, way: Way, workload: Workload) -> ReferenceCost:

@@ -32,11 +32,12 @@ def require_effect(settings: Settings) -> None:
             f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
             "train.schedule, or unset it."
         )
-    if train.checkpoint_offload and not train.gradient_checkpointing:
+    if train.offloads_inputs and not train.recomputes:
         raise UsageError(
-            "train.checkpoint_offload is on, but train.gradient_checkpointing is off: nothing is "
-            "kept that could wait on the CPU. Set the latter, or unset the former."
+            "train.checkpoint_offload is on, but train.gradient_checkpointing is not: nothing "
+            "would be kept that could wait on the CPU. Set the latter, or unset the former."
         )
+    bytes_of(train.memory, name="train.memory")
     _require_best(train)
     _require_read_by_optimizer(settings)
 
@@ -127,6 +128,23 @@ def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
         f"note: train.lr is {train.lr:g}, which is usual where all weights learn; LoRA usually "
         "learns at 1e-4 to 2e-4 (--lr 1e-4)."
     )
+
+
+_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([gm])(?:i?b)?", re.IGNORECASE)
+_BYTES = re.compile("[0-9]{1,18}")
+_UNITS = {"g": 2**30, "m": 2**20}
+
+
+def bytes_of(text: str, *, name: str, least: int = 2**20) -> int:
+    """`80g` or `512m` in bytes, by powers of 1,024; a number alone is bytes; empty: 0."""
+    if not text:
+        return 0
+    match = _SIZE.fullmatch(text)
+    exact = int(text) if _BYTES.fullmatch(text) else 0
+    size = round(float(match[1]) * _UNITS[match[2].lower()]) if match else exact
+    if size < least:
+        raise UsageError(f"{name} is {text!r}; expected a size such as 24g, 80g or bytes.")
+    return size
 
 
 _PARTS = re.compile("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"))

@@ -33,6 +33,18 @@ PRESETS = {
     "zero3": Preset(3),
     "zero3-offload": Preset(3, ("offload_optimizer", "offload_param")),
 }
+
+
+def preset_of(stage: int, *, offloads: bool) -> str:
+    """The preset of a ZeRO stage, with the optimizer on the CPU or not."""
+    wanted = max(stage, 2) if offloads else stage
+    return next(
+        name
+        for name, preset in PRESETS.items()
+        if preset.stage == wanted and bool(preset.offloads) == offloads
+    )
+
+
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 LARGEST_FILE = 1_048_576
 SMALLEST_BUCKET = 1_000_000

@@ -97,8 +97,8 @@ def load_policy(
         raise UsageError(
             f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
         )
-    if train.gradient_checkpointing:
-        policy.recompute_activations(on_host=train.checkpoint_offload)
+    if train.recomputes:
+        policy.recompute_activations(on_host=train.offloads_inputs)
     return policy
 
 

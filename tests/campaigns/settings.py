@@ -23,13 +23,12 @@ import yaml  # noqa: E402
 from campaigns import hostile_settings, runner  # noqa: E402
 from campaigns.cases import Campaign, End, tried  # noqa: E402
 
-from align.pipeline.commands.train_commands import size_of  # noqa: E402
 from align.pipeline.executors.executor import share_of  # noqa: E402
 from align.pipeline.executors.ray_actors import workers_of  # noqa: E402
 from align.pipeline.options.first_checks import asked_recipe  # noqa: E402
 from align.pipeline.options.flags import parse_map  # noqa: E402
 from align.pipeline.options.settings import flatten, load_settings, template  # noqa: E402
-from align.pipeline.plan.setting_checks import require_effect, seconds_of  # noqa: E402
+from align.pipeline.plan.setting_checks import bytes_of, require_effect, seconds_of  # noqa: E402
 from align.pipeline.train.trials import trials_of, varied_by  # noqa: E402
 from align.schemas.config import Config  # noqa: E402
 from align.schemas.option import FACTS  # noqa: E402
@@ -301,7 +300,8 @@ def method_case(draw, path):
 
 TEXTS = {
     "train.max_time": lambda text: seconds_of(text, name="train.max_time"),
-    "--gpu": size_of,
+    "--gpu": lambda text: bytes_of(text, name="--gpu"),
+    "train.memory": lambda text: bytes_of(text, name="train.memory"),
     "--ray-workers": workers_of,
     "--part": lambda text: share_of(text, {}),
     "--map": lambda text: parse_map([text]),

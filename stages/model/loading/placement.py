@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,21 @@ def chosen_device(options: ModelOptions) -> str:
     if options.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return options.device
+
+
+def device_bytes(device: str) -> int:
+    """The memory of this process' GPU; 0 for a CPU, whose memory is not this process' alone."""
+    if device != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def host_bytes() -> int:
+    """The memory of this machine's CPU, or what a container allows of it."""
+    allowed = Path("/sys/fs/cgroup/memory.max")
+    limit = allowed.read_text().strip() if allowed.is_file() else ""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(whole, int(limit)) if limit.isdigit() else whole
 
 
 def without_cudnn_attention() -> None:

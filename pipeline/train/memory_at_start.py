@@ -1,0 +1,82 @@
+"""Before weights are loaded: what is `auto` in a run's settings, decided by the plan."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from ...schemas.batches import World
+from ...schemas.checkpoint import RunIdentity
+from ...schemas.config import Config
+from ...stages.engine.deepspeed_config import preset_of
+from ...stages.engine.distributed import gathered
+from ...stages.feed.train_source import TrainSource
+from ...stages.methods.recipe import Recipe
+from ...stages.model.loading.load import first_line
+from ...stages.model.loading.placement import chosen_device, device_bytes, host_bytes
+from ..plan.memory_choice import Budget, PlanFacts, chosen, decided
+from ..plan.planned_rows import known_dtype
+from ..plan.remedies import Changes
+from .resume import Start
+from .training_job import TrainingJob
+
+logger = logging.getLogger("align")
+
+# A model whose layers do not run without weights fails in one of these ways.
+UNTRACED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+
+
+def facts_of_run(
+    job: TrainingJob, recipe: Recipe, source: TrainSource, world: World, start: Start | None
+) -> PlanFacts:
+    """The facts that `align plan` has of a cache, and those of this machine and this run."""
+    train, device = job.config.train, chosen_device(job.policy)
+    # The GPUs of a training may differ: all ranks choose for the smallest.
+    every = gathered(world, (device_bytes(device), host_bytes(), socket.gethostname()))
+    machines = [machine for *_, machine in every]
+    host = min(size // machines.count(machine) for _, size, machine in every)
+    begun = start.checkpoint.position.identity if start and start.checkpoint else None
+    return PlanFacts(
+        job.policy,
+        known_dtype(job.policy.path, train.dtype),
+        recipe,
+        source.index.train,
+        rows=source.rows_per_epoch,
+        held_out=source.eval_rows,
+        device=device,
+        ranks=world.size,
+        budget=Budget.of(train, min(size for size, *_ in every)),
+        host=host,
+        begun=begun_preset(begun, world.size) if begun else "",
+    )
+
+
+def changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[str, ...]]:
+    """The settings that are decided, and what to say of it; refuses what train.memory forbids."""
+    if not facts.budget.size:
+        return decided(config.train), ()
+    try:
+        choice = chosen(config, facts)
+        lines = tuple(choice.lines())
+    except UNTRACED as error:
+        if facts.budget.is_asked:
+            raise
+        logger.warning(
+            "The memory of this model cannot be planned (%s): what is auto is as without a plan.",
+            first_line(error),
+        )
+        return decided(config.train), ()
+    choice.require_fitting()
+    return choice.changes, lines
+
+
+def begun_preset(begun: RunIdentity, ranks: int) -> str:
+    """The preset that a resumed run goes on with if it has to keep one; empty: any.
+
+    An optimizer that moved to the CPU, or back, would compute as another one.
+    """
+    kept = begun.computed.get("deepspeed zero_optimization.offload_optimizer.device", "'none'")
+    is_offloaded = kept != "'none'"
+    if begun.world_size == ranks:
+        return preset_of(begun.zero_stage, offloads=is_offloaded)
+    return preset_of(2, offloads=True) if is_offloaded else ""

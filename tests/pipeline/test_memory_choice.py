@@ -1,0 +1,205 @@
+"""What `auto` chooses for a budget of memory: beside all combinations, and in trainings."""
+
+import gc
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from align.pipeline.options.settings import flatten, load_settings
+from align.pipeline.plan.memory_choice import OPEN, USABLE, Budget, chosen
+from align.pipeline.plan.planned_rows import GivenRows
+from align.pipeline.plan.remedies import changed
+from align.pipeline.plan.run_plan import PlanRequest, plan_run
+from align.pipeline.train.memory_at_start import begun_preset, facts_of_run
+from align.schemas.checkpoint import RunIdentity
+from align.stages.engine.distributed import joined_world
+from align.stages.feed.cache_index import ShardColumns, unchecked
+from align.stages.feed.train_source import open_source
+from align.stages.model.head.fused_head_backward import BUFFER_BYTES
+from align.stages.model.memory.live_memory import LiveMemory
+from bench.memory_plan import WITHIN
+from support.command import align, refusal
+from support.training_world import ALONE, job_of, learn
+
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2000,
+}
+GPUS = 2
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A plan for two GPUs without a limit."""
+    folder = tmp_path_factory.mktemp("policy")
+    LlamaConfig(dtype="bfloat16", **TINY).save_pretrained(folder)
+    sets = {"train.method": "dpo", "train.model": str(folder), "train.batch_size": 256}
+    request = PlanRequest(gpus=GPUS, is_for_gpu=True, rows=GivenRows(1000, 50, 50))
+    return plan_run(load_settings({}, sets, file=None, command="plan"), request)
+
+
+def within(choice_or_facts, usable):
+    """Facts with a budget of which so many bytes can be used."""
+    return replace(choice_or_facts, budget=Budget(math.ceil((usable + 1) / USABLE)))
+
+
+# Every value that the settings may take, with what it counts: a later one in the list of remedies
+# counts more than all before it together.
+TOKENS = {0: 0, 8192: 1, 4096: 1, 2048: 1}
+STAGES = {"auto": 0, "zero2": 2, "zero3": 8, "zero2-offload": 32, "zero3-offload": 64}
+RECOMPUTED = {("auto", "auto"): 0, (True, "auto"): 4, (True, True): 16}
+
+
+def every_combination(planning, config):
+    """Each with its place in the order, and its peak."""
+    for tokens, stage, (recomputes, offloads) in product(TOKENS, STAGES, RECOMPUTED):
+        values = (tokens, recomputes, offloads, stage)
+        made = changed(config, dict(zip(OPEN, values, strict=True)))
+        planner = planning.planner(made)
+        peak = planner.components(planner.own_way).peak
+        cost = TOKENS[tokens] + STAGES[stage] + RECOMPUTED[recomputes, offloads]
+        yield (cost, -tokens), values, peak
+
+
+def test_the_choice_is_the_first_of_all_combinations_that_fits(tiny):
+    planning = tiny.choice.planning
+    config, facts = planning.config, planning.facts
+    every = sorted(every_combination(planning, config))
+    peaks = sorted({peak for *_, peak in every}, reverse=True)
+    seen = set()
+    for usable in (*peaks[:: len(peaks) // 6], peaks[-1]):
+        choice = chosen(config, within(facts, usable))
+        values = next(values for _, values, peak in every if peak <= usable)
+        taken = flatten(changed(config, choice.found.changes))
+        assert tuple(taken[name] for name in OPEN) == values
+        assert choice.fits
+        assert choice.found.components.peak <= usable
+        seen.add(values)
+    assert len(seen) > 4
+    too_small = chosen(config, within(facts, peaks[-1] - 10_000))
+    assert not too_small.fits
+    assert too_small.found.components.peak == peaks[-1]
+
+
+def test_what_was_set_stays_and_what_changes_numbers_is_only_named(tiny):
+    config, facts = tiny.choice.planning.config, tiny.choice.planning.facts
+    least = chosen(config, within(facts, 0)).found.components.peak
+    fixed = {"train.gradient_checkpointing": False, "train.deepspeed": "zero1"}
+    choice = chosen(changed(config, fixed), within(facts, least))
+    assert {*choice.found.changes} == {"train.tokens_per_batch"}
+    assert flatten(choice.config).items() >= fixed.items()
+    assert not choice.fits
+    assert choice.remedy.changes.keys() & fixed.keys()
+    # Nothing but what is open is ever another than it was.
+    before, after = flatten(config), flatten(chosen(config, within(facts, least)).config)
+    assert {name for name in before if before[name] != after[name]} <= OPEN.keys()
+
+
+def test_nothing_goes_to_a_cpu_that_has_no_room_for_it(tiny):
+    config, facts = tiny.choice.planning.config, tiny.choice.planning.facts
+    least = chosen(config, within(facts, 0))
+    assert least.found.components.host > 0
+    choice = chosen(config, replace(within(facts, least.found.components.peak), host=0))
+    assert choice.found.components.host == 0
+    assert not choice.fits
+
+
+def test_a_run_that_goes_on_keeps_its_optimizer_where_it_is(tiny):
+    config, facts = tiny.choice.planning.config, tiny.choice.planning.facts
+    smallest = within(facts, 0)
+    for begun in ("zero1", "zero3"):
+        choice = chosen(config, replace(smallest, begun=begun))
+        assert not choice.found.way.offloads
+    kept = chosen(config, replace(within(facts, 2**40), begun="zero2-offload"))
+    assert kept.config.train.deepspeed == "zero2-offload"
+    name = "deepspeed zero_optimization.offload_optimizer.device"
+    identity = RunIdentity("root", GPUS, 2, settings={}, computed={name: "'cpu'"})
+    assert begun_preset(identity, GPUS) == "zero2-offload"
+    assert begun_preset(identity, 5) == "zero2-offload"
+    plain = replace(identity, computed={}, zero_stage=3)
+    assert begun_preset(plain, GPUS) == "zero3"
+    assert begun_preset(plain, 5) == ""
+
+
+def facts_on(job):
+    """The facts of a training on this machine."""
+    source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(unchecked))
+    return facts_of_run(job, job.recipe, source, ALONE, None)
+
+
+def asked(world, memory=0, **settings):
+    """A training of which so many bytes can be used; 0: without a limit."""
+    size = str(math.ceil((memory + 1) / USABLE)) if memory else ""
+    settings = {"batch_size": 16, "max_steps": 2, "deepspeed": "auto", **settings}
+    return job_of(world.pairs, "dpo", memory=size, **settings)
+
+
+@pytest.fixture(scope="module")
+def free(training_world):
+    """What is chosen without a limit: nothing."""
+    job = asked(training_world)
+    return chosen(job.config, facts_on(job))
+
+
+@pytest.fixture(scope="module")
+def least(free):
+    """The fewest bytes with which the tiny policy can be trained."""
+    return chosen(free.planning.config, within(free.planning.facts, 0)).found.components.peak
+
+
+def test_trainings_hold_what_was_planned_and_lose_the_same(training_world, free, least):
+    """As it is, in smaller micro-batches, and with activations recomputed as well."""
+    most = free.given.components.peak
+    budgets, losses, taken = (2 * most, (most + least) // 2, least), [], []
+    for usable in budgets:
+        job = asked(training_world, usable)
+        gc.collect()
+        with LiveMemory("cpu") as live, joined_world() as world:
+            session, recorded = learn(job, world)
+        choice = chosen(job.config, facts_on(job))
+        assert session.job.config == choice.config
+        # The head's buffer, of one size for every model, is most of what so small a one holds.
+        planned, held = (size - BUFFER_BYTES for size in (choice.found.components.peak, live.most))
+        assert 0 < held <= (1 + WITHIN) * planned
+        losses.append([line["loss"] for _, line in recorded.steps])
+        taken.append(len(choice.found.changes))
+        assert live.most > min(budgets) or usable == min(budgets)
+    assert taken == [0, 1, 2]
+    assert len(losses[0]) == 2
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_a_run_says_what_it_chose_and_goes_on_in_other_memory(training_world, least, tmp_path):
+    run, size = tmp_path / "run", math.ceil((least + 1) / USABLE)
+    words = ("--cache", training_world.pairs, "--method", "dpo", "--batch-size", 32)
+    out = (*words, "--output", run, "--no-mlflow", "--max-steps", 1)
+    told = refusal(2, "train", *out, "--memory", size - 100_000)
+    assert "does not fit" in told
+    assert "MiB too much" in told
+    assert not run.exists() or not (run / "model").exists()
+
+    first = align("train", *out, "--memory", size)
+    assert first.code == 0, first
+    assert "memory: chosen to fit: smaller micro-batches, activations recomputed" in first.err
+    recorded = yaml.safe_load((run / "config.yaml").read_text())["train"]
+    given = {"train.cache": str(training_world.pairs), "train.method": "dpo"}
+    sets = {"train.memory": str(size), "train.batch_size": 32, "train.max_steps": 1}
+    plan = plan_run(load_settings(given, sets, file=None, command="plan"), PlanRequest())
+    found = {name: value for name, value in plan.choice.changes.items() if name in OPEN}
+    assert {f"train.{name}": value for name, value in recorded.items()}.items() >= found.items()
+    assert found["train.gradient_checkpointing"] is True
+
+    again = align("train", *out, "--max-steps", 2, "--resume", "auto")
+    assert again.code == 0, again
+    assert "chosen to fit" not in again.err
+    kept = yaml.safe_load((run / "config.yaml").read_text())["train"]
+    assert (kept["gradient_checkpointing"], kept["tokens_per_batch"]) == (False, 0)
