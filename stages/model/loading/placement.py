@@ -12,7 +12,6 @@ from transformers import distributed
 
 from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
-from ...engine.launchers import slurm_environment
 
 
 def placement(options: ModelOptions) -> dict[str, Any]:
@@ -94,8 +93,8 @@ def without_cudnn_attention() -> None:
 
 def rank_device(device: str) -> str:
     """The device of this rank: under a launcher every rank of a machine has its own GPU."""
-    # A rank that never meets the others has what srun says of it, and no LOCAL_RANK.
-    of_srun = slurm_environment(os.environ).get("LOCAL_RANK", "")
+    # A rank of stage 1 never meets the others: it knows what srun says, and has no LOCAL_RANK.
+    of_srun = os.environ.get("SLURM_LOCALID", "") if "SLURM_STEP_ID" in os.environ else ""
     rank = os.environ.get("LOCAL_RANK", of_srun)
     if device != "cuda" or not rank.isdigit():
         return device
