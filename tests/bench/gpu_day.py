@@ -10,8 +10,8 @@ into the marked regions of docs/gpus.md. `--tiny` tries every part with a tiny m
 writes a page beside its records instead. `--scratch` keeps models and caches for the next call.
 
 The order is that of worth for a minute. First the training of eight billion weights, for which a
-GPU is needed most, with what a change to it would move: kept activations, where the time goes, and
-all weights. Then the small model, each method before TRL beside it. Then the
+GPU is needed most, with what a change to it would move: compiled layers, kept activations, where
+the time goes, and all weights. Then the small model, each method before TRL beside it. Then the
 tests, which hold numbers that trainings hold too: they refuse to begin where log-probs differ. A
 first call is enough for what is measured, a second one for the tests.
 """
@@ -34,11 +34,15 @@ from support.rooms import ROOMS
 ROOT = Path(__file__).parents[2]
 # The settings of each side: adapt them here.
 KEPT = ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096")
+COMPILED, PLAIN = ("model.compile=on",), ("model.compile=off",)
+# States as TRL has them, and about the memory that it takes.
+SMALL = ("train.deepspeed=zero2", "train.optimizer_dtype=bfloat16", "train.memory=8g")
 RECOMPUTED = ("train.gradient_checkpointing=true",)
 LORA = {"lora.enabled": True}
 IN_BFLOAT16 = ("train.deepspeed=zero2", "train.optimizer_dtype=bfloat16", "train.beta2=0.95")
 OFFLOADED = ("train.deepspeed=zero2-offload",)
 NOT_ON_CPU = {"train.deepspeed=zero2-offload", "train.deepspeed=zero2"}
+NOT_ON_CPU |= {*COMPILED, *SMALL}  # slow to compile; 8 GB are no bound of a tiny model
 NOT_ON_CPU |= {"train.optimizer_dtype=bfloat16", "train.beta2=0.95"}
 TRL_KEPT = {"gradient_checkpointing": False}
 # cuDNN's attention plans each shape anew: a user who knows that switches it off.
@@ -58,11 +62,13 @@ def trl(model, name, expected, settings):
 MEASURED = (
     ("large", "stage1", 110, "stage_one", ()),
     align("large", "dpo/recomputed", 80, *RECOMPUTED, **LORA),
-    align("large", "dpo/kept", 75, *KEPT, **LORA),
+    align("large", "dpo/kept_compiled", 90, *KEPT, *COMPILED, **LORA),
+    align("large", "dpo/kept", 75, *KEPT, *PLAIN, **LORA),
     align("large", "dpo/profile", 70, *KEPT, function="profile", **LORA),
     ("full", "dpo/bfloat16", 90, "unsaved", ("dpo", (*RECOMPUTED, *IN_BFLOAT16), {}, 105)),
     ("small", "stage1", 45, "stage_one", ()),
     align("small", "dpo/align", 65),
+    align("small", "dpo/asked", 75, *SMALL),
     align("small", "kto/align", 65),
     align("small", "orpo/align", 65),
     trl("small", "dpo/trl_tuned", 70, TRL_TUNED),
