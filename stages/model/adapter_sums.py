@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,8 +41,19 @@ def add_in_products(model: nn.Module) -> int:
         )
         return 0
     for layer in layers:
-        layer.forward = partial(_forward, layer)
+        kind: type = type(layer)
+        layer.__class__ = _adding_in_products(kind)
     return len(layers)
+
+
+@cache
+def _adding_in_products(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of this class of PEFT; decoder layers that hold it can be compiled."""
+
+    def forward(self: nn.Module, inputs: Tensor, *args: Any, **options: Any) -> Tensor:
+        return _forward(kind, self, inputs, *args, **options)
+
+    return type(f"{kind.__name__}InProducts", (kind,), {"forward": forward})
 
 
 def _fitting(model: nn.Module) -> Iterator[Any]:
@@ -61,8 +72,8 @@ def _fitting(model: nn.Module) -> Iterator[Any]:
             yield layer
 
 
-def _forward(layer: Any, inputs: Tensor, *args: Any, **options: Any) -> Tensor:
-    """The layer's output; by PEFT's forward where it does more than add the adapter."""
+def _forward(kind: Any, layer: Any, inputs: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The output; by the forward of PEFT's class where a layer does more than add the adapter."""
     names, base = layer.active_adapters, layer.base_layer
     down, up = layer.lora_A[names[0]], layer.lora_B[names[0]]
     dropout = layer.lora_dropout[names[0]]
@@ -71,7 +82,7 @@ def _forward(layer: Any, inputs: Tensor, *args: Any, **options: Any) -> Tensor:
     # ZeRO-3 makes weights whole in hooks of the modules that hold them.
     is_hooked = any(one._forward_pre_hooks or one._forward_hooks for one in (base, down, up))
     if args or options or is_other or is_hooked or inputs.dtype != down.weight.dtype:
-        own: Tensor = type(layer).forward(layer, inputs, *args, **options)
+        own: Tensor = kind.forward(layer, inputs, *args, **options)
         return own
     adapter = (down.weight, up.weight, layer.scaling[names[0]])
     if type(base) is nn.Linear and base.weight.dtype == inputs.dtype:
@@ -81,7 +92,7 @@ def _forward(layer: Any, inputs: Tensor, *args: Any, **options: Any) -> Tensor:
         return output
     frozen = base(inputs)
     if frozen.dtype != inputs.dtype:
-        return type(layer).forward(layer, inputs)  # type: ignore[no-any-return]
+        return kind.forward(layer, inputs)  # type: ignore[no-any-return]
     added: Tensor = AddedAdapter.apply(frozen, inputs, *adapter)  # type: ignore[no-untyped-call]
     return added
 
@@ -205,7 +216,8 @@ def _apart(layer: Any) -> float:
     B of a fresh adapter is zero, so A and B are drawn: PEFT's forward runs with the same ones.
     """
     with torch.enable_grad(), torch.inference_mode(False):
-        ours, theirs = _numbers(layer, _forward), _numbers(layer, type(layer).forward)
+        ours = _numbers(layer, partial(_forward, type(layer)))
+        theirs = _numbers(layer, type(layer).forward)
     eps = max(8 * torch.finfo(ours[0].dtype).eps, 1e-5)
     distances = [
         (one - other).double().norm() / other.double().norm() / eps

@@ -11,6 +11,7 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model import path_search
+from align.stages.model.adapter_sums import add_in_products
 from align.stages.model.compiled_layers import use_layers
 from align.stages.model.loading.load import add_lora
 from align.stages.model.logprobs import causal_model
@@ -87,10 +88,12 @@ def test_all_layers_share_the_graphs_of_every_length_and_batch(name):
         assert compiled.look() == Compilations(graphs=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_an_adapter_and_recomputed_activations_learn_by_compiled_layers(compiler):
     lora = LoraOptions(enabled=True, rank=2)
     model = drawn_adapter(add_lora(four_layers("llama"), lora, seed=0))
+    assert add_in_products(model)
     own, exact = Policy(deepcopy(model)), deepcopy(model).double().train()
     with compilations() as compiled:
         policy = Policy(model, paths=compiled_by(compiler))
