@@ -277,7 +277,6 @@ def test_a_model_without_weights_is_traced_with_no_more_memory():
     assert max(one.layers for one in ours.moments) <= max(one.layers for one in theirs.moments)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does
 def test_a_layer_compiles_as_one_graph():
     ours, theirs, _ = both()
     inputs, found = torch.randn(2, 5, 32), []

@@ -88,7 +88,6 @@ def test_all_layers_share_the_graphs_of_every_length_and_batch(name):
         assert compiled.look() == Compilations(graphs=2)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_an_adapter_and_recomputed_activations_learn_by_compiled_layers(compiler):
     lora = LoraOptions(enabled=True, rank=2)
