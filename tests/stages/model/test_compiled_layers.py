@@ -26,6 +26,7 @@ from support.families import SLIDING, TREE_FAMILIES, drawn_adapter, drawn_trees,
 pytestmark = pytest.mark.numeric
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral with a window")
+QUICK = ("llama", "gemma3", "mistral with a window")  # one of each kind of layer
 BATCHES = [drawn_trees(seed, tokens=200 + 150 * seed, longest=20 + 10 * seed) for seed in range(3)]
 FOUR = {"num_hidden_layers": 4}  # of both kinds, where there are two
 WINDOWS = {**FOUR, "layer_types": 2 * SLIDING["layer_types"]}
@@ -71,7 +72,9 @@ def require_as_near(policy, own, exact, trees):
         assert (some - true).abs().max() <= bound
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.long) for one in FAMILIES]
+)
 def test_all_layers_share_the_graphs_of_every_length_and_batch(name):
     model = four_layers(name)
     own = Policy(deepcopy(model))

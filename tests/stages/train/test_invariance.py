@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from support import plain_loop
 from support.rounding import EPSILON, NATS, STEP, apart, largest_difference
-from support.training_ranks import ALONE, EXPERTS, OTHERS, SPREAD
+from support.training_ranks import ALONE, COMPILED, EXPERTS, OTHERS, SPREAD
 from support.training_world import job_of, learn
 
 pytestmark = pytest.mark.numeric
@@ -151,7 +151,7 @@ def test_nothing_changes_a_result_of_any_method(launch):
     shared = [(stage, ranks) for stage in (0, 1, 3) for ranks in (2, 4)]
     seen = launch(
         alone=(1, *(f"{kind}/whole/zero0" for kind in (*OTHERS, "dpo", "kto"))),
-        spread=(2, *(f"{kind}/rows/zero{stage}" for kind in OTHERS for stage in (0, 3))),
+        spread=(2, *COMPILED, *(f"{kind}/rows/zero{stage}" for kind in OTHERS for stage in (0, 3))),
         four=(4, *(f"{kind}/thirds/zero{one}/{few}" for kind in kinds for one, few in shared)),
     )
     (alone,) = seen.pop("alone")
