@@ -71,7 +71,8 @@ class PlanFacts:
     ranks: int
     budget: Budget = Budget()
     host: float = math.inf  # bytes of the CPU's memory for each rank, where they are known
-    begun: str = ""  # the preset of the run that is resumed
+    begun: str = ""  # the preset that a resumed run has to keep; empty: any
+    is_resumed: bool = False
 
 
 class Planning:
@@ -203,7 +204,7 @@ class Choice:
 
     def advice(self) -> Iterator[str]:
         """What else would fit, or come nearest, as flags to copy."""
-        if self.fits and self.found.components.host and not self.planning.facts.begun:
+        if self.fits and self.found.components.host and not self.planning.facts.is_resumed:
             yield from (f"would fit too: {one}" for one in _others(self))
         elif self.remedy and self.remedy.changes:
             peak, flags = self.remedy.components.peak, flags_of(self.remedy.changes)
@@ -228,7 +229,7 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
     given = planning.as_they_are(start)
     if not facts.budget.size:
         return Choice(planning, start, given, given, None)
-    remedies = [one for one in REMEDIES if one.keeps_run or not facts.begun]
+    remedies = [one for one in REMEDIES if one.keeps_run or not facts.is_resumed]
     found = planning.fitting(start, _open_ones(remedies, config))
     is_fitting = found.components.peak <= facts.budget.usable
     remedy = None if is_fitting else planning.fitting(start, remedies)

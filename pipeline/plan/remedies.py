@@ -33,8 +33,11 @@ class Situation:
 
     @property
     def spreads_weights(self) -> bool:
-        """Whether ZeRO 3 may cut the weights into parts: packed in 4 bits they stay whole."""
-        return self.config.lora.quantize == "none"
+        """Whether ZeRO 3 may cut the weights into parts: packed in 4 bits they stay whole.
+
+        Layers that are to be compiled by all means need whole weights too.
+        """
+        return self.config.lora.quantize == "none" and self.config.model.compile != "on"
 
     @property
     def offloads(self) -> int:

@@ -8,6 +8,7 @@ import socket
 from ...schemas.batches import World
 from ...schemas.checkpoint import RunIdentity
 from ...schemas.config import Config
+from ...schemas.errors import UsageError
 from ...stages.engine.deepspeed_config import preset_of
 from ...stages.engine.distributed import gathered
 from ...stages.feed.train_source import TrainSource
@@ -48,6 +49,7 @@ def facts_of_run(
         budget=Budget.of(train, min(size for size, *_ in every)),
         host=host,
         begun=begun_preset(begun, world.size) if begun else "",
+        is_resumed=begun is not None,
     )
 
 
@@ -60,7 +62,10 @@ def changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[st
         lines = tuple(choice.lines())
     except UNTRACED as error:
         if facts.budget.is_asked:
-            raise
+            raise UsageError(
+                f"train.memory: the memory of this model cannot be planned ({first_line(error)}). "
+                "Leave it out, and set what takes less memory by hand."
+            ) from error
         logger.warning(
             "The memory of this model cannot be planned (%s): what is auto is as without a plan.",
             first_line(error),

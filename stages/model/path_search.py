@@ -167,9 +167,9 @@ class PathSearch:
             return difference
         try:
             found, own = (self._gradient(one) for one in (path, replace(path, compiler="")))
+            apart = float((found - own).norm() / own.norm().clamp_min(torch.finfo(own.dtype).tiny))
         except Exception as error:  # the compiler fails in any way it likes
             return error
-        apart = float((found - own).norm() / own.norm().clamp_min(torch.finfo(own.dtype).tiny))
         if not apart <= GRADIENTS[causal_model(self._model).dtype]:
             return ValueError(f"its gradients are off by {apart:.2g} of themselves")
         return difference

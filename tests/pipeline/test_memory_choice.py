@@ -115,10 +115,10 @@ def test_nothing_goes_to_a_cpu_that_has_no_room_for_it(tiny):
 def test_a_run_that_goes_on_keeps_its_optimizer_where_it_is(tiny):
     config, facts = tiny.choice.planning.config, tiny.choice.planning.facts
     smallest = within(facts, 0)
-    for begun in ("zero1", "zero3"):
-        choice = chosen(config, replace(smallest, begun=begun))
+    for begun in ("zero1", "zero3", ""):  # "": on other ranks, where any stage may go on
+        choice = chosen(config, replace(smallest, begun=begun, is_resumed=True))
         assert not choice.found.way.offloads
-    kept = chosen(config, replace(within(facts, 2**40), begun="zero2-offload"))
+    kept = chosen(config, replace(within(facts, 2**40), begun="zero2-offload", is_resumed=True))
     assert kept.config.train.deepspeed == "zero2-offload"
     name = "deepspeed zero_optimization.offload_optimizer.device"
     identity = RunIdentity("root", GPUS, 2, settings={}, computed={name: "'cpu'"})
