@@ -35,6 +35,7 @@ NUMBER = re.compile(r"-?(0|[1-9][0-9]*)([.][0-9]+)?(e[-+]?[0-9]+)?")
 LONGEST_PROJECT = 128
 FLUSH_SECONDS = 1.0  # `wandb beta sync --live` reads what is flushed
 REPORTING = "WANDB_ERROR_REPORTING"
+PROJECT = "WANDB_PROJECT"
 
 
 @dataclass
@@ -184,15 +185,16 @@ class WandbTracker:
             x_start_time=record.began_ms / 1000,
             x_transaction_log_flush_interval=FLUSH_SECONDS,
         )
-        run = self._wandb.init(
-            id=record.key,
-            project=re.sub(r"[/\\#?%:]", "-", record.experiment)[:LONGEST_PROJECT],
-            name=record.run_name or None,
-            group=_group(record.tags) or None,
-            job_type=record.tags.get("align.stage") or None,
-            settings=settings,
-            reinit="create_new",  # beside a run that somebody else has open here
-        )
+        with _plain_project_named():
+            run = self._wandb.init(
+                id=record.key,
+                project=_plain_project(record.experiment),
+                name=record.run_name or None,
+                group=_group(record.tags) or None,
+                job_type=record.tags.get("align.stage") or None,
+                settings=settings,
+                reinit="create_new",  # beside a run that somebody else has open here
+            )
         told = Told(run=run)
         if Path(run.settings.sync_dir).parent != self._root:  # it took a folder for passing files
             run.finish(exit_code=1)
@@ -318,8 +320,27 @@ def _address(options: TrackingOptions, home: Path) -> str:
 def _project(options: TrackingOptions) -> str:
     """The project of the config, else the environment, else the default."""
     default = TrackingOptions().experiment
-    named = options.experiment if options.experiment != default else os.environ.get("WANDB_PROJECT")
+    named = options.experiment if options.experiment != default else os.environ.get(PROJECT)
     return redacted(named or default)
+
+
+def _plain_project(name: str) -> str:
+    """The name of a project as wandb takes it."""
+    return re.sub(r"[/\\#?%:]", "-", name)[:LONGEST_PROJECT]
+
+
+@contextmanager
+def _plain_project_named() -> Iterator[None]:
+    """Makes WANDB_PROJECT one that wandb takes: it reads it before it looks at what it is told."""
+    named = os.environ.get(PROJECT)
+    if named is None:
+        yield
+        return
+    os.environ[PROJECT] = _plain_project(named)
+    try:
+        yield
+    finally:
+        os.environ[PROJECT] = named
 
 
 def _load(_: str) -> None:

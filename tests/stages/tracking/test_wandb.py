@@ -162,12 +162,13 @@ def kill_service():
     service.kill()
 
 
-def test_neither_a_key_nor_the_machine_is_written(tmp_path, monkeypatch):
+def test_neither_a_key_nor_the_machine_is_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB_PROJECT", "prefs/of: mine")
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
     run.finish("FINISHED")
+    assert not [one for one in caplog.records if one.name == "align"]  # no call failed at first
     written = [path for path in (folder.root / FOLDER).rglob("*") if path.is_file()]
     assert not [path for path in written if b"0123456789" * 4 in path.read_bytes()]
     assert not [path for path in written if path.parent.name == "files"], "nothing to upload"
