@@ -19,7 +19,7 @@ from ...stages.feed.cache_index import RowTable
 from ...stages.methods.recipe import Recipe
 from ..options.settings import flatten
 from .fitted_batches import planned_tokens
-from .memory_plan import MemoryPlanner, Planned
+from .memory_plan import Components, MemoryPlanner, Planned
 from .memory_search import MemoryLimits, Tried, search
 from .remedies import REMEDIES, Attempt, Changes, Remedy, Situation, changed, flags_of
 from .setting_checks import bytes_of
@@ -52,6 +52,10 @@ class Budget:
     def usable(self) -> int:
         """The bytes that a training can fill."""
         return int(USABLE * self.size)
+
+    def holds(self, components: Components) -> bool:
+        """Whether a training that needs so much fits into it."""
+        return components.peak <= self.usable
 
     def __str__(self) -> str:
         return f"{amount(self.usable)} that can be used ({USABLE:.0%} of {amount(self.size)})"
@@ -138,7 +142,7 @@ class Planning:
     def fitting(self, config: Config, remedies: Sequence[Remedy] = REMEDIES) -> Tried:
         """The settings as they are if they fit, else with the first remedies that do, or nearly."""
         own, budget = self.as_they_are(config), self.facts.budget
-        if own.components.peak <= budget.usable:
+        if budget.holds(own.components):
             return own
         limits = MemoryLimits(budget.usable, USABLE * self.facts.host)
         return search(self.situation(config), self.planner, limits, own, remedies)
@@ -162,7 +166,7 @@ class Choice:
     @property
     def fits(self) -> bool:
         """Whether it fits, as far as a limit is known."""
-        return not self.budget.size or self.found.components.peak <= self.budget.usable
+        return not self.budget.size or self.budget.holds(self.found.components)
 
     @property
     def changes(self) -> Changes:
@@ -231,8 +235,7 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
         return Choice(planning, start, given, given, None)
     remedies = [one for one in REMEDIES if one.keeps_run or not facts.is_resumed]
     found = planning.fitting(start, _open_ones(remedies, config))
-    is_fitting = found.components.peak <= facts.budget.usable
-    remedy = None if is_fitting else planning.fitting(start, remedies)
+    remedy = None if facts.budget.holds(found.components) else planning.fitting(start, remedies)
     return Choice(planning, start, given, found, remedy)
 
 
@@ -247,9 +250,9 @@ def _others(choice: Choice) -> Iterator[str]:
             planner = planning.planner(other)
             if changes.keys() <= OPEN.keys() or not planner.is_possible(planner.own_way):
                 continue
-            peak = planning.fitting(other, in_place).components.peak
-            if peak <= choice.budget.usable:
-                yield f"{remedy.name} ({flags_of(changes)}), {amount(peak)}"
+            needs = planning.fitting(other, in_place).components
+            if choice.budget.holds(needs):
+                yield f"{remedy.name} ({flags_of(changes)}), {amount(needs.peak)}"
 
 
 def amount(size: float) -> str:

@@ -21,7 +21,7 @@ from ...stages.model.loading.placement import chosen_device, device_bytes
 from ...stages.storage.run.run_store import run_folder_of
 from ...stages.tracking.journal import entry_batches
 from ..options.settings import Settings
-from .memory_choice import USABLE, Budget, Choice, PlanFacts, chosen
+from .memory_choice import Budget, Choice, PlanFacts, chosen
 from .memory_plan import Components, MemoryPlanner, Way
 from .memory_search import Tried
 from .planned_rows import GivenRows, PlannedRows, known_dtype, planned_rows
@@ -45,7 +45,7 @@ class PlanRequest:
     @property
     def usable_bytes(self) -> int:
         """The part of a GPU's memory that a training can fill."""
-        return int(USABLE * self.gpu_bytes)
+        return Budget(self.gpu_bytes).usable
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RunPlan:
 
     def fits(self, components: Components) -> bool:
         """Whether it fits into the memory that was asked for."""
-        return components.peak <= self.choice.budget.usable
+        return self.choice.budget.holds(components)
 
 
 def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:

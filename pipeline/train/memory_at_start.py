@@ -10,14 +10,15 @@ from ...schemas.checkpoint import RunIdentity
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.engine.deepspeed_config import preset_of
-from ...stages.engine.distributed import gathered
+from ...stages.engine.distributed import gathered, run_on_rank_zero
 from ...stages.feed.train_source import TrainSource
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.load import first_line
 from ...stages.model.loading.placement import chosen_device, device_bytes, host_bytes
+from ...stages.tracking.progress import Progress
 from ..plan.memory_choice import Budget, PlanFacts, chosen, decided
 from ..plan.planned_rows import known_dtype
-from ..plan.remedies import Changes
+from ..plan.remedies import Changes, changed
 from .resume import Start
 from .training_job import TrainingJob
 
@@ -53,7 +54,16 @@ def facts_of_run(
     )
 
 
-def changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[str, ...]]:
+def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Progress) -> Config:
+    """The settings with what is `auto` in them decided, the same on every rank."""
+    changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
+    if world.rank == 0:
+        for note in notes:
+            progress.say(f"memory: {note}")
+    return changed(config, changes)
+
+
+def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[str, ...]]:
     """The settings that are decided, and what to say of it; refuses what train.memory forbids."""
     if not facts.budget.size:
         return decided(config.train), ()

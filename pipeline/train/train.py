@@ -47,11 +47,11 @@ from ..jobs.signals import add_resume_hint, asked_to_stop
 from ..plan.cache_checks import require_positions
 from ..plan.fitted_batches import fitting_tokens, planned_tokens
 from ..plan.method_needs import sampling_note
-from ..plan.remedies import Situation, changed, memory_savers
+from ..plan.remedies import Situation, memory_savers
 from ..plan.setting_checks import learning_rate_note
 from ..plan.short_plan import short_plan
 from ..plan.workload import feed_settings
-from .memory_at_start import changes_by_plan, facts_of_run
+from .memory_at_start import chosen_to_fit, facts_of_run
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
 from .run_answers import answer_once
@@ -132,13 +132,8 @@ def open_session(
         head = _value_head_note(job, recipe)
         for note in filter(None, (*_source_notes(source, held_out), sampling, rate, head, *advice)):
             progress.say(note)
-    facts = facts_of_run(job, recipe, source, world, start)
-    changes, notes = run_on_rank_zero(world, lambda: changes_by_plan(job.config, facts))
-    config = changed(job.config, changes)
+    config = chosen_to_fit(config, facts_of_run(job, recipe, source, world, start), world, progress)
     job = replace(job, config=config)
-    if world.rank == 0:
-        for note in notes:
-            progress.say(f"memory: {note}")
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     if policy.routers and world.rank == 0:
         for note in _mixture_notes(policy, config):

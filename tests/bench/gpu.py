@@ -124,16 +124,7 @@ def stage_one(folder, shape):
 
 
 def settings_of(folder, method, sets, flags):
-    from align.pipeline.options.settings import load_settings
-
-    own = {
-        "train.method": method,
-        "train.cache": f"{folder}/cache",
-        "train.output": f"{folder}/run",
-        "train.batch_size": sides.PAIRS_PER_STEP,
-        "tracking.mlflow": False,
-    }
-    return load_settings(own | flags, sets, file=None)
+    return sides.training_settings(folder, f"{folder}/run", method, sets, flags)
 
 
 def planned_gib(folder, method, sets, flags):

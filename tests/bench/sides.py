@@ -253,21 +253,27 @@ def score(folder, cache, more=None, *, reference=None, progress=None):
     return outcome, time.perf_counter() - started
 
 
+def training_settings(folder, output, method, sets, flags):
+    """The settings of a training on the cache of a folder."""
+    from align.pipeline.options.settings import load_settings
+
+    own = {
+        "train.method": method,
+        "train.cache": f"{folder}/cache",
+        "train.output": str(output),
+        "train.batch_size": PAIRS_PER_STEP,
+        "tracking.mlflow": False,
+    }
+    return load_settings(own | flags, sets, file=None)
+
+
 def train_with_align(folder, method, steps, sets, **more):
     """Trains on the cache of a folder, from settings."""
     as_a_command()
-    from align.pipeline.options.settings import load_settings
     from align.pipeline.train.training_job import open_training
 
     with tempfile.TemporaryDirectory() as output:
-        flags = {
-            "train.method": method,
-            "train.cache": str(folder / "cache"),
-            "train.output": f"{output}/run",
-            "train.batch_size": PAIRS_PER_STEP,
-            "tracking.mlflow": False,
-        }
-        job = open_training(load_settings(flags | more, sets, file=None))
+        job = open_training(training_settings(folder, f"{output}/run", method, sets, more))
 
         from align.pipeline.commands.terminal import begin_work
         from align.pipeline.train.train import run_training

@@ -23,16 +23,9 @@ from align.stages.model.head.fused_head_backward import BUFFER_BYTES
 from align.stages.model.memory.live_memory import LiveMemory
 from bench.memory_plan import WITHIN
 from support.command import align, refusal
+from support.planned_shapes import TINY
 from support.training_world import ALONE, job_of, learn
 
-TINY = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 2000,
-}
 GPUS = 2
 
 

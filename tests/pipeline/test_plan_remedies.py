@@ -30,6 +30,7 @@ from align.schemas.config import Config
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.methods.table import recipe_of
 from support.command import align
+from support.planned_shapes import TINY
 
 GIB = 2**30
 # Eight layers of twice the width, a quarter of them and half the vocabulary: each row of the sum
@@ -44,14 +45,6 @@ ONE_BILLION = {
     "num_key_value_heads": 16,
     "vocab_size": 64_128,
     "tie_word_embeddings": True,
-}
-TINY = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 2000,
 }
 
 
