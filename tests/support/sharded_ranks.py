@@ -16,6 +16,7 @@ from align.stages.model.loading.load import quiet, resolve
 from align.stages.model.loading.sharded_load import load_sharded
 from align.stages.model.policy import Sharding, load_policy
 from support.families import COMMON, TREE_FAMILIES, drawn_adapter, tiny_model
+from support.forked_ranks import device_of_ranks
 from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
 
@@ -66,7 +67,7 @@ def first_step(world, folder, kind, *, way):
     train = TrainOptions(dtype=dtype, **PRESET)
     adapter = str(folder / "models" / "adapter") if how.get("adapted") else ""
     path = str(folder / "models" / path)
-    options = ModelOptions(path=path, adapter=adapter, device="cpu", dtype=dtype)
+    options = ModelOptions(path=path, adapter=adapter, device=device_of_ranks(), dtype=dtype)
     spread = Sharding(partitions_of(options, train, world) if way == "spread" else None)
     lora = LoraOptions(enabled=how.get("lora", False), rank=2)
     policy = load_policy(options, train, lora, head=head, purity=head == "values", spread=spread)
