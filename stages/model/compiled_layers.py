@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .made_classes import with_forward
 from .transformers_compat import (
     decoder_layers,
     forward_without_checkpointing,
@@ -74,6 +75,6 @@ def _compiled_kind(kind: type[nn.Module], compiler: str) -> type[nn.Module]:
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         return run(self, *given, **named)
 
-    compiled = type(f"Compiled{kind.__name__}", (kind,), {"forward": forward})
+    compiled = with_forward(kind, forward, _compiled_kind, compiler)
     _OWN[compiled] = kind
     return compiled

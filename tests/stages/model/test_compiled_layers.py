@@ -1,5 +1,6 @@
 """Compiled decoder layers beside the model's own: numbers, graphs, and when they are used."""
 
+import pickle
 from copy import deepcopy
 from dataclasses import replace
 
@@ -160,6 +161,20 @@ def test_they_are_taken_where_they_are_wanted_and_left_where_they_were_not():
     assert own.isdisjoint(type(layer) for layer in decoder_layers(model))
     use_layers(model, "")
     assert {type(layer) for layer in decoder_layers(model)} == own
+
+
+def test_a_model_with_compiled_layers_is_copied_and_pickled():
+    model = four_layers("llama")
+    with compilations():
+        TreeScorer(model, options=compiled_by("eager"))
+    inputs = torch.arange(12)[None]
+    expected = model(inputs).logits
+    for again in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layers = decoder_layers(again)
+        assert [type(one) for one in layers] == [type(one) for one in decoder_layers(model)]
+        assert torch.equal(again(inputs).logits, expected)
+        use_layers(again, "")
+        assert type(layers[0]) is type(four_layers("llama").model.layers[0])
 
 
 @register_backend
