@@ -3,6 +3,8 @@
 import pickle
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -205,15 +207,44 @@ def test_a_compiler_that_fails_or_gives_other_numbers_is_told_and_not_used(
     assert said.count("compiled layers: ") == 1
 
 
+class Faulty(torch.autograd.Function):
+    """A weight as it is, whose gradient is multiplied."""
+
+    factors: ClassVar = {}  # by the weight; None: it has no gradient
+
+    @staticmethod
+    def forward(ctx, weight, factor):
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+@register_backend
+def of_faulty_gradients(graph, _inputs):
+    def run(*given):
+        factors = [Faulty.factors.get(one, 1) for one in given]
+        pairs = zip(given, factors, strict=True)
+        faulty = [
+            one if factor == 1 else one.detach() if factor is None else Faulty.apply(one, factor)
+            for one, factor in pairs
+        ]
+        return graph.forward(*faulty)
+
+    return run
+
+
 def test_gradients_that_are_not_the_models_own_speak_against_it(monkeypatch):
-    gradient = path_search.PathSearch._gradient
-    monkeypatch.setattr(
-        path_search.PathSearch,
-        "_gradient",
-        lambda search, path: gradient(search, path) * (1.01 if path.compiler else 1),
-    )
-    with compilations(), pytest.raises(UsageError, match="its gradients are off by 0.01"):
-        Policy(four_layers("llama"), paths=compiled_by("eager"))
+    model = four_layers("gemma3")  # a window, none, a window: the first of all, and of each kind
+    asked = compiled_by("of_faulty_gradients")
+    with compilations():
+        assert Policy(model, paths=asked).path.compiler
+        for layer, factor in product(decoder_layers(model)[:3], (1.01, float("nan"), None)):
+            monkeypatch.setattr(Faulty, "factors", dict.fromkeys(layer.parameters(), factor))
+            with pytest.raises(UsageError, match="compiled layers: .*gradients"):
+                Policy(model, paths=asked)
 
 
 def test_what_cannot_be_compiled_is_refused_with_its_reason(tmp_path):
