@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, repeat, starmap
@@ -33,6 +34,7 @@ from .logprobs import (
     own_attention,
     tree_logps,
 )
+from .memory.live_memory import is_out_of_memory
 from .probe_rows import probe_trees
 from .transformers_compat import decoder_layers
 
@@ -203,6 +205,21 @@ def uncompilable(why: str) -> UsageError:
         f"model.compile is on, and the decoder layers cannot be compiled here ({why}). "
         "Set it to auto or off."
     )
+
+
+@contextmanager
+def naming_the_way_out() -> Iterator[None]:
+    """Raises an error of torch's compiler, which other rows than the probe's may meet, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if is_out_of_memory(error) or not is_of_compiler:
+            raise
+        raise UsageError(
+            f"torch's compiler failed ({reason(error)}). Start again with "
+            "--set model.compile=off; where FlexAttention fails, with --set model.attention=sdpa."
+        ) from error
 
 
 def paths_for(

@@ -4,11 +4,15 @@ import pickle
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import InductorError
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
@@ -22,6 +26,7 @@ from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from align.stages.model.transformers_compat import decoder_layers
+from align.stages.train.memory_backoff import catching_out_of_memory
 from support.branch_by_branch import num_tokens, own_logps, slopes_of
 from support.compilations import Compilations, compilations
 from support.families import SLIDING, TREE_FAMILIES, drawn_adapter, drawn_trees, tiny_model
@@ -33,6 +38,7 @@ QUICK = ("llama", "gemma3", "mistral with a window")  # one of each kind of laye
 BATCHES = [drawn_trees(seed, tokens=200 + 150 * seed, longest=20 + 10 * seed) for seed in range(3)]
 FOUR = {"num_hidden_layers": 4}  # of both kinds, where there are two
 WINDOWS = {**FOUR, "layer_types": 2 * SLIDING["layer_types"]}
+WAY_OUT = "model.compile=off"
 ULP = torch.finfo(torch.float32).eps
 
 
@@ -245,6 +251,34 @@ def test_gradients_that_are_not_the_models_own_speak_against_it(monkeypatch):
             monkeypatch.setattr(Faulty, "factors", dict.fromkeys(layer.parameters(), factor))
             with pytest.raises(UsageError, match="compiled layers: .*gradients"):
                 Policy(model, paths=asked)
+
+
+@register_backend
+def that_fails_backward(graph, inputs):
+    def fails(*_):
+        raise InductorError(ValueError("there is no C++ compiler here"), None)
+
+    return aot_autograd(fw_compiler=lambda made, _: made, bw_compiler=fails)(graph, inputs)
+
+
+def test_a_compiler_that_fails_after_the_probe_is_told_with_the_way_out():
+    policy = Policy(four_layers("llama"))
+    scorer = TreeScorer(four_layers("llama"))
+    micro = SimpleNamespace(trees=BATCHES[0])
+    with compilations():
+        for one in (policy, scorer):
+            one.path = replace(one.path, layout="tree", compiler="without_tools")
+        with pytest.raises(UsageError, match=f"no C.. compiler.*{WAY_OUT}") as refused:
+            scorer.score(BATCHES[0])
+        assert isinstance(refused.value.__cause__, BackendCompilerFailed)
+        with pytest.raises(UsageError, match=f"no C.. compiler.*{WAY_OUT}"):
+            policy(BATCHES[0])
+        policy.path = replace(policy.path, compiler="that_fails_backward")
+        outputs = policy(BATCHES[0])
+        with pytest.raises(UsageError, match=WAY_OUT), catching_out_of_memory(micro):
+            outputs.sum().backward()
+    with pytest.raises(RuntimeError, match="another"), catching_out_of_memory(micro):
+        raise RuntimeError("another one")
 
 
 def test_what_cannot_be_compiled_is_refused_with_its_reason(tmp_path):
