@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -65,8 +64,6 @@ def _compiled_kind(kind: type[nn.Module], compiler: str) -> type[nn.Module]:
     puts gradient checkpointing around the `forward` of a class: that stays outside of the graph.
     """
     allow_compilations()
-    # The compiler looks at the gradients of what it is given, which torch advises against.
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     # One graph or an error, which the probe tells: a layer in parts would be no faster.
     run: Callable[..., Any] = torch.compile(
         forward_without_checkpointing(kind), dynamic=True, fullgraph=True, backend=compiler

@@ -1,6 +1,7 @@
 """Compiled decoder layers beside the model's own: numbers, graphs, and when they are used."""
 
 import pickle
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
@@ -183,6 +184,12 @@ def test_a_model_with_compiled_layers_is_copied_and_pickled():
         assert torch.equal(again(inputs).logits, expected)
         use_layers(again, "")
         assert type(layers[0]) is type(four_layers("llama").model.layers[0])
+
+
+def test_warnings_of_the_rest_of_a_program_are_shown_as_before():
+    model, before = four_layers("gemma"), [*warnings.filters]
+    use_layers(model, "eager")
+    assert [*warnings.filters] == before
 
 
 @register_backend
