@@ -37,7 +37,7 @@ class Situation:
 
         Layers that are to be compiled by all means need whole weights too.
         """
-        return self.config.lora.quantize == "none" and self.config.model.compile != "on"
+        return self.config.lora.quantize == "none" and self.config.model.compiling != "on"
 
     @property
     def offloads(self) -> int:
