@@ -211,14 +211,16 @@ def test_a_model_is_loaded_onto_a_gpu_while_rows_are_prepared(config):
 
 def test_no_model_is_loaded_where_all_scores_are_known(to, tmp_path, caplog):
     """What cannot be read is no reason to wait for the rows, and is told of once."""
-    first, again = to(output=str(tmp_path / "first")), to(reuse=(str(tmp_path / "first"),))
-    paid, free, beside = (OnDevice(output=one.cache.output) for one in (first, again, again))
+    other, (one, two) = to().cache.output, (str(tmp_path / name) for name in ("one", "two"))
+    run(to())  # by another reference
+    first, again = to(output=one, reuse=(other,)), to(output=two, reuse=(one,))
+    paid, free, beside = (OnDevice(output=folder) for folder in (one, two, two))
     run(first, paid)
     run(again, free)
     assert [here for here, _ in paid.seen] == [False]
     assert not free.seen
-    shutil.rmtree(again.cache.output)
-    CacheFolder(tmp_path / "first").manifest.write_text("{}")
+    shutil.rmtree(two)
+    CacheFolder(Path(one)).manifest.write_text("{}")
     run(again, beside)
     assert [here for here, _ in beside.seen] == [False]
     assert len(caplog.records) == 1

@@ -63,8 +63,11 @@ def test_a_quiet_thread_is_silenced_and_the_main_one_is_heard(capsys):
 
 def test_all_is_as_before_when_the_last_is_heard_again():
     before = settings()
-    with ExitStack() as here, Loading():
-        here.enter_context(quiet())  # which ends after the other
+    with ExitStack() as here:
+        with Loading():
+            here.enter_context(quiet())  # which ends after the other
+            inside = settings()
+        assert settings() == inside != before
     assert settings() == before
     with pytest.warns(UserWarning, match="main warns"):
         says("main")
