@@ -12,7 +12,8 @@ from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_config import EngineContext
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.zero3_partitions import open_partitions
-from align.stages.model.loading.load import quiet, resolve
+from align.stages.model.loading.load import resolve
+from align.stages.model.loading.quiet import quiet
 from align.stages.model.loading.sharded_load import load_sharded
 from align.stages.model.policy import Sharding, load_policy
 from support.families import COMMON, TREE_FAMILIES, drawn_adapter, tiny_model

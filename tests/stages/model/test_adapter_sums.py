@@ -14,7 +14,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model import adapter_sums
 from align.stages.model.adapter_sums import AdaptedLinear, AddedAdapter, add_in_products
-from align.stages.model.loading.load import add_lora, merged, quiet
+from align.stages.model.loading.load import add_lora, merged
+from align.stages.model.loading.quiet import quiet
 from align.stages.model.memory.live_memory import LiveMemory
 from align.stages.model.memory.memory_trace import trace
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
