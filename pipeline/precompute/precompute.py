@@ -176,7 +176,7 @@ class PrecomputeJob:
             earlier = candidates(job.config.cache, job.folder)
             if not may_have_scores(earlier, job.reference_key):
                 return opened_meanwhile(job.reference)
-        return nullcontext((job.reference, float))
+        return nullcontext((job.reference, lambda: 0.0))
 
     def _planned(self, call: Call[Tally]) -> Plan:
         """The plan, of an earlier run or of another process, or made now."""
