@@ -25,7 +25,7 @@ from ...stages.model.adapter_sums import add_in_products
 from ...stages.model.loading.load import DTYPES, add_lora, empty_model
 from ...stages.model.logprobs import ScoringPath, causal_model
 from ...stages.model.memory.memory_trace import Moment, Trace, trace
-from ...stages.model.transformers_compat import recompute_activations
+from ...stages.model.transformers_compat import can_recompute, recompute_activations
 
 Learning = Literal["full", "lora", "qlora"]
 PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in nf4, its quantized scales included
@@ -135,8 +135,15 @@ class MemoryPlanner:
         config = causal_model(self._policy.model(is_adapted=False)).config
         return int(config.get_text_config(decoder=True).vocab_size)
 
+    @property
+    def can_recompute(self) -> bool:
+        """Whether the policy's layers can run again in the backward pass."""
+        return can_recompute(causal_model(self._policy.model(is_adapted=False)))
+
     def is_possible(self, way: Way) -> bool:
-        """Whether the settings' optimizer, and weights in 4 bits, run under its ZeRO stage."""
+        """Whether its ZeRO stage runs the optimizer and weights in 4 bits, and layers run again."""
+        if way.checkpointing and not self.can_recompute:
+            return False
         try:
             stage = self.setting(way).stage
         except UsageError:

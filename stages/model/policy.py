@@ -24,7 +24,7 @@ from .head.fused_head_backward import call_head_for_logps
 from .layouts.shared_sequence import part_of, summed
 from .layouts.tree_attention import TreeBatch
 from .loading.heads import read_value_head, stored_value_head, value_head
-from .loading.load import add_lora, first_line, load_model, merged, text_config
+from .loading.load import add_lora, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
 from .logprobs import (
@@ -214,12 +214,7 @@ class Policy(nn.Module):
 
     def recompute_activations(self, *, on_host: bool = False) -> None:
         """Turns gradient checkpointing on; `on_host` keeps the inputs of layers on the CPU."""
-        try:
-            recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
-        except ValueError as error:
-            raise UsageError(
-                f"train.gradient_checkpointing: {first_line(error)} Set it to false."
-            ) from error
+        recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
 
 
 DROPOUTS = (
