@@ -6,25 +6,29 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 import yaml
 from transformers import LlamaConfig, LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from align.pipeline.options.settings import flatten, load_settings
-from align.pipeline.plan.memory_choice import OPEN, USABLE, Budget, chosen
+from align.pipeline.plan.memory_choice import OPEN, USABLE, Budget, chosen, decided
 from align.pipeline.plan.planned_rows import GivenRows
 from align.pipeline.plan.remedies import changed, flags_of, memory_savers
 from align.pipeline.plan.run_plan import PlanRequest, plan_run
-from align.pipeline.train.memory_at_start import begun_preset, facts_of_run
+from align.pipeline.train.memory_at_start import begun_preset, chosen_to_fit, facts_of_run
 from align.schemas.checkpoint import RunIdentity
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
 from align.stages.model.head.fused_head_backward import BUFFER_BYTES
+from align.stages.model.memory import memory_trace
 from align.stages.model.memory.live_memory import LiveMemory
 from bench.memory_plan import WITHIN
 from support.command import align, refusal
 from support.planned_shapes import TINY
+from support.stage_one import Silent
 from support.training_world import ALONE, job_of, learn
 
 GPUS = 2
@@ -177,13 +181,21 @@ def test_trainings_hold_what_was_planned_and_lose_the_same(training_world, free,
 
 
 @pytest.fixture
+def new_facts(training_world, tmp_path):
+    """Facts of a training of a policy that has not been traced yet."""
+    LlamaConfig(**TINY).save_pretrained(tmp_path)
+    facts = facts_on(asked(training_world))
+    return replace(facts, policy=replace(facts.policy, path=str(tmp_path)))
+
+
+@pytest.fixture
 def never_recomputes(monkeypatch):
     """Llama as one of the architectures of transformers that have no gradient checkpointing."""
     monkeypatch.setattr(LlamaPreTrainedModel, "supports_gradient_checkpointing", False)
 
 
 def test_a_model_that_cannot_recompute_is_trained_by_the_other_remedies(
-    never_recomputes, training_world
+    never_recomputes, training_world, new_facts
 ):
     job = asked(training_world)
     choice = chosen(job.config, within(facts_on(job), 0))
@@ -201,7 +213,42 @@ def test_a_model_that_cannot_recompute_is_trained_by_the_other_remedies(
     now = choice.planning.situation(session.job.config)
     assert not any("checkpoint" in one for one in memory_savers(now))
     with pytest.raises(UsageError, match="gradient_checkpointing"):
-        chosen(changed(job.config, {"train.gradient_checkpointing": True}), facts_on(job))
+        chosen(changed(job.config, {"train.gradient_checkpointing": True}), new_facts)
+
+
+def by_content(self, states):
+    """Layers that look at their numbers, which a model without weights does not have."""
+    return self.down_proj(self.up_proj(states)) if states.sum() > 0 else states
+
+
+def one_by_one(self, states):
+    """Layers that go over positions, as those of a recurrent model do without its kernels."""
+    return torch.cat([self.down_proj(self.up_proj(one)) for one in states.split(1, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("forward", [by_content, one_by_one])
+def test_a_model_that_cannot_be_planned_is_trained_without_a_plan_unless_one_is_asked_for(
+    new_facts, training_world, forward, monkeypatch, caplog
+):
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    monkeypatch.setattr(memory_trace, "MOST_OPERATIONS", 2000)
+    config, has = asked(training_world).config, Budget(2**30)
+    assert chosen_to_fit(config, replace(new_facts, budget=has), ALONE, Silent()) == changed(
+        config, decided(config.train)
+    )
+    assert [one.levelname for one in caplog.records if one.name == "align"] == ["WARNING"]
+    wants = replace(new_facts, budget=replace(has, is_asked=True))
+    with pytest.raises(UsageError, match="train.memory"):
+        chosen_to_fit(config, wants, ALONE, Silent())
+
+
+def test_a_deep_model_is_traced_within_the_bound(new_facts, training_world, monkeypatch):
+    """126 layers with an adapter, recomputed: by what one of them takes."""
+    monkeypatch.setattr(memory_trace, "MOST_OPERATIONS", memory_trace.MOST_OPERATIONS // 126)
+    most = {"train.gradient_checkpointing": True, "lora.enabled": True, "train.deepspeed": "zero3"}
+    config = changed(asked(training_world).config, most)
+    facts = replace(new_facts, device="cuda")
+    assert chosen(config, facts).found.components.activations > 0
 
 
 def test_a_run_says_what_it_chose_and_goes_on_in_other_memory(training_world, least, tmp_path):
