@@ -54,7 +54,7 @@ def facts_of_run(
 def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Progress) -> Config:
     """The settings with what is `auto` in them decided, the same on every rank."""
     if world.rank == 0 and facts.budget.size:  # a large model is traced for some time
-        progress.say("memory: planned before weights are loaded")
+        progress.say("memory: planning what fits, before weights are loaded")
     changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
     if world.rank == 0:
         for note in notes:

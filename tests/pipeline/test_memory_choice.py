@@ -28,7 +28,7 @@ from align.stages.model.memory.live_memory import LiveMemory
 from bench.memory_plan import WITHIN
 from support.command import align, refusal
 from support.planned_shapes import TINY
-from support.stage_one import Silent
+from support.stage_one import Heard
 from support.training_world import ALONE, job_of, learn
 
 GPUS = 2
@@ -232,14 +232,15 @@ def test_a_model_that_cannot_be_planned_is_trained_without_a_plan_unless_one_is_
 ):
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     monkeypatch.setattr(memory_trace, "MOST_OPERATIONS", 2000)
-    config, has = asked(training_world).config, Budget(2**30)
-    assert chosen_to_fit(config, replace(new_facts, budget=has), ALONE, Silent()) == changed(
+    config, has, heard = asked(training_world).config, Budget(2**30), Heard()
+    assert chosen_to_fit(config, replace(new_facts, budget=has), ALONE, heard) == changed(
         config, decided(config.train)
     )
+    assert len(heard.lines) == 1  # that it is being planned
     assert [one.levelname for one in caplog.records if one.name == "align"] == ["WARNING"]
     wants = replace(new_facts, budget=replace(has, is_asked=True))
     with pytest.raises(UsageError, match="train.memory"):
-        chosen_to_fit(config, wants, ALONE, Silent())
+        chosen_to_fit(config, wants, ALONE, heard)
 
 
 def test_a_deep_model_is_traced_within_the_bound(new_facts, training_world, monkeypatch):
