@@ -131,6 +131,7 @@ class Planning:
             tokens=work.micro_tokens // work.sharing,
             longest=work.longest,
             device=self.facts.device,
+            can_recompute=planner.can_recompute,
         )
 
     def as_they_are(self, config: Config) -> Tried:
@@ -155,7 +156,7 @@ class Choice:
     planning: Planning
     start: Config  # as given, on the preset of the run that is resumed
     given: Tried  # what these need
-    found: Tried  # the same, if they fit or nothing may be chosen
+    nearest: Tried  # of what may be chosen: the first that fits, or else the smallest
     remedy: Tried | None  # where it does not fit: what the user may change
 
     @property
@@ -164,9 +165,18 @@ class Choice:
         return self.planning.facts.budget
 
     @property
+    def found(self) -> Tried:
+        """What to train by: what fits, or else the settings as they are.
+
+        An optimizer on the CPU makes every step slower, for no gain where memory runs out anyway;
+        and where the plan is too high, the settings as they are may fit.
+        """
+        return self.nearest if self.fits else self.given
+
+    @property
     def fits(self) -> bool:
         """Whether it fits, as far as a limit is known."""
-        return not self.budget.size or self.budget.holds(self.found.components)
+        return not self.budget.size or self.budget.holds(self.nearest.components)
 
     @property
     def changes(self) -> Changes:
@@ -197,14 +207,22 @@ class Choice:
         planned = f"{amount(needs.peak)} planned of the {self.budget}{host}"
         if not self.fits:
             over = amount(needs.peak - self.budget.usable)
-            nearest = f". The nearest of what auto may choose: {chosen}" if chosen else ""
-            yield f"does not fit: {planned}, {over} too much{nearest}"
+            yield f"does not fit: {planned}, {over} too much; {self._too_little()}"
         elif chosen:
             before = amount(self.given.components.peak)
             yield f"chosen to fit: {chosen}: {planned}; without, {before}"
         else:
             yield f"fits: {planned}"
         yield from self.advice()
+
+    def _too_little(self) -> str:
+        """What comes of `auto` where nothing that it may choose fits."""
+        near = self.nearest
+        kept = "" if self.budget.is_asked else ". What is auto stays as without a plan"
+        if not near.changes:
+            return f"auto may choose nothing that takes less{kept}"
+        needs, flags = amount(near.components.peak), flags_of(near.changes)
+        return f"nor does the nearest that auto may choose, {needs}: {near.attempt} ({flags}){kept}"
 
     def advice(self) -> Iterator[str]:
         """What else would fit, or come nearest, as flags to copy."""
@@ -234,9 +252,9 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
     if not facts.budget.size:
         return Choice(planning, start, given, given, None)
     remedies = [one for one in REMEDIES if one.keeps_run or not facts.is_resumed]
-    found = planning.fitting(start, _open_ones(remedies, config))
-    remedy = None if facts.budget.holds(found.components) else planning.fitting(start, remedies)
-    return Choice(planning, start, given, found, remedy)
+    nearest = planning.fitting(start, _open_ones(remedies, config))
+    remedy = None if facts.budget.holds(nearest.components) else planning.fitting(start, remedies)
+    return Choice(planning, start, given, nearest, remedy)
 
 
 def _others(choice: Choice) -> Iterator[str]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
 from ...stages.engine.engine_memory import Elements, EngineMemory, Setting, engine_memory
-from ...stages.model.adapter_sums import add_in_products
-from ...stages.model.loading.load import DTYPES, add_lora, empty_model
+from ...stages.model.loading.load import DTYPES, empty_model
+from ...stages.model.loading.model_folder import model_config
 from ...stages.model.logprobs import ScoringPath, causal_model
 from ...stages.model.memory.memory_trace import Moment, Trace, trace
-from ...stages.model.transformers_compat import recompute_activations
+from ...stages.model.policy import as_it_learns
+from ...stages.model.transformers_compat import can_recompute, recompute_activations
 
 Learning = Literal["full", "lora", "qlora"]
 PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in nf4, its quantized scales included
@@ -95,7 +96,7 @@ class MemoryPlanner:
 
     def __init__(self, planned: Planned, policy: TracedPolicy | None = None) -> None:
         self.planned = planned
-        self._policy = policy or TracedPolicy(planned)
+        self._policy = policy or _known_policy(_Traced.of(planned))
 
     def changed(
         self, train: TrainOptions, lora: LoraOptions, trees: Sequence[Tree], micro_batches: int
@@ -135,8 +136,15 @@ class MemoryPlanner:
         config = causal_model(self._policy.model(is_adapted=False)).config
         return int(config.get_text_config(decoder=True).vocab_size)
 
+    @property
+    def can_recompute(self) -> bool:
+        """Whether the policy's layers can run again in the backward pass."""
+        return can_recompute(causal_model(self._policy.model(is_adapted=False)))
+
     def is_possible(self, way: Way) -> bool:
-        """Whether the settings' optimizer, and weights in 4 bits, run under its ZeRO stage."""
+        """Whether its ZeRO stage runs the optimizer and weights in 4 bits, and layers run again."""
+        if way.checkpointing and not self.can_recompute:
+            return False
         try:
             stage = self.setting(way).stage
         except UsageError:
@@ -162,6 +170,7 @@ class MemoryPlanner:
             self.planned.trees,
             is_adapted=way.learning != "full",
             checkpointing=way.checkpointing,
+            is_spread=self.setting(way).stage == 3,
         )
         if way.checkpointing and self.planned.train.offloads_inputs:
             engine, traced = replace(engine, host=engine.host + traced.kept), traced.without_kept()
@@ -179,12 +188,32 @@ class MemoryPlanner:
         return setting.with_optimizer(train)
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """What the traces of a policy follow from, besides the micro-batch and the way to train."""
+
+    key: str
+    planned: Planned = field(compare=False)
+
+    @staticmethod
+    def of(planned: Planned) -> _Traced:
+        dropout, lora = planned.train.dropout, replace(planned.lora, enabled=True)
+        of_model = (planned.model, model_config(planned.model.path), planned.dtype, planned.head)
+        return _Traced(repr((*of_model, planned.layout, planned.device, dropout, lora)), planned)
+
+
+@lru_cache(maxsize=4)
+def _known_policy(traced: _Traced) -> TracedPolicy:
+    """The runs of a sweep follow one another in one process: most train the same policy."""
+    return TracedPolicy(traced.planned)
+
+
 class TracedPolicy:
     """A policy without weights; each of its micro-batches is traced once."""
 
     def __init__(self, planned: Planned) -> None:
         self._planned = planned  # whose way to train and whose trees are not looked at
-        self._models: dict[tuple[bool, bool], nn.Module] = {}
+        self._models: dict[Hashable, nn.Module] = {}
         self._elements: dict[Learning, Elements] = {}
         self._traces: dict[Hashable, Trace] = {}
 
@@ -195,29 +224,31 @@ class TracedPolicy:
             self._elements[learning] = elements_of(model, packs=learning == "qlora")
         return self._elements[learning]
 
-    def model(self, *, is_adapted: bool, checkpointing: bool = False) -> nn.Module:
-        """The model on the meta device."""
-        key = (is_adapted, checkpointing)
+    def model(
+        self, *, is_adapted: bool, checkpointing: bool = False, is_spread: bool = False
+    ) -> nn.Module:
+        """The model on the meta device; `is_spread`: as ZeRO-3 has it, which changes adapters."""
+        is_spread = is_spread and is_adapted
+        key = (is_adapted, checkpointing, is_spread)
         if key not in self._models:
             planned = self._planned
             kind: Any = AutoModelForCausalLM
             if planned.head == "score":
                 kind = AutoModelForSequenceClassification
-            model = empty_model(planned.model, planned.dtype, kind)
-            if is_adapted:
-                model = add_lora(model, planned.lora, planned.train.seed)
-                add_in_products(model)
+            empty = empty_model(planned.model, planned.dtype, kind)
+            lora = replace(planned.lora, enabled=is_adapted)
+            model = as_it_learns(empty, planned.train, lora, is_spread=is_spread)
             if checkpointing:
                 recompute_activations(causal_model(model))
             self._models[key] = model
         return self._models[key]
 
-    def trace(self, trees: Sequence[Tree], *, is_adapted: bool, checkpointing: bool) -> Trace:
-        """The memory of one micro-batch."""
+    def trace(self, trees: Sequence[Tree], **way: bool) -> Trace:
+        """The memory of one micro-batch of the model that `model` gives for this way."""
         shapes = tuple((len(tree.prompt), *map(len, tree.branches)) for tree in trees)
-        key = (is_adapted, checkpointing, shapes)
+        model = self.model(**way)
+        key = (id(model), shapes)  # each is kept
         if key not in self._traces:
-            model = self.model(is_adapted=is_adapted, checkpointing=checkpointing)
             self._traces[key] = trace(model, trees, self._path, device=self._planned.device)
         return self._traces[key]
 

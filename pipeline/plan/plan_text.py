@@ -76,15 +76,12 @@ def _verdict(plan: RunPlan) -> Iterator[str]:
 def _chosen_lines(plan: RunPlan) -> Iterator[str]:
     """What a training chooses by itself, with the flags that say the same."""
     found = plan.choice.found
-    kind = "Nearest of what is chosen" if plan.remedy else "Chosen"
     yield from _wrapped(
-        f"{kind}, since {gib(plan.choice.given.components.peak)} GiB would be needed without: "
+        f"Chosen, since {gib(plan.choice.given.components.peak)} GiB would be needed without: "
         f"{found.attempt}. A training does so by itself; the same as flags:"
     )
     yield from ("", f"  {flags_of(found.changes, plan.given_by_set)}")
-    if plan.remedy:
-        yield ""
-    elif more := [*plan.choice.advice()]:
+    if more := [*plan.choice.advice()]:
         yield ""
         for line in more:
             yield from _wrapped(f"{line[:1].upper()}{line[1:]}.")

@@ -30,6 +30,7 @@ class Situation:
     tokens: int  # in the largest micro-batch
     longest: int  # row, in tokens
     device: str = "cuda"
+    can_recompute: bool = True  # as some architectures of transformers cannot
 
     @property
     def spreads_weights(self) -> bool:
@@ -81,9 +82,13 @@ def _weights_spread(now: Situation) -> list[Changes]:
     return [{"train.deepspeed": "zero3"}] if is_useful else []
 
 
+def _recomputed(now: Situation) -> list[Changes]:
+    return [_RECOMPUTED] if now.can_recompute else []
+
+
 def _inputs_offloaded(now: Situation) -> list[Changes]:
     """On a CPU the memory that they would move to is the same."""
-    is_useful = now.device != "cpu"
+    is_useful = now.can_recompute and now.device != "cpu"
     return [_RECOMPUTED | {"train.checkpoint_offload": True}] if is_useful else []
 
 
@@ -120,7 +125,7 @@ SMALLER = Remedy("smaller micro-batches", _smaller)
 REMEDIES = (
     SMALLER,
     Remedy("ZeRO 2", _gradients_spread),
-    Remedy("activations recomputed", lambda _: [_RECOMPUTED]),
+    Remedy("activations recomputed", _recomputed),
     Remedy("ZeRO 3", _weights_spread),
     Remedy("sequences shared by the ranks", _shared),
     Remedy("activations recomputed, and their inputs kept on the CPU", _inputs_offloaded),

@@ -13,8 +13,8 @@ from ...stages.engine.deepspeed_config import preset_of
 from ...stages.engine.distributed import gathered, run_on_rank_zero
 from ...stages.feed.train_source import TrainSource
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.load import first_line
 from ...stages.model.loading.placement import chosen_device, device_bytes, host_bytes
+from ...stages.model.memory.memory_trace import UntracedError
 from ...stages.tracking.progress import Progress
 from ..plan.memory_choice import Budget, PlanFacts, chosen, decided
 from ..plan.planned_rows import known_dtype
@@ -23,9 +23,6 @@ from .resume import Start
 from .training_job import TrainingJob
 
 logger = logging.getLogger("align")
-
-# A model whose layers do not run without weights fails in one of these ways.
-UNTRACED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 def facts_of_run(
@@ -56,6 +53,8 @@ def facts_of_run(
 
 def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Progress) -> Config:
     """The settings with what is `auto` in them decided, the same on every rank."""
+    if world.rank == 0 and facts.budget.size:  # a large model is traced for some time
+        progress.say("memory: planning what fits, before weights are loaded")
     changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
     if world.rank == 0:
         for note in notes:
@@ -70,16 +69,12 @@ def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[s
     try:
         choice = chosen(config, facts)
         lines = tuple(choice.lines())
-    except UNTRACED as error:
+    except UntracedError as error:
         if facts.budget.is_asked:
             raise UsageError(
-                f"train.memory: the memory of this model cannot be planned ({first_line(error)}). "
-                "Leave it out, and set what takes less memory by hand."
+                f"train.memory: {error} Leave it out, and set what takes less memory by hand."
             ) from error
-        logger.warning(
-            "The memory of this model cannot be planned (%s): what is auto is as without a plan.",
-            first_line(error),
-        )
+        logger.warning("%s What is auto is as without a plan.", error)
         return decided(config.train), ()
     choice.require_fitting()
     return choice.changes, lines

@@ -34,6 +34,7 @@ from ...stages.model.loading.lora_targets import adapts_experts
 from ...stages.model.logprobs import causal_model
 from ...stages.model.policy import Policy, Sharding, load_policy
 from ...stages.model.router_watch import COEFFICIENT
+from ...stages.model.transformers_compat import can_recompute
 from ...stages.storage.cache.verify_cache import check_before_reading, sample_rows
 from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.run.run_folder import RunFolder
@@ -366,7 +367,8 @@ def _memory_backoff(session: Session) -> MemoryBackoff:
     longest = feed.source.index.longest
     device = session.policy.device.type
     tokens = feed.settings.tokens_per_batch
-    now = Situation(session.job.config, stage, ranks, tokens, longest, device)
+    is_able = can_recompute(causal_model(session.policy.model))
+    now = Situation(session.job.config, stage, ranks, tokens, longest, device, is_able)
     return MemoryBackoff(
         pads=feed.settings.pads,
         ranks=ranks,

@@ -24,7 +24,7 @@ from .head.fused_head_backward import call_head_for_logps
 from .layouts.shared_sequence import part_of, summed
 from .layouts.tree_attention import TreeBatch
 from .loading.heads import read_value_head, stored_value_head, value_head
-from .loading.load import add_lora, first_line, load_model, merged, text_config
+from .loading.load import add_lora, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
 from .logprobs import (
@@ -81,12 +81,7 @@ def load_policy(
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
-    if not lora.enabled:  # with an adapter the rest is frozen
-        loaded.requires_grad_(True)
-    if not train.dropout:
-        turn_dropout_off(loaded)
-    if lora.enabled:
-        loaded = _adapted(loaded, train, lora, spread)
+    loaded = as_it_learns(loaded, train, lora, is_spread=bool(spread.partitions))
     balanced = train.router_loss > 0
     paths = PathOptions.of(
         options, causal_model(loaded).config, why_learned_as_it_is(train, spread)
@@ -102,12 +97,20 @@ def load_policy(
     return policy
 
 
-def _adapted(
-    model: nn.Module, train: TrainOptions, lora: LoraOptions, spread: Sharding
+def as_it_learns(
+    model: nn.Module, train: TrainOptions, lora: LoraOptions, *, is_spread: bool
 ) -> nn.Module:
+    """The model of a training, with or without weights: its dropout, its adapter, what is frozen.
+
+    `is_spread`: ZeRO-3 makes weights whole in the modules that PEFT calls.
+    """
+    if not train.dropout:
+        turn_dropout_off(model)
+    if not lora.enabled:
+        return model.requires_grad_(True)
     options = lora if train.dropout else replace(lora, dropout=0.0)
     adapted = add_lora(model, options, train.seed)
-    if not spread.partitions:  # ZeRO-3 makes weights whole in the modules that PEFT calls
+    if not is_spread:
         add_in_products(adapted)
     return adapted
 
@@ -215,12 +218,7 @@ class Policy(nn.Module):
 
     def recompute_activations(self, *, on_host: bool = False) -> None:
         """Turns gradient checkpointing on; `on_host` keeps the inputs of layers on the CPU."""
-        try:
-            recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
-        except ValueError as error:
-            raise UsageError(
-                f"train.gradient_checkpointing: {first_line(error)} Set it to false."
-            ) from error
+        recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
 
 
 DROPOUTS = (

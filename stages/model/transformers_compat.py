@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from transformers import utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...schemas.errors import UsageError
+
 __all__ = [
     "AttentionInterface",
     "TensorSource",
     "attention_of",
+    "can_recompute",
     "compute_buffers",
     "decoder_layers",
     "forward_without_checkpointing",
@@ -46,6 +49,12 @@ def attention_of(model: Any) -> str:
     return name or "eager"
 
 
+def can_recompute(model: Any) -> bool:
+    """Whether the class of the model supports gradient checkpointing, and some module has it."""
+    is_supported: bool = model.supports_gradient_checkpointing
+    return is_supported and any(hasattr(one, "gradient_checkpointing") for one in model.modules())
+
+
 def recompute_activations(
     model: Any, keeping: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 ) -> None:
@@ -53,6 +62,11 @@ def recompute_activations(
 
     `keeping` wraps torch's checkpoint function, and decides where the inputs are kept.
     """
+    if not can_recompute(model):
+        raise UsageError(
+            f"train.gradient_checkpointing: {type(model).__name__} does not support it. "
+            "Set it to false."
+        )
     # The name changes within the versions that pyproject.toml allows; the older one warns later on.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

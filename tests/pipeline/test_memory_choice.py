@@ -6,24 +6,29 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 import yaml
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from align.pipeline.options.settings import flatten, load_settings
-from align.pipeline.plan.memory_choice import OPEN, USABLE, Budget, chosen
+from align.pipeline.plan.memory_choice import OPEN, USABLE, Budget, chosen, decided
 from align.pipeline.plan.planned_rows import GivenRows
-from align.pipeline.plan.remedies import changed
+from align.pipeline.plan.remedies import changed, flags_of, memory_savers
 from align.pipeline.plan.run_plan import PlanRequest, plan_run
-from align.pipeline.train.memory_at_start import begun_preset, facts_of_run
+from align.pipeline.train.memory_at_start import begun_preset, chosen_to_fit, facts_of_run
 from align.schemas.checkpoint import RunIdentity
+from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
 from align.stages.model.head.fused_head_backward import BUFFER_BYTES
+from align.stages.model.memory import memory_trace
 from align.stages.model.memory.live_memory import LiveMemory
 from bench.memory_plan import WITHIN
 from support.command import align, refusal
 from support.planned_shapes import TINY
+from support.stage_one import Heard
 from support.training_world import ALONE, job_of, learn
 
 GPUS = 2
@@ -79,15 +84,19 @@ def test_the_choice_is_the_first_of_all_combinations_that_fits(tiny):
     assert len(seen) > 4
     too_small = chosen(config, within(facts, peaks[-1] - 10_000))
     assert not too_small.fits
-    assert too_small.found.components.peak == peaks[-1]
+    assert too_small.nearest.components.peak == peaks[-1]
+    # What fits nowhere anyway is not made slower: only what a training without a plan decides.
+    assert too_small.found == too_small.given
+    assert too_small.config == chosen(config, facts).config
+    assert flags_of(too_small.nearest.changes) in "".join(too_small.lines())
 
 
 def test_what_was_set_stays_and_what_changes_numbers_is_only_named(tiny):
     config, facts = tiny.choice.planning.config, tiny.choice.planning.facts
-    least = chosen(config, within(facts, 0)).found.components.peak
+    least = chosen(config, within(facts, 0)).nearest.components.peak
     fixed = {"train.gradient_checkpointing": False, "train.deepspeed": "zero1"}
     choice = chosen(changed(config, fixed), within(facts, least))
-    assert {*choice.found.changes} == {"train.tokens_per_batch"}
+    assert {*choice.nearest.changes} == {"train.tokens_per_batch"}
     assert flatten(choice.config).items() >= fixed.items()
     assert not choice.fits
     assert choice.remedy.changes.keys() & fixed.keys()
@@ -99,9 +108,9 @@ def test_what_was_set_stays_and_what_changes_numbers_is_only_named(tiny):
 def test_nothing_goes_to_a_cpu_that_has_no_room_for_it(tiny):
     config, facts = tiny.choice.planning.config, tiny.choice.planning.facts
     least = chosen(config, within(facts, 0))
-    assert least.found.components.host > 0
-    choice = chosen(config, replace(within(facts, least.found.components.peak), host=0))
-    assert choice.found.components.host == 0
+    assert least.nearest.components.host > 0
+    choice = chosen(config, replace(within(facts, least.nearest.components.peak), host=0))
+    assert choice.nearest.components.host == 0
     assert not choice.fits
 
 
@@ -110,7 +119,7 @@ def test_a_run_that_goes_on_keeps_its_optimizer_where_it_is(tiny):
     smallest = within(facts, 0)
     for begun in ("zero1", "zero3", ""):  # "": on other ranks, where any stage may go on
         choice = chosen(config, replace(smallest, begun=begun, is_resumed=True))
-        assert not choice.found.way.offloads
+        assert not choice.nearest.way.offloads
     kept = chosen(config, replace(within(facts, 2**40), begun="zero2-offload", is_resumed=True))
     assert kept.config.train.deepspeed == "zero2-offload"
     name = "deepspeed zero_optimization.offload_optimizer.device"
@@ -145,7 +154,7 @@ def free(training_world):
 @pytest.fixture(scope="module")
 def least(free):
     """The fewest bytes with which the tiny policy can be trained."""
-    return chosen(free.planning.config, within(free.planning.facts, 0)).found.components.peak
+    return chosen(free.planning.config, within(free.planning.facts, 0)).nearest.components.peak
 
 
 def test_trainings_hold_what_was_planned_and_lose_the_same(training_world, free, least):
@@ -169,6 +178,78 @@ def test_trainings_hold_what_was_planned_and_lose_the_same(training_world, free,
     assert len(losses[0]) == 2
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], abs=1e-6)
+
+
+@pytest.fixture
+def new_facts(training_world, tmp_path):
+    """Facts of a training of a policy that has not been traced yet."""
+    LlamaConfig(**TINY).save_pretrained(tmp_path)
+    facts = facts_on(asked(training_world))
+    return replace(facts, policy=replace(facts.policy, path=str(tmp_path)))
+
+
+@pytest.fixture
+def never_recomputes(monkeypatch):
+    """Llama as one of the architectures of transformers that have no gradient checkpointing."""
+    monkeypatch.setattr(LlamaPreTrainedModel, "supports_gradient_checkpointing", False)
+
+
+def test_a_model_that_cannot_recompute_is_trained_by_the_other_remedies(
+    never_recomputes, training_world, new_facts
+):
+    job = asked(training_world)
+    choice = chosen(job.config, within(facts_on(job), 0))
+    tried = choice.nearest.changes.keys() | choice.remedy.changes
+    assert {"train.tokens_per_batch", "lora.enabled"} <= tried
+    assert "train.gradient_checkpointing" not in tried
+    planner = choice.planning.planner(job.config)
+    assert not any(planner.is_possible(way) for way in planner.ways() if way.checkpointing)
+    with joined_world() as world:
+        session, recorded = learn(
+            asked(training_world, choice.nearest.components.peak, max_steps=1), world
+        )
+    assert session.job.config.train.gradient_checkpointing is False
+    assert len(recorded.steps) == 1
+    now = choice.planning.situation(session.job.config)
+    assert not any("checkpoint" in one for one in memory_savers(now))
+    with pytest.raises(UsageError, match="gradient_checkpointing"):
+        chosen(changed(job.config, {"train.gradient_checkpointing": True}), new_facts)
+
+
+def by_content(self, states):
+    """Layers that look at their numbers, which a model without weights does not have."""
+    return self.down_proj(self.up_proj(states)) if states.sum() > 0 else states
+
+
+def one_by_one(self, states):
+    """Layers that go over positions, as those of a recurrent model do without its kernels."""
+    return torch.cat([self.down_proj(self.up_proj(one)) for one in states.split(1, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("forward", [by_content, one_by_one])
+def test_a_model_that_cannot_be_planned_is_trained_without_a_plan_unless_one_is_asked_for(
+    new_facts, training_world, forward, monkeypatch, caplog
+):
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    monkeypatch.setattr(memory_trace, "MOST_OPERATIONS", 2000)
+    config, has, heard = asked(training_world).config, Budget(2**30), Heard()
+    assert chosen_to_fit(config, replace(new_facts, budget=has), ALONE, heard) == changed(
+        config, decided(config.train)
+    )
+    assert len(heard.lines) == 1  # that it is being planned
+    assert [one.levelname for one in caplog.records if one.name == "align"] == ["WARNING"]
+    wants = replace(new_facts, budget=replace(has, is_asked=True))
+    with pytest.raises(UsageError, match="train.memory"):
+        chosen_to_fit(config, wants, ALONE, heard)
+
+
+def test_a_deep_model_is_traced_within_the_bound(new_facts, training_world, monkeypatch):
+    """126 layers with an adapter, recomputed: by what one of them takes."""
+    monkeypatch.setattr(memory_trace, "MOST_OPERATIONS", memory_trace.MOST_OPERATIONS // 126)
+    most = {"train.gradient_checkpointing": True, "lora.enabled": True, "train.deepspeed": "zero3"}
+    config = changed(asked(training_world).config, most)
+    facts = replace(new_facts, device="cuda")
+    assert chosen(config, facts).found.components.activations > 0
 
 
 def test_a_run_says_what_it_chose_and_goes_on_in_other_memory(training_world, least, tmp_path):

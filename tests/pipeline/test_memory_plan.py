@@ -6,27 +6,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from align.pipeline.options.settings import load_settings
-from align.pipeline.plan.memory_plan import Components, Way, at_peak
+from align.pipeline.plan.memory_plan import Components, MemoryPlanner, Planned, Way, at_peak
 from align.pipeline.plan.planned_rows import GivenRows
 from align.pipeline.plan.run_plan import PlanRequest, plan_run
 from align.pipeline.plan.workload import RowShape, even_rows, feed_settings, workload_of
 from align.schemas.batches import World
+from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
-from align.schemas.train_options import TrainOptions
+from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.engine_memory import Elements, Setting, engine_memory
 from align.stages.methods.table import recipe_of
 from align.stages.model.head.fused_head_backward import call_head_for_logps
 from align.stages.model.layouts.tree_attention import tree_batch
+from align.stages.model.loading.load import add_lora, empty_model
 from align.stages.model.logprobs import ScoringPath, branch_logps
 from align.stages.model.memory.live_memory import LiveMemory
 from align.stages.model.memory.memory_trace import Moment, Trace, trace
 from align.stages.model.transformers_compat import recompute_activations
 from bench.memory_plan import WITHIN
+from support.planned_shapes import TINY
 
 PACKED = ScoringPath("packed", "fused", 0.0)
+PLAIN, ADAPTER = LoraOptions(), LoraOptions(enabled=True)
 HALF = Setting(stage=1, ranks=4, itemsize=2, device="cuda", bucket=10)
 
 
@@ -112,6 +116,57 @@ def test_activations_are_those_that_a_model_with_weights_keeps(dtype, checkpoint
     assert traced.kept == pytest.approx(kept[-1], rel=0.05)
     whole = max(one.layers + one.head + one.finished * dtype.itemsize for one in traced.moments)
     assert whole == pytest.approx(live.most, rel=WITHIN)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a config of transformers."""
+
+    def made(config):
+        folder = tmp_path_factory.mktemp("policy")
+        config.save_pretrained(folder)
+        return folder
+
+    return made
+
+
+def traced_as_planned(folder, lora=PLAIN, **train):
+    """What the plan traces of a training."""
+    settings = {"train": TrainOptions(**train), "lora": lora, "dtype": "float32", "device": "cpu"}
+    of_step = {"head": "none", "layout": "packed", "trees": some_trees(), "micro_batches": 1}
+    planner = MemoryPlanner(
+        Planned(ModelOptions(path=str(folder), device="cpu"), ranks=1, **settings, **of_step)
+    )
+    return planner, planner.parts(planner.own_way)[1]
+
+
+def test_an_adapter_is_traced_as_the_training_computes_it(saved):
+    """In products; by PEFT where ZeRO-3 makes weights whole, or where it drops inputs out."""
+    folder = saved(LlamaConfig(**TINY))
+    by_peft = add_lora(empty_model(ModelOptions(path=str(folder)), "float32"), ADAPTER, seed=0)
+    expected = trace(by_peft, some_trees(), PACKED, device="cpu")
+    _, plain = traced_as_planned(folder, ADAPTER)
+    assert plain != expected
+    planner, spread = traced_as_planned(folder, ADAPTER, deepspeed="zero3")
+    assert spread == expected
+    noisy = replace(ADAPTER, dropout=0.1)
+    assert traced_as_planned(folder, noisy)[1] == plain
+    assert traced_as_planned(folder, noisy, dropout=True)[1].kept > expected.kept
+    # The runs of a sweep share what was traced, and nothing else does.
+    again, _ = traced_as_planned(folder, ADAPTER, deepspeed="zero3", lr=1e-3)
+    assert again._policy is planner._policy
+    LlamaConfig(**TINY | {"num_hidden_layers": 2}).save_pretrained(folder)
+    assert traced_as_planned(folder, ADAPTER)[1].kept > plain.kept
+
+
+def test_dropout_that_is_off_keeps_nothing(saved):
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 2000}
+    still, noisy = (
+        saved(GPT2Config(**sizes, resid_pdrop=share, embd_pdrop=share)) for share in (0.0, 0.1)
+    )
+    expected = traced_as_planned(still)[1]
+    assert traced_as_planned(noisy)[1] == expected
+    assert traced_as_planned(noisy, dropout=True)[1].kept > expected.kept
 
 
 def worked(method, train, world, rows, levels):

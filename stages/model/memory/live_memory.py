@@ -5,6 +5,7 @@ torch's internals are used in this file only.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -24,16 +25,23 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operations made and that are still alive."""
+    """Counts the bytes of storages that operations made and that are still alive.
 
-    def __init__(self, device: str) -> None:
+    More operations than `limit` are refused, as a RuntimeError.
+    """
+
+    def __init__(self, device: str, limit: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
+        self.now = self.most = self._operations = 0
+        self._limit = limit
         self._device = device
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of the operation, whose storages are counted."""
+        self._operations += 1
+        if self._operations > self._limit:
+            raise RuntimeError(f"a micro-batch takes more than {self._limit:,} operations")
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device:
