@@ -289,19 +289,12 @@ def profile(folder, method, sets, flags):
     sets = [*sets, f"train.max_steps={LAST}"]
     policy = learned_unsaved(folder, method, watched, sets, flags)
     found = policy | gpu_profile.by_kind(watched.profiler.events())
-    return found | {"waits": watched.waits.taken() if on_gpu() else waits_pretended(folder)}
+    waits = watched.waits.taken() if on_gpu() else sides.called(waits_pretended, folder)
+    return found | {"waits": waits}
 
 
 def waits_pretended(folder):
     """The waits of a step on a device that is not there, which takes a process of its own."""
-    import subprocess
-
-    words = [sys.executable, "-P", "-m", "bench.gpu", "step_pretended", json.dumps([folder])]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def step_pretended(folder):
     from support import device_steps
 
     found = device_steps.compared(Path(folder) / "cache", "dpo", "flex", "lora")

@@ -13,8 +13,9 @@ next call.
 The order is that of worth for a minute. First the training of eight billion weights, for which a
 GPU is needed most, with what a change to it would move: compiled layers, kept activations, where
 the time goes, and all weights. Then the small model, by each method, and the tests marked gpu: by
-plan one call holds these, but for the tests that have been green on a GPU before. Last TRL beside
-the small model, and what is slow. What does not fit any more makes room for shorter parts.
+plan one call holds all of these but the tests of FlexAttention, which were green on a GPU before.
+Last TRL beside the small model, and what is slow. What does not fit any more makes room for
+shorter parts.
 """
 
 import argparse
@@ -112,6 +113,7 @@ def main():
     if options.write:
         found = gpu_page.records_in(options.records)
         gpu_page.write(ROOT / "docs", found, parts(), usual_parts())
+        print(f"{len(found)} records of {options.records} went to docs/gpus.json and the page")
         return
     ends = time.monotonic() + options.seconds
     machine = machine_here(options.commit)
