@@ -99,7 +99,7 @@ class TrainOptions:
         "auto", "auto: the dtype the policy's weights are stored in", on=TRAINING
     )
     dropout: bool = option(False, "keep the dropout that the model's config asks for")
-    memory: str = option(
+    memory: str | int = option(
         "",
         "what a GPU, or the process on a CPU, may use, for example 24g, 512m or bytes: every "
         "setting that is auto is chosen to fit; empty: all of the GPU, and no limit on a CPU",

@@ -146,7 +146,7 @@ def _typed(kind: Any) -> Any:
     """The type that typer reads; choices and bounds are checked with all other settings."""
     if get_origin(kind) in {dict, list}:  # a map is a list of KEY=VALUE
         return list[str]
-    return str if get_origin(kind) is Literal else kind
+    return kind if isinstance(kind, type) else str
 
 
 def _placeholder(setting: str) -> str:

@@ -10,13 +10,13 @@ from ...stages.storage.bucket.objects import Location
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.storage.signed_records import SignedRecords
 
-# A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.
-TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
+# A GPU, or the like, wants large products. On a CPU more at once are no faster and take memory.
+_ON_GPU, _ON_CPU = 16_384, 2048
 
 
 def planned_tokens(train: TrainOptions, device: str) -> int:
     """The micro-batch that is asked for, in tokens."""
-    return train.tokens_per_batch or TOKENS_PER_BATCH[device]
+    return train.tokens_per_batch or (_ON_CPU if device == "cpu" else _ON_GPU)
 
 
 def fitting_tokens(folder: RunFolder, planned: int) -> int:

@@ -16,8 +16,8 @@ from ..options.declared import facts_of
 from ..options.settings import flatten
 
 Changes: TypeAlias = dict[str, Any]  # settings by their dotted names
-# In a micro-batch: the matrix products of fewer leave a GPU idle; a CPU asks for less.
-FEWEST_TOKENS = {"cuda": 2048, "cpu": 256}
+# Tokens of a micro-batch.
+_FEWEST_ON_GPU, _FEWEST_ON_CPU = 2048, 256
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,12 @@ class Situation:
 
         Layers that are to be compiled by all means need whole weights too.
         """
-        return self.config.lora.quantize == "none" and self.config.model.compile != "on"
+        return self.config.lora.quantize == "none" and self.config.model.compiling != "on"
+
+    @property
+    def fewest_tokens(self) -> int:
+        """The least micro-batch worth trying: the products of fewer leave the device idle."""
+        return _FEWEST_ON_CPU if self.device == "cpu" else _FEWEST_ON_GPU
 
     @property
     def offloads(self) -> int:
@@ -62,7 +67,7 @@ class Remedy:
 
 def _smaller(now: Situation) -> list[Changes]:
     sizes = [1 << power for power in range((now.tokens - 1).bit_length() - 1, 0, -1)]
-    return [{"train.tokens_per_batch": size} for size in sizes if size >= FEWEST_TOKENS[now.device]]
+    return [{"train.tokens_per_batch": size} for size in sizes if size >= now.fewest_tokens]
 
 
 def _gradients_spread(now: Situation) -> list[Changes]:
@@ -95,7 +100,7 @@ def _all_offloaded(now: Situation) -> list[Changes]:
 def _shared(now: Situation) -> list[Changes]:
     """Only a row that is long by itself does not become shorter in smaller micro-batches."""
     is_new = now.config.train.sequence_parallel == 1 < now.ranks
-    is_useful = is_new and now.longest > FEWEST_TOKENS[now.device]
+    is_useful = is_new and now.longest > now.fewest_tokens
     return [{"train.sequence_parallel": now.ranks}] if is_useful else []
 
 

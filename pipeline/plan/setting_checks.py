@@ -135,16 +135,16 @@ _BYTES = re.compile("[0-9]{1,18}")
 _UNITS = {"g": 2**30, "m": 2**20}
 
 
-def bytes_of(text: str, *, name: str, least: int = 2**20) -> int:
+def bytes_of(size: str | int, *, name: str, least: int = 2**20) -> int:
     """`80g` or `512m` in bytes, by powers of 1,024; a number alone is bytes; empty: 0."""
-    if not text:
+    if not (text := str(size)):
         return 0
     match = _SIZE.fullmatch(text)
     exact = int(text) if _BYTES.fullmatch(text) else 0
-    size = round(float(match[1]) * _UNITS[match[2].lower()]) if match else exact
-    if size < least:
-        raise UsageError(f"{name} is {text!r}; expected a size such as 24g, 80g or bytes.")
-    return size
+    found = round(float(match[1]) * _UNITS[match[2].lower()]) if match else exact
+    if found < least:
+        raise UsageError(f"{name} is {size!r}; expected a size such as 24g, 80g or bytes.")
+    return found
 
 
 _PARTS = re.compile("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"))

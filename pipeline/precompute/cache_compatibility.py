@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -218,6 +218,19 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
             ", ".join(map(str, older)),
         )
     return earlier
+
+
+def may_have_scores(folders: Sequence[str], reference_key: str) -> bool:
+    """Whether one of the folders is of this reference; nothing is said of those that are broken."""
+    for folder in (CacheFolder(location(name)) for name in folders):
+        with suppress(AlignError, OSError):
+            if folder.manifest.is_file() and load_manifest(folder).reference_key == reference_key:
+                return True
+        with suppress(AlignError, OSError):
+            plans = [PLANS.find(work.plan) for work in folder.works()]
+            if any(plan and plan.reference_key == reference_key for plan in plans):
+                return True
+    return False
 
 
 def register_cache(folder: CacheFolder) -> None:

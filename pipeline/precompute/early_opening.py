@@ -2,38 +2,81 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...schemas.rows import Reference, Scorer
-from .scoring_worker import one_thread
-
-
-@contextmanager
-def opened_meanwhile(reference: Reference) -> Iterator[Reference]:
-    """The reference, which is being opened from now on; whoever opens it has the error, if any."""
-    with one_thread("align-load") as loader:
-        yield _Opening(reference, loader.submit(_on_same_gpu(reference.open)))
 
 
 @dataclass(frozen=True)
-class _Opening:
+class OpenedBy:
+    """A reference that is opened in another way."""
+
     reference: Reference
-    scorer: Future[Scorer]
+    open: Callable[[], Scorer]
 
     def identity(self) -> Mapping[str, str]:
+        """The identity of the reference."""
         return self.reference.identity()
 
     def hidden_size(self) -> int:
+        """Width of the residual stream."""
         return self.reference.hidden_size()
 
     def vocabulary(self) -> int:
+        """The number of token ids that it knows."""
         return self.reference.vocabulary()
 
-    def open(self) -> Scorer:
-        return self.scorer.result()
+
+@contextmanager
+def opened_meanwhile(reference: Reference) -> Iterator[tuple[Reference, Callable[[], float]]]:
+    """The reference, which is being opened from now on, and the seconds that has taken so far.
+
+    Whoever opens it has the error, if any. Who leaves the block before does not wait for the rest.
+    """
+    opening = _Opening(_on_same_gpu(reference.open))
+    opening.start()
+    try:
+        yield OpenedBy(reference, opening.scorer.result), opening.seconds
+    finally:
+        opening.stop()
+
+
+class _Opening(threading.Thread):
+    def __init__(self, open_scorer: Callable[[], Scorer]) -> None:
+        super().__init__(name="align-load")
+        self.scorer = Future[Scorer]()
+        self._open = open_scorer
+        self._began = time.perf_counter()
+        self._ended: float | None = None
+
+    def run(self) -> None:
+        """Opens it."""
+        try:
+            scorer = self._open()
+        except BaseException as error:  # of any kind: somebody may wait for the scorer
+            self.scorer.set_exception(error)
+        else:
+            self._ended = time.perf_counter()
+            self.scorer.set_result(scorer)
+
+    def seconds(self) -> float:
+        """How long it took, or has taken so far."""
+        return (self._ended or time.perf_counter()) - self._began
+
+    def stop(self) -> None:
+        """Ends the thread at its next step in Python, and without a word, as SystemExit does.
+
+        A process that exits waits for that: to end it inside of torch might crash the process.
+        """
+        if self.is_alive() and not self.scorer.done():
+            raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in_thread(ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit))
 
 
 def _on_same_gpu(open_scorer: Callable[[], Scorer]) -> Callable[[], Scorer]:

@@ -23,6 +23,7 @@ from ...stages.engine.distributed import (
 from ...stages.model.reference import HfReference, TreeScorer, on_threads
 from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.tracking.progress import Progress
+from .early_opening import OpenedBy
 from .precompute import precompute
 
 
@@ -84,9 +85,15 @@ def _opened(reference: HfReference, world: World) -> TreeScorer:
 
 
 @contextmanager
-def _leading(reference: HfReference, world: World) -> Iterator[LeadingReference]:
+def _leading(reference: HfReference, world: World) -> Iterator[OpenedBy]:
+    """The `Reference` of rank zero."""
+
+    def opened() -> LeadingScorer:
+        _broadcast(world, ScoreOrder(opens=True))
+        return LeadingScorer(_opened(reference, world), world)
+
     try:
-        yield LeadingReference(reference, world)
+        yield OpenedBy(reference, opened)
     except RuntimeError:  # of a collective: no other rank would receive the end
         raise
     except BaseException:
@@ -94,31 +101,6 @@ def _leading(reference: HfReference, world: World) -> Iterator[LeadingReference]
         raise
     else:
         _broadcast(world, ScoreOrder())
-
-
-class LeadingReference:
-    """The `Reference` of rank zero."""
-
-    def __init__(self, reference: HfReference, world: World) -> None:
-        self._reference = reference
-        self._world = world
-
-    def identity(self) -> Mapping[str, str]:
-        """The identity of the reference, with the number of ranks that share it."""
-        return self._reference.identity()
-
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return self._reference.hidden_size()
-
-    def vocabulary(self) -> int:
-        """The number of token ids that it knows."""
-        return self._reference.vocabulary()
-
-    def open(self) -> LeadingScorer:
-        """Loads the weights on all ranks."""
-        _broadcast(self._world, ScoreOrder(opens=True))
-        return LeadingScorer(_opened(self._reference, self._world), self._world)
 
 
 class LeadingScorer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -39,7 +40,12 @@ from ..executors.executor import Share
 from ..jobs.job import Call, Made, carry_out
 from ..jobs.recorded_work import send_earlier
 from ..jobs.rejected_rows import RejectedRows
-from .cache_compatibility import register_cache, require_same_or_growing
+from .cache_compatibility import (
+    candidates,
+    may_have_scores,
+    register_cache,
+    require_same_or_growing,
+)
 from .early_opening import opened_meanwhile
 from .precompute_plan import STAGE_ONE, CacheJob, make_plan, open_job, remake_ring, ring_of
 from .scoring_worker import ScoreTasks, Tally, lines_of_first
@@ -139,9 +145,10 @@ class PrecomputeJob:
         if self.plan is None:
             job.work.prepare()
         try:
-            with self._reference() as reference:
+            with self._reference() as (reference, seconds):
                 self.plan = self._planned(call)
                 _describe(call.run, job, self.plan)
+                self.tally.seconds = seconds()  # of loading; the rest of it is waited for
                 self._score(self.plan, reference, call)
             manifest = self._published(self.plan, call)
         except (StorageError, CorruptionError, OSError):
@@ -157,13 +164,19 @@ class PrecomputeJob:
         self._conclude(call.run, manifest)
         return manifest
 
-    def _reference(self) -> AbstractContextManager[Reference]:
-        """The reference, loaded onto a GPU while the cores of this machine prepare rows."""
+    def _reference(self) -> AbstractContextManager[tuple[Reference, Callable[[], float]]]:
+        """The reference, and the seconds that it has been loaded for.
+
+        It is loaded onto a GPU while the cores of this machine prepare rows, unless an earlier
+        cache may hold all scores.
+        """
         job = self.cache
         is_here = job.config.scoring.executor == "inline" and job.config.model.tensor_parallel == 1
         if self.plan is None and is_here and self.device == "cuda":
-            return opened_meanwhile(job.reference)
-        return nullcontext(job.reference)
+            earlier = candidates(job.config.cache, job.folder)
+            if not may_have_scores(earlier, job.reference_key):
+                return opened_meanwhile(job.reference)
+        return nullcontext((job.reference, lambda: 0.0))
 
     def _planned(self, call: Call[Tally]) -> Plan:
         """The plan, of an earlier run or of another process, or made now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -202,8 +203,9 @@ class _UnitMeter:
         self.progress.advance(more, tokens=batch.tokens, padding=batch.padding)
 
     def close(self) -> None:
-        """The unit is committed."""
-        self.progress.advance(self.rows - self.shown)
+        """The unit is committed; a signal in here may close it again."""
+        more, self.shown = self.rows - self.shown, self.rows
+        self.progress.advance(more)
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,13 @@ class _Writing:
             self.tally.result()
 
 
+def _first_finished(writing: deque[_Writing]) -> Tally:
+    """The counts of the first unit, which is no longer among them."""
+    tally = writing[0].finished()
+    writing.popleft()
+    return tally
+
+
 @dataclass(frozen=True)
 class _UnitScorer:
     """Scores the units of a plan; the model and earlier caches are opened when needed.
@@ -249,23 +258,25 @@ class _UnitScorer:
 
     def finish_each(self, units: Iterable[int]) -> Generator[Tally]:
         """Scores and commits units; gives the counts of each once it is committed."""
-        writing: _Writing | None = None
-        with one_thread("align-read") as reader, one_thread("align-write") as writer:
+        writing: deque[_Writing] = deque()
+        with (
+            one_thread("align-read") as reader,
+            ThreadPoolExecutor(1, "align-write") as writer,  # what it is given is written
+        ):
             try:
                 for read in _with_next_begun(reader, self._read, units):
                     meter = _UnitMeter(self.progress, read.size)
                     scores, numerics = self._scored(read, meter, writing)
-                    if writing:
-                        tally, writing = writing.finished(), None
-                        yield tally
                     done = writer.submit(self._commit, read, scores, numerics)
-                    writing = _Writing(done, meter)
-                if writing:
-                    tally, writing = writing.finished(), None
-                    yield tally
+                    writing.append(_Writing(done, meter))
+                    if len(writing) > 1:
+                        yield _first_finished(writing)
+                while writing:
+                    yield _first_finished(writing)
             except (Exception, Interrupted):
-                if writing and not writing.tally.exception():
-                    yield writing.finished()  # it is kept, and counts
+                for one in writing:
+                    if not one.tally.exception():
+                        yield one.finished()  # it is kept, and counts
                 raise
 
     def _read(self, number: int) -> _ReadUnit:
@@ -275,13 +286,13 @@ class _UnitScorer:
         return _ReadUnit(number, stop - start, unit, known)
 
     def _scored(
-        self, read: _ReadUnit, meter: _UnitMeter, writing: _Writing | None
+        self, read: _ReadUnit, meter: _UnitMeter, writing: Iterable[_Writing]
     ) -> tuple[UnitScores, dict[str, str]]:
         """The scores of a unit, and how they were computed; stops if another cannot be written."""
 
         def on_batch(batch: BatchDone) -> None:
-            if writing:
-                writing.require_no_failure()
+            for one in writing:
+                one.require_no_failure()
             meter.add(batch)
 
         with _held_to_threads(self.tasks.plan):

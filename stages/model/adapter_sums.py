@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.functional import linear
 
+from .made_classes import with_forward
+
 logger = logging.getLogger("align")
 PROBE_ROWS = 5
 
@@ -53,11 +55,11 @@ def _adding_in_products(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, inputs: Tensor, *args: Any, **options: Any) -> Tensor:
         return _forward(kind, self, inputs, *args, **options)
 
-    return type(f"{kind.__name__}InProducts", (kind,), {"forward": forward})
+    return with_forward(kind, forward, _adding_in_products)
 
 
 def _fitting(model: nn.Module) -> Iterator[Any]:
-    """LoRA layers of one plain adapter on frozen weights, whose forward is PEFT's own."""
+    """LoRA layers that fit now, whose forward is PEFT's own."""
     from peft.tuners import lora  # noqa: PLC0415 - optional, and slow to import
 
     kinds = (lora.Linear, getattr(lora, "Linear4bit", lora.Linear))  # needs bitsandbytes
@@ -65,26 +67,32 @@ def _fitting(model: nn.Module) -> Iterator[Any]:
     for layer in modules:
         if type(layer) not in kinds or "forward" in vars(layer) | vars(layer.base_layer):
             continue
-        (name, *others), base = layer.active_adapters, layer.base_layer
-        is_plain = name in layer.lora_A and name not in layer.lora_variant
-        is_frozen = not any(one.requires_grad for one in base.parameters(recurse=False))
-        if is_plain and is_frozen and not others and not layer.lora_bias[name]:
+        if _fits(layer):
             yield layer
+
+
+def _fits(layer: Any) -> bool:
+    """Whether one plain adapter is active, on frozen weights."""
+    names, base = layer.active_adapters, layer.base_layer
+    if len(names) != 1 or names[0] not in layer.lora_A:
+        return False
+    is_plain = names[0] not in layer.lora_variant and not layer.lora_bias[names[0]]
+    return is_plain and not any(one.requires_grad for one in base.parameters(recurse=False))
 
 
 def _forward(kind: Any, layer: Any, inputs: Tensor, *args: Any, **options: Any) -> Tensor:
     """The output; by the forward of PEFT's class where a layer does more than add the adapter."""
-    names, base = layer.active_adapters, layer.base_layer
-    down, up = layer.lora_A[names[0]], layer.lora_B[names[0]]
-    dropout = layer.lora_dropout[names[0]]
+    if args or options or layer.merged or layer.disable_adapters or not _fits(layer):
+        return kind.forward(layer, inputs, *args, **options)  # type: ignore[no-any-return]
+    (name,), base = layer.active_adapters, layer.base_layer
+    down, up, dropout = (one[name] for one in (layer.lora_A, layer.lora_B, layer.lora_dropout))
     is_noisy = layer.training and not isinstance(dropout, nn.Identity) and dropout.p > 0
-    is_other = layer.merged or layer.disable_adapters or len(names) > 1 or is_noisy
     # ZeRO-3 makes weights whole in hooks of the modules that hold them.
     is_hooked = any(one._forward_pre_hooks or one._forward_hooks for one in (base, down, up))
-    if args or options or is_other or is_hooked or inputs.dtype != down.weight.dtype:
-        own: Tensor = kind.forward(layer, inputs, *args, **options)
-        return own
-    adapter = (down.weight, up.weight, layer.scaling[names[0]])
+    is_cast = inputs.dtype != down.weight.dtype or _casts(inputs.device.type)
+    if is_noisy or is_hooked or is_cast:
+        return kind.forward(layer, inputs)  # type: ignore[no-any-return]
+    adapter = (down.weight, up.weight, layer.scaling[name])
     if type(base) is nn.Linear and base.weight.dtype == inputs.dtype:
         output: Tensor = AdaptedLinear.apply(  # type: ignore[no-untyped-call]
             inputs, base.weight, base.bias, *adapter
@@ -95,6 +103,11 @@ def _forward(kind: Any, layer: Any, inputs: Tensor, *args: Any, **options: Any) 
         return kind.forward(layer, inputs)  # type: ignore[no-any-return]
     added: Tensor = AddedAdapter.apply(frozen, inputs, *adapter)  # type: ignore[no-untyped-call]
     return added
+
+
+def _casts(device: str) -> bool:
+    """Whether torch.autocast chooses the dtypes of products here; no meta device has it."""
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 class AdaptedLinear(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .made_classes import with_forward
 from .transformers_compat import (
     decoder_layers,
     forward_without_checkpointing,
@@ -64,8 +64,6 @@ def _compiled_kind(kind: type[nn.Module], compiler: str) -> type[nn.Module]:
     puts gradient checkpointing around the `forward` of a class: that stays outside of the graph.
     """
     allow_compilations()
-    # The compiler looks at the gradients of what it is given, which torch advises against.
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     # One graph or an error, which the probe tells: a layer in parts would be no faster.
     run: Callable[..., Any] = torch.compile(
         forward_without_checkpointing(kind), dynamic=True, fullgraph=True, backend=compiler
@@ -74,6 +72,6 @@ def _compiled_kind(kind: type[nn.Module], compiler: str) -> type[nn.Module]:
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         return run(self, *given, **named)
 
-    compiled = type(f"Compiled{kind.__name__}", (kind,), {"forward": forward})
+    compiled = with_forward(kind, forward, _compiled_kind, compiler)
     _OWN[compiled] = kind
     return compiled

@@ -25,7 +25,7 @@ from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
 from .loading.folder_json import read_json
-from .loading.load import quiet
+from .loading.quiet import quiet
 from .logprobs import causal_model, input_device
 from .memory.live_memory import is_out_of_memory
 from .path_search import TOLERANCE, reason

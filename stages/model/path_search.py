@@ -7,9 +7,12 @@ the fastest that agrees.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice, repeat, starmap
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,6 +34,7 @@ from .logprobs import (
     own_attention,
     tree_logps,
 )
+from .memory.live_memory import is_out_of_memory
 from .probe_rows import probe_trees
 from .transformers_compat import decoder_layers
 
@@ -70,9 +74,9 @@ class PathOptions:
         """Those of the settings of a model; `config` is that of one that learns with dropout."""
         if model.tensor_parallel > 1:
             no_compile = "ranks hold parts of its layers"
-        if model.compile == "on" and no_compile:
+        if model.compiling == "on" and no_compile:
             raise uncompilable(no_compile)
-        return PathOptions(why_no_flex(model.attention, config), model.compile, no_compile)
+        return PathOptions(why_no_flex(model.attention, config), model.compiling, no_compile)
 
 
 ANY_PATH = PathOptions()
@@ -166,29 +170,27 @@ class PathSearch:
         if torch.is_inference_mode_enabled() or not isinstance(difference, float):
             return difference
         try:
-            found, own = (self._gradient(one) for one in (path, replace(path, compiler="")))
-            apart = float((found - own).norm() / own.norm().clamp_min(torch.finfo(own.dtype).tiny))
+            found, own = (self._gradients(one) for one in (path, replace(path, compiler="")))
+            distances = [*starmap(_apart, zip(found, own, strict=True))]
         except Exception as error:  # the compiler fails in any way it likes
             return error
-        if not apart <= GRADIENTS[causal_model(self._model).dtype]:
-            return ValueError(f"its gradients are off by {apart:.2g} of themselves")
-        return difference
+        allowed = GRADIENTS[causal_model(self._model).dtype]
+        off = next((apart for apart in distances if not apart <= allowed), None)
+        return difference if off is None else ValueError(f"its gradients are off by {off:.2g}")
 
-    def _gradient(self, path: ScoringPath) -> Tensor:
-        """The gradient of the first layer that learns: float32, (0,) if none does."""
-        every = ([*layer.parameters()] for layer in decoder_layers(causal_model(self._model)))
-        learning = ([one for one in layer if one.requires_grad] for layer in every)
-        weights = next(filter(None, learning), None)
-        if weights is None:
-            return torch.zeros(0)
+    def _gradients(self, path: ScoringPath) -> list[list[Tensor | None]]:
+        """The gradients of a layer of each kind, as far as it learns."""
+        learning = _learning_layers(causal_model(self._model))
+        if not learning:
+            return []
         self._model.train()  # so that the graphs are those of the training
         try:
             with torch.enable_grad():
                 total = self._weighted_states(path)
-            gradients = torch.autograd.grad(total, weights, allow_unused=True)
+            found = iter(torch.autograd.grad(total, [*chain(*learning)], allow_unused=True))
         finally:
             self._model.eval()
-        return torch.cat([one.flatten().float() for one in gradients if one is not None])
+        return [list(islice(found, len(weights))) for weights in learning]
 
     def _weighted_states(self, path: ScoringPath) -> Tensor:
         """A sum whose weights differ, because a norm's plain sum does not depend on its input."""
@@ -203,6 +205,21 @@ def uncompilable(why: str) -> UsageError:
         f"model.compile is on, and the decoder layers cannot be compiled here ({why}). "
         "Set it to auto or off."
     )
+
+
+@contextmanager
+def naming_the_way_out() -> Iterator[None]:
+    """Raises an error of torch's compiler, which other rows than the probe's may meet, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if is_out_of_memory(error) or not is_of_compiler:
+            raise
+        raise UsageError(
+            f"torch's compiler failed ({reason(error)}). Start again with "
+            "--set model.compile=off; where FlexAttention fails, with --set model.attention=sdpa."
+        ) from error
 
 
 def paths_for(
@@ -253,6 +270,30 @@ def _difference(
     if causal_model(model).dtype == torch.float32:
         return max(abs(float(gap.double().sum())) for gap in gaps)
     return max(float(gap.abs().mean()) for gap in gaps)
+
+
+def _learning_layers(model: Any) -> list[list[nn.Parameter]]:
+    """The weights that learn in the first layer, and in one of each kind of the others.
+
+    Kinds differ in their modules or in what they attend to. The input of the first may have no
+    gradient, so it may have a graph of its own.
+    """
+    attention = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    found: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+    for layer, window in zip(decoder_layers(model), attention or repeat(""), strict=False):
+        if weights := [one for one in layer.parameters() if one.requires_grad]:
+            found.setdefault((not found, window, *map(type, layer.modules())), weights)
+    return list(found.values())
+
+
+def _apart(found: Sequence[Tensor | None], own: Sequence[Tensor | None]) -> float:
+    """The distance of the gradients of a layer, as a share of their length."""
+    if [one is None for one in found] != [one is None for one in own]:
+        raise ValueError("its gradients are not those of the same weights")
+    ours, theirs = ([one.float() for one in some if one is not None] for some in (found, own))
+    gaps = [float((one - other).norm()) for one, other in zip(ours, theirs, strict=True)]
+    length = math.hypot(*(float(one.norm()) for one in theirs))
+    return math.hypot(*gaps) / max(length, torch.finfo(torch.float32).tiny)
 
 
 def announced(model: nn.Module, path: ScoringPath, refused: list[str]) -> ScoringPath:

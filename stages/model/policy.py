@@ -36,7 +36,7 @@ from .logprobs import (
     last_states,
 )
 from .memory.host_activations import keeps_on_host
-from .path_search import ANY_PATH, PathOptions, choose_path
+from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .transformers_compat import recompute_activations, routers_of
@@ -170,6 +170,7 @@ class Policy(nn.Module):
         """The dtype it computes in, as settings name it."""
         return str(causal_model(self.model).dtype).removeprefix("torch.")
 
+    @naming_the_way_out()
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 

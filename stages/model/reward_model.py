@@ -24,8 +24,9 @@ from .layouts.shared_sequence import joined
 from .layouts.tree_attention import TreeBatch, single_branches
 from .loading.folder_check import require_plain_tokenizer
 from .loading.heads import SCORES, ScalarHead
-from .loading.load import first_line, load_model, merged, quiet
+from .loading.load import first_line, load_model, merged
 from .loading.model_folder import model_config
+from .loading.quiet import quiet
 from .logprobs import (
     ScoringPath,
     batch_part,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ...schemas.config import ModelOptions
 from .loading.heads import VALUE_HEAD, is_reward_model
-from .loading.load import load_model, merged, quiet, with_adapter
+from .loading.load import load_model, merged, with_adapter
+from .loading.quiet import quiet
 from .logprobs import causal_model
 from .reward_model import load_reward_model
 

@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from align.pipeline.options.settings import load_settings
+from align.pipeline.plan.fitted_batches import planned_tokens
 from align.pipeline.plan.memory_choice import USABLE
 from align.pipeline.plan.memory_plan import Way
 from align.pipeline.plan.memory_search import MemoryLimits, Tried, search
@@ -239,6 +240,20 @@ def test_remedies_are_those_that_are_of_use():
     kept = [not one.startswith("in a new run") for one in advice]
     assert kept == sorted(kept, reverse=True)
     assert any(one.endswith("--lora") for one in advice)
+
+
+def test_another_accelerator_is_given_the_micro_batches_of_a_gpu():
+    on_gpu = Situation(Config(), 1, 4, 16_384, 9000)
+    other = replace(on_gpu, device="xpu")
+    assert (
+        settings_tried(other)
+        == settings_tried(on_gpu)
+        != settings_tried(replace(other, device="cpu"))
+    )
+    asked = TrainOptions()
+    assert (
+        planned_tokens(asked, "xpu") == planned_tokens(asked, "cuda") > planned_tokens(asked, "cpu")
+    )
 
 
 def test_lora_at_a_rate_for_all_weights_is_noted():

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 from align.pipeline.options.settings import as_absolute, as_yaml, flatten, load_settings
 from align.pipeline.options.strict_yaml import from_yaml
+from align.pipeline.plan.memory_choice import Budget
+from align.pipeline.plan.setting_checks import require_effect
 from align.schemas.config import Config
 from align.schemas.errors import AlignError, UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.methods.table import METHODS, recipe_of
+from align.stages.model.path_search import PathOptions
 from support.command import align, refusal
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -118,6 +121,30 @@ def test_a_set_value_has_the_type_of_its_setting():
         section, name = text.partition("=")[0].split(".")
         found = getattr(getattr(load(text).config, section), name)
         assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("on", "on"), ("off", "off"), ("'on'", "on"), ("no", "off"), ("auto", "auto")],
+)
+def test_layers_are_compiled_as_a_bare_word_of_yaml_says(text, meant):
+    write(f"model:\n  compile: {text}\n")
+    loaded = load().config
+    assert PathOptions.of(loaded.model).compile == meant
+    write(as_yaml(loaded))
+    assert load().config.model.compile == loaded.model.compile
+    write("")
+    assert PathOptions.of(load(f"model.compile={text}").config.model).compile == meant
+
+
+def test_memory_may_be_a_number_of_bytes():
+    write("train:\n  memory: 24000000000\n")
+    for config in (load().config, load("train.memory=24000000000").config):
+        assert Budget.of(config.train, 0).size == 24_000_000_000
+    for wrong in ("0", "-5000000000", "true", "24e9"):
+        write(f"train:\n  memory: {wrong}\n")
+        with pytest.raises(UsageError, match="memory"):
+            require_effect(load())
 
 
 # A config file, and what the refusal names beside the file itself.

@@ -6,22 +6,28 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from align.pipeline.precompute import scoring_worker
-from align.schemas.errors import Interrupted, StorageError, UsageError
+from align.pipeline.precompute.precompute import precompute
+from align.pipeline.precompute.precompute_plan import open_job
+from align.pipeline.precompute.scoring_worker import ScoreTasks
+from align.schemas.data_options import DataOptions
+from align.schemas.errors import BadDataError, Interrupted, StorageError, UsageError
 from align.stages.pairing.units import build_unit
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder
 from align.stages.storage.cache.commits import read_commits
+from align.stages.storage.cache.manifest_file import PLANS
 from align.stages.storage.disk import failpoints
 from support.patience import PATIENCE
-from support.stage_one import contents, run
+from support.stage_one import Silent, contents, run
 from support.stub_reference import StubReference, StubScorer
 
 
@@ -114,6 +120,53 @@ def test_what_is_said_to_be_kept_when_a_signal_comes_is_what_is_committed(config
     assert contents(config.cache.output) == clean
 
 
+@dataclass
+class Shown(Silent):
+    """What is shown as scored, and when; the first to be so may be met by a signal."""
+
+    stops: bool = False
+    begun: float = 0.0
+    rows: list = field(default_factory=list)
+    ended: float = 0.0
+
+    def begin(self, task, **_):
+        self.begun = time.perf_counter() if task == "scoring" else 0.0
+
+    def advance(self, done, **_):
+        if not self.begun or not done:
+            return
+        self.ended = time.perf_counter()
+        self.rows.append(done)
+        if self.stops and len(self.rows) == 1:
+            raise Interrupted(15)
+
+
+def test_a_unit_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
+    """Its scores are known, so its rows are shown when it is committed, all at once."""
+    first, shown = to(output=str(tmp_path / "first")), Shown(stops=True)
+    run(first)
+    config = to(reuse=(first.cache.output,))
+    with pytest.raises(Interrupted):
+        precompute(config, StubReference(), progress=shown)
+    (work,) = CacheFolder(Path(config.cache.output)).works()
+    assert len(shown.rows) == len(read_commits(work, 99))
+
+
+def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
+    def stop(_number):
+        raise Interrupted(15)
+
+    with pytest.raises(Interrupted):
+        run(config, Watched(before=stop))
+    scored = []
+    job = open_job(config, Watched(before=scored.append))
+    tasks = ScoreTasks.of(job, PLANS.find(job.work.plan), "run")
+    units = tasks.open(Silent())(range(len(tasks.sizes)))
+    next(units)
+    units.close()
+    assert len(read_commits(job.work, 99)) == len(scored) < len(tasks.sizes)
+
+
 @dataclass(frozen=True)
 class OnDevice(StubReference):
     """The stub, which says what it computes on, and whether rows are prepared when it opens."""
@@ -121,17 +174,22 @@ class OnDevice(StubReference):
     device: str = "cuda"
     output: str = ""
     seen: list = field(default_factory=list)
+    times: list = field(default_factory=list)
     fails: bool = False
+    until: Callable = bool  # it is open
 
     def identity(self):
         return super().identity() | {"model.device": self.device}
 
     def open(self):
+        self.times.append(time.perf_counter())
         here = threading.current_thread() is threading.main_thread()
         (work,) = CacheFolder(Path(self.output)).works()
         self.seen.append((here, not here or work.plan.exists()))
         if self.fails:
             raise UsageError("This model cannot be loaded.")
+        self.until()
+        self.times.append(time.perf_counter())
         return super().open()
 
 
@@ -149,3 +207,57 @@ def test_a_model_is_loaded_onto_a_gpu_while_rows_are_prepared(config):
     assert [one.seen[0][0] for one in (broken, found, later, on_cpu)] == [False, True, False, True]
     assert all(prepared for one in (broken, found, later, on_cpu) for _, prepared in one.seen)
     assert [len(one.seen) for one in (broken, found, later, on_cpu)] == [1, 1, 1, 1]
+
+
+def test_no_model_is_loaded_where_all_scores_are_known(to, tmp_path, caplog):
+    """What cannot be read is no reason to wait for the rows, and is told of once."""
+    other, (one, two) = to().cache.output, (str(tmp_path / name) for name in ("one", "two"))
+    run(to())  # by another reference
+    first, again = to(output=one, reuse=(other,)), to(output=two, reuse=(one,))
+    paid, free, beside = (OnDevice(output=folder) for folder in (one, two, two))
+    run(first, paid)
+    run(again, free)
+    assert [here for here, _ in paid.seen] == [False]
+    assert not free.seen
+    shutil.rmtree(two)
+    CacheFolder(Path(one)).manifest.write_text("{}")
+    run(again, beside)
+    assert [here for here, _ in beside.seen] == [False]
+    assert len(caplog.records) == 1
+
+
+def test_bad_rows_are_told_of_at_once_while_a_model_is_loaded(config, flawed_file, capfd):
+    shards = []
+
+    def load():
+        for _ in range(1000):  # far longer than rows take
+            time.sleep(0.02)
+        shards.append("all")
+
+    flawed = replace(config, data=DataOptions(files=[str(flawed_file)]))
+    with pytest.raises(BadDataError):
+        run(flawed, OnDevice(output=config.cache.output, until=load))
+    for thread in threading.enumerate():
+        if thread.name.startswith("align-load"):
+            thread.join()
+    assert not shards
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_seconds_of_loading_beside_the_rows_are_counted(config):
+    planned, loaded, shown = threading.Event(), threading.Event(), Shown()
+
+    def wait_for_model(op):
+        if op.target and op.target.name == PLAN_NAME:
+            planned.set()
+            assert loaded.wait(PATIENCE)
+
+    def load():
+        assert planned.wait(PATIENCE)
+        loaded.set()
+
+    reference = OnDevice(output=config.cache.output, until=load)
+    with failpoints.watch(wait_for_model):
+        made = precompute(config, reference, progress=shown)
+    began, ended = reference.times
+    assert made.tally.seconds >= (ended - began) + (shown.ended - shown.begun)

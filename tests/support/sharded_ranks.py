@@ -12,10 +12,12 @@ from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_config import EngineContext
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.zero3_partitions import open_partitions
-from align.stages.model.loading.load import quiet, resolve
+from align.stages.model.loading.load import resolve
+from align.stages.model.loading.quiet import quiet
 from align.stages.model.loading.sharded_load import load_sharded
 from align.stages.model.policy import Sharding, load_policy
 from support.families import COMMON, TREE_FAMILIES, drawn_adapter, tiny_model
+from support.forked_ranks import device_of_ranks
 from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
 
@@ -66,7 +68,7 @@ def first_step(world, folder, kind, *, way):
     train = TrainOptions(dtype=dtype, **PRESET)
     adapter = str(folder / "models" / "adapter") if how.get("adapted") else ""
     path = str(folder / "models" / path)
-    options = ModelOptions(path=path, adapter=adapter, device="cpu", dtype=dtype)
+    options = ModelOptions(path=path, adapter=adapter, device=device_of_ranks(), dtype=dtype)
     spread = Sharding(partitions_of(options, train, world) if way == "spread" else None)
     lora = LoraOptions(enabled=how.get("lora", False), rank=2)
     policy = load_policy(options, train, lora, head=head, purity=head == "values", spread=spread)

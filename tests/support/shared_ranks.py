@@ -13,6 +13,7 @@ from align.stages.model.loading.load import add_lora
 from align.stages.model.logprobs import ScoringPath, tree_logps
 from align.stages.model.policy import Policy, Sharding, turn_dropout_off
 from support.families import TREE_FAMILIES, drawn_adapter, mixed_trees, tiny_model
+from support.forked_ranks import device_of_ranks
 
 FEW_KEYS = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}
 # The model, and what else its policy has.
@@ -40,7 +41,7 @@ def compared(world, _, kind):
     model, adapts = tiny_model(*of_model), "adapter" in kind
     if adapts:
         model = drawn_adapter(add_lora(model, LoraOptions(rank=2), seed=3))
-    turn_dropout_off(model)
+    turn_dropout_off(model.to(device_of_ranks()))
     spread = Sharding(group=group_of(world))
     rows, gradients = [], []
     for policy in (Policy(deepcopy(model), spread=spread, **heads), Policy(model, **heads)):

@@ -33,10 +33,11 @@ class TinyPolicy(nn.Module):
             for branch in tree.branches:
                 tokens += [int(tree.prompt[-1]), *map(int, branch[:-1])]
                 targets += map(int, branch)
-        states = torch.tanh(self.model.hidden(self.model.embed(torch.tensor(tokens))))
+        at = self.model.scale.device
+        states = torch.tanh(self.model.hidden(self.model.embed(torch.tensor(tokens, device=at))))
         logits = self.model.head(self.dropout(states * self.model.scale)).float()
         logps = torch.log_softmax(logits, -1)
-        return logps.gather(1, torch.tensor(targets)[:, None])[None, 1:, 0]
+        return logps.gather(1, torch.tensor(targets, device=at)[:, None])[None, 1:, 0]
 
 
 def some_trees(generator, count):

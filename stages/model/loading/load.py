@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +43,7 @@ from .placement import (
     require_parts,
     without_cudnn_attention,
 )
+from .quiet import quiet
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -283,30 +280,6 @@ def _dtype(options: ModelOptions, tensors: Sequence[StoredTensor]) -> str:
             f"Set model.dtype to one of {', '.join(DTYPES)}."
         )
     return dtype
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences transformers' progress bars and advice inside.
-
-    Printed lines go to stderr: with a device_map DeepSpeed is imported, which prints.
-    """
-    logs: Any = transformers.utils.logging
-    verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
-    logs.set_verbosity_error()
-    logs.disable_progress_bar()
-    packer = logging.getLogger("bitsandbytes")  # which peft imports wherever it is installed
-    level = packer.level
-    packer.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        packer.setLevel(level)
-        logs.set_verbosity(verbosity)
-        if bars:
-            logs.enable_progress_bar()
 
 
 def first_line(error: Exception) -> str:

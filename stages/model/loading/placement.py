@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,28 @@ def device_bytes(device: str) -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def host_bytes() -> int:
-    """The memory of this machine's CPU, or what a container allows of it."""
-    allowed = Path("/sys/fs/cgroup/memory.max")
-    limit = allowed.read_text().strip() if allowed.is_file() else ""
+def host_bytes(root: Path = Path("/")) -> int:
+    """The memory of this machine's CPU, or what a container or a job is allowed of it."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(whole, int(limit)) if limit.isdigit() else whole
+    texts = [file.read_text().strip() for file in _limits(root) if file.is_file()]
+    return min([whole, *(int(text) for text in texts if text.isdigit())])  # or "max"
+
+
+def _limits(root: Path) -> Iterator[Path]:
+    """The files with the limits of this process' cgroups and of those around them.
+
+    A container may see its own cgroup as the outermost one, under a path that is not there.
+    """
+    groups, mounted = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        folders, name = [mounted, mounted / "unified"], "memory.max"
+        if controllers:  # version 1, where each has a tree of its own
+            folders, name = [mounted / "memory"], "memory.limit_in_bytes"
+        if not controllers or "memory" in controllers.split(","):
+            inside = Path(path.lstrip("/"))
+            for folder in folders:
+                yield from (folder / one / name for one in (inside, *inside.parents))
 
 
 def without_cudnn_attention() -> None:

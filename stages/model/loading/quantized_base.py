@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
-from .load import DTYPES, from_folder, quiet, resolve
+from .load import DTYPES, from_folder, resolve
 from .model_folder import model_config
 from .placement import rank_device
+from .quiet import quiet
 
 
 def require_bitsandbytes(setting: str) -> None:

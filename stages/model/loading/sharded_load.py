@@ -18,7 +18,7 @@ from ....schemas.batches import Partitions
 from ....schemas.config import ModelOptions
 from ..transformers_compat import TensorSource, compute_buffers, tensor_sources
 from .folder_json import read_json
-from .load import DTYPES, from_folder, load_model, merged, nowhere, quiet, resolve, with_adapter
+from .load import DTYPES, from_folder, load_model, merged, nowhere, resolve, with_adapter
 from .model_folder import (
     READ_BYTES,
     StoredTensor,
@@ -27,6 +27,7 @@ from .model_folder import (
     model_tensors,
     tensor_sha256,
 )
+from .quiet import quiet
 
 logger = logging.getLogger("align")
 

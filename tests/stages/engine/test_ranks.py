@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def test_what_two_ranks_saved_goes_on_in_one_under_any_stage(two, one_rank, way,
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_ranks_take_the_steps_of_every_optimizer_and_one_goes_on_from_theirs(two, one_rank, case):
     _, name, preset = case.split("/")
-    require_steps(name, two.first[case])
+    require_steps_of_optimizer(two.ranks, case)
     run = Run(one_rank, replace(OPTIONS, dtype="float32", optimizer=name, deepspeed=preset))
     run.step(4)
     run.engine.load_state(two.folder / name)
@@ -200,16 +201,23 @@ def test_a_silent_rank_is_noticed_and_a_slow_or_stopped_one_is_not(worlds):
     assert "--resume auto" in told
 
 
-@pytest.mark.parametrize("case", SEQUENCES)
-def test_ranks_that_share_every_sequence_have_its_numbers_and_its_gradient(two, case):
-    """Each holds a part of the tokens, and attends for a part of the heads, filled up if odd."""
-    for rank in two.ranks:
+def require_shared(ranks, case):
+    for rank in ranks:
         seen = rank[case]
         assert seen["rows"]
         assert seen["compared"] >= 20
         assert seen["far"] <= NATS
         assert seen["gradients"] <= SUMS
-        assert rank["flex"] <= NATS
+
+
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_ranks_that_share_every_sequence_have_its_numbers_and_its_gradient(two, case):
+    """Each holds a part of the tokens, and attends for a part of the heads, filled up if odd."""
+    require_shared(two.ranks, case)
+
+
+def test_ranks_share_sequences_by_the_attention_of_a_gpu(two):
+    assert max(rank["flex"] for rank in two.ranks) <= NATS
 
 
 def test_models_that_cannot_share_are_refused_on_every_rank(two):
@@ -230,9 +238,8 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(two):
         assert count["most"] <= share + count["buffers"] + 2**16
 
 
-@pytest.mark.parametrize("case", LOADED)
-def test_the_first_step_of_a_spread_load_is_that_of_the_whole_load(two, case):
-    for rank in two.ranks:
+def require_spread_load(ranks, case):
+    for rank in ranks:
         spread, whole = rank[case]["spread"], rank[case]["whole"]
         assert math.isfinite(spread["norm"])
         for what in ("path", "outputs", "norm", "weights"):
@@ -240,3 +247,32 @@ def test_the_first_step_of_a_spread_load_is_that_of_the_whole_load(two, case):
         # But for what an adapter or a new head adds, no parameter is whole before the first step.
         is_all = case in ("loaded/values", "loaded/experts")
         assert spread["whole_elements"] < (1 if is_all else whole["whole_elements"])
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_the_first_step_of_a_spread_load_is_that_of_the_whole_load(two, case):
+    require_spread_load(two.ranks, case)
+
+
+def require_steps_of_optimizer(ranks, case):
+    require_steps(case.split("/")[1], ranks[0][case])
+
+
+ON_GPUS = {
+    require_steps_of_engine: ENGINES,
+    require_steps_of_optimizer: OPTIMIZERS,
+    require_shared: SEQUENCES,
+    require_spread_load: LOADED,
+}
+
+
+@pytest.fixture(scope="module")
+def two_gpus(launch, device, several):
+    """What ranks saw that have a GPU each, and meet over NCCL."""
+    return launch(device=device, two=(2, *chain(*ON_GPUS.values())))["two"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("require", "case"), [(f, c) for f, cs in ON_GPUS.items() for c in cs])
+def test_two_gpus_do_what_two_ranks_of_a_cpu_do(two_gpus, require, case):
+    require(two_gpus.ranks, case)

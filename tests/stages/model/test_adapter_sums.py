@@ -1,5 +1,6 @@
 """LoRA layers whose adapter is added inside of products: PEFT's numbers, in fewer operations."""
 
+import pickle
 from copy import deepcopy
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model import adapter_sums
 from align.stages.model.adapter_sums import AdaptedLinear, AddedAdapter, add_in_products
-from align.stages.model.loading.load import add_lora, merged, quiet
+from align.stages.model.loading.load import add_lora, merged
+from align.stages.model.loading.quiet import quiet
 from align.stages.model.memory.live_memory import LiveMemory
 from align.stages.model.memory.memory_trace import trace
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
@@ -24,6 +26,7 @@ from support.rounding import STEP, apart
 
 pytestmark = pytest.mark.numeric
 
+PLAIN = LoraConfig(target_modules=["0"])
 LORA = LoraOptions(enabled=True, rank=4)
 SHAPES = (2, 7, 24, 40, 3)  # rows, tokens, in, out, rank
 SCALE = 1.7
@@ -186,6 +189,66 @@ def test_other_kinds_of_adapters_are_left_alone(how):
     adapted = get_peft_model(base, LoraConfig(target_modules=["0"]))
     adapted.base_model.model[0].base_layer.weight.requires_grad_(True)
     assert add_in_products(adapted) == 0
+
+
+@pytest.mark.parametrize("how", [{"use_dora": True}, {"lora_bias": True}])
+def test_an_adapter_of_another_kind_that_is_made_active_by_hand_keeps_pefts_forward(how):
+    ours, theirs = (get_peft_model(nn.Sequential(nn.Linear(6, 4)), PLAIN) for _ in range(2))
+    assert add_in_products(ours) == 1
+    for model in (ours, theirs):
+        model.add_adapter("other", LoraConfig(target_modules=["0"], **how))
+        model.set_adapter("other")
+    theirs.load_state_dict(drawn_state(theirs))
+    ours.load_state_dict(theirs.state_dict())
+    inputs = torch.randn(3, 6)
+    found = ours(inputs)
+    assert torch.equal(found, theirs(inputs))
+    for model in (ours, theirs):
+        model.set_adapter("default")
+    assert not torch.allclose(ours(inputs), found)
+    torch.testing.assert_close(ours(inputs), theirs(inputs))
+
+
+def drawn_state(model):
+    random = torch.Generator().manual_seed(4)
+    drawn = model.state_dict().items()
+    return {name: torch.randn(one.shape, generator=random) for name, one in drawn}
+
+
+def test_what_is_not_on_a_layer_or_learns_in_it_keeps_pefts_forward():
+    base = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    ours = get_peft_model(base, LoraConfig(target_modules=["0", "1"]))
+    assert add_in_products(ours) == 2
+    inputs = torch.randn(3, 6)
+    frozen = [one.base_layer for one in ours.base_model.model]
+    frozen[0].weight.requires_grad_(True)
+    ours(inputs).sum().backward()
+    assert frozen[0].weight.grad.any()
+    ours.add_adapter("other", LoraConfig(target_modules=["1"]))
+    ours.set_adapter("other")
+    expected = frozen[1](frozen[0](inputs))
+    torch.testing.assert_close(ours(inputs), expected)
+
+
+def test_under_autocast_a_layer_computes_as_pefts_does():
+    ours, theirs, _ = both()
+    ours, theirs = (one.base_model.model.model.layers[0].self_attn.q_proj for one in (ours, theirs))
+    inputs = torch.randn(3, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = ours(inputs), theirs(inputs)
+        mixed = ours(inputs.bfloat16())
+    assert found.dtype == mixed.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    assert not torch.equal(found.float(), ours(inputs))
+
+
+def test_a_pickled_model_is_the_same_model():
+    ours, _, _ = both()
+    again = pickle.loads(pickle.dumps(ours))
+    kinds, found = ([type(one) for one in model.modules()] for model in (ours, again))
+    assert found == kinds
+    for one, other in zip(*(gradients(Policy(model)) for model in (ours, again)), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("fault", ["_scaled", "_adapter_grads", "linear"])

@@ -1,11 +1,19 @@
 """Compiled decoder layers beside the model's own: numbers, graphs, and when they are used."""
 
+import pickle
+import warnings
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import InductorError
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
@@ -19,6 +27,7 @@ from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from align.stages.model.transformers_compat import decoder_layers
+from align.stages.train.memory_backoff import catching_out_of_memory
 from support.branch_by_branch import num_tokens, own_logps, slopes_of
 from support.compilations import Compilations, compilations
 from support.families import SLIDING, TREE_FAMILIES, drawn_adapter, drawn_trees, tiny_model
@@ -30,6 +39,7 @@ QUICK = ("llama", "gemma3", "mistral with a window")  # one of each kind of laye
 BATCHES = [drawn_trees(seed, tokens=200 + 150 * seed, longest=20 + 10 * seed) for seed in range(3)]
 FOUR = {"num_hidden_layers": 4}  # of both kinds, where there are two
 WINDOWS = {**FOUR, "layer_types": 2 * SLIDING["layer_types"]}
+WAY_OUT = "model.compile=off"
 ULP = torch.finfo(torch.float32).eps
 
 
@@ -162,6 +172,26 @@ def test_they_are_taken_where_they_are_wanted_and_left_where_they_were_not():
     assert {type(layer) for layer in decoder_layers(model)} == own
 
 
+def test_a_model_with_compiled_layers_is_copied_and_pickled():
+    model = four_layers("llama")
+    with compilations():
+        TreeScorer(model, options=compiled_by("eager"))
+    inputs = torch.arange(12)[None]
+    expected = model(inputs).logits
+    for again in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layers = decoder_layers(again)
+        assert [type(one) for one in layers] == [type(one) for one in decoder_layers(model)]
+        assert torch.equal(again(inputs).logits, expected)
+        use_layers(again, "")
+        assert type(layers[0]) is type(four_layers("llama").model.layers[0])
+
+
+def test_warnings_of_the_rest_of_a_program_are_shown_as_before():
+    model, before = four_layers("gemma"), [*warnings.filters]
+    use_layers(model, "eager")
+    assert [*warnings.filters] == before
+
+
 @register_backend
 def off_by_a_hundredth(graph, _inputs):
     return lambda *given: [one * 1.01 for one in graph.forward(*given)]
@@ -190,15 +220,72 @@ def test_a_compiler_that_fails_or_gives_other_numbers_is_told_and_not_used(
     assert said.count("compiled layers: ") == 1
 
 
+class Faulty(torch.autograd.Function):
+    """A weight as it is, whose gradient is multiplied."""
+
+    factors: ClassVar = {}  # by the weight; None: it has no gradient
+
+    @staticmethod
+    def forward(ctx, weight, factor):
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+@register_backend
+def of_faulty_gradients(graph, _inputs):
+    def run(*given):
+        factors = [Faulty.factors.get(one, 1) for one in given]
+        pairs = zip(given, factors, strict=True)
+        faulty = [
+            one if factor == 1 else one.detach() if factor is None else Faulty.apply(one, factor)
+            for one, factor in pairs
+        ]
+        return graph.forward(*faulty)
+
+    return run
+
+
 def test_gradients_that_are_not_the_models_own_speak_against_it(monkeypatch):
-    gradient = path_search.PathSearch._gradient
-    monkeypatch.setattr(
-        path_search.PathSearch,
-        "_gradient",
-        lambda search, path: gradient(search, path) * (1.01 if path.compiler else 1),
-    )
-    with compilations(), pytest.raises(UsageError, match="its gradients are off by 0.01"):
-        Policy(four_layers("llama"), paths=compiled_by("eager"))
+    model = four_layers("gemma3")  # a window, none, a window: the first of all, and of each kind
+    asked = compiled_by("of_faulty_gradients")
+    with compilations():
+        assert Policy(model, paths=asked).path.compiler
+        for layer, factor in product(decoder_layers(model)[:3], (1.01, float("nan"), None)):
+            monkeypatch.setattr(Faulty, "factors", dict.fromkeys(layer.parameters(), factor))
+            with pytest.raises(UsageError, match="compiled layers: .*gradients"):
+                Policy(model, paths=asked)
+
+
+@register_backend
+def that_fails_backward(graph, inputs):
+    def fails(*_):
+        raise InductorError(ValueError("there is no C++ compiler here"), None)
+
+    return aot_autograd(fw_compiler=lambda made, _: made, bw_compiler=fails)(graph, inputs)
+
+
+def test_a_compiler_that_fails_after_the_probe_is_told_with_the_way_out():
+    policy = Policy(four_layers("llama"))
+    scorer = TreeScorer(four_layers("llama"))
+    micro = SimpleNamespace(trees=BATCHES[0])
+    with compilations():
+        for one in (policy, scorer):
+            one.path = replace(one.path, layout="tree", compiler="without_tools")
+        with pytest.raises(UsageError, match=f"no C.. compiler.*{WAY_OUT}") as refused:
+            scorer.score(BATCHES[0])
+        assert isinstance(refused.value.__cause__, BackendCompilerFailed)
+        with pytest.raises(UsageError, match=f"no C.. compiler.*{WAY_OUT}"):
+            policy(BATCHES[0])
+        policy.path = replace(policy.path, compiler="that_fails_backward")
+        outputs = policy(BATCHES[0])
+        with pytest.raises(UsageError, match=WAY_OUT), catching_out_of_memory(micro):
+            outputs.sum().backward()
+    with pytest.raises(RuntimeError, match="another"), catching_out_of_memory(micro):
+        raise RuntimeError("another one")
 
 
 def test_what_cannot_be_compiled_is_refused_with_its_reason(tmp_path):

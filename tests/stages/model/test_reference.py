@@ -17,8 +17,9 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
-from align.stages.model.loading.load import load_causal_lm, quiet, resolve
+from align.stages.model.loading.load import load_causal_lm, resolve
 from align.stages.model.loading.placement import rank_device
+from align.stages.model.loading.quiet import quiet
 from align.stages.model.path_search import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
 from support.families import TREE_FAMILIES, mixed_trees, saved_adapter, tiny_model

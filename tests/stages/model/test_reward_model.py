@@ -14,7 +14,8 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_state import whole_weights
-from align.stages.model.loading.load import load_causal_lm, quiet
+from align.stages.model.loading.load import load_causal_lm
+from align.stages.model.loading.quiet import quiet
 from align.stages.model.policy import load_policy
 from align.stages.model.save import save_adapter, save_merged, save_whole
 from support.branch_by_branch import slopes_of, texts, worst_parameter
