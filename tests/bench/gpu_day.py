@@ -13,7 +13,7 @@ next call.
 The order is that of worth for a minute. First the training of eight billion weights, for which a
 GPU is needed most, with what a change to it would move: compiled layers, kept activations, where
 the time goes, and all weights. Then the small model, by each method, and the tests marked gpu: by
-plan one call holds all of these but the tests of FlexAttention, which were green on a GPU before.
+plan one call holds all of these but the tests of FlexAttention, green on a GPU before.
 Last TRL beside the small model, and what is slow. What does not fit any more makes room for
 shorter parts.
 """
@@ -74,7 +74,7 @@ MEASURED = (
     align("small", "kto/align", 65),
     align("small", "orpo/align", 65),
 )
-# A file of tests marked gpu, and how long it takes.
+# Files of tests marked gpu, and how long they take; on one GPU those of several skip themselves.
 TESTS = {
     "generate": ("stages/model/test_generate.py", 30),
     "waits": ("stages/model/test_reference.py", 30),
@@ -83,7 +83,7 @@ TESTS = {
     "long_rows": ("pipeline/test_long_rows.py", 60),
     "routers": ("stages/model/test_router_watch.py", 60),
     "attention": ("stages/model/test_flex_attention.py", 200),
-    "several": ("stages/train/test_invariance.py", 20),
+    "several": ("stages/train/test_invariance.py stages/engine/test_ranks.py", 200),
 }
 BESIDE = (
     trl("small", "dpo/trl_tuned", 70, TRL_TUNED),
@@ -162,8 +162,9 @@ def run(records, scratch, ends, options):
 def parts(*, is_tiny=False):
     """All parts in order of worth."""
     found = [measurement(*one, is_tiny) for one in MEASURED]
-    for name, (file, expected) in TESTS.items():
-        words = [f"tests/{file}", "-m", "gpu", *QUIET, *(["--collect-only"] if is_tiny else [])]
+    for name, (files, expected) in TESTS.items():
+        words = [*(f"tests/{file}" for file in files.split()), "-m", "gpu", *QUIET]
+        words += ["--collect-only"] if is_tiny else []
         found.append(part_of(f"tests/{name}", expected, "tests", [words]))
     return found + [measurement(*one, is_tiny) for one in (*BESIDE, *ON_DEMAND)]
 
