@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,15 +25,33 @@ from support.patience import PATIENCE
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "gpus.md").read_text(encoding="utf-8")
-DAYS = json.loads((DOCS / "gpus.json").read_text(encoding="utf-8"))["days"]
+RECORDS = json.loads((DOCS / "gpus.json").read_text(encoding="utf-8"))["records"]
 PATHS = {"PYTHONPATH": f"{DOCS.parent / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 SHORT = 2.0  # seconds: enough to begin in, on most machines
+SPEED = {"rate": 2000.0, "mfu": 10.0, "peak_gib": 5.0, "first": 7.0}
+WORDS = {part.name: [*part.words] for part in gpu_day.parts()}
 
 
-def day(device="a card", measured="2026-01-02", source="abc", **figures):
-    named = {name.replace("_", "/"): one for name, one in figures.items()}
-    machine = {"device": device, "versions": {"torch": "1"}, "source": source, "commit": source}
-    return machine | {"measured": measured, "figures": named}
+def record(part, result=SPEED, *, device="NVIDIA H100", day=1, commit="old", **more):
+    """A record with the settings of today; a `missed` in the place of figures is the reason."""
+    machine = {"device": device, "versions": {"torch": "1"}, "source": commit, "commit": commit}
+    ended = {"missed": result} if isinstance(result, str) else {"figures": result}
+    known = {"part": part, "words": WORDS[part], "measured": f"2026-01-0{day}"}
+    return known | machine | ended | more
+
+
+def page_of(folder, *records):
+    """The page and the JSON with these records put into those that are there."""
+    for name in ("gpus.md", "gpus.json"):
+        if not (folder / name).exists():
+            shutil.copy(DOCS / name, folder)
+    found = folder / "records/machine"
+    found.mkdir(parents=True, exist_ok=True)
+    for number, one in enumerate(records):
+        (found / f"{number}.json").write_text(json.dumps(one))
+    read = gpu_page.records_in(found.parent)
+    gpu_page.write(folder, read, gpu_day.parts(), gpu_day.usual_parts())
+    return (folder / "gpus.md").read_text(), (folder / "gpus.json").read_text()
 
 
 def records_of(folder):
@@ -54,11 +74,13 @@ def wait_until(holds):
 
 
 def test_the_page_says_what_the_figures_beside_it_say():
+    usual = gpu_day.usual_parts()
     assert gpu_page.REGION.search(PAGE)
-    assert gpu_page.filled(PAGE, DAYS, gpu_day.usual_parts()) == PAGE
-    changed = json.loads(json.dumps(DAYS))
-    changed[0]["figures"]["small/dpo/align"]["rate"] += 1000
-    assert gpu_page.filled(PAGE, changed, gpu_day.usual_parts()) != PAGE
+    assert gpu_page.filled(PAGE, RECORDS, usual) == PAGE
+    changed = json.loads(json.dumps(RECORDS))
+    (one,) = (one for one in changed if one["part"] == "small/dpo/align")
+    one["figures"]["rate"] += 1000
+    assert gpu_page.filled(PAGE, changed, usual) != PAGE
 
 
 def test_every_part_is_a_row_of_a_table_and_every_mark_a_table():
@@ -67,12 +89,24 @@ def test_every_part_is_a_row_of_a_table_and_every_mark_a_table():
     assert {*gpu_page.TABLES, "parts"} == {one[1] for one in gpu_page.REGION.finditer(PAGE)}
 
 
-def test_every_part_is_under_ten_minutes_and_its_measurements_fit_one_call():
-    """On a card of 80 GB, which turns down the training that needs a larger one."""
+def test_every_part_is_under_ten_minutes_and_two_calls_hold_them_all():
+    """The first one all but the last tests and what is behind them; then stage 1 runs again."""
     parts = gpu_day.usual_parts()
     assert all(part.expected <= part.limit < 600 for part in parts)
-    measured = [part for part in parts if not part.name.startswith("tests/")]
-    assert sum(part.expected for part in measured if part.name != "full/dpo/bfloat16") <= 1500
+    (end,) = (at for at, part in enumerate(parts) if part.name == "tests/attention")
+    assert sum(part.expected for part in parts[:end]) <= gpu_day.SECONDS
+    again = [part for part in parts if part.makes]
+    assert sum(part.expected for part in (*parts, *again)) <= 2 * gpu_day.SECONDS
+
+
+def test_every_test_of_a_gpu_is_in_a_part():
+    tests = DOCS.parent / "tests"
+    marked = {
+        str(path.relative_to(tests))
+        for path in tests.rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text(encoding="utf-8") and path != Path(__file__)
+    }
+    assert marked == {one for files, _ in gpu_day.TESTS.values() for one in files.split()}
 
 
 def test_every_part_that_trains_gives_settings_that_there_are():
@@ -128,6 +162,20 @@ def test_a_file_that_a_part_reads_is_made_again_without_a_second_record(tmp_path
     timed_day.run(tmp_path, slow_limit=600, only=["reader"])
     assert (tmp_path / "ran").read_text() == "good good reader "
     assert records_of(tmp_path) == {"group/good": {"runs": 1}, "reader": {"runs": 3}}
+
+
+def test_a_part_that_others_need_fails_once_in_a_call_and_takes_no_figures(tmp_path, capfd):
+    """Neither theirs nor its own, though they were to be measured again."""
+    timed_day.run(tmp_path, slow_limit=600, only=["group/good", "reader"])
+    before = records_of(tmp_path)
+    (tmp_path / "scratch/made").unlink()
+    (tmp_path / "ran").unlink()
+    (tmp_path / "ran").mkdir()  # which cannot be read
+    capfd.readouterr()
+    again = ["reader", "group/good"]
+    timed_day.run(tmp_path, slow_limit=600, only=again, again=again)
+    assert capfd.readouterr().out.count("group/good: about") == 1
+    assert records_of(tmp_path) == before
 
 
 def test_a_call_that_is_killed_leaves_no_process_and_the_next_one_goes_on(tmp_path):
@@ -203,34 +251,86 @@ def test_a_kernel_of_a_gpu_is_of_the_operation_that_launched_it():
 
 
 def test_figures_of_two_cards_or_of_two_states_of_the_code_never_share_a_table(tmp_path):
-    speed = {"rate": 2000.0, "mfu": 10.0, "peak_gib": 5.0, "first": 7.0}
-    old = day(measured="2026-01-01", source="old", large_dpo_recomputed=speed)
-    old["figures"]["large/stage1"] = {"rate": 1.0}
-    new = day(large_dpo_recomputed=speed | {"rate": 3000.0}, large_dpo_trl=speed)
-    other = day(device="another", large_dpo_trl=speed, tests_steps={"missed": "no time"})
-    days = gpu_page.merged([old], [new, other])
-    assert gpu_page.shown("speed", days) == [new, other]
-    assert gpu_page.shown("stage1", days) == [old]  # nothing newer was measured of it
-    assert gpu_page.shown("tests", days) == []
-    text = gpu_page.rendered("speed", days)
-    assert text.count("On one ") == 2
+    speed = SPEED | {"rate": 3000.0}
+    records = [
+        record("large/dpo/recomputed"),
+        record("large/dpo/trl"),
+        record("large/dpo/recomputed", speed, device="an A100", day=2, commit="new"),
+        record("small/dpo/align", device="an A100"),
+        record("large/stage1", "no time", device="an A100", day=2, commit="new"),
+    ]
+    text = gpu_page.rendered("speed", records)
+    assert [text.count(f"commit {one}:") for one in ("old", "new")] == [2, 1]
     assert "| 3,000 | 10.0 % | 5.0 GiB | 7 s |  |" in text
-    assert "| 2,000 | 10.0 % | 5.0 GiB | 7 s | 1.5x |" in text
+    assert "| 2,000 | 10.0 % | 5.0 GiB | 7 s | 1.0x |" in text
     assert gpu_page.NOT_MEASURED in text
-    # Once each of its tables has newer figures, a day is gone.
-    newer = day(measured="2026-01-03", source="new", large_stage1={"rate": 2.0})
-    assert gpu_page.merged(days, [newer]) == [new, other, newer]
-    # However a driver writes its name, a card is that card.
-    first, second = day("NVIDIA H100 80GB", "2026-01-01"), day("NVIDIA H100 80GB HBM3")
-    for one in (first, second):
-        one["figures"]["large/stage1"] = {"rate": 1.0}
-    assert gpu_page.merged([first, other], [second]) == [other, second]
-    with pytest.raises(SystemExit, match="several"):
-        gpu_page.day_of({"a": new | {"figures": {}}, "b": old | {"figures": {}}})
+    assert gpu_page.shown("stage1", records) == []  # of it nothing was measured
     records = Records.under(tmp_path, timed_day.MACHINE)
     records.write(timed_day.parts(1)[0], 1.0, {"figures": {}})
     with pytest.raises(SystemExit, match="another machine"):
         Records(records.folder, timed_day.MACHINE | {"source": "other"}).all()
+
+
+def test_a_part_that_is_measured_anew_takes_no_other_parts_figures_from_the_page(tmp_path):
+    """Whether the code, a commit or a driver's name of the card is another by then."""
+    (tmp_path / "gpus.json").write_text('{"records": []}')
+    first = [record(one) for one in ("large/dpo/recomputed", "large/dpo/kept", "large/stage1")]
+    page_of(tmp_path, *first)
+    again = record("large/dpo/kept", day=3, commit="docs", source="old")
+    text, _ = page_of(tmp_path, again)
+    assert "2026-01-01 and 2026-01-03, commit docs and old:" in text  # the code is the same
+    newer = {"day": 4, "commit": "new", "device": "NVIDIA H100 80GB HBM3"}
+    new = record("large/dpo/recomputed", SPEED | {"rate": 3000.0}, **newer)
+    missed = record("large/stage1", "it failed", **newer)
+    text, kept = page_of(tmp_path, new, missed)
+    assert sorted(json.loads(kept)["records"], key=str) == sorted([new, again, first[2]], key=str)
+    speed = {one[1]: one[2] for one in gpu_page.REGION.finditer(text)}["speed"]
+    later, earlier = speed.split("On one ")[1:]
+    assert ["commit new:" in one for one in (later, earlier)] == [True, False]
+    assert [("2,000" in one, "3,000" in one) for one in (later, earlier)] == [
+        (False, True),
+        (True, False),
+    ]
+    assert earlier.count("|\n") == 3  # its own row is the only one
+    assert page_of(tmp_path) == (text, kept)
+
+
+def test_figures_of_other_settings_are_left_out_of_the_page_and_that_is_said(tmp_path, capsys):
+    (tmp_path / "gpus.json").write_text('{"records": []}')
+    words = [*WORDS["small/dpo/asked"][:-1], '["small", "dpo", ["train.memory=7g"], {}]']
+    gone = record("small/dpo/align") | {"part": "small/dpo/before"}
+    text, kept = page_of(
+        tmp_path, record("small/dpo/asked", words=words), gone, record("small/kto/align")
+    )
+    assert [one["part"] for one in json.loads(kept)["records"]] == ["small/kto/align"]
+    assert "| 2,000 |" in text
+    said = capsys.readouterr().out
+    names = ("small/dpo/asked", "small/dpo/before", "small/kto/align")
+    assert [name in said for name in names] == [True, True, False]
+
+
+def test_a_profile_says_which_policy_it_is_of():
+    kinds = {kind: {"seconds": 1.0, "kernels": 2} for kind in gpu_profile.KINDS}
+    said = set()
+    for recomputed, compiled in product((True, False), repeat=2):
+        policy = {"recomputed": recomputed, "compiled": compiled}
+        found = {"busy": 4.0, "kinds": kinds} | policy
+        said.add(text := gpu_page.rendered("profile", [record("large/dpo/profile", found)]))
+        assert ("recomputed" in text, "not compiled" in text) == (recomputed, not compiled)
+    assert len(said) == 4
+
+
+def test_a_reason_on_the_page_is_a_line_without_folders_of_a_machine(tmp_path):
+    reason = """No such file: '/home/some one/a b/cache/manifest.json'
+        at /opt/x/python3.12/run.py:12: (/tmp/y/z.bin|"/srv/w") beside tests/test_api.py, 3/4"""
+    text, kept = page_of(tmp_path, record("small/kto/align", reason + 400 * " and on"))
+    lines = [line for line in f"{text}{kept}".splitlines() if "No such file" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        kept_words = ("'manifest.json'", "run.py:12: (z.bin", "tests/test_api.py, 3/4")
+        assert all(word in line for word in kept_words)
+        assert not any(word in line for word in ("/home", "some one", "/opt", "/tmp", "/srv"))
+        assert line.count("and on") < 100
 
 
 def test_without_a_gpu_a_call_says_so_and_what_to_do(tmp_path, monkeypatch):

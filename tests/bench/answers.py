@@ -65,7 +65,7 @@ def add(folder, start, end):
     answers, store, bare = Answers(folder / "answers"), store_of(folder), folder / "bare"
     store.make_folder(bare)
     seconds = {"bare": 0.0, "ours": 0.0}
-    before = resident("VmRSS")
+    before = sides.memory_mib("VmRSS")
     for first in range(start, end, TURN):
         turn = range(first, min(first + TURN, end))
         lines = {n: json.dumps({"key": key_of(n), "answer": answer_of(n)}).encode() for n in turn}
@@ -77,16 +77,16 @@ def add(folder, start, end):
             answers.add({key_of(number): answer_of(number)})
         seconds["ours"] += time.perf_counter() - between
         seconds["bare"] += between - began
-    return seconds | {"held": resident("VmRSS") - before}
+    return seconds | {"held": sides.memory_mib("VmRSS") - before}
 
 
 def read(folder, count):
     """Seconds, memory and lookups of a process that opens the folder."""
-    before = resident("VmRSS")
+    before = sides.memory_mib("VmRSS")
     began = time.perf_counter()
     answers = Answers(Path(folder) / "answers")
     seconds = time.perf_counter() - began
-    held, peak = resident("VmRSS") - before, resident("VmHWM") - before
+    held, peak = sides.memory_mib("VmRSS") - before, sides.memory_mib("VmHWM") - before
     assert len(answers) == count
     took = sorted(lookup(answers, key_of(random.randrange(count))) for _ in range(LOOKUPS))
     began = time.perf_counter()
@@ -113,12 +113,6 @@ def merge(folder):
     began = time.perf_counter()
     answers.merge()
     return time.perf_counter() - began
-
-
-def resident(name):
-    """A figure of this process's memory, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) / 1024
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ class Unsaved:
 
 
 def learned_unsaved(folder, method, records, sets, flags):
-    """Runs the loop of `align train`, without its run folder."""
+    """Runs the loop of `align train`, without its run folder; returns what the policy was."""
     sides.as_a_command()
     from align.pipeline.train.policy_identity import digest_policies
     from align.pipeline.train.training_job import open_training
@@ -220,16 +220,19 @@ def learned_unsaved(folder, method, records, sets, flags):
     job = open_training(settings_of(folder, method, sets, flags))
     with joined_world() as world:
         identified = digest_policies([job], world, own_digests()).identified(job)
-        loop = loop_of(session_of(identified, world))
-        train(loop, start=START, records=records, conditions=NEVER)
+        session = session_of(identified, world)
+        train(loop_of(session), start=START, records=records, conditions=NEVER)
+    path, recomputed = session.policy.path, session.job.config.train.recomputes
+    return {"recomputed": recomputed, "compiled": bool(path.compiler), "layout": path.layout}
 
 
 def unsaved(folder, method, sets, flags, needs_gib=0, needs_host_gib=0):
     """Trains what would write over 100 GB: model, master weights and moments are left unsaved."""
     require_memory(needs_gib, needs_host_gib)
     steps = sides.Steps()
-    learned_unsaved(folder, method, Unsaved(steps), sets, flags)
-    return speed(folder, steps, flags) | {"planned_gib": planned_gib(folder, method, sets, flags)}
+    policy = learned_unsaved(folder, method, Unsaved(steps), sets, flags)
+    planned = {"planned_gib": planned_gib(folder, method, sets, flags)}
+    return policy | speed(folder, steps, flags) | planned
 
 
 def require_memory(gib, host_gib):
@@ -283,21 +286,15 @@ class Watched(Unsaved):
 def profile(folder, method, sets, flags):
     """One step by kind of kernel, and the waits of another."""
     watched = Watched()
-    learned_unsaved(folder, method, watched, [*sets, f"train.max_steps={LAST}"], flags)
-    found = gpu_profile.by_kind(watched.profiler.events())
-    return found | {"waits": watched.waits.taken() if on_gpu() else waits_pretended(folder)}
+    sets = [*sets, f"train.max_steps={LAST}"]
+    policy = learned_unsaved(folder, method, watched, sets, flags)
+    found = policy | gpu_profile.by_kind(watched.profiler.events())
+    waits = watched.waits.taken() if on_gpu() else sides.called(waits_pretended, folder)
+    return found | {"waits": waits}
 
 
 def waits_pretended(folder):
     """The waits of a step on a device that is not there, which takes a process of its own."""
-    import subprocess
-
-    words = [sys.executable, "-P", "-m", "bench.gpu", "step_pretended", json.dumps([folder])]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def step_pretended(folder):
     from support import device_steps
 
     found = device_steps.compared(Path(folder) / "cache", "dpo", "flex", "lora")

@@ -6,14 +6,16 @@ A second call goes on where the first one ended: its time was over, or it was ki
 measured on the same card, with the same versions and the same code, is not measured again; what was
 missed is tried again after all the rest. A name is that of a part or of a group of them (`small`,
 `small/kto`). `--write` measures nothing: it puts the records into docs/gpus.json and, from there,
-into the marked regions of docs/gpus.md. `--tiny` tries every part with a tiny model on a CPU, and
-writes a page beside its records instead. `--scratch` keeps models and caches for the next call.
+into the marked regions of docs/gpus.md, part by part. `--tiny` tries every part with a tiny model
+on a CPU, and writes a page beside its records instead. `--scratch` keeps models and caches for the
+next call.
 
 The order is that of worth for a minute. First the training of eight billion weights, for which a
 GPU is needed most, with what a change to it would move: compiled layers, kept activations, where
-the time goes, and all weights. Then the small model, each method before TRL beside it. Then the
-tests, which hold numbers that trainings hold too: they refuse to begin where log-probs differ. A
-first call is enough for what is measured, a second one for the tests.
+the time goes, and all weights. Then the small model, by each method, and the tests marked gpu: by
+plan one call holds all of these but the tests of FlexAttention, green on a GPU before.
+Last TRL beside the small model, and what is slow. What does not fit any more makes room for
+shorter parts.
 """
 
 import argparse
@@ -47,6 +49,7 @@ NOT_ON_CPU |= {"train.optimizer_dtype=bfloat16", "train.beta2=0.95"}
 TRL_KEPT = {"gradient_checkpointing": False}
 # cuDNN's attention plans each shape anew: a user who knows that switches it off.
 TRL_TUNED = TRL_KEPT | {"precompute_ref_log_probs": True, "cudnn": False}
+SECONDS = 1500.0
 VERSIONS = ("torch", "transformers", "deepspeed", "trl")
 
 
@@ -68,10 +71,23 @@ MEASURED = (
     ("full", "dpo/bfloat16", 90, "unsaved", ("dpo", (*RECOMPUTED, *IN_BFLOAT16), {}, 105)),
     ("small", "stage1", 45, "stage_one", ()),
     align("small", "dpo/align", 65),
-    align("small", "dpo/asked", 75, *SMALL),
     align("small", "kto/align", 65),
     align("small", "orpo/align", 65),
+)
+# Files of tests marked gpu, and how long they take; on one GPU those of several skip themselves.
+TESTS = {
+    "generate": ("stages/model/test_generate.py", 30),
+    "waits": ("stages/model/test_reference.py", 30),
+    "compiled": ("stages/model/test_compiled_layers.py", 200),
+    "steps": ("test_gpu_memory.py", 300),
+    "long_rows": ("pipeline/test_long_rows.py", 60),
+    "routers": ("stages/model/test_router_watch.py", 60),
+    "attention": ("stages/model/test_flex_attention.py", 200),
+    "several": ("stages/train/test_invariance.py stages/engine/test_ranks.py", 200),
+}
+BESIDE = (
     trl("small", "dpo/trl_tuned", 70, TRL_TUNED),
+    align("small", "dpo/asked", 75, *SMALL),
     trl("small", "kto/trl", 100, {}),
     trl("small", "orpo/trl", 80, {}),
     trl("small", "dpo/trl", 80, {}),
@@ -88,14 +104,6 @@ ON_DEMAND = (
     trl("small", "orpo/trl_kept", 75, TRL_KEPT),
     ("small", "dpo/sweep", 130, "sweep", ("dpo",)),
 )
-# A file of tests marked gpu, and how long it takes.
-TESTS = {
-    "generate": ("stages/model/test_generate.py", 30),
-    "attention": ("stages/model/test_flex_attention.py", 200),
-    "steps": ("test_gpu_memory.py", 300),
-    "routers": ("stages/model/test_router_watch.py", 60),
-    "long_rows": ("pipeline/test_long_rows.py", 60),
-}
 # The compiler of kernels leaves files of its helper processes open.
 QUIET = ("-W", "ignore::ResourceWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -103,8 +111,11 @@ QUIET = ("-W", "ignore::ResourceWarning", "-W", "ignore::pytest.PytestUnraisable
 def main():
     options = parsed()
     if options.write:
-        gpu_page.write(ROOT / "docs", gpu_page.days_in(options.records), usual_parts())
+        found = gpu_page.records_in(options.records)
+        gpu_page.write(ROOT / "docs", found, parts(), usual_parts())
+        print(f"{len(found)} records of {options.records} went to docs/gpus.json and the page")
         return
+    ends = time.monotonic() + options.seconds
     machine = machine_here(options.commit)
     if machine["device"] == "CPU" and not options.tiny:
         sys.exit("torch finds no GPU here that it can use; --tiny tries every part on a CPU.")
@@ -114,11 +125,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         scratch = options.scratch or Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
-        left = run(records, scratch.absolute(), options)
+        left = run(records, scratch.absolute(), ends, options)
     print(f"{len(left)} parts are left for another call; records are in {records.folder}")
     if options.tiny:
-        day = gpu_page.day_of(records.all())
-        gpu_page.preview(ROOT / "docs", records.folder, [day], usual_parts())
+        found, every = records.all().values(), parts(is_tiny=True)
+        gpu_page.preview(ROOT / "docs", records.folder, found, every, usual_parts())
 
 
 def parsed():
@@ -127,7 +138,7 @@ def parsed():
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=1500.0, help="of the whole call")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole call")
     parser.add_argument("--records", type=Path, default=ROOT / "bench-results/gpu-day")
     parser.add_argument("--scratch", type=Path, help="kept; else a folder that is removed")
     parser.add_argument("--commit", help="what to call this code where there is no git")
@@ -136,7 +147,7 @@ def parsed():
     return parser.parse_args()
 
 
-def run(records, scratch, options):
+def run(records, scratch, ends, options):
     """Runs what is asked for and not measured yet; returns what is left."""
     every = parts(is_tiny=options.tiny)
     usual = {part.name for part in usual_parts()}
@@ -145,17 +156,17 @@ def run(records, scratch, options):
         if not any(is_named(part.name, [word]) for part in every):
             sys.exit(f"no part is called {word}: {', '.join(part.name for part in every)}")
     wanted = [p for p in every if (is_named(p.name, asked) if asked else p.name in usual)]
-    ends = time.monotonic() + options.seconds
     return Call(records, scratch, ends, tuple(options.again), tuple(every)).run(wanted)
 
 
 def parts(*, is_tiny=False):
     """All parts in order of worth."""
-    found = [measurement(*one, is_tiny) for one in (*MEASURED, *ON_DEMAND)]
-    for name, (file, expected) in TESTS.items():
-        words = [f"tests/{file}", "-m", "gpu", *QUIET, *(["--collect-only"] if is_tiny else [])]
+    found = [measurement(*one, is_tiny) for one in MEASURED]
+    for name, (files, expected) in TESTS.items():
+        words = [*(f"tests/{file}" for file in files.split()), "-m", "gpu", *QUIET]
+        words += ["--collect-only"] if is_tiny else []
         found.append(part_of(f"tests/{name}", expected, "tests", [words]))
-    return found
+    return found + [measurement(*one, is_tiny) for one in (*BESIDE, *ON_DEMAND)]
 
 
 def usual_parts():

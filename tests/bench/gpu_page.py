@@ -1,15 +1,17 @@
 """The tables of docs/gpus.md, out of docs/gpus.json: what one GPU measured, and with what.
 
-A day is what one card measured with one set of versions and one state of the code. Each table is of
-one day: for each card, the last that measured anything in it.
+The JSON holds the last record of each part on each card, with the versions and the commit that it
+was measured with. A table is of one card, one set of versions and one state of the code: parts that
+were measured with others stand in a table of their own.
 """
 
 import json
 import re
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from bench.gpu_profile import KINDS
+from bench.timed_parts import LONGEST_REASON
 
 TITLES = {
     "large/dpo/recomputed": "align, gradient checkpointing",
@@ -38,73 +40,83 @@ MODELS = {
     "small": "0.5 billion weights, all trained",
 }
 TEST_FILES = {
+    "compiled": "compiled layers beside the model's own",
+    "waits": "stage 1 queues a batch without a wait",
     "steps": "steps, optimizers, resuming, QLoRA, memory, both stages",
     "attention": "FlexAttention beside dense masks",
     "routers": "mixtures of experts",
     "long_rows": "rows of up to 32k tokens",
     "generate": "sampling's random numbers",
+    "several": "several GPUs beside one",
 }
 NOT_MEASURED = "not measured"
+# Of a path of the machine the page has the last name alone; one in quotes may hold spaces.
+MACHINE_PATH = re.compile(r"""(?<=')/[^']+(?=')|(?<=")/[^"]+(?=")|(?<![\w./])/[^\s'"`<>()|,;:]+""")
 MARK = "<!-- gpu-day: {} -->\n{}<!-- /gpu-day -->"
 REGION = re.compile(r"<!-- gpu-day: (\w+) -->\n(.*?)<!-- /gpu-day -->", re.DOTALL)
 
 
-def write(docs, found, parts):
-    """Puts days into the JSON, and the JSON into the page."""
+def write(docs, found, every, usual):
+    """Puts records into the JSON, and the JSON into the page, which plans the `usual` parts."""
     file, page = docs / "gpus.json", docs / "gpus.md"
-    days = merged(json.loads(file.read_text(encoding="utf-8"))["days"], found)
-    file.write_text(json.dumps({"days": days}, indent=1) + "\n", encoding="utf-8")
-    page.write_text(filled(page.read_text(encoding="utf-8"), days, parts), encoding="utf-8")
+    known = json.loads(file.read_text(encoding="utf-8"))["records"]
+    kept = merged(current([*known, *found], every))
+    lines = ",\n".join(f"  {json.dumps(record)}" for record in kept)
+    file.write_text(f'{{\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    page.write_text(filled(page.read_text(encoding="utf-8"), kept, usual), encoding="utf-8")
 
 
-def preview(docs, folder, days, parts):
-    """The page as it would be with these days alone, beside their records."""
-    text = filled((docs / "gpus.md").read_text(encoding="utf-8"), days, parts)
-    (folder / "gpus.md").write_text(text, encoding="utf-8")
+def preview(docs, folder, found, every, usual):
+    """The page as it would be with these records alone, beside them."""
+    text = (docs / "gpus.md").read_text(encoding="utf-8")
+    made = filled(text, merged(current(found, every)), usual)
+    (folder / "gpus.md").write_text(made, encoding="utf-8")
     print(f"the page as these figures make it: {folder / 'gpus.md'}")
 
 
-def days_in(root):
-    """The days of all records under a folder; those of CPUs are tries."""
+def records_in(root):
+    """All records under a folder as they may be published; those of CPUs are tries."""
     found = []
-    for folder in sorted(path for path in Path(root).iterdir() if path.is_dir()):
-        texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))]
-        if texts and (day := day_of({one["part"]: one for one in map(json.loads, texts)})):
-            found += [day] if day["device"] != "CPU" else []
+    for path in sorted(Path(root).glob("*/*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["device"] != "CPU":
+            found.append(
+                record | ({"missed": told(record["missed"])} if "missed" in record else {})
+            )
     return found
 
 
-def day_of(records):
-    """Records of one machine, versions and code as one day; others are refused."""
-    if len({key_of(record) for record in records.values()}) != 1:
-        raise SystemExit("records of several machines, versions or states of the code in one place")
-    last = max(records.values(), key=lambda record: record["measured"])
-    figures = {}
-    for name, record in sorted(records.items()):
-        figures[name] = record.get("figures") or {"missed": record["missed"]}
-    named = ("device", "versions", "source", "commit", "measured")
-    return {name: last[name] for name in named} | {"figures": figures}
+def told(reason):
+    """The reason of a miss for a page: a line without the folders of a machine."""
+    line = " ".join(reason.split())
+    return MACHINE_PATH.sub(lambda path: PurePosixPath(path[0]).name, line)[:LONGEST_REASON]
 
 
-def key_of(day):
-    return json.dumps([day["device"], day["versions"], day["source"]], sort_keys=True)
+def current(records, parts):
+    """Those measured with the settings that their part has now; of the others it tells.
+
+    A record that was put into the JSON by hand may be without settings.
+    """
+    now, kept = {part.name: [*part.words] for part in parts}, []
+    for record in records:
+        name = record["part"]
+        if name in now and record.get("words", now[name]) == now[name]:
+            kept.append(record)
+        else:
+            print(f"{name}, measured {record['measured']}, is left out: it has other settings now")
+    return kept
 
 
-def merged(days, found):
-    """Days with others put in, oldest first; one of which no table is shown is left out."""
-    by_key = {key_of(day): day for day in (*days, *found)}
-    everything = sorted(by_key.values(), key=lambda day: day["measured"])
-    used = [day for name in TABLES for day in shown(name, everything)]
-    return [day for day in everything if day in used]
-
-
-def shown(name, days):
-    """For each card the last day that has figures in a table."""
-    wanted, last = set(rows_of(name)), {}
-    for day in sorted(days, key=lambda day: day["measured"]):
-        if any("missed" not in day["figures"].get(one, {"missed": ""}) for one in wanted):
-            last[card_of(day["device"])] = day
-    return list(last.values())
+def merged(records):
+    """The last record of each part on each card; a miss takes no figures' place, and says so."""
+    last = {}
+    for one in sorted(records, key=lambda one: one["measured"]):
+        place = card_of(one["device"]), one["part"]
+        if "missed" in one and "figures" in last.get(place, {}):
+            print(f"{one['part']}: missed since, the figures of {last[place]['measured']} stay")
+        else:
+            last[place] = one
+    return [last[place] for place in sorted(last)]
 
 
 def card_of(device):
@@ -113,9 +125,33 @@ def card_of(device):
     return found[0] if found else device
 
 
-def filled(text, days, parts):
+def shown(name, records):
+    """The tables of a name: for each the rows, and the records of some of them by part.
+
+    For each card that has any figures, by state of versions and code, the last first, which has the
+    rows that are in none of the others.
+    """
+    tables, rows = [], rows_of(name)
+    own = sorted((one for one in records if one["part"] in rows), key=lambda one: one["measured"])
+    for card in dict.fromkeys(card_of(one["device"]) for one in own):
+        states = {}
+        for record in (one for one in reversed(own) if card_of(one["device"]) == card):
+            states.setdefault(state_of(record), {})[record["part"]] = record
+        if any("figures" in one for state in states.values() for one in state.values()):
+            newest, *others = states.values()
+            elsewhere = {part for state in others for part in state}
+            tables.append(([row for row in rows if row not in elsewhere], newest))
+            tables += [([row for row in rows if row in state], state) for state in others]
+    return tables
+
+
+def state_of(record):
+    return json.dumps([record["device"], record["versions"], record["source"]], sort_keys=True)
+
+
+def filled(text, records, parts):
     """The page with its marked regions made anew."""
-    made = {name: rendered(name, days) for name in TABLES} | {"parts": planned(parts)}
+    made = {name: rendered(name, records) for name in TABLES} | {"parts": planned(parts)}
     return REGION.sub(lambda found: MARK.format(found[1], made[found[1]]), text)
 
 
@@ -125,16 +161,25 @@ def planned(parts):
     return f"{table(['part', 'planned', 'at most', 'reads the files of'], rows)}\n"
 
 
-def rendered(name, days):
-    tables = [f"{caption(day)}\n\n{TABLES[name](day['figures'])}\n" for day in shown(name, days)]
+def rendered(name, records):
+    tables = []
+    for rows, state in shown(name, records):
+        found = {
+            part: one.get("figures") or {"missed": one["missed"]} for part, one in state.items()
+        }
+        tables.append(f"{caption([*state.values()])}\n\n{TABLES[name](found, rows)}\n")
     return "\n".join(tables) or f"{NOT_MEASURED.capitalize()} yet.\n"
 
 
-def caption(day):
-    versions = [f"{name} {number}" for name, number in day["versions"].items() if number]
-    when = day["measured"][:10]
-    code = f"commit {day['commit']}" if day["commit"] else ""
-    return f"On one {', '.join(filter(None, (day['device'], *versions, when, code)))}:"
+def caption(records):
+    """With what the records of a state were measured; commits may differ in other files."""
+    first = records[0]
+    versions = [f"{name} {number}" for name, number in first["versions"].items() if number]
+    days = sorted({record["measured"][:10] for record in records})
+    commits = sorted({record["commit"] for record in records} - {""})
+    code = f"commit {' and '.join(commits)}" if commits else ""
+    words = (first["device"], *versions, " and ".join(days), code)
+    return f"On one {', '.join(filter(None, words))}:"
 
 
 def table(heads, rows):
@@ -156,13 +201,13 @@ def cell(figures, name, form):
     return form.format(figures[name]) if has(figures, name) else ""
 
 
-def speed(figures):
+def speed(figures, names):
     heads = ["", "tokens/s", "MFU", "peak", "first step", "align is"]
     rows = []
-    for group, names in groupby(TITLES, key=lambda name: name.rpartition("/")[0]):
+    for group, sides in groupby(names, key=lambda name: name.rpartition("/")[0]):
         model, method = group.split("/")
         ours = ""
-        for index, name in enumerate(names):
+        for index, name in enumerate(sides):
             found = figures.get(name, {})
             title = f"**{MODELS[model]}, {method.upper()}**: " if not index else ""
             title += TITLES[name]
@@ -178,25 +223,25 @@ def speed(figures):
     return table(heads, rows)
 
 
-def stage_one(figures):
+def stage_one(figures, names):
     heads = ["", "tokens/s", "MFU", "tokens/s with loading", "MFU with loading", "peak"]
     rows = []
-    for model in ("large", "small"):
-        found = figures.get(f"{model}/stage1", {})
+    for name in names:
+        found = figures.get(name, {})
         cells = [cell(found, "rate", "{:,.0f}"), cell(found, "mfu", "{:.0f} %")]
         cells += [cell(found, "rate_with_loading", "{:,.0f}")]
         cells += [
             cell(found, "mfu_with_loading", "{:.0f} %"),
             cell(found, "peak_gib", "{:.1f} GiB"),
         ]
-        title = MODELS[model].partition(",")[0]
+        title = MODELS[name.partition("/")[0]].partition(",")[0]
         rows.append([title, *(cells if any(cells) else missing(found, 5))])
     return table(heads, rows)
 
 
-def memory(figures):
+def memory(figures, names):
     rows = []
-    for name in (one for one in TITLES if "trl" not in one):
+    for name in names:
         found = figures.get(name, {})
         model, method, _ = name.split("/")
         title = f"{MODELS[model]}, {method.upper()}: {TITLES[name]}"
@@ -213,10 +258,8 @@ def memory(figures):
     return table(["", "planned", "measured", "off by"], rows)
 
 
-def profile(figures):
-    found = figures.get("large/dpo/profile", {})
-    if "missed" in found or not found:
-        return f"{missing(found, 1)[0]}"
+def profile(figures, names):
+    found = figures[names[0]]
     rows = []
     for kind, title in KINDS.items():
         one = found["kinds"][kind]
@@ -228,14 +271,23 @@ def profile(figures):
     said = [f"{count} x {place}" for place, count in waits.items()] if waits else [NOT_MEASURED]
     rows.append(["all of it", "100%", f"{found['busy']:.2f} s", ""])
     return (
-        f"{table(['', 'share', 'time', 'kernels'], rows)}\n\nWaits of the host: {'; '.join(said)}."
+        f"{profiled(found)}\n\n{table(['', 'share', 'time', 'kernels'], rows)}\n\n"
+        f"Waits of the host: {'; '.join(said)}."
     )
 
 
-def tests(figures):
+def profiled(found):
+    """Which policy a profile is of, as it was while it ran."""
+    if not (has(found, "recomputed") and has(found, "compiled")):
+        return "Whether activations were recomputed and layers compiled was not written down."
+    kept = "recomputed" if found["recomputed"] else "kept"
+    return f"Activations were {kept}, layers {'' if found['compiled'] else 'not '}compiled."
+
+
+def tests(figures, names):
     rows = []
-    for name, title in TEST_FILES.items():
-        found = figures.get(f"tests/{name}", {})
+    for name in names:
+        found, title = figures.get(name, {}), TEST_FILES[name.partition("/")[2]]
         rows.append([title, found["outcome"] if "outcome" in found else missing(found, 1)[0]])
     return table(["", ""], rows)
 

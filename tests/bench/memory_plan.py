@@ -286,10 +286,10 @@ def storages(tensors):
 
 
 def status(name):
-    """MiB of a line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) / 1024
+    """MiB of a line of this process's status."""
+    import sides  # which a test that imports this file has not beside it
+
+    return sides.memory_mib(name)
 
 
 if __name__ == "__main__":

@@ -125,12 +125,10 @@ def table_of(rows, *, is_held):
 
 def lengths(places, *, key, median, most):
     """Log-normal, of numbers that are hashed from the places."""
-    mixed = (places.astype(np.uint64)[..., None] << np.uint64(3)) + np.array(
+    keyed = (places.astype(np.uint64)[..., None] << np.uint64(3)) + np.array(
         [2, 3], np.uint64
     ) * key
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    first, second = np.moveaxis(((mixed >> np.uint64(11)) + 0.5) / 2**53, -1, 0)
+    first, second = np.moveaxis(((sides.hashed(keyed) >> np.uint64(11)) + 0.5) / 2**53, -1, 0)
     normal = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
     return np.minimum(np.exp(normal) * median + 1, most).astype(np.int32)
 

@@ -188,8 +188,20 @@ def tokens_of(folder):
 
 def peak_mib():
     """Not ru_maxrss, which begins with the peak of the process that started this one."""
+    return memory_mib("VmHWM")
+
+
+def memory_mib(name):
+    """A line of this process's status."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 1024
+    return int(status[name].split()[0]) / 1024
+
+
+def hashed(numbers):
+    """Bits that look drawn, of unsigned 64-bit numbers (the end of a step of SplitMix64)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        numbers = (numbers ^ (numbers >> numbers.dtype.type(shift))) * numbers.dtype.type(factor)
+    return numbers
 
 
 class Steps:

@@ -132,10 +132,8 @@ def digests(numbers, salt):
 
 def mixed(numbers, salt):
     """A hash of each number."""
-    found = (numbers.astype(np.uint64) + np.uint64(salt << 40)) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        found = (found ^ (found >> np.uint64(shift))) * np.uint64(factor)
-    return found
+    salted = numbers.astype(np.uint64) + np.uint64(salt << 40)
+    return sides.hashed(salted * np.uint64(0x9E3779B97F4A7C15))
 
 
 def order_of(ring):

@@ -98,25 +98,25 @@ class Call:
         find = self.records.find
         missing = [p for p in wanted if p not in repeated and "figures" not in find(p)]
         missing.sort(key=lambda part: bool(find(part)))  # stable
-        done, left = set(), []
+        ended, left = {}, []  # by name, how a part ended in this call
         for part in (*repeated, *missing):
-            if part.name not in done and not self._measured(part, done):
+            if part.name not in ended and not self._measured(part, ended):
                 left.append(part)
         return left
 
-    def _measured(self, part, done):
-        """Whether there was time for a part, and for what it needs."""
+    def _measured(self, part, ended):
+        """Whether there was time for a part, and for what it needs, which fails once in a call."""
         chain = self._chain(part)
         if time.monotonic() + sum(one.expected for one in chain) > self.ends:
             print(f"{part.name}: left for another call, there is no time for it", flush=True)
             return False
         for one in chain:
-            result = self._run(one)
-            if result is None:
-                return False
-            done.add(one.name)
-            if "missed" in result and one is not part:
-                self.records.write(part, 0.0, {"missed": f"needs {one.name}, which failed"})
+            if "missed" not in ended.get(one.name, {}):
+                if (result := self._run(one)) is None:
+                    return False
+                ended[one.name] = result
+            if "missed" in ended[one.name] and one is not part:
+                self._record(part, 0.0, {"missed": f"needs {one.name}, which failed"})
                 return True
         return True
 
@@ -139,10 +139,14 @@ class Call:
             return None
         result = result or {"missed": f"ran over its limit of {part.limit} s"}
         print(f"{part.name}: {result.get('missed', 'measured')}, {seconds:.0f} s", flush=True)
-        is_repeated = is_named(part.name, self.again)
-        if is_repeated or "figures" not in self.records.find(part):
-            self.records.write(part, seconds, result)
+        self._record(part, seconds, result)
         return result
+
+    def _record(self, part, seconds, result):
+        """Figures that there are make room for those of a part that is to be repeated alone."""
+        is_renewed = is_named(part.name, self.again) and "figures" in result
+        if is_renewed or "figures" not in self.records.find(part):
+            self.records.write(part, seconds, result)
 
 
 def is_named(name, words):

@@ -5,15 +5,15 @@ train` writes it. What is timed is the call that takes the line: the rest is oth
 After each store is back the line of the journal and the numbers of MLflow are compared.
 """
 
-import argparse
 import gc
 import logging
-import resource
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import sides
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 from align.pipeline.jobs.tracker_sync import sync_runs  # noqa: E402
@@ -32,10 +32,7 @@ TRACKERS = {"MLflow": ["mlflow"], "all three": ["mlflow", "tensorboard", "wandb"
 
 def main():
     logging.getLogger("align").setLevel(logging.ERROR)  # that a store is down is known
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--steps", type=int, default=2000)
-    options.add_argument("--step-ms", type=float, default=3.0)
-    options = options.parse_args()
+    options = sides.options_of(__doc__, steps=2000, step_ms=3.0)
     print(f"{options.steps:,} steps of {options.step_ms:g} ms; milliseconds that a step waits")
     head = ("trackers", "store", "median", "99 of 100", "most", "MiB more")
     print("".join(f"{one:>14}" for one in head))
@@ -56,14 +53,14 @@ def told(root, trackers, state, tracking, server, options):
     time.sleep(5)  # libraries are imported while the first steps run
     brought_to(state, server)
     gc.collect()
-    before, waits = memory(), []
+    before, waits = sides.peak_mib(), []
     for step in range(1, options.steps + 1):
         time.sleep(options.step_ms / 1000)
         line = {name: step / (index + 1) for index, name in enumerate(NAMES)}
         began = time.perf_counter()
         run.log_metrics(line, step=step)
         waits.append(1000 * (time.perf_counter() - began))
-    more = memory() - before
+    more = sides.peak_mib() - before
     server.start()
     server.mend()
     run.finish("FINISHED")
@@ -83,11 +80,6 @@ def brought_to(state, server):
         server.break_down()
     elif state == "down":
         server.stop()
-
-
-def memory():
-    """The most MiB that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

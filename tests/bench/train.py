@@ -62,10 +62,7 @@ def main():
 
 
 def make_cache(folder):
-    from align.cli import app
-
-    words = (f"{folder}/pairs.parquet", "--model", f"{folder}/model", "--output", f"{folder}/cache")
-    app(["precompute-ref", *words, "--no-mlflow"], standalone_mode=False)
+    sides.score(Path(folder), Path(folder) / "cache")
 
 
 def measure(folder, side, method, sets):
