@@ -117,7 +117,8 @@ class Recorded:
                 (name, step, float(np.float32(value))) for name, step, value in wanted.numbers
             ]
             wanted = dataclasses.replace(wanted, numbers=numbers)
-        assert dataclasses.replace(told, tags=own) == dataclasses.replace(wanted, **unkept)
+        told, wanted = dataclasses.replace(told, tags=own), dataclasses.replace(wanted, **unkept)
+        assert told == wanted, (told, wanted)
 
 
 def require_tracker_contract(kind, new_store, folder):
