@@ -267,7 +267,7 @@ class _UnitScorer:
                 for read in _with_next_begun(reader, self._read, units):
                     meter = _UnitMeter(self.progress, read.size)
                     scores, numerics = self._scored(read, meter, writing)
-                    done = writer.submit(self._commit, read, scores, numerics)
+                    done = writer.submit(self._commit_after, [*writing], read, scores, numerics)
                     writing.append(_Writing(done, meter))
                     if len(writing) > 1:
                         yield _first_finished(writing)
@@ -301,6 +301,18 @@ class _UnitScorer:
             )
             numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
         return scores, numerics or read.known.numerics
+
+    def _commit_after(
+        self,
+        before: Sequence[_Writing],
+        read: _ReadUnit,
+        scores: UnitScores,
+        numerics: dict[str, str],
+    ) -> Tally:
+        """Writes nothing where a unit before it could not be written."""
+        for one in before:
+            one.tally.result()
+        return self._commit(read, scores, numerics)
 
     def _commit(self, read: _ReadUnit, scores: UnitScores, numerics: dict[str, str]) -> Tally:
         tasks, unit = self.tasks, read.unit

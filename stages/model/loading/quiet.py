@@ -92,6 +92,8 @@ def _quiet_libraries() -> Iterator[None]:
     try:
         yield
     finally:
+        filters: Any = warnings.filters
+        filters[:] = [one for one in filters if one[2] is not _OfQuietThreads]
         if sys.stdout is output:  # else who has replaced it meanwhile puts it back
             sys.stdout = before
         packer.setLevel(level)

@@ -17,7 +17,8 @@ LOGS = transformers.utils.logging
 
 def settings():
     packer = logging.getLogger("bitsandbytes")
-    return LOGS.get_verbosity(), LOGS.is_progress_bar_enabled(), packer.level, sys.stdout
+    heard = LOGS.get_verbosity(), LOGS.is_progress_bar_enabled(), packer.level
+    return heard, sys.stdout, [*warnings.filters]
 
 
 class Loading:
