@@ -6,6 +6,7 @@ of a training as they are.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from .memory_search import MemoryLimits, Tried, search
 from .remedies import REMEDIES, Attempt, Changes, Remedy, Situation, changed, flags_of
 from .setting_checks import bytes_of
 from .workload import Workload, feed_settings, workload_of
+
+logger = logging.getLogger("align")
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
 # The settings that may be chosen, by the value that leaves them open.
@@ -47,6 +50,17 @@ class Budget:
         """The one of train.memory, or else of the device."""
         asked = bytes_of(train.memory, name="train.memory")
         return Budget(asked or device_bytes, bool(asked))
+
+    def within(self, device_bytes: int) -> Budget:
+        """No more than the device has, where that is known: more cannot be allowed."""
+        if not 0 < device_bytes < self.size:
+            return self
+        logger.warning(
+            "train.memory is %s, and the GPU has %s: no more is planned with.",
+            amount(self.size),
+            amount(device_bytes),
+        )
+        return replace(self, size=device_bytes)
 
     @property
     def usable(self) -> int:
@@ -282,6 +296,8 @@ def _open_ones(remedies: Sequence[Remedy], config: Config) -> list[Remedy]:
     """Remedies by those of their choices whose settings are open, or are so already."""
     known = flatten(config)
     is_open = {name for name, value in OPEN.items() if known[name] == value}
+    if config.train.dropout:  # which is drawn anew for each micro-batch
+        is_open.discard("train.tokens_per_batch")
 
     def choices(remedy: Remedy, now: Situation) -> list[Changes]:
         return [

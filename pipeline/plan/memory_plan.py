@@ -24,7 +24,13 @@ from ...stages.engine.engine_memory import Elements, EngineMemory, Setting, engi
 from ...stages.model.loading.load import DTYPES, empty_model
 from ...stages.model.loading.model_folder import model_config
 from ...stages.model.logprobs import ScoringPath, causal_model
-from ...stages.model.memory.memory_trace import Moment, Trace, trace
+from ...stages.model.memory.memory_trace import (
+    Moment,
+    Trace,
+    UntracedError,
+    refused_in_words,
+    trace,
+)
 from ...stages.model.policy import as_it_learns
 from ...stages.model.transformers_compat import can_recompute, recompute_activations
 
@@ -215,7 +221,7 @@ class TracedPolicy:
         self._planned = planned  # whose way to train and whose trees are not looked at
         self._models: dict[Hashable, nn.Module] = {}
         self._elements: dict[Learning, Elements] = {}
-        self._traces: dict[Hashable, Trace] = {}
+        self._traces: dict[Hashable, Trace | str] = {}  # or why there is none
 
     def elements(self, learning: Learning) -> Elements:
         """Counts the parameters, those that learn apart."""
@@ -235,9 +241,10 @@ class TracedPolicy:
             kind: Any = AutoModelForCausalLM
             if planned.head == "score":
                 kind = AutoModelForSequenceClassification
-            empty = empty_model(planned.model, planned.dtype, kind)
             lora = replace(planned.lora, enabled=is_adapted)
-            model = as_it_learns(empty, planned.train, lora, is_spread=is_spread)
+            with refused_in_words():
+                empty = empty_model(planned.model, planned.dtype, kind)
+                model = as_it_learns(empty, planned.train, lora, is_spread=is_spread)
             if checkpointing:
                 recompute_activations(causal_model(model))
             self._models[key] = model
@@ -249,8 +256,14 @@ class TracedPolicy:
         model = self.model(**way)
         key = (id(model), shapes)  # each is kept
         if key not in self._traces:
-            self._traces[key] = trace(model, trees, self._path, device=self._planned.device)
-        return self._traces[key]
+            try:
+                self._traces[key] = trace(model, trees, self._path, device=self._planned.device)
+            except UntracedError as error:  # the next run of a sweep does not wait for it again
+                self._traces[key] = str(error)
+        known = self._traces[key]
+        if isinstance(known, str):
+            raise UntracedError(known)
+        return known
 
     @property
     def _path(self) -> ScoringPath:

@@ -9,6 +9,7 @@ from ...schemas.errors import counted
 from ...stages.engine.engine_memory import Elements
 from ...stages.report.cache_tables import duration, facts, grid, heading
 from ..options.declared import flag_of
+from .memory_choice import amount
 from .memory_plan import Components, Way
 from .memory_search import Tried
 from .remedies import flags_of
@@ -31,11 +32,15 @@ def plan_text(plan: RunPlan) -> str:
         *([lines] if (lines := [*_stage_one_verdict(plan)]) else []),
         [_heading("Training"), *_facts([*_training(plan), *_time(plan)])],
         [_heading("Stage 1"), *_facts(_stage_one(plan))],
-        [_heading("Memory of one GPU at its peak, in GiB"), *_parts(plan)],
+        [_heading(f"Memory of {_whose(plan.device)} at its peak, in GiB"), *_parts(plan)],
         [_heading(f"Other ways, {micro}, in GiB"), *_ways(plan)],
         [_heading("With a reference beside the policy"), *_facts(_reference(plan))],
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _whose(device: str) -> str:
+    return "one GPU" if device == "cuda" else "each process"
 
 
 def _heading(title: str) -> str:
@@ -58,15 +63,15 @@ def _wrapped(text: str, width: int = WIDTH) -> list[str]:
 
 def _verdict(plan: RunPlan) -> Iterator[str]:
     """Whether it fits, and the flags to copy if it does not."""
-    budget, needs = plan.choice.budget, gib(plan.own.peak)
+    budget, needs = plan.choice.budget, amount(plan.own.peak)
     if not budget.size:
         yield from _wrapped(
-            f"Needs {needs} GiB on each rank. Pass --gpu 24g (48g, 80g) to be told whether that "
+            f"Needs {needs} on each rank. Pass --gpu 24g (48g, 80g) to be told whether that "
             "fits, and what would."
         )
         return
     verdict = "Does not fit" if plan.remedy else "Fits"
-    yield from _wrapped(f"{verdict}: needs {needs} GiB of the {budget}.")
+    yield from _wrapped(f"{verdict}: needs {needs} of the {budget}.")
     if plan.choice.found.changes:
         yield from _chosen_lines(plan)
     if plan.remedy:
@@ -77,7 +82,7 @@ def _chosen_lines(plan: RunPlan) -> Iterator[str]:
     """What a training chooses by itself, with the flags that say the same."""
     found = plan.choice.found
     yield from _wrapped(
-        f"Chosen, since {gib(plan.choice.given.components.peak)} GiB would be needed without: "
+        f"Chosen, since {amount(plan.choice.given.components.peak)} would be needed without: "
         f"{found.attempt}. A training does so by itself; the same as flags:"
     )
     yield from ("", f"  {flags_of(found.changes, plan.given_by_set)}")
@@ -90,10 +95,10 @@ def _chosen_lines(plan: RunPlan) -> Iterator[str]:
 def _remedy_lines(plan: RunPlan, remedy: Tried) -> Iterator[str]:
     peak, flags = remedy.components.peak, flags_of(remedy.changes, plan.given_by_set)
     if plan.fits(remedy.components):
-        yield from _wrapped(f"Fits with {gib(peak)} GiB: {remedy.attempt}. Add:")
+        yield from _wrapped(f"Fits with {amount(peak)}: {remedy.attempt}. Add:")
     elif flags:
         yield from _wrapped(
-            f"Nothing tried fits. {gib(peak - plan.choice.budget.usable)} GiB too large is the "
+            f"Nothing tried fits. {amount(peak - plan.choice.budget.usable)} too large is the "
             f"nearest: {remedy.attempt}. Use larger GPUs or more of them, or a smaller model. Its "
             "flags:"
         )

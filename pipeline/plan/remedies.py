@@ -78,7 +78,8 @@ def _gradients_spread(now: Situation) -> list[Changes]:
 
 
 def _weights_spread(now: Situation) -> list[Changes]:
-    is_useful = now.stage < 3 and now.ranks > 1 and now.spreads_weights
+    """Not where the optimizer is on the CPU: it would move back."""
+    is_useful = now.stage < 3 and now.ranks > 1 and now.spreads_weights and not now.offloads
     return [{"train.deepspeed": "zero3"}] if is_useful else []
 
 

@@ -143,7 +143,9 @@ def bytes_of(size: str | int, *, name: str, least: int = 2**20) -> int:
     exact = int(text) if _BYTES.fullmatch(text) else 0
     found = round(float(match[1]) * _UNITS[match[2].lower()]) if match else exact
     if found < least:
-        raise UsageError(f"{name} is {size!r}; expected a size such as 24g, 80g or bytes.")
+        raise UsageError(
+            f"{name} is {size!r}; expected a size such as 24g or 512m, or {least:,} bytes or more."
+        )
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,46 +36,43 @@ class OpenedBy:
 def opened_meanwhile(reference: Reference) -> Iterator[tuple[Reference, Callable[[], float]]]:
     """The reference, which is being opened from now on, and the seconds that has taken so far.
 
-    Whoever opens it has the error, if any. Who leaves the block before does not wait for the rest.
+    Whoever opens it has the error, if any. Who leaves the block before does not wait for it, but
+    the next opening does, and so does the end of the process: no thread is ended inside of torch.
     """
     opening = _Opening(_on_same_gpu(reference.open))
     opening.start()
     try:
         yield OpenedBy(reference, opening.scorer.result), opening.seconds
     finally:
-        opening.stop()
+        opening.is_left.set()
 
 
 class _Opening(threading.Thread):
+    _one_at_a_time = threading.Lock()
+
     def __init__(self, open_scorer: Callable[[], Scorer]) -> None:
         super().__init__(name="align-load")
         self.scorer = Future[Scorer]()
+        self.is_left = threading.Event()
         self._open = open_scorer
         self._began = time.perf_counter()
         self._ended: float | None = None
 
     def run(self) -> None:
-        """Opens it."""
+        """Opens it, unless nobody waits for it any more."""
         try:
-            scorer = self._open()
+            with self._one_at_a_time:
+                scorer = None if self.is_left.is_set() else self._open()
         except BaseException as error:  # of any kind: somebody may wait for the scorer
             self.scorer.set_exception(error)
         else:
             self._ended = time.perf_counter()
-            self.scorer.set_result(scorer)
+            if scorer is not None:
+                self.scorer.set_result(scorer)
 
     def seconds(self) -> float:
         """How long it took, or has taken so far."""
         return (self._ended or time.perf_counter()) - self._began
-
-    def stop(self) -> None:
-        """Ends the thread at its next step in Python, and without a word, as SystemExit does.
-
-        A process that exits waits for that: to end it inside of torch might crash the process.
-        """
-        if self.is_alive() and not self.scorer.done():
-            raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
-            raise_in_thread(ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit))
 
 
 def _on_same_gpu(open_scorer: Callable[[], Scorer]) -> Callable[[], Scorer]:

@@ -34,6 +34,7 @@ def facts_of_run(
     every = gathered(world, (device_bytes(device), host_bytes(), socket.gethostname()))
     machines = [machine for *_, machine in every]
     host = min(size // machines.count(machine) for _, size, machine in every)
+    smallest = min(size for size, *_ in every)
     begun = start.checkpoint.position.identity if start and start.checkpoint else None
     return PlanFacts(
         job.policy,
@@ -44,7 +45,7 @@ def facts_of_run(
         held_out=source.eval_rows,
         device=device,
         ranks=world.size,
-        budget=Budget.of(train, min(size for size, *_ in every)),
+        budget=Budget.of(train, smallest).within(smallest),
         host=host,
         begun=begun_preset(begun, world.size) if begun else "",
         is_resumed=begun is not None,

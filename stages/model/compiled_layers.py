@@ -23,10 +23,11 @@ COMPILATIONS = 1024
 
 
 def allow_compilations() -> None:
-    """Raises torch's limits of how often one function may be compiled."""
+    """Raises torch's limits of how often one function may be compiled, which each thread has."""
     limits: Any = torch.compiler.config
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(limits, name, max(getattr(limits, name), COMPILATIONS))
+        if getattr(limits, name) < COMPILATIONS:
+            setattr(limits, name, COMPILATIONS)
 
 
 def use_layers(model: Any, compiler: str) -> None:
@@ -63,13 +64,13 @@ def _compiled_kind(kind: type[nn.Module], compiler: str) -> type[nn.Module]:
     All its layers share one function, so they share its graphs. It is a class because transformers
     puts gradient checkpointing around the `forward` of a class: that stays outside of the graph.
     """
-    allow_compilations()
     # One graph or an error, which the probe tells: a layer in parts would be no faster.
     run: Callable[..., Any] = torch.compile(
         forward_without_checkpointing(kind), dynamic=True, fullgraph=True, backend=compiler
     )
 
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
+        allow_compilations()  # of this thread: torch's own run backward passes
         return run(self, *given, **named)
 
     compiled = with_forward(kind, forward, _compiled_kind, compiler)

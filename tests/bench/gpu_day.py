@@ -206,11 +206,13 @@ def device_here():
 
 
 def machine_here(commit):
-    """The device and its versions, and the digest of the code that is measured."""
+    """The device and its versions, and the digest of the code and of its tests."""
     driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     own = ("gpu.py", "gpu_profile.py", "sides.py")
     files = [*ROOT.glob("*.py"), *(ROOT / "tests/bench" / name for name in own)]
-    files += [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    files += [ROOT / "tests" / file for named, _ in TESTS.values() for file in named.split()]
+    rooms = (*ROOMS, "tests/support")
+    files += [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files)))
     known = commit or said_by("git", "-C", str(ROOT), "describe", "--always", "--dirty")
     return {

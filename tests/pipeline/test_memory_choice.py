@@ -12,13 +12,15 @@ from transformers import LlamaConfig, LlamaPreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from align.pipeline.options.settings import flatten, load_settings
+from align.pipeline.plan import memory_plan
 from align.pipeline.plan.memory_choice import OPEN, USABLE, Budget, chosen, decided
 from align.pipeline.plan.planned_rows import GivenRows
-from align.pipeline.plan.remedies import changed, flags_of, memory_savers
+from align.pipeline.plan.remedies import REMEDIES, changed, flags_of, memory_savers
 from align.pipeline.plan.run_plan import PlanRequest, plan_run
 from align.pipeline.train.memory_at_start import begun_preset, chosen_to_fit, facts_of_run
 from align.schemas.checkpoint import RunIdentity
 from align.schemas.errors import UsageError
+from align.schemas.train_options import TrainOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
@@ -105,6 +107,21 @@ def test_what_was_set_stays_and_what_changes_numbers_is_only_named(tiny):
     assert {name for name in before if before[name] != after[name]} <= OPEN.keys()
 
 
+def test_dropout_is_drawn_for_the_micro_batches_that_were_asked_for(tiny):
+    config = changed(tiny.choice.planning.config, {"train.dropout": True})
+    choice = chosen(config, within(tiny.choice.planning.facts, 0))
+    assert choice.nearest.changes
+    assert "train.tokens_per_batch" not in choice.nearest.changes
+
+
+def test_no_more_is_planned_with_than_a_gpu_has(caplog):
+    budget = Budget.of(TrainOptions(memory="4g"), 2**30)
+    assert budget.within(0) == budget.within(2**32) == budget  # a CPU; a GPU of as much
+    assert not caplog.records
+    assert budget.within(2**30) == replace(budget, size=2**30)
+    assert len(caplog.records) == 1
+
+
 def test_nothing_goes_to_a_cpu_that_has_no_room_for_it(tiny):
     config, facts = tiny.choice.planning.config, tiny.choice.planning.facts
     least = chosen(config, within(facts, 0))
@@ -122,6 +139,9 @@ def test_a_run_that_goes_on_keeps_its_optimizer_where_it_is(tiny):
         assert not choice.nearest.way.offloads
     kept = chosen(config, replace(within(facts, 2**40), begun="zero2-offload", is_resumed=True))
     assert kept.config.train.deepspeed == "zero2-offload"
+    now = kept.planning.situation(kept.config)
+    stages = [one.get("train.deepspeed", "") for each in REMEDIES for one in each.open_to(now)]
+    assert all("offload" in stage for stage in stages if stage)
     name = "deepspeed zero_optimization.offload_optimizer.device"
     identity = RunIdentity("root", GPUS, 2, settings={}, computed={name: "'cpu'"})
     assert begun_preset(identity, GPUS) == "zero2-offload"
@@ -226,7 +246,13 @@ def one_by_one(self, states):
     return torch.cat([self.down_proj(self.up_proj(one)) for one in states.split(1, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("forward", [by_content, one_by_one])
+def without_kernel(self, states):
+    """Layers that are computed by a kernel, which wants tensors with numbers."""
+    assert not states.is_meta
+    return states
+
+
+@pytest.mark.parametrize("forward", [by_content, one_by_one, without_kernel])
 def test_a_model_that_cannot_be_planned_is_trained_without_a_plan_unless_one_is_asked_for(
     new_facts, training_world, forward, monkeypatch, caplog
 ):
@@ -239,6 +265,7 @@ def test_a_model_that_cannot_be_planned_is_trained_without_a_plan_unless_one_is_
     assert len(heard.lines) == 1  # that it is being planned
     assert [one.levelname for one in caplog.records if one.name == "align"] == ["WARNING"]
     wants = replace(new_facts, budget=replace(has, is_asked=True))
+    monkeypatch.setattr(memory_plan, "trace", None)  # it is known
     with pytest.raises(UsageError, match="train.memory"):
         chosen_to_fit(config, wants, ALONE, heard)
 

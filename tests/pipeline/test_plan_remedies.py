@@ -9,10 +9,10 @@ from transformers import LlamaConfig
 
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.fitted_batches import planned_tokens
-from align.pipeline.plan.memory_choice import USABLE
+from align.pipeline.plan.memory_choice import USABLE, amount
 from align.pipeline.plan.memory_plan import Way
 from align.pipeline.plan.memory_search import MemoryLimits, Tried, search
-from align.pipeline.plan.plan_text import gib, plan_text
+from align.pipeline.plan.plan_text import plan_text
 from align.pipeline.plan.planned_rows import GivenRows
 from align.pipeline.plan.remedies import (
     Attempt,
@@ -199,7 +199,7 @@ def test_what_fits_nowhere_is_told_the_nearest_and_by_how_much(tiny):
     more = nearest - plan.request.usable_bytes
     said = " ".join(plan_text(plan).split())
     assert said.startswith("Does not fit")
-    assert f"Nothing tried fits. {gib(more)} GiB too large is the nearest" in said
+    assert f"Nothing tried fits. {amount(more)} too large is the nearest" in said
     flags = flags_of(plan.remedy.changes)
     assert flags in plan_text(plan)
 

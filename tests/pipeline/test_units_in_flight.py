@@ -226,21 +226,29 @@ def test_no_model_is_loaded_where_all_scores_are_known(to, tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_bad_rows_are_told_of_at_once_while_a_model_is_loaded(config, flawed_file, capfd):
-    shards = []
+def test_bad_rows_are_told_of_while_a_model_is_loaded_for_which_the_next_run_waits(
+    config, flawed_file, capfd
+):
+    over = threading.Event()
 
-    def load():
-        for _ in range(1000):  # far longer than rows take
-            time.sleep(0.02)
-        shards.append("all")
+    def wait_for_end():
+        assert over.wait(PATIENCE)
 
+    def end_first(op):
+        if op.target and op.target.name == PLAN_NAME:
+            assert len(first.times) == 1  # it is still opening, and the rows did not wait for it
+            assert not second.times
+            over.set()
+
+    first = OnDevice(output=config.cache.output, until=wait_for_end)
+    second = OnDevice(output=config.cache.output)
     flawed = replace(config, data=DataOptions(files=[str(flawed_file)]))
     with pytest.raises(BadDataError):
-        run(flawed, OnDevice(output=config.cache.output, until=load))
-    for thread in threading.enumerate():
-        if thread.name.startswith("align-load"):
-            thread.join()
-    assert not shards
+        run(flawed, first)
+    shutil.rmtree(config.cache.output)
+    with failpoints.watch(end_first):
+        run(config, second)
+    assert first.times[-1] < second.times[0]
     assert capfd.readouterr() == ("", "")
 
 

@@ -77,6 +77,11 @@ class _Output:
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr if _threads.have_this() else self._output, name)
 
+    @staticmethod
+    def around(output: Any) -> _Output:
+        """One around this output, or around that of another, which somebody has put back."""
+        return _Output(output._output if isinstance(output, _Output) else output)
+
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
@@ -87,7 +92,7 @@ def _quiet_libraries() -> Iterator[None]:
     packer = logging.getLogger("bitsandbytes")  # which peft imports wherever it is installed
     level = packer.level
     packer.setLevel(logging.ERROR)
-    before, output = sys.stdout, _Output(sys.stdout)
+    output = _Output.around(sys.stdout)
     sys.stdout = output  # it has all that its output has
     try:
         yield
@@ -95,7 +100,7 @@ def _quiet_libraries() -> Iterator[None]:
         filters: Any = warnings.filters
         filters[:] = [one for one in filters if one[2] is not _OfQuietThreads]
         if sys.stdout is output:  # else who has replaced it meanwhile puts it back
-            sys.stdout = before
+            sys.stdout = output._output
         packer.setLevel(level)
         logs.set_verbosity(verbosity)
         if bars:

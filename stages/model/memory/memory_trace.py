@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ....schemas.errors import UsageError
+from ....schemas.errors import AlignError, UsageError
 from ....schemas.rows import Tree
 from ..head.fused_head import TILE_ROWS, TILE_VOCABULARY
 from ..head.fused_head_backward import BUFFER_BYTES
@@ -36,8 +36,6 @@ ANY_TREES = "align_any_trees"  # attention whose masks cost nothing
 # fifth as many, and more where attention goes branch by branch, on a CPU. Layers that go over
 # positions one by one would be traced for minutes.
 MOST_OPERATIONS = 400_000
-# A model whose layers do not run without weights fails in one of these ways.
-UNTRACED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 class UntracedError(UsageError):
@@ -74,15 +72,18 @@ class Trace:
 
 
 @contextmanager
-def _refused_in_words() -> Iterator[None]:
+def refused_in_words() -> Iterator[None]:
+    """Raises what a model's layers raise where they do not run without weights, in any way."""
     try:
         yield
-    except UNTRACED as error:
+    except AlignError:
+        raise
+    except Exception as error:
         why = first_line(error)
         raise UntracedError(f"The memory of this model cannot be planned ({why}).") from error
 
 
-@_refused_in_words()
+@refused_in_words()
 def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device: str) -> Trace:
     """The memory of one micro-batch on `device`, run on the meta device."""
     inner, moments = causal_model(model), list[Moment]()
@@ -124,7 +125,7 @@ def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device:
     return Trace((forward, *moments), kept, masks, BUFFER_BYTES if path.head == "fused" else 0)
 
 
-@_refused_in_words()
+@refused_in_words()
 def scoring_trace(
     model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device: str
 ) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Compiled decoder layers beside the model's own: numbers, graphs, and when they are used."""
 
 import pickle
+import threading
 import warnings
 from copy import deepcopy
 from dataclasses import replace
@@ -170,6 +171,24 @@ def test_they_are_taken_where_they_are_wanted_and_left_where_they_were_not():
     assert own.isdisjoint(type(layer) for layer in decoder_layers(model))
     use_layers(model, "")
     assert {type(layer) for layer in decoder_layers(model)} == own
+
+
+@register_backend
+def in_any_thread(graph, _inputs):
+    return graph.forward
+
+
+def test_every_thread_may_compile_as_often_as_the_first():
+    """torch has a limit of 8 for each thread by itself; every width has a graph of its own."""
+    with torch.compiler.config.patch(recompile_limit=8), compilations() as compiled:
+        opening = threading.Thread(target=use_layers, args=(four_layers("llama"), "in_any_thread"))
+        opening.start()
+        opening.join()
+        for width in range(1, 11):
+            model = four_layers("llama", intermediate_size=8 * width)
+            use_layers(model, "in_any_thread")
+            model(torch.arange(12)[None])
+        assert compiled.look().graphs > 8
 
 
 def test_a_model_with_compiled_layers_is_copied_and_pickled():

@@ -1,10 +1,11 @@
 """What libraries say while a model is loaded is silenced, and nothing else."""
 
+import io
 import logging
 import sys
 import threading
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 
 import pytest
 import transformers
@@ -72,3 +73,14 @@ def test_all_is_as_before_when_the_last_is_heard_again():
     assert settings() == before
     with pytest.warns(UserWarning, match="main warns"):
         says("main")
+
+
+def test_output_that_is_put_back_after_it_was_quiet_is_not_wrapped_again():
+    before = sys.stdout
+    with ExitStack() as other:
+        with Loading():
+            other.enter_context(redirect_stdout(io.StringIO()))
+        other.close()
+    with quiet():
+        pass
+    assert sys.stdout is before
