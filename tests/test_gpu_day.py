@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -21,7 +20,7 @@ from align.stages.model.head.fused_head_backward import fused_rows
 from bench import gpu_day, gpu_page, gpu_profile
 from bench.timed_parts import Records
 from support import timed_day
-from support.patience import PATIENCE
+from support.patience import wait_until
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "gpus.md").read_text(encoding="utf-8")
@@ -64,13 +63,6 @@ def is_alive(pid):
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def wait_until(holds):
-    ends = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 def test_the_page_says_what_the_figures_beside_it_say():

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from align.pipeline.executors.ray_actors import RayActors, workers_of
 from align.schemas.errors import ServerError, UsageError
 from align.stages.storage.cache.cache_folder import CacheFolder
 from support.command import start
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_until
 from support.programs import TESTS
 from support.stage_one import Silent, child, contents, run
 from support.stub_reference import SlowReference
@@ -56,7 +55,7 @@ def ray_cluster(folder):
             stderr=said,
         )
     try:
-        until(lambda: b"Ray runtime started" in (folder / "said").read_bytes())
+        wait_until(lambda: b"Ray runtime started" in (folder / "said").read_bytes())
         yield f"127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
         every = descendants(psutil.Process(process.pid))
@@ -79,14 +78,6 @@ def name_of(process):
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
-
-
-def until(happens):
-    """Waits for something that has to happen."""
-    end = time.monotonic() + PATIENCE
-    while not happens():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +123,7 @@ def test_it_keeps_to_the_contract(cluster, tmp_path):
 @pytest.mark.long
 def test_a_unit_whose_actor_is_killed_is_made_by_another(on_ray, clean, cluster):
     made = child_on_ray(on_ray)
-    until(lambda: has_committed(on_ray, 3))
+    wait_until(lambda: has_committed(on_ray, 3))
     descendants(cluster[1], "MapWorker")[0].kill()
     made.join(PATIENCE)
     assert made.exitcode == 0
@@ -141,7 +132,7 @@ def test_a_unit_whose_actor_is_killed_is_made_by_another(on_ray, clean, cluster)
 
 def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, cluster, tmp_path):
     stopped = child_on_ray(on_ray, fails=True, stderr=tmp_path / "said")
-    until(lambda: descendants(cluster[1], "MapWorker"))
+    wait_until(lambda: descendants(cluster[1], "MapWorker"))
     (actor,) = descendants(cluster[1], "MapWorker")
     assert actor.environ()["HF_HUB_OFFLINE"] == "1"
     stopped.join(PATIENCE)
@@ -180,7 +171,7 @@ def test_a_real_model_gives_the_bytes_of_one_process_and_a_cluster_of_its_own_en
     words = ("precompute-ref", journey.folder / "data.parquet", "--output", cache, "--no-mlflow")
     process = start(*words, "--executor", "ray", cwd=tmp_path)
     own = psutil.Process(process.pid)
-    until(lambda: descendants(own, "MapWorker"))
+    wait_until(lambda: descendants(own, "MapWorker"))
     every, (worker, *_) = descendants(own), descendants(own, "MapWorker")
     assert worker.environ()["RAY_AUTH_MODE"] == "token"  # no other user can join it
     assert len(worker.environ()["RAY_AUTH_TOKEN"]) == 64
@@ -198,7 +189,7 @@ def test_a_real_model_gives_the_bytes_of_one_process_and_a_cluster_of_its_own_en
         worker.kill()
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == -number, err
-    until(lambda: not [one for one in every if one.is_running() and name_of(one)])
+    wait_until(lambda: not [one for one in every if one.is_running() and name_of(one)])
     assert number or contents(cache) == contents(journey.cache)
 
 

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from align.stages.tracking.delivery import Delivery, Senders
 from align.stages.tracking.journal import open_journal, read_entries
 from align.stages.tracking.outbox import load_ledger, open_ledger
 from align.stages.tracking.tracker import DatasetNote, ModelLink
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_until
 
 # After which call of its name a sender is killed, one sender after the other.
 KILLS = (
@@ -250,10 +249,7 @@ def _require_patience(kind, store, root):
         assert run.ledger.record.run_id == ""
         run.learn(range(STEPS, 2 * STEPS))
         store.mend()
-        deadline = time.monotonic() + PATIENCE
-        while not run.ledger.record.run_id:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: run.ledger.record.run_id)
         run.end()
         senders.finish(PATIENCE)
     assert senders.complete == [run.ledger]

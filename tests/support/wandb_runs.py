@@ -5,7 +5,6 @@ import json
 import shutil
 import struct
 import tempfile
-import time
 import warnings
 from itertools import count
 from pathlib import Path
@@ -14,7 +13,7 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from align.stages.tracking.wandb_tracker import _OPEN, FILES, FOLDER, NOTE_TAG, STEP
-from support.patience import PATIENCE
+from support.patience import wait_until
 from support.tracker_contract import Told
 
 HEADER, BLOCK = 7, 32768  # of the file and of each chunk; no chunk goes over the end of a block
@@ -91,19 +90,12 @@ def wait_for_records(run_id):
         number = next(_numbers)
         told.run.config.update({BARRIER: number}, allow_val_change=True)
         file = told.run.settings.sync_file
-        _wait_until(lambda: config(file).get(BARRIER) == number)  # noqa: B023 - called at once
+        wait_until(lambda: config(file).get(BARRIER) == number)  # noqa: B023 - called at once
 
 
 def wait_for_end(file):
     """Returns when a run that has been ended is all in its file: wandb's service is the slower."""
-    _wait_until(lambda: any(record.HasField("exit") for record in records(file)))
-
-
-def _wait_until(happens):
-    deadline = time.monotonic() + PATIENCE
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: any(record.HasField("exit") for record in records(file)))
 
 
 class WandbStore:
