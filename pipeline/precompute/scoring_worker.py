@@ -310,8 +310,8 @@ class _UnitScorer:
         numerics: dict[str, str],
     ) -> Tally:
         """Writes nothing where a unit before it could not be written."""
-        for one in before:
-            one.tally.result()
+        for one in before:  # which the one thread that writes has ended
+            one.require_no_failure()
         return self._commit(read, scores, numerics)
 
     def _commit(self, read: _ReadUnit, scores: UnitScores, numerics: dict[str, str]) -> Tally:

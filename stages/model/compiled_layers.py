@@ -25,9 +25,9 @@ COMPILATIONS = 1024
 def allow_compilations() -> None:
     """Raises torch's limits of how often one function may be compiled, which each thread has."""
     limits: Any = torch.compiler.config
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        if getattr(limits, name) < COMPILATIONS:
-            setattr(limits, name, COMPILATIONS)
+    if limits.recompile_limit < COMPILATIONS:  # each layer asks, and to look takes microseconds
+        for name in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(limits, name, max(getattr(limits, name), COMPILATIONS))
 
 
 def use_layers(model: Any, compiler: str) -> None:
