@@ -1,8 +1,7 @@
-"""The rules of the house, read from its own walls."""
+"""The rules of CONTRIBUTING.md that the source itself shows."""
 
 import ast
 import re
-from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 
 from support.rooms import ROOMS, ROOT, STAGES
@@ -19,16 +18,12 @@ ORDER = (
     *("options", "executors", "jobs", "precompute", "tables", "plan", "train", "rounds"),
     "commands",
 )
-FLOORS = 7  # files of a room that import one another in a chain
 
 
 def dotted(path):
     """`stages.storage.fs` of its file; a package has the name of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-NAMES = {*map(dotted, TREES)}
 
 
 def outside_functions(node):
@@ -77,6 +72,7 @@ def may_import(importer, imported):
 
 def test_imports_point_down_the_house():
     assert VERBS | {*NOUNS} == STAGES
+    assert {path.parent.name for path in ROOT.glob("pipeline/*/__init__.py")} == {*ORDER}
     wrong = [
         f"{dotted(path)} imports {name}"
         for path, tree in TREES.items()
@@ -122,24 +118,6 @@ def test_modules_make_no_circle_not_even_for_types():
         assert bool(circle_in(trees)) == is_circle
 
 
-def test_a_room_of_the_pipeline_has_few_floors():
-    rooms = {path.parent.name for path in ROOT.glob("pipeline/*/__init__.py")}
-    assert rooms == {*ORDER}
-    graph = {
-        dotted(path): {
-            name if name in NAMES else name.rpartition(".")[0]
-            for name in imports_in(ast.walk(tree), path)
-        }
-        for path, tree in TREES.items()
-    }
-
-    def floors(module):
-        below = [one for one in graph[module] & NAMES if room_of(one) == room_of(module)]
-        return 1 + max(map(floors, below), default=0)
-
-    assert max(floors(name) for name in NAMES if name.startswith("pipeline.")) <= FLOORS
-
-
 def test_a_module_that_is_named_in_a_string_is_a_file_with_code():
     """A preload of a missing module is swallowed, and one of an empty package loads nothing."""
     texts = [
@@ -159,27 +137,6 @@ def is_code(parts):
         if (path := ROOT.joinpath(*parts[:count]).with_suffix(".py")) in TEXTS:
             return count == len(parts) or parts[count] in TEXTS[path]
     return False
-
-
-def test_the_name_of_a_file_and_of_a_public_class_stands_once():
-    files = [path.stem for path in TREES if path.stem != "__init__"]
-    top = [node for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)]
-    classes = [node.name for node in top if not node.name.startswith("_")]
-    assert not [name for names in (files, classes) for name, n in Counter(names).items() if n > 1]
-
-
-def test_no_file_and_no_function_is_longer_than_contributing_says():
-    rules = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    of_file, of_function = map(int, re.findall(r": (\d+) lines at most", rules))
-    lengths = {str(path): len(text.splitlines()) for path, text in TEXTS.items()}
-    assert not {name: length for name, length in lengths.items() if length > of_file}
-    functions = [
-        (f"{path}:{node.lineno}", node.end_lineno - node.lineno + 1)
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    assert not [(name, length) for name, length in functions if length > of_function]
 
 
 def test_nothing_reads_a_pickle():
