@@ -68,7 +68,7 @@ def answer_once(job: TrainingJob, start: Start, progress: Progress) -> None:
 
 
 def _are_shown(folder: RunFolder) -> bool:
-    answers, page = folder.answers, folder.summary  # the last that is written
+    answers, page = folder.answers, folder.report
     return page.exists() and page.stat().st_mtime_ns >= answers.stat().st_mtime_ns
 
 

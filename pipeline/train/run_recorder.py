@@ -263,8 +263,7 @@ class RunRecords:
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
             with log_failure("No report"):
                 write_report(self._start.folder.root)
-                for page in (self._start.folder.report, self._start.folder.summary):
-                    self._run.log_artifact(page)
+                self._run.log_artifact(self._start.folder.report)
 
     def judged(self, signs: Sequence[Sign]) -> None:
         """Records what stands out."""

@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page, made of its folder and its cache's manifest; `report.md`."""
+"""`report.html`: a run on one page, made of its folder and its cache's manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...stages.report.axes import plain
 from ...stages.report.cache_tables import grid
 from ...stages.report.charts import Best
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, spread_charts
-from ...stages.report.html_page import render_markdown, render_page
+from ...stages.report.html_page import render_page
 from ...stages.report.run_curves import BEST, further_curves, learning_curves
 from ...stages.report.side_by_side import Answered, read_answers
 from ...stages.report.signs import Evidence, Sign, Signs, look_for_signs
@@ -49,7 +49,7 @@ MEASURED_ON = {"held out": "held-out rows", "training": "first and last step"}
 
 
 def write_report(root: Path) -> Path:
-    """Writes the page of a run, finished or not, and the short of it; returns the page's path."""
+    """Writes the page of a run, finished or not; returns its path."""
     folder = training_folder(root)
     with log_failure("No table of training rows"):
         if parts := folder.rows_written():
@@ -58,17 +58,14 @@ def write_report(root: Path) -> Path:
     ending = read_ending(folder)  # once: it compares the digest of every file of measurements
     measured = history.measured(ending.model_step if ending else None)
     learned, held_out = curves(history.learned), curves(history.held_out)
-    shared = {
-        "title": folder.root.resolve().name,
-        "sentences": list(sentences(folder, ending, history, settings["train.method"])),
-        "trouble": trouble(folder, ending, history),
-        "signs": _signs(folder, learned, held_out, settings),
-        "answers": _answers(folder),
-    }
     cache = _of_cache(folder, settings)
     page = render_page(
         "run.html.j2",
-        **shared,
+        title=folder.root.resolve().name,
+        sentences=list(sentences(folder, ending, history, settings["train.method"])),
+        trouble=trouble(folder, ending, history),
+        signs=_signs(folder, learned, held_out, settings),
+        answers=_answers(folder),
         facts=head_facts(settings, history, model=model_name(cache.policy), data=cache.name),
         headlines=dict(_headlines(measured)),
         learning=learning_curves(learned, held_out, _best(settings)),
@@ -78,10 +75,8 @@ def write_report(root: Path) -> Path:
         settings=_shown(settings),
         further=further_curves(learned, held_out, _best(settings)),
     )
-    short = render_markdown("run.md.j2", **shared, measured=before_and_after(measured))
-    for path, text in ((folder.report, page), (folder.summary, short)):
-        fs.drop_drafts(path)
-        fs.publish(path, text.encode(), label="report")
+    fs.drop_drafts(folder.report)
+    fs.publish(folder.report, page.encode(), label="report")
     return folder.report
 
 

@@ -7,7 +7,6 @@ evaluations/step-<n>.csv        single held-out completions, a line each
 rows.parquet                    the margin of each training row at each visit
 answers.jsonl                   held-out prompts, answered before training and after
 report.html                     all of this on one page
-report.md                       the short of it, for a pull request
 config.yaml                     the settings it began with
 deepspeed.json                  what DeepSpeed was given
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
@@ -63,7 +62,6 @@ class RunFolder:
     row_parts = Below("_align/rows")
     answers = Below("answers.jsonl")
     report = Below("report.html")
-    summary = Below("report.md")
     config = Below("config.yaml")
     engine = Below("deepspeed.json")
     checkpoints = Below("checkpoints")
@@ -101,7 +99,7 @@ class RunFolder:
     @property
     def pages(self) -> tuple[Path, ...]:
         """What is made of the records once a run has ended."""
-        return self.answers, self.report, self.summary
+        return self.answers, self.report
 
     @property
     def _ledgers(self) -> Path:

@@ -36,7 +36,7 @@ _COMMIT = re.compile(r"step-([0-9]{8,})\.json")
 _MODELS = ("model", "model-merged")
 _OURS = {
     *("metrics.jsonl", "nonfinite.jsonl", "spikes.jsonl", "evaluations", "rows.parquet"),
-    *("answers.jsonl", "report.html", "report.md", "config.yaml", "deepspeed.json"),
+    *("answers.jsonl", "report.html", "config.yaml", "deepspeed.json"),
     *("checkpoints", "_align", *_MODELS),
 }
 
