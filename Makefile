@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-kernels test-mutants test-golden test-gpu test-browser demo demo-rounds bench gpu-day docs wheel clean
+.PHONY: setup check test test-fast test-long test-kernels test-mutants test-golden test-gpu demo demo-rounds bench gpu-day docs wheel clean
 
 setup: .venv/ready
 
@@ -23,19 +23,6 @@ setup: .venv/ready
 
 .venv/bench-ready: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
-	touch $@
-
-.venv/browser-ready: .venv/ready
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
-	touch $@
-
-# Chromium without a window, as a package; it needs Node of 20.11 or newer, and no root.
-.browser/chromium: tests/browser/package.json tests/browser/package-lock.json
-	mkdir -p .browser
-	cp tests/browser/package.json tests/browser/package-lock.json .browser
-	cd .browser && npm ci --no-audit --no-fund --silent
-	cd .browser && TMPDIR=$$PWD node --input-type=module \
-		--eval "await (await import('@sparticuz/chromium')).default.executablePath()"
 	touch $@
 
 .venv/docs-ready: .venv/ready
@@ -77,10 +64,6 @@ test-golden: setup
 # The compiler of kernels leaves files of its helper processes open.
 test-gpu: setup
 	$(BIN)/pytest --quiet -m gpu -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
-
-# Pictures of every page are left in .browser/pictures, to be looked at.
-test-browser: .venv/browser-ready .browser/chromium
-	$(BIN)/pytest --quiet tests/browser
 
 demo: setup
 	rm -rf demo && mkdir demo

@@ -18,8 +18,8 @@ BEGAN = 1_795_000_000  # seconds since 1970
 SECONDS_PER_STEP = 7
 
 
-def write_long_run(root, *, steps, every=10, evaluated=8, row_id="row", decode=None, **train):
-    """A run with a line each `every` steps and some evaluations, each with its table."""
+def write_long_run(root, *, steps, evaluated=8, **train):
+    """A run with a line each ten steps and some evaluations, each with its table."""
     drawn = random.Random(steps)
     folder = RunFolder(root)
     folder.prepare()
@@ -27,7 +27,7 @@ def write_long_run(root, *, steps, every=10, evaluated=8, row_id="row", decode=N
         signed_settings(Config(train=TrainOptions(**{"method": "kto", **train})))
     )
     lines = []
-    for step in range(every, steps + 1, every):
+    for step in range(10, steps + 1, 10):
         share = step / steps
         noise = drawn.gauss(0, 1)
         lines.append(
@@ -58,29 +58,29 @@ def write_long_run(root, *, steps, every=10, evaluated=8, row_id="row", decode=N
                 "eval/rewards/margins": 1.6 * share,
             }
         )
-        _write_table(folder, step, row_id, decode)
+        _write_table(folder, step)
     lines.sort(key=lambda line: line["time"])
     folder.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
 
-def _write_table(folder, step, row_id, decode):
+def _write_table(folder, step):
     drawn = np.random.default_rng(step)
     samples = [
         EvalSample(
             row=row,
-            row_id=f"{row_id}{row}",
+            row_id=f"row{row}",
             role=role,
             num_tokens=int(drawn.integers(5, 200)),
             logp=-20.0 + sign * 1e-3 * step * drawn.random() + drawn.normal(),
             reference_logp=-20.0,
             reward=sign * 1e-3 * step * drawn.random() + 0.1 * drawn.normal(),
-            prompt=[row] if decode else None,
-            completion=[row] if decode else None,
+            prompt=None,
+            completion=None,
         )
         for row in range(80)
         for role, sign in ((Role.CHOSEN, 1), (Role.REJECTED, -1))
     ]
     path = folder.evaluation(step)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(evaluation_csv(samples, "log-ratios", decode=decode))
+    path.write_text(evaluation_csv(samples, "log-ratios", decode=None))
