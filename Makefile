@@ -87,7 +87,7 @@ demo-rounds: setup
 	cd demo-rounds && ALIGN_HOME=. OMP_NUM_THREADS=1 ../$(BIN)/align rounds rounds.yaml --method kto --output kto
 	cd demo-rounds && ALIGN_HOME=. OMP_NUM_THREADS=1 ../$(BIN)/align rounds rounds.yaml --method dpo --output dpo
 	@echo
-	@echo "Look next at demo-rounds/kto/rounds.html and demo-rounds/dpo/rounds.html, in any browser."
+	@echo "Each round is a training: look at demo-rounds/kto/round-003/run/report.html, in any browser."
 
 bench: .venv/bench-ready
 	$(BIN)/pytest tests/peers

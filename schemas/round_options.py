@@ -202,6 +202,3 @@ class RoundsOptions:
         ge=0,
         binds=(),
     )
-    show_text: bool = option(
-        False, "put samples of held-out prompts on the page of the rounds", binds=()
-    )

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from ...schemas.cache import Manifest
-from ...schemas.errors import Interrupted, counted, log_failure
+from ...schemas.errors import Interrupted, counted
 from ...schemas.round_record import ROUND_FORMAT, RoundRecord
 from ...schemas.table_manifest import TableManifest
 from ...stages.model.reference import HfReference
@@ -36,7 +36,6 @@ from .round_prompts import write_prompts
 from .rounds_checks import open_rounds
 from .rounds_dry_run import RoundsPlan, plan_of
 from .rounds_evaluation import evaluate, stop_reason
-from .rounds_page import rounds_page
 from .rounds_plan import RoundsJob, digest_of_model
 from .rounds_result import RoundsResult, metrics_of, trained_metrics
 
@@ -54,7 +53,6 @@ def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
         finished = checked(job)
         reason = _stopped(job, finished)
         if reason or len(finished) >= job.config.rounds.count:
-            _publish_page(job, finished, None)
             return RoundsResult(job.folder.root, tuple(finished), reason)
         write_prompts(job.folder.prompts, job.split.train)
         write_prompts(job.folder.held_out_prompts, job.split.held_out)
@@ -108,7 +106,6 @@ def _go_on(
             return RoundsResult(job.folder.root, tuple(finished), reason, new)
         finished.append(record)
         _record(parent, job, record)
-        _publish_page(job, finished, parent)
     reason = _stopped(job, finished)
     return RoundsResult(job.folder.root, tuple(finished), reason, len(finished) - len(known))
 
@@ -141,8 +138,7 @@ def _round(
         trained=trained_metrics(job.recipe, one.run),
         held_out=held_out,
     )
-    ROUNDS.put(one.record, record)
-    return ROUNDS.read(one.record)  # in the order of its names, as a later command has it
+    return ROUNDS.put(one.record, record)
 
 
 def _scored(job: RoundsJob, one: OneRound, progress: Progress) -> Manifest:
@@ -247,10 +243,3 @@ def _record(parent: Run, job: RoundsJob, record: RoundRecord) -> None:
     lineage = {**record.made_from, **record.made}
     parent.set_tags({f"align.{name}.{what}": of for what, of in lineage.items()})
     parent.log_metrics(metrics_of(record), step=record.number)
-
-
-def _publish_page(job: RoundsJob, finished: Sequence[RoundRecord], parent: Run | None) -> None:
-    with log_failure("No page of the rounds"):
-        fs.publish(job.folder.page, rounds_page(job, finished).encode(), label="report")
-        if parent:
-            parent.log_artifact(job.folder.page)

@@ -42,10 +42,9 @@ class RoundsResult:
         """The output paths of the last round."""
         if not self.finished:
             return [f"in {self.folder}"]
-        folder = RoundsFolder(self.folder)
-        run = folder.round(self.finished[-1].number).run
+        run = RoundsFolder(self.folder).round(self.finished[-1].number).run
         policy = run.merged if run.merged.is_dir() else run.model
-        return [f"last policy: {policy}", f"page: {folder.page}"]
+        return [f"last policy: {policy}"]
 
 
 def unjudged(finished: Sequence[RoundRecord]) -> Iterator[str]:
@@ -130,7 +129,6 @@ TRAINED = (
     "kl/raw",
     "kl/tokens",
 )
-LOG_RATIO = "log_ratio"  # log(policy / reference), the mean over completions
 
 
 def trained_metrics(recipe: Recipe, run: RunFolder) -> dict[str, float]:
@@ -141,5 +139,5 @@ def trained_metrics(recipe: Recipe, run: RunFolder) -> dict[str, float]:
     sides = [last[name] for name in ("rewards/chosen", "rewards/rejected") if name in last]
     method = recipe.parts[0].method
     if sides and len(recipe.parts) == 1 and method.rewards == RATIOS:
-        kept[LOG_RATIO] = sum(sides) / len(sides) / recipe.parts[0].options.beta
+        kept["log_ratio"] = sum(sides) / len(sides) / recipe.parts[0].options.beta
     return kept

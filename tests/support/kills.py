@@ -409,7 +409,7 @@ class Rounds:
     def outcome(self):
         """The bytes of tables, caches, models and records, by their paths."""
         found = _without_cards(contents(self.root))
-        apart = re.compile(r"(^|/)(_align|answers|checkpoints|run/[^/]+)(/|$)|^rounds\.html$")
+        apart = re.compile(r"(^|/)(_align|answers|checkpoints|run/[^/]+)(/|$)")
         return {
             name: one
             for name, one in found.items()

@@ -9,7 +9,6 @@ round-001/prompts.parquet   its slice of the prompts, where it does not take all
 round-001/samples, judged, selected, cache, run
 round-001/eval-samples, eval-judged, eval-against-first, eval-against-previous
 round-001/round.json        written last
-rounds.html                 all of this on one page
 _align/LOCK                 held by the process that works here
 """
 
@@ -72,7 +71,6 @@ class RoundsFolder:
     first_judged = Below("held-out/judged")
     sample_answers = Below("answers/samples")
     judgments = Below("answers/judgments")
-    page = Below("rounds.html")
     lock = Below("_align/LOCK")
 
     when_locked = "Wait for it, or choose another --output."
@@ -96,7 +94,7 @@ class RoundsFolder:
         fs.make_folder(self.held_out)
         fs.make_folder(self.sample_answers.parent)
         fs.fsync_folder(self.root)
-        for path in (self.prompts, self.held_out_prompts, self.page):
+        for path in (self.prompts, self.held_out_prompts):
             fs.drop_drafts(path)
 
     def prepare_round(self, number: int) -> OneRound:

@@ -102,7 +102,7 @@ def test_what_killed_runs_left_is_swept_up(prepared_run):
 def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path):
     folder = RoundsFolder(tmp_path / "rounds")
     folder.prepare()
-    for path in (folder.prompts, folder.held_out_prompts, folder.page):
+    for path in (folder.prompts, folder.held_out_prompts):
         path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(b"half")
     folder.prepare()
     assert not [*folder.root.rglob(".*.tmp")]
