@@ -233,17 +233,11 @@ def diff(
     step: Annotated[
         int | None, typer.Option(help="Compare after this step (default: each one's last).")
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Also write it as a page, with every row that flips.")
-    ] = None,
 ) -> None:
     """Compare two runs row by row: which held-out rows flip, and whether chance explains it."""
     from .pipeline.train.run_diff import diff_runs
 
-    found = diff_runs(run_a, run_b, step)
-    say(found.text())
-    if page:
-        found.write_page(page)
+    say(diff_runs(run_a, run_b, step).text())
 
 
 @app.command(rich_help_panel="Look")

@@ -16,21 +16,11 @@ from ...schemas.errors import CorruptionError, StorageError, UsageError, counted
 from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
-from ...stages.report.html_page import render_page
-from ...stages.report.two_runs import (
-    SURE,
-    Difference,
-    Known,
-    TwoRuns,
-    compare,
-    measure_of,
-    right_rows,
-)
+from ...stages.report.two_runs import SURE, Difference, TwoRuns, compare, measure_of, right_rows
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.cache.shards import read_columns
-from ...stages.storage.disk import fs
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ..options.settings import run_settings
 from .run_report import training_folder
@@ -48,8 +38,8 @@ def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
     """Compares two runs after their last evaluation, or after that of a step."""
     runs = [_measured(training_folder(root), step) for root in (first, second)]
     measure = _measure(runs)
-    known = known_rows(runs[0].settings, runs[0].samples["row_id"])
-    found = compare(runs[0].samples, runs[1].samples, measure, known)
+    prompts = known_prompts(runs[0].settings, runs[0].samples["row_id"])
+    found = compare(runs[0].samples, runs[1].samples, measure, prompts)
     return RunDiff(tuple(run.said for run in runs), runs[0].told(measure), found)
 
 
@@ -64,16 +54,8 @@ class RunDiff:
     def text(self) -> str:
         """What a person wants to know: how far apart they are, and where."""
         lines = [f"{name}: {run}" for name, run in zip("AB", self.runs, strict=True)]
-        return "\n".join([*lines, self._right, "", *_lines(self.found)])
-
-    def write_page(self, path: Path) -> None:
-        """The same as HTML, with every row that flips."""
-        page = _page(self.runs, self._right, self.found)
-        fs.publish(path, page.encode(), label="report")
-
-    @property
-    def _right(self) -> str:
-        return f"right: {self.measure} of the chosen side is higher, or of one label beyond 0"
+        right = f"right: {self.measure} of the chosen side is higher, or of one label beyond 0"
+        return "\n".join([*lines, right, "", *_lines(self.found)])
 
 
 @dataclass(frozen=True)
@@ -98,9 +80,9 @@ def standing(folders: Mapping[str, RunFolder]) -> AheadOfAll:
     tables = {name: run.samples for name, run in runs.items()}
     own = {name: right_rows(one, measure) for name, one in tables.items()}
     best = max(own, key=lambda name: own[name].mean())
-    known = known_rows(runs[best].settings, tables[best]["row_id"])
+    prompts = known_prompts(runs[best].settings, tables[best]["row_id"])
     found = {
-        name: compare(tables[best], tables[name], measure, known) for name in own if name != best
+        name: compare(tables[best], tables[name], measure, prompts) for name in own if name != best
     }
     sure = SURE / math.comb(len(own), 2)
     apart = [
@@ -158,79 +140,43 @@ def _measured(folder: RunFolder, step: int | None) -> _Measured:
     return _Measured(said, read_samples(tables[chosen]), settings)
 
 
-def known_rows(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, Known]:
-    """The prompt and the source of rows, as far as the run's cache is still there."""
+def known_prompts(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, str]:
+    """The prompts of rows by their keys, as far as the run's cache is still there."""
     given = settings["train.eval_cache"] or settings["train.cache"] or settings["cache.output"]
-    wanted, known = pa.array([*{*ids}]), dict[str, Known]()
+    wanted, known = pa.array([*{*ids}]), dict[str, str]()
     try:
         folder = CacheFolder(location(given))
         manifest = load_manifest(folder)
-        names = {f"{entry.identity:016x}": entry.name for entry in manifest.inputs}
         for shard in manifest.shards:
-            table, _ = read_columns(folder.shard(shard), ["row_id", "prompt_key", "source"])
+            table, _ = read_columns(folder.shard(shard), ["row_id", "prompt_key"])
             for row in table.filter(pc.is_in(table["row_id"], value_set=wanted)).to_pylist():
-                source = names.get(row["source"]["file"], "")
-                known[row["row_id"]] = Known(str(row["prompt_key"]), source)
+                known[row["row_id"]] = str(row["prompt_key"])
             if len(known) == len(wanted):
                 break
     except (UsageError, CorruptionError, StorageError) as error:
-        logger.info("Rows are not grouped by prompt and source: %s", error)
+        logger.info("Rows are not grouped by prompt: %s", error)
     return known
 
 
 HEAD = ("A", "B", "B - A", "95 % interval")
-PARTS_HEAD = ("accuracy by part", "rows", *HEAD)
 
 
 def _lines(found: TwoRuns) -> Iterator[str]:
-    yield from grid((counted(found.accuracy.rows, "held-out rows"), *HEAD), _overall(found))
+    overall = [_cells(one) for one in (found.accuracy, found.gap) if one]
+    yield from grid((counted(found.accuracy.rows, "held-out rows"), *HEAD), overall)
     if found.left_out:
-        yield f"  {_left_out(found)}"
+        yield f"  {counted(found.left_out, 'rows')} that only one of them can tell are left out."
     yield ""
-    yield _flips(found)
+    yield (
+        f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
+        f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly with "
+        f"a probability of {found.chance:.3g} (McNemar, exact)."
+    )
     yield _verdict(found)
     for name, ids in (("A", found.lost), ("B", found.gained)):
         if ids:
             more = ", …" if len(ids) > MOST_SHOWN else ""
             yield f"right in {name} alone: {', '.join(ids[:MOST_SHOWN])}{more}"
-    if found.parts:
-        yield ""
-        yield from grid(PARTS_HEAD, _parts(found))
-
-
-def _page(runs: Sequence[str], right: str, found: TwoRuns) -> str:
-    left_out = [_left_out(found)] if found.left_out else []
-    flipped = {"right in A alone": found.lost, "right in B alone": found.gained}
-    return render_page(
-        "diff.html.j2",
-        runs=dict(zip("AB", runs, strict=True)),
-        sentences=[_verdict(found), _flips(found), f"{right}.", *left_out],
-        head=(counted(found.accuracy.rows, "held-out rows"), *HEAD),
-        overall=_overall(found),
-        flipped={name: ", ".join(ids) for name, ids in flipped.items() if ids},
-        parts_head=PARTS_HEAD,
-        parts=_parts(found),
-    )
-
-
-def _overall(found: TwoRuns) -> list[tuple[str, ...]]:
-    return [_cells(one) for one in (found.accuracy, found.gap) if one]
-
-
-def _parts(found: TwoRuns) -> list[tuple[str, ...]]:
-    return [(one.name, f"{one.rows:,}", *_cells(one)[1:]) for one in found.parts]
-
-
-def _left_out(found: TwoRuns) -> str:
-    return f"{counted(found.left_out, 'rows')} that only one of them can tell are left out."
-
-
-def _flips(found: TwoRuns) -> str:
-    return (
-        f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
-        f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly with "
-        f"a probability of {found.chance:.3g} (McNemar, exact)."
-    )
 
 
 def _verdict(found: TwoRuns) -> str:

@@ -19,12 +19,13 @@ from .charts import Metrics, Point
 from .eval_table import BAD, GOOD
 from .gradient_spikes import SPIKE, UsualGradient
 from .intervals import interval_of_mean
-from .two_runs import FEWEST, SURE, compare, measure_of, right_rows, rows_of, unit_of
+from .two_runs import SURE, compare, measure_of, right_rows, rows_of, unit_of
 
 if TYPE_CHECKING:
     import polars as pl
 
 FEWEST_LINES = 20
+FEWEST = 20  # rows: the interval of fewer is wide and not to be trusted
 LEAST_FALL = 1.0  # nats of a whole completion
 LEAST_NOISE = 0.5  # of beta * KL, which the losses add to beta * log-ratio
 SATURATED = 0.99

@@ -21,9 +21,7 @@ from .intervals import interval_of_mean, mcnemar
 if TYPE_CHECKING:
     import polars as pl
 
-FEWEST = 20  # rows of a part: the interval of fewer is wide and not to be trusted
 SURE = 0.05
-PARTS = ("short", "middle", "long")
 BOTH_SIDES = 4  # 1 of a bad side alone, and 3 of a good one
 
 
@@ -45,7 +43,6 @@ class TwoRuns:
 
     accuracy: Difference
     gap: Difference | None  # of log-ratios or log-probs; none of two reward models
-    parts: tuple[Difference, ...]  # the accuracy by length and by source
     gained: tuple[str, ...]  # ids of the rows that only the second has right
     lost: tuple[str, ...]
     in_both: int  # rows that both have right
@@ -56,14 +53,6 @@ class TwoRuns:
     def are_told_apart(self) -> bool:
         """Whether chance is a poor explanation."""
         return self.chance < SURE
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of a row beside its numbers."""
-
-    prompt: str  # rows of one prompt are drawn together
-    source: str
 
 
 def measure_of(tables: Sequence[pl.DataFrame], formulas: Collection[str]) -> str:
@@ -89,27 +78,24 @@ def compare(
     first: pl.DataFrame,
     second: pl.DataFrame,
     measure: str = REWARD,
-    known: Mapping[str, Known] | None = None,
+    prompts: Mapping[str, str] | None = None,
 ) -> TwoRuns:
-    """Compares two tables of single held-out completions, row by row."""
-    unit, known = unit_of((first, second)), known or {}
+    """Compares two tables of single held-out completions, row by row.
+
+    Rows of one prompt are drawn together; one that is not in `prompts` has a prompt of its own.
+    """
+    unit, prompts = unit_of((first, second)), prompts or {}
     both, left_out = _joined(first, second, {"right": measure, "gap": unit or measure})
     ids = both["row_id"].to_list()
-    units = _numbered([known[one].prompt if one in known else one for one in ids])
+    units = _numbered([prompts.get(one, one) for one in ids])
     right = [_is_right(both[name].to_numpy()) for name in ("right", "right_second")]
     flips = right[1] - right[0]
-    parts = _by_length(both["tokens"].to_numpy())
-    parts |= _by_source([known[one].source if one in known else "" for one in ids])
     gaps = [both[name].to_numpy() for name in ("gap", "gap_second")]
     # Rows of one prompt flip together, so each prompt counts once, to the side that has more.
     sides = np.sign(np.bincount(units, (flips == 1).astype(float) - (flips == -1)))
     return TwoRuns(
         accuracy=_difference("accuracy", right[0], right[1], units),
         gap=_difference(unit, gaps[0], gaps[1], units) if unit else None,
-        parts=tuple(
-            _difference(name, right[0][rows], right[1][rows], units[rows])
-            for name, rows in parts.items()
-        ),
         gained=tuple(ids[row] for row in np.flatnonzero(flips == 1)),
         lost=tuple(ids[row] for row in np.flatnonzero(flips == -1)),
         in_both=int(((right[0] == 1) & (right[1] == 1)).sum()),
@@ -155,13 +141,11 @@ def rows_of(samples: pl.DataFrame, told: Mapping[str, str]) -> pl.DataFrame:
             "or wrong. Compare runs on pairs or on labelled rows."
         )
     means = samples.group_by("row_id", pl.col("role").is_in(GOOD).alias("is_good")).agg(
-        pl.col("tokens").sum(),
         *(pl.col(column).mean().alias(name) for name, column in told.items()),
     )
     sign = pl.when("is_good").then(1.0).otherwise(-1.0)
     rows = means.group_by("row_id").agg(
         (pl.col("is_good").sum() * 2 + pl.len()).alias("sides"),
-        pl.col("tokens").sum(),
         *((pl.col(name) * sign).sum() for name in told),
     )
     if told["right"] == "logp":  # which is below 0 whatever the label is
@@ -181,26 +165,3 @@ def _difference(
 ) -> Difference:
     low, high = interval_of_mean(second - first, units)
     return Difference(name, len(first), float(first.mean()), float(second.mean()), low, high)
-
-
-def _by_length(tokens: NDArray[Any]) -> dict[str, NDArray[np.intp]]:
-    """Three parts of as many rows each."""
-    order = np.argsort(tokens, kind="stable")
-    parts = np.array_split(order, len(PARTS))
-    if min(map(len, parts)) < FEWEST:
-        return {}
-    return {
-        f"{name}, {tokens[part].min():,} to {tokens[part].max():,} tokens": np.sort(part)
-        for name, part in zip(PARTS, parts, strict=True)
-    }
-
-
-def _by_source(sources: Sequence[str]) -> dict[str, NDArray[np.intp]]:
-    """The rows of each source that has enough of them, if there are several."""
-    named, numbers = np.unique(np.array(sources, dtype=object), return_inverse=True)
-    parts = {str(name): np.flatnonzero(numbers == index) for index, name in enumerate(named)}
-    return {
-        name: part
-        for name, part in parts.items()
-        if name and len(part) >= FEWEST and len(part) < len(sources)
-    }

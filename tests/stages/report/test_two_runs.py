@@ -5,7 +5,7 @@ import pytest
 
 from align.schemas.errors import UsageError
 from align.stages.report.intervals import mcnemar
-from align.stages.report.two_runs import Known, compare, measure_of
+from align.stages.report.two_runs import compare, measure_of
 
 
 def table(rows, roles=("chosen", "rejected"), **others):
@@ -87,28 +87,18 @@ def test_two_losses_are_compared_by_what_they_have_in_common():
     assert found.accuracy == compare(FIRST, SECOND).accuracy
 
 
-def test_a_clear_difference_is_told_with_its_part():
+def test_a_clear_difference_is_told():
     names = [f"r{number:03}" for number in range(120)]
     wrong = table([(name, 0, 1) for name in names])
     better = table(
         [(name, *((1, 0) if number % 3 else (0, 1))) for number, name in enumerate(names)]
     )
-    known = {
-        name: Known(name[:3], "web" if number < 60 else "books")
-        for number, name in enumerate(names)
-    }
-    found = compare(wrong, better, known=known)
+    prompts = {name: name[:3] for name in names}
+    found = compare(wrong, better, prompts=prompts)
     assert found.are_told_apart
     assert (len(found.gained), len(found.lost)) == (80, 0)
     assert found.accuracy.low > 0.5
-    sources = {one.name: one for one in found.parts if one.name in {"web", "books"}}
-    assert {name: (one.rows, one.second) for name, one in sources.items()} == {
-        "web": (60, 2 / 3),
-        "books": (60, 2 / 3),
-    }
-    lengths = [one for one in found.parts if one.name not in sources]
-    assert sum(one.rows for one in lengths) == 120
-    reversed_ = compare(better, wrong, known=known)
+    reversed_ = compare(better, wrong, prompts=prompts)
     assert (reversed_.accuracy.low, reversed_.gained) == (-found.accuracy.high, ())
 
 
@@ -119,24 +109,12 @@ def test_candidates_have_no_good_and_no_bad_side():
 
 def test_a_prompt_counts_once_however_many_of_its_rows_flip():
     names = [f"r{number}" for number in range(24)]
-    known = {name: Known(f"p{number % 3}", "") for number, name in enumerate(names)}
+    prompts = {name: f"p{number % 3}" for number, name in enumerate(names)}
     wrong, right = (table([(name, one, 0) for name in names]) for one in (-1, 1))
     assert compare(wrong, right).are_told_apart
-    found = compare(wrong, right, known=known)
+    found = compare(wrong, right, prompts=prompts)
     assert found.chance == mcnemar(0, 3)
     assert not found.are_told_apart
-
-
-def test_a_row_that_is_not_known_leaves_the_others_in_their_sources():
-    names = [f"r{number:02}" for number in range(60)]
-    rows = table([(name, int(number >= 30), 0.5) for number, name in enumerate(names)])
-    known = {
-        name: Known(name, "web" if number < 30 else "books") for number, name in enumerate(names)
-    }
-    del known["r00"]
-    found = compare(rows, rows, known=known)
-    told = {one.name: (one.rows, one.first) for one in found.parts if one.name in {"web", "books"}}
-    assert told == {"web": (29, 0.0), "books": (30, 1.0)}
 
 
 def test_log_probs_alone_tell_nothing_of_a_label_alone():
