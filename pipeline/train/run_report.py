@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
-from ...stages.methods.table import recipe_of
 from ...stages.model.loading.folder_json import read_json
 from ...stages.report.axes import plain
 from ...stages.report.cache_tables import grid
@@ -31,7 +30,7 @@ from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
 from ..options.settings import run_settings, without_secrets
-from .run_head import ended_how, head_facts, method_options, sentences, steps_in, trouble
+from .run_head import ended_how, head_facts, sentences, steps_in, trouble
 from .run_history import Curves, Measured, curves, read_history
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def write_report(root: Path) -> Path:
         title=folder.root.resolve().name,
         sentences=list(sentences(folder, ending, history, settings["train.method"])),
         trouble=trouble(folder, ending, history),
-        signs=_signs(folder, learned, held_out, settings),
+        signs=_signs(folder, learned, held_out),
         answers=_answers(folder),
         facts=head_facts(settings, history, model=model_name(cache.policy), data=cache.name),
         headlines=dict(_headlines(measured)),
@@ -149,22 +148,13 @@ def _best(settings: Mapping[str, Any]) -> dict[str, Best]:
     return {**BEST, asked.metric.removeprefix(EVAL): "lowest" if asked.is_lowest else "highest"}
 
 
-def _signs(
-    folder: RunFolder, learned: Curves, held_out: Curves, settings: Mapping[str, Any]
-) -> Signs:
+def _signs(folder: RunFolder, learned: Curves, held_out: Curves) -> Signs:
     tables = {
         step: read_samples(path).drop(TEXTS, strict=False)
         for step, path in folder.evaluations().items()
     }
     spikes = frozenset(steps_in(folder.spikes))
-    return look_for_signs(Evidence(learned, held_out, tables, _beta(settings), spikes))
-
-
-def _beta(settings: Mapping[str, Any]) -> float | None:
-    """The beta of the method with a KL of mismatched completions, if there is one."""
-    parts = recipe_of(settings["train.method"], method_options(settings)).parts
-    options = [part.options for part in parts if "mismatched" in part.method.needs]
-    return next((one.beta for one in options if hasattr(one, "beta")), None)
+    return look_for_signs(Evidence(learned, held_out, tables, spikes))
 
 
 def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
@@ -329,7 +319,7 @@ def outcome(folder: RunFolder, ending: Ending) -> Trained:
     found: tuple[Sign, ...] = ()
     with log_failure("Nothing is said of what stands out"):
         learned, held_out = curves(history.learned), curves(history.held_out)
-        found = _signs(folder, learned, held_out, run_settings(folder)).found
+        found = _signs(folder, learned, held_out).found
     measured = history.measured(known.model_step if known else None)
     return Trained(folder, ending, history.steps, measured, signs=found, ended=ended)
 

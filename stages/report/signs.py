@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 FEWEST_LINES = 20
 FEWEST = 20  # rows: the interval of fewer is wide and not to be trusted
 LEAST_FALL = 1.0  # nats of a whole completion
-LEAST_NOISE = 0.5  # of beta * KL, which the losses add to beta * log-ratio
 SATURATED = 0.99
 LEAST_ODDS = 0.1  # between the accuracies of two kinds of pairs
 RARE = 0.01
-STARVING = 0.25  # of the lines
-Z = 1.96
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,6 @@ class Evidence:
     learned: Metrics
     held_out: Metrics = field(default_factory=dict)
     tables: Mapping[int, pl.DataFrame] = field(default_factory=dict)
-    beta: float | None = None  # of the loss that has a KL
     spikes: frozenset[int] = frozenset()  # the steps in spikes.jsonl
 
     @property
@@ -134,24 +130,6 @@ def kl_at_zero(seen: Evidence) -> Words | None:
     )
 
 
-def kl_noise(seen: Evidence) -> Words | None:
-    """The estimate of the KL of a step is mostly noise, for losses of this beta."""
-    values, pairs = (_values(seen.learned.get(name, ())) for name in ("kl/raw", "kl/pairs"))
-    if min(len(values), len(pairs)) < FEWEST_LINES or not seen.beta:
-        return None
-    # Neighbours differ by noise alone, whatever the trend is; a line is the mean of several steps.
-    steps = np.diff([step for step, _ in seen.learned["kl/raw"]])
-    half = Z * math.sqrt(float(np.mean(np.diff(values) ** 2 * steps)) / 2)
-    if seen.beta * half <= LEAST_NOISE:
-        return ABSENT
-    used = pairs.mean()
-    return (
-        f"The KL of a step is known to ± {half:.2f} nats (95 %) from {used:,.0f} mismatched "
-        f"completions; {4 * used:,.0f} would halve that.",
-        "Raise --batch-size, or method.kl_per_step if it is set.",
-    )
-
-
 def saturated(seen: Evidence) -> Words | None:
     """Nearly all training rows are right."""
     values = _values(seen.learned.get("rewards/accuracies", ()))
@@ -192,24 +170,6 @@ def length(seen: Evidence) -> Words | None:
         f"Of held-out pairs {longer.mean():.0%} are right where the chosen side is longer, and "
         f"{shorter.mean():.0%} where it is shorter: answers are likely to grow.",
         "Balance the lengths in the data, or use a loss of mean log-probs, such as simpo.",
-    )
-
-
-def starving(seen: Evidence) -> Words | None:
-    """Many steps have no row of one class."""
-    lines = len(seen.learned.get("loss", ()))
-    counts = {
-        name: len(seen.learned.get(f"rewards/{side}", ()))
-        for side, name in (("chosen", "desirable"), ("rejected", "undesirable"))
-    }
-    if lines < FEWEST_LINES or not any(counts.values()):
-        return None
-    rarer = min(counts, key=lambda name: counts[name])
-    if 1 - counts[rarer] / lines <= STARVING:
-        return ABSENT
-    return (
-        f"In {lines - counts[rarer]:,} of {lines:,} lines there is no {rarer} row.",
-        "Raise --batch-size, or the share of such rows in the data.",
     )
 
 
@@ -256,10 +216,8 @@ def past_best(seen: Evidence) -> Words | None:
 SIGNS: Mapping[str, Callable[[Evidence], Words | None]] = {
     "displacement": displacement,
     "KL at 0": kl_at_zero,
-    "noisy KL": kl_noise,
     "saturation": saturated,
     "length": length,
-    "starving class": starving,
     "gradient spikes": spikes,
     "past its best": past_best,
 }

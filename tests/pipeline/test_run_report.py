@@ -74,18 +74,9 @@ def test_a_page_shows_the_whole_run_and_loads_nothing(whole_run, course):
         assert shown in words
 
 
-def test_signs_go_by_the_beta_of_the_method_and_name_steps_that_no_line_shows(whole_run, tmp_path):
+def test_signs_name_steps_that_no_line_shows(whole_run, tmp_path):
     run = shutil.copytree(whole_run, tmp_path / "run")
     (run / "_align" / "ending.json").unlink()
-    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    told = {"loss": 0.5, "grad_norm": 1.0, "kl/pairs": 8.0}
-    lines = [{"step": step, "time": first["time"], **told} for step in range(1, 41)]
-    for at, size in ((6, False), (8, True)):  # 1.96 / √2 · d · 0.1: .42 at 3, .55 at 4
-        noisy = [{**line, "kl/raw": at / 2 * (number % 2)} for number, line in enumerate(lines)]
-        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in noisy))
-        write_report(run)
-        assert ("The KL of a step is known to" in words_of(run)) == size
-    assert "Looked for and not there: KL at 0" not in words_of(run)  # which has no numbers here
     (run / "spikes.jsonl").write_text('{"step": 33, "rank": 0, "row_ids": ["a"]}\n')
     write_report(run)
     assert "is usual before at step 33." in words_of(run)

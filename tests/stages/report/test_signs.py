@@ -1,6 +1,5 @@
 """The signs that a run may show: each is found where it was planted, and not in what is well."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +28,6 @@ def clean(seed, steps=STEPS):
         "rewards/rejected": curve(random.normal(0, 1, steps)),
         "kl/raw": curve(raw),
         "kl/clamped": curve(raw.clip(0)),
-        "kl/pairs": curve(np.full(steps, 32)),
         "grad_norm": curve(random.lognormal(0, 0.4, steps)),
     }
     # Longer sides are chosen more often, and rows are right or wrong whatever their length is.
@@ -40,7 +38,7 @@ def clean(seed, steps=STEPS):
         step: table(lengths, start, random.normal([0.3 * at, -0.3 * at], 3, (ROWS, 2)))
         for at, step in enumerate((0, 60, 120))
     }
-    return Evidence(learned, {}, tables, BETA)
+    return Evidence(learned, {}, tables)
 
 
 def table(lengths, start, ratios):
@@ -85,10 +83,6 @@ def spiked(seen):
     return with_curves(seen, grad_norm=points)
 
 
-def starved(seen):
-    return with_curves(seen, rewards__rejected=seen.learned["rewards/rejected"][::2])
-
-
 def fallen_back(seen):
     """Good in the middle, and as by chance at the end."""
     seen = with_ratios(seen, lambda good, old, _: old + pl.when(good).then(6).otherwise(-6), 60)
@@ -102,14 +96,10 @@ PLANTED = {
     "KL at 0": lambda seen: with_curves(
         seen, kl__clamped=[*seen.learned["kl/clamped"][:80], *((at, 0.0) for at in range(81, 121))]
     ),
-    "noisy KL": lambda seen: with_curves(
-        seen, kl__raw=[(step, 6 * value) for step, value in seen.learned["kl/raw"]]
-    ),
     "saturation": lambda seen: with_curves(
         seen, rewards__accuracies=[*seen.learned["rewards/accuracies"][:80], *curve(np.ones(40))]
     ),
     "length": lambda seen: with_ratios(seen, lambda _good, old, longer: old + 0.1 * longer),
-    "starving class": starved,
     "gradient spikes": spiked,
     "past its best": fallen_back,
 }
@@ -151,18 +141,6 @@ def test_completions_of_a_single_label_can_tell_of_displacement():
     assert "length" in look_for_signs(replace(seen, tables=single)).unknown
 
 
-def test_the_noise_of_a_kl_is_that_of_neighbours_times_beta():
-    """0, d, 0, d, …: the variance is d² / 2, so the interval is 1.96 d / √2, and beta · that
-    0.5 at d = 0.5 √2 / (1.96 beta)."""
-    edge = 0.5 * math.sqrt(2) / (1.96 * BETA)
-    for size, is_there in ((0.99 * edge, False), (1.01 * edge, True)):
-        raw = curve([0.0, size] * 30)
-        seen = Evidence({"kl/raw": raw, "kl/pairs": curve([8] * 60)}, beta=BETA)
-        assert (signs_of(seen) == {"noisy KL"}) == is_there
-    trend = Evidence({"kl/raw": curve(range(60)), "kl/pairs": curve([8] * 60)}, beta=0.01)
-    assert not signs_of(trend)  # a rise is no noise
-
-
 def test_numbers_in_words_are_those_of_the_rows():
     lengths = np.array([[9, 5]] * 40 + [[5, 9]] * 40)
     start, none = np.full((80, 2), -50.0), np.zeros((80, 2))
@@ -196,20 +174,6 @@ def test_rows_that_cannot_tell_spoil_no_other_sign():
     }
     found = look_for_signs(replace(seen, tables=single))
     assert {"displacement", "length", "past its best"} == {*found.unknown}
-
-
-def test_the_noise_of_a_kl_is_that_of_steps_however_many_a_line_has():
-    raw = np.random.default_rng(0).normal(0, 5, 2000)
-    every = Evidence({"kl/raw": curve(raw), "kl/pairs": curve([8] * 2000)}, beta=BETA)
-    means = raw.reshape(200, 10).mean(axis=1)
-    tens = [(10.0 * at, float(mean)) for at, mean in enumerate(means, start=1)]
-    lines = Evidence({"kl/raw": tens, "kl/pairs": curve([8] * 200)}, beta=BETA)
-    halves = [
-        float(look_for_signs(one).found[0].said.partition("± ")[2].split()[0])
-        for one in (every, lines)
-    ]
-    # 1.96 * 5; the variance of 199 differences is known to 2 / 199 of itself, squared.
-    assert halves == pytest.approx([9.8, 9.8], rel=5 * math.sqrt(3 / 199) / 2)
 
 
 def test_the_order_of_rows_changes_no_figure():
