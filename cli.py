@@ -220,9 +220,10 @@ def report(
             run, count=answers, most_tokens=answer_tokens, config=config, progress=begin_work()
         )
     else:
-        from .pipeline.train.run_report import write_report
+        from .pipeline.train.run_report import training_folder, write_report
 
-        page = write_report(run)
+        write_report(run)
+        page = training_folder(run).report
     say(f"{page} written. It needs no network: open it in any browser.")
 
 

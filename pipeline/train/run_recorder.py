@@ -258,16 +258,15 @@ class RunRecords:
         )
         write_ending(self._start.folder, ending)
 
-    def report(self) -> None:
-        """Writes the report, if there are metrics."""
+    def report(self) -> tuple[Sign, ...]:
+        """Writes the report, if there are metrics; returns what stands out, and records it."""
+        signs: tuple[Sign, ...] = ()
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
             with log_failure("No report"):
-                write_report(self._start.folder.root)
+                signs = write_report(self._start.folder.root)
                 self._run.log_artifact(self._start.folder.report)
-
-    def judged(self, signs: Sequence[Sign]) -> None:
-        """Records what stands out."""
-        record_signs(self._run, signs)
+                record_signs(self._run, signs)
+        return signs
 
     def _measured(self, position: TrainingPosition, metrics: dict[str, float]) -> None:
         if position.step != self._step:

@@ -47,8 +47,8 @@ HEADLINES = {
 MEASURED_ON = {"held out": "held-out rows", "training": "first and last step"}
 
 
-def write_report(root: Path) -> Path:
-    """Writes the page of a run, finished or not; returns its path."""
+def write_report(root: Path) -> tuple[Sign, ...]:
+    """Writes the page of a run, finished or not; returns what stands out in it."""
     folder = training_folder(root)
     with log_failure("No table of training rows"):
         if parts := folder.rows_written():
@@ -57,13 +57,13 @@ def write_report(root: Path) -> Path:
     ending = read_ending(folder)  # once: it compares the digest of every file of measurements
     measured = history.measured(ending.model_step if ending else None)
     learned, held_out = curves(history.learned), curves(history.held_out)
-    cache = _of_cache(folder, settings)
+    cache, signs = _of_cache(folder, settings), _signs(folder, learned, held_out)
     page = render_page(
         "run.html.j2",
         title=folder.root.resolve().name,
         sentences=list(sentences(folder, ending, history, settings["train.method"])),
         trouble=trouble(folder, ending, history),
-        signs=_signs(folder, learned, held_out),
+        signs=signs,
         answers=_answers(folder),
         facts=head_facts(settings, history, model=model_name(cache.policy), data=cache.name),
         headlines=dict(_headlines(measured)),
@@ -76,7 +76,7 @@ def write_report(root: Path) -> Path:
     )
     fs.drop_drafts(folder.report)
     fs.publish(folder.report, page.encode(), label="report")
-    return folder.report
+    return signs.found
 
 
 MOST_NAMED = 20  # rows of a kind
@@ -308,20 +308,16 @@ class Trained:
             yield f"next: align sample prompts.jsonl --model {whole}"
 
 
-def outcome(folder: RunFolder, ending: Ending) -> Trained:
-    """Reads the number of steps of a run, and its metrics."""
+def outcome(folder: RunFolder, ending: Ending, signs: tuple[Sign, ...] = ()) -> Trained:
+    """Reads the number of steps of a run, and its metrics; its report has found the signs."""
     known = read_ending(folder)
     ended = tuple(ended_how(known))
     if not folder.metrics.exists():
         logger.warning("%s is missing: what was measured is lost.", folder.metrics)
         return Trained(folder, ending, known.step if known else 0, Measured(), ended=ended)
     history = read_history(folder.metrics)
-    found: tuple[Sign, ...] = ()
-    with log_failure("Nothing is said of what stands out"):
-        learned, held_out = curves(history.learned), curves(history.held_out)
-        found = _signs(folder, learned, held_out).found
     measured = history.measured(known.model_step if known else None)
-    return Trained(folder, ending, history.steps, measured, signs=found, ended=ended)
+    return Trained(folder, ending, history.steps, measured, signs=signs, ended=ended)
 
 
 def before_and_after(measured: Measured) -> list[list[str]]:

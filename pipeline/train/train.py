@@ -35,6 +35,7 @@ from ...stages.model.logprobs import causal_model
 from ...stages.model.policy import Policy, Sharding, load_policy
 from ...stages.model.router_watch import COEFFICIENT
 from ...stages.model.transformers_compat import can_recompute
+from ...stages.report.signs import Sign
 from ...stages.storage.cache.verify_cache import check_before_reading, sample_rows
 from ...stages.storage.disk.digest_memory import own_digests
 from ...stages.storage.run.run_folder import RunFolder
@@ -85,10 +86,11 @@ def train_in(
     world = in_groups(world, job.config.train.sequence_parallel)
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
+            signs: tuple[Sign, ...] = ()
             if world.rank == 0 and not start.folder.report.exists():
                 with log_failure("No report"):
-                    write_report(start.folder.root)
-            trained = replace(outcome(start.folder, "finished"), is_old=True)
+                    signs = write_report(start.folder.root)
+            trained = replace(outcome(start.folder, "finished", signs), is_old=True)
         else:
             trained = _trained(job, world, columns, progress, start)
         if job.config.train.answers and trained.ending == "finished" and world.rank == 0:
@@ -353,12 +355,10 @@ def _learn(
         records.finish(model.step)
         model_step = None if model.step == position.step else model.step
     records.ended(ending, reason=reason, model_step=model_step)
-    records.report()
+    signs = records.report()
     if ending == "signal":
         raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, position.step))
-    trained = outcome(start.folder, ending)
-    records.judged(trained.signs)
-    return trained
+    return outcome(start.folder, ending, signs)
 
 
 def _memory_backoff(session: Session) -> MemoryBackoff:

@@ -112,7 +112,8 @@ def swept(run):
 
 def reported(run):
     """The page of a run."""
-    return write_report(run).read_text()
+    write_report(run)
+    return RunFolder(run).report.read_text()
 
 
 def compared(run):

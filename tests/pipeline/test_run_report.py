@@ -13,7 +13,7 @@ import pytest
 from align.pipeline.options.settings import signed
 from align.pipeline.train.run_diff import AheadOfAll, diff_runs, known_prompts, standing
 from align.pipeline.train.run_history import read_history
-from align.pipeline.train.run_report import write_report
+from align.pipeline.train.run_report import outcome, write_report
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.report.signs import SIGNS
@@ -72,6 +72,19 @@ def test_a_page_shows_the_whole_run_and_loads_nothing(whole_run, course):
         f"{before:.4g} → {after:.4g}",
     ):
         assert shown in words
+
+
+def test_what_stands_out_is_found_with_the_page_and_told_again_at_the_end(whole_run, tmp_path):
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    (run / "_align" / "ending.json").unlink()
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    zeros = [{"step": n, "time": first["time"], "kl/clamped": 0.0} for n in range(1, 41)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in zeros))
+    (sign,) = write_report(run)
+    assert sign.name == "KL at 0"
+    assert f"{sign.said} {sign.hint}" in words_of(run)
+    assert f"{sign.said} {sign.hint}" in outcome(RunFolder(run), "finished", (sign,)).text()
+    assert outcome(RunFolder(run), "finished").signs == ()  # no table is read a second time
 
 
 def test_signs_name_steps_that_no_line_shows(whole_run, tmp_path):

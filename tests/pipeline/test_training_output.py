@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from align.pipeline.train.run_description import record_signs
-from align.pipeline.train.run_report import outcome
+from align.pipeline.train.run_report import write_report
 from align.schemas.cache import Stops
 from align.schemas.rows import Role
 from align.stages.report.eval_table import read_samples
@@ -406,7 +406,8 @@ def test_a_setting_without_effect_or_that_does_not_go_with_another_is_refused(co
 
 def test_a_tracker_is_told_what_stands_out(plain, tmp_path):
     tags = run_of(store_of(plain), ledger_of(plain)["run_id"]).data.tags
-    seen = [f"{sign.name}: {sign.said}" for sign in outcome(RunFolder(plain), "finished").signs]
+    page = write_report(shutil.copytree(plain, tmp_path / "run"))
+    seen = [f"{sign.name}: {sign.said}" for sign in page]
     assert tags["align.stands_out"] == ("; ".join(seen) or "nothing")
     run = begin(run_folder(tmp_path), "", trackers=["tensorboard"], sends=False)
     told = []
