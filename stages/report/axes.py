@@ -40,7 +40,7 @@ class Scale:
 
 
 def scale_of_x(values: Sequence[float]) -> Scale:
-    """The whole width; of whole numbers, as steps and rounds are, the ticks are whole too."""
+    """The whole width; of whole numbers, as steps are, the ticks are whole too."""
     low, high = min(values), max(values)
     edges = (LEFT, WIDTH - RIGHT)
     if low == high:

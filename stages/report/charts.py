@@ -1,7 +1,4 @@
-"""Curves, histograms and scatter plots as SVG, without scripts or libraries.
-
-What stands under a pointer says its numbers: the style sheet of the page shows it then.
-"""
+"""Curves, histograms and scatter plots as SVG, without scripts or libraries."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ from typing import Literal, TypeAlias
 
 from ...schemas.safe_text import escape
 from .axes import (
-    BOTTOM,
     HEIGHT,
-    TOP,
     WIDTH,
     Scale,
     drawn_axes,
@@ -33,11 +28,7 @@ Form = Literal["line", "dots", "cloud"]
 Best = Literal["", "lowest", "highest"]
 
 MOST_POINTS = 400
-MOST_PLACES = 64  # that say their numbers under a pointer
 FEW = 30  # points of a line that are marked
-FEW_LINES = 4  # more noisy lines in one chart hide each other: only the smoothed ones are drawn
-MOST_TOLD = 8  # series whose numbers fit into the drawing, one below the other
-LONGEST_NAME = 24
 BINS = 28
 LARGEST = 1e300
 
@@ -96,14 +87,11 @@ def chart(
     x = scale_of_x([at for one in shown for at, _ in one.points])
     y = scale_of_y([value for one in shown for _, value in one.points], may_be_log=may_be_log)
     curves = [_Curve.of(one, y) for one in shown]
-    is_crowded = len(curves) > FEW_LINES
-    drawn = "".join(_drawn(one, x, y, is_crowded=is_crowded) for one in curves)
+    drawn = "".join(_drawn(one, x, y) for one in curves)
     keys = [_key(f"{one.color} {one.form}", one.name) for one in shown]
     keys += [_key(f"{one.color} best", _best_said(one, x_label)) for one in shown if one.best]
     keys += [f'<span class="key">{note}</span>' for note in _notes(curves, y)]
-    is_told = len(curves) <= MOST_TOLD and all(one.form != "cloud" for one in shown)
-    places = _places(curves, x, y, x_label) if is_told else ""
-    return _figure(title, keys, drawn_axes(x, y, x_label, y_label) + drawn + places)
+    return _figure(title, keys, drawn_axes(x, y, x_label, y_label) + drawn)
 
 
 def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
@@ -129,13 +117,11 @@ def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
     return _figure(title, keys, drawn_axes(x, y, x_label, "count") + drawn)
 
 
-def _drawn(curve: _Curve, x: Scale, y: Scale, *, is_crowded: bool) -> str:
+def _drawn(curve: _Curve, x: Scale, y: Scale) -> str:
     one, parts = curve.series, []
     points = one.points if one.form == "cloud" else _thinned(one.points)
     if one.form != "cloud":
-        if not (curve.window and is_crowded):
-            kind = "faint" if curve.window else one.form
-            parts.append(_polyline(one, kind, points, x, y))
+        parts.append(_polyline(one, "faint" if curve.window else one.form, points, x, y))
         if curve.window:
             parts.append(_polyline(one, "line", _thinned(curve.smooth), x, y))
     if one.form != "line" or len(points) <= FEW:
@@ -182,54 +168,6 @@ def _notes(curves: Sequence[_Curve], y: Scale) -> Iterator[str]:
         yield "log axis"
 
 
-def _places(curves: Sequence[_Curve], x: Scale, y: Scale, x_label: str) -> str:
-    """Upright strips that fill the drawing, each with the numbers that stand there."""
-    known = sorted({at for curve in curves for at, _ in _thinned(curve.series.points, MOST_PLACES)})
-    # Of many series with points of their own, no more than a hand can point at.
-    known = known[:: math.ceil(len(known) / (2 * MOST_PLACES))]
-    values = [dict(curve.series.points) for curve in curves]
-    smooth = [dict(curve.smooth) for curve in curves]
-    is_crowded = len(curves) > FEW_LINES
-    middles = [(x(one) + x(other)) / 2 for one, other in pairwise(known)]
-    edges = [x.start, *middles, x.end]
-    strips = []
-    for at, (left, right) in zip(known, pairwise(edges), strict=True):
-        marks, lines = [], []
-        for curve, own, means in zip(curves, values, smooth, strict=True):
-            name, color = _shortened(curve.series.name), curve.series.color
-            if at in own and not (means and is_crowded):
-                marks.append(_circle(color, x(at), y(own[at])))
-                lines.append((color, f"{name} {plain(own[at])}"))
-            if at in means:
-                lines.append((color, f"{name}, smoothed {plain(means[at])}"))
-        strips.append(
-            _place((left, right), x(at), marks, [("what", f"{x_label} {plain(at)}"), *lines])
-        )
-    return f'<g class="places">{"".join(strips)}</g>'
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
-
-
-def _place(
-    edges: tuple[float, float], at: float, marks: Sequence[str], lines: Sequence[tuple[str, str]]
-) -> str:
-    """One strip; its lines stand on the side with more room."""
-    is_left = at < WIDTH / 2
-    beside = f"{at + 9 if is_left else at - 9:.1f}"
-    said = "".join(
-        f'<tspan class="{color}" x="{beside}" dy="1.25em">{escape(line)}</tspan>'
-        for color, line in lines
-    )
-    left, right = edges
-    box = f'x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{HEIGHT - BOTTOM - TOP}"'
-    return (
-        f'<g><rect {box}/><path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>{"".join(marks)}'
-        f'<text y="{TOP}" class="{"right" if is_left else "left"}">{said}</text></g>'
-    )
-
-
 def _outline(color: str, heights: Sequence[int], edges: Sequence[float], x: Scale, y: Scale) -> str:
     floor = f"{y(0):.1f}"
     corners = [f"{x(edges[0]):.1f},{floor}"]
@@ -251,11 +189,11 @@ def _figure(title: str, keys: Sequence[str], drawing: str) -> str:
     )
 
 
-def _thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     """A limited number of the points, with the highest and the lowest of each interval."""
-    if len(points) <= most:
+    if len(points) <= MOST_POINTS:
         return points
-    size = math.ceil(2 * len(points) / most)
+    size = math.ceil(2 * len(points) / MOST_POINTS)
     return [
         point
         for start in range(0, len(points), size)

@@ -34,18 +34,9 @@ class Drawn:
         return [(self._of_x(x), self._of_y(y)) for x, y in pairs]
 
     def dots(self, kind=""):
-        """The same of all dots that are always there, or of those of a kind."""
+        """The same of all dots, or of those of a kind."""
         found = [one for one in self.xml.iterfind("svg/circle") if kind in one.get("class")]
         return [(self._of_x(float(o.get("cx"))), self._of_y(float(o.get("cy")))) for o in found]
-
-    def told(self):
-        """What stands under a pointer from the left to the right, with the ends of each strip."""
-        found = []
-        for strip in self.xml.iterfind(".//g[@class='places']/g"):
-            left, width = (float(strip.find("rect").get(name)) for name in ("x", "width"))
-            lines = [line.text for line in strip.iter("tspan")]
-            found.append((self._of_x(left), self._of_x(left + width), lines))
-        return found
 
     def ticks(self, axis):
         """The labels of an axis."""
@@ -130,14 +121,6 @@ def test_a_huge_value_is_in_the_means_around_it_alone():
     assert running_mean([1e250, 1.0, 2.0, 4.0, 6.0], 3)[2:].tolist() == [7 / 3, 4.0, 5.0]
 
 
-def test_many_noisy_curves_are_drawn_smooth_alone():
-    points = [(step, float(step % 2)) for step in range(60)]
-    for count, kinds in ((4, {"line", "faint"}), (5, {"line"})):
-        series = [Series(f"run {number}", points, "c0") for number in range(count)]
-        xml = ElementTree.fromstring(chart("Loss", series, x_label="step"))
-        assert {one.get("class").split()[1] for one in xml.iter("polyline")} == kinds
-
-
 def test_values_of_three_decades_stand_on_a_log_axis_where_it_is_allowed():
     """The mean of three 0.01 and two 10 is 10 ** ((3 * -2 + 2 * 1) / 5) there."""
     points = [(step, 10.0 if step % 2 else 0.01) for step in range(60)]
@@ -163,29 +146,6 @@ def test_the_best_of_enough_evaluations_is_marked():
     accuracy = {"rewards/accuracies": [(0, 0.5), (10, 0.9), (20, 0.8)]}
     asked = learning_curves({}, accuracy, {"rewards/accuracies": "highest"})
     assert Drawn(asked).dots("best") == near([(10, 0.9)])
-
-
-def test_under_a_pointer_stand_the_numbers_of_the_nearest_step():
-    series = [
-        Series("train", [(10, 0.5), (20, 0.25), (40, 0.125)], "c0"),
-        Series("held out", [(0, 0.7), (20, 0.4)], "c0", form="dots"),
-    ]
-    told = Drawn(chart("Loss", series, x_label="step")).told()
-    assert [lines for *_, lines in told] == [
-        ["step 0", "held out 0.7"],
-        ["step 10", "train 0.5"],
-        ["step 20", "train 0.25", "held out 0.4"],
-        ["step 40", "train 0.125"],
-    ]
-    edges = [left for left, *_ in told] + [told[-1][1]]
-    assert edges == [pytest.approx(one, abs=0.1) for one in (0, 5, 15, 30, 40)]
-
-
-def test_under_a_pointer_stand_the_highest_and_the_lowest_of_many_steps():
-    points = [(step, 1.0 + step / 1e6 + (step == 4321) * 50) for step in range(9_999)]
-    told = drawn(points).told()
-    assert len(told) < 200
-    assert ["step 4,321", "train 51"] in [lines for *_, lines in told]
 
 
 def test_steps_and_rounds_are_whole_at_their_axis():
