@@ -31,10 +31,6 @@ def add_to(app: typer.Typer) -> None:
 def sample(
     flags: dict[str, Any],
     prompts: Prompts = None,
-    alpaca_eval: Annotated[
-        Path | None,
-        typer.Option("--alpaca-eval", help="Also write the samples as AlpacaEval reads them."),
-    ] = None,
     part: Part = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -48,7 +44,7 @@ def sample(
     share = share_of(part, os.environ)
     recorded = recorded_by_first(given.config)
     progress = begin_work()
-    print_result(run_sample(recorded, progress=progress, share=share, alpaca_eval=alpaca_eval))
+    print_result(run_sample(recorded, progress=progress, share=share))
 
 
 @with_flags("judge")

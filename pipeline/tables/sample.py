@@ -18,12 +18,11 @@ from ...stages.data.chat_wrap import template_unused
 from ...stages.data.data_splits import require_one_split
 from ...stages.data.input_files import InputFile, inputs_of
 from ...stages.data.prompt_rows import PromptRows, read_prompts
-from ...stages.report.alpaca_eval import require_single_turns, write_alpaca_eval
 from ...stages.sample.prompts import asked_once, by_length
 from ...stages.sample.sample_table import sample_table
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
-from ...stages.storage.tables import TableFolder, read_table
+from ...stages.storage.tables import TableFolder
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
@@ -50,26 +49,19 @@ def sample(
     *,
     progress: Progress,
     share: Share | None = None,
-    alpaca_eval: Path | None = None,
 ) -> SampleResult:
     """Makes the table of samples that the config describes; known samples are not asked for again.
 
     With a share it makes that part of them, and the table if nothing is missing then.
     """
-    _require_sense(config, share, alpaca_eval)
+    _require_sense(config, share)
     began = time.perf_counter()
-    job = _opened(with_local_inputs(config), share)
-    if alpaca_eval:
-        require_single_turns(job.prompts.values())
-    made = carry_out(job, progress=progress)
+    made = carry_out(_opened(with_local_inputs(config), share), progress=progress)
     made.tally.seconds = time.perf_counter() - began  # of reading and digesting too
-    if alpaca_eval and made.manifest:
-        table = read_table(job.folder)[1]
-        write_alpaca_eval(alpaca_eval, table, job.prompts, generator=job.generator)
     return made
 
 
-def _require_sense(config: Config, share: Share | None, alpaca_eval: Path | None) -> None:
+def _require_sense(config: Config, share: Share | None) -> None:
     """Refuses what the settings alone get wrong, before data or a model are looked at."""
     is_served = bool(config.server.url)
     require_executor(config.scoring, share, is_served=is_served)
@@ -78,8 +70,6 @@ def _require_sense(config: Config, share: Share | None, alpaca_eval: Path | None
 
         require_peft()
     require_sampled_model(config.model, config.server)
-    if alpaca_eval and not alpaca_eval.absolute().parent.is_dir():
-        raise UsageError(f"--alpaca-eval {alpaca_eval}: no such folder. Make it, or name another.")
 
 
 @dataclass(frozen=True)
@@ -119,11 +109,6 @@ class SampleJob:
         """The model that samples, as the user names it."""
         options = self.config
         return options.server.model if options.server.url else options.model.path
-
-    @property
-    def generator(self) -> str:
-        """A readable name of the model that sampled."""
-        return self.named if self.config.server.url else Path(self.named).name
 
     @cached_property
     def tasks(self) -> SampleTasks:

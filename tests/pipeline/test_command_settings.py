@@ -168,7 +168,6 @@ def test_what_flags_or_libraries_lack_is_said_before_data_or_a_model_is_looked_a
     labelled = ("score", "x.jsonl", "--from-labels", "--track", "mlflow")
     assert "--track" in refusal(2, *labelled)
     for words, said in (
-        ((*sample, "--alpaca-eval", "no/x.json"), "no/x"),
         (("sample", "nowhere.jsonl"), "No model to sample from"),
         (("score", *NOWHERE["score"], "--output", "no/scores"), "its parent is not a folder"),
         (("judge", "nowhere"), "--by"),

@@ -1,6 +1,5 @@
 """`align sample`: what is asked, what is known, what is left out, and what the table says."""
 
-import json
 from dataclasses import replace
 from unittest import mock
 
@@ -172,23 +171,6 @@ def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):
     folder.prepare()
     with owner_lock(folder, "other"), pytest.raises(LockedError, match="choose another --output"):
         run_sampling(config, counting)
-
-
-def test_alpaca_eval_gets_the_first_sample_of_each_prompt_of_a_single_turn(
-    tmp_path, counting, table
-):
-    turn, others = ({"role": role, "content": "b"} for role in ("user", "assistant"))
-    prompts, alpaca = tmp_path / "p.jsonl", {"alpaca_eval": tmp_path / "e.json"}
-    config = config_of(write_prompts(prompts, ["a", [turn]]), tmp_path / "out")
-    run_sampling(config, counting, **alpaca)
-    found = json.loads((tmp_path / "e.json").read_text())
-    text, turns = table().filter(pl.col("number") == 0)["completion"].to_list()
-    outputs = [text, json.loads(turns)[0]["content"]]
-    assert [one["instruction"] for one in found] == ["a", "b"]
-    assert [one["output"] for one in found] == outputs
-    write_prompts(prompts, [[turn, others, turn]])
-    with pytest.raises(UsageError, match="user, assistant, user.*single turn"):
-        run_sampling(config, counting, **alpaca)
 
 
 class Stopping(CountingSampler):

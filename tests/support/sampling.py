@@ -100,13 +100,13 @@ def config_of(prompts, output, **options):
     )
 
 
-def run_sampling(config, sampler, *, share=None, **more):
+def run_sampling(config, sampler, *, share=None):
     """Samples in this process."""
     with (
         mock.patch.object(module, "sampler_of", return_value=sampler),
         mock.patch.object(module, "require_sampled_model"),  # it is none of the settings
     ):
-        return module.sample(config, progress=Silent(), share=share, **more)
+        return module.sample(config, progress=Silent(), share=share)
 
 
 def exit_code_of_child(config, sampler, failpoints):
