@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -28,9 +28,6 @@ from .pipeline.commands.terminal import (
 from .pipeline.commands.train_commands import add_training_to
 from .pipeline.jobs.signals import stop_signals, stop_with_launcher
 from .pipeline.options.flags import ConfigFile, Data, Part, Sets, with_flags
-
-if TYPE_CHECKING:
-    from .schemas.option import Command
 
 app = typer.Typer(
     name="align",
@@ -135,9 +132,6 @@ def precompute_ref(
 def score(
     flags: dict[str, Any],
     data: Data = None,
-    from_labels: Annotated[
-        bool, typer.Option("--from-labels", help="1 for good completions, -1 for bad; no model.")
-    ] = False,
     part: Part = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -145,28 +139,19 @@ def score(
     """Score completions with a reward model, and write the data with its scores."""
     from .pipeline.executors.executor import share_of
     from .pipeline.options.settings import load_settings
-    from .pipeline.tables.score_rewards import rewards_from_labels, rewards_from_model
+    from .pipeline.tables.score_rewards import rewards_from_model
     from .schemas.errors import UsageError
 
-    command: Command = "score --from-labels" if from_labels else "score"
-    loaded = load_settings(flags, sets or [], file=config, data=data or [], command=command)
-    settings = loaded.config
-    if from_labels == bool(settings.rewards.model):
-        raise UsageError("Pass --reward-model DIR or --from-labels: one of them, not both.")
-    if from_labels and part:
-        raise UsageError("--part: --from-labels loads no model, so there is no work to share.")
-    if from_labels and settings.tracking.mlflow and "tracking.mlflow" in loaded.on_command:
-        raise UsageError("--mlflow: --from-labels runs no model, and records no run. Leave it out.")
-    if from_labels:
-        say(rewards_from_labels(settings).text())
-        return
+    given = load_settings(flags, sets or [], file=config, data=data or [], command="score").config
+    if not given.rewards.model:
+        raise UsageError("No reward model. Pass --reward-model DIR.")
     from .stages.model.reward_model import HfReward
     from .stages.storage.disk.digest_memory import own_digests
 
     share = share_of(part, os.environ)
     print_result(
         rewards_from_model(
-            recorded_by_first(settings),
+            recorded_by_first(given),
             lambda options: HfReward(options, own_digests()),
             progress=begin_work(),
             share=share,

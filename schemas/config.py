@@ -213,7 +213,6 @@ class TrackingOptions:
         True,
         "record runs in MLflow",
         on=(*SCORERS, *TRAINING, "rounds"),
-        read_by=("score --from-labels",),
     )
     trackers: list[str] = option(
         [],
@@ -284,7 +283,7 @@ class Config:
     tracking: TrackingOptions = section(TrackingOptions, read_by=TRAINING)
     train: TrainOptions = section(TrainOptions, read_by=TRAINING, binds=("run", "round"))
     lora: LoraOptions = section(LoraOptions, read_by=TRAINING, binds=("run", "round"))
-    rewards: RewardOptions = section(RewardOptions, read_by=("score", "score --from-labels"))
+    rewards: RewardOptions = section(RewardOptions, read_by=("score",))
     server: ServerOptions = section(ServerOptions, read_by=("sample", "judge"))
     sample: SampleOptions = section(SampleOptions, read_by=("sample",), binds=("round",))
     judge: JudgeOptions = section(JudgeOptions, read_by=("judge",), binds=("round",))
@@ -292,7 +291,7 @@ class Config:
     rounds: RoundsOptions = section(RoundsOptions, read_by=("rounds",), binds=("round",))
     objects: ObjectOptions = section(
         ObjectOptions,
-        read_by=("check", *SCORERS, *TRAINING, "score --from-labels", "select", "verify"),
+        read_by=("check", *SCORERS, *TRAINING, "select", "verify"),
     )
     # What may stand here depends on train.method: its own options class checks it.
     method: dict[str, Any] = section(dict, on=TRAINING, binds=("run", "round"))

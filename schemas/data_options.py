@@ -15,29 +15,24 @@ class DataOptions:
     files: list[str] = option(
         [],
         "Parquet, JSONL, JSON, CSV, Arrow files or folders of them",
-        read_by=("score --from-labels",),
         is_path=True,
     )
     map: dict[str, str] = option(
         {},
         "our column: yours, for example prompt: question; prompt: '' leaves yours out",
         on=(*SCORERS, "select", "check"),
-        read_by=("score --from-labels",),
     )
     split: str = option(
         "",
         "the split to read of a folder that holds several, for example train",
         on=("check", *IN_TASKS),
-        read_by=("score --from-labels",),
     )
-    carry: list[str] = option(
-        [], "extra numeric columns to keep in the shards", read_by=("score --from-labels",)
-    )
+    carry: list[str] = option([], "extra numeric columns to keep in the shards")
     wrap: Literal["auto", "chat", "none"] = option(
         "auto",
         "chat: plain text becomes the messages of a user and an assistant, for the chat template; "
         "auto and none leave it as it is, and auto says so where the model has a template",
-        read_by=("score --from-labels", "judge", "select"),
+        read_by=("judge", "select"),
     )
     max_bad_frac: float = option(
         0.001,
@@ -52,7 +47,6 @@ class DataOptions:
         "this goes to quarantine",
         gt=0,
         le=512,
-        read_by=("score --from-labels",),
         binds=("cache", "round"),
         came_later=True,
     )

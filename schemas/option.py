@@ -12,7 +12,6 @@ Command = Literal[
     "config",
     "precompute-ref",
     "score",
-    "score --from-labels",
     "train",
     "sample",
     "judge",

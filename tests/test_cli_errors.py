@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.options.settings import load_settings
+from align.pipeline.tables.score_rewards import write_rewarded
 from align.schemas.config import ModelOptions, TrackingOptions
 from align.schemas.errors import UsageError
+from align.schemas.rows import Record, Role
 from align.stages.storage.cache.cache_folder import CacheFolder, OutputFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
@@ -193,28 +195,31 @@ def test_log_probs_that_never_were_the_references_are_found(world):
     assert "a branch of input row " in refusal(5, "verify", "align-cache")
 
 
-def test_score_replaces_what_it_wrote_and_nothing_of_a_persons_own(world, tmp_path):
+def test_score_replaces_what_it_wrote_and_nothing_of_a_persons_own(world, reward_model, tmp_path):
     """`rows.jsonl` is a person's file, under the name that `align score` gives its own."""
-    own, out = shutil.copy(world.data.paired_jsonl, tmp_path / "rows.jsonl"), tmp_path / "out"
+    own = shutil.copy(world.data.paired_jsonl, tmp_path / "rows.jsonl")
     before = own.read_bytes()
-    said = refusal(2, "score", own, "--from-labels", "--output", tmp_path)
+    said = refusal(2, "score", own, "--reward-model", reward_model, "--output", tmp_path)
     assert "and is not a rewards folder" in said
     assert own.read_bytes() == before
     assert [*tmp_path.iterdir()] == [own]
 
-    command = ("score", own, "--from-labels", "--output", out)
-    assert align(*command).code == 0
-    first = (out / "rows.jsonl").read_bytes()
-    own.write_bytes(b"".join(before.splitlines(keepends=True)[:9]))
-    assert align(*command).code == 0
-    second = (out / "rows.jsonl").read_bytes()
-    assert len(second.splitlines()) == 9 < len(first.splitlines())
-    (out / "rows.jsonl").write_bytes(first)  # as a kill before the last rename leaves it
-    assert align(*command).code == 0
-    edited = second + json.dumps({"prompt": "mine"}).encode()
-    (out / "rows.jsonl").write_bytes(edited)
-    assert "rows.jsonl" in refusal(2, *command)
-    assert (out / "rows.jsonl").read_bytes() == edited
+    out = OutputFolder(tmp_path / "out", "rewards")
+    out.prepare()
+    written, content = out.root / "rows.jsonl", []
+    roles, scores = (Role.CHOSEN, Role.REJECTED), (1.0, 0.0)
+    rows = [(Record(0, n, f"Why {n}?", ("so", "no"), roles, scores), scores) for n in range(9)]
+    for count in (9, 4):
+        assert write_rewarded(out, rows[:count]) == (count, 2 * count)
+        content.append(written.read_bytes())
+        assert len(content[-1].splitlines()) == count
+    written.write_bytes(content[0])  # as a kill before the last rename leaves it
+    write_rewarded(out, rows[:4])
+    edited = content[1] + json.dumps({"prompt": "mine"}).encode()
+    written.write_bytes(edited)
+    with pytest.raises(UsageError, match=r"rows\.jsonl"):
+        write_rewarded(out, rows)
+    assert written.read_bytes() == edited
 
 
 KINDS = {

@@ -74,8 +74,7 @@ def take(words):
     for varied in given.get("vary") or []:
         setting, _, values = varied.partition("=")
         sets.append(f"{setting}={values.split(',')[0]}")
-    reader = f"{name} --from-labels" if given.get("from_labels") else name
-    method = load_settings({}, sets, file=None, command=reader).config.method
+    method = load_settings({}, sets, file=None, command=name).config.method
     asked = given.get("methods") or [given.get("method")]
     for recipe in filter(None, asked):
         recipe_of(recipe, method)

@@ -168,7 +168,7 @@ def _kind(setting: str) -> Any:
 
 
 # What serves in place of a setting is the same for both.
-ALIKE: dict[Command, Command] = {"sweep": "train", "run": "train", "score --from-labels": "score"}
+ALIKE: dict[Command, Command] = {"sweep": "train", "run": "train"}
 
 
 def require_used(command: Command, name: str, origin: str) -> None:
@@ -179,6 +179,4 @@ def require_used(command: Command, name: str, origin: str) -> None:
     facts = facts_of(name)
     served = facts.instead.get(command) or facts.instead.get(ALIKE.get(command, command))
     way = served or f"It is a setting of {', '.join(others)}"
-    if origin == "flag":  # only `score` has flags that it does not use in each of its ways
-        origin = facts.flag or origin
     raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")

@@ -17,7 +17,7 @@ from ...schemas.cache import file_identity
 from ...schemas.columns import Ragged
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
-from ...schemas.rows import Record, Reference, Role, ScoredBlock, Text
+from ...schemas.rows import Record, Reference, ScoredBlock, Text
 from ...stages.data.chat_wrap import Wrapping
 from ...stages.data.data_schema import common_shape
 from ...stages.data.data_shape import Shape
@@ -48,8 +48,6 @@ from ..executors.kinds import require_executor
 from ..jobs.object_inputs import with_local_inputs
 from ..precompute.precompute import PrecomputeResult, precompute
 
-LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
-
 
 @dataclass(frozen=True)
 class Rewarded:
@@ -74,18 +72,6 @@ class Rewarded:
         return "\n".join([*lines, f"next: align precompute-ref {self.path}"])
 
 
-def rewards_from_labels(config: Config) -> Rewarded:
-    """Chosen and desirable completions score 1, all others -1."""
-    _require_writable(config)
-    data = _opened(with_local_inputs(config), "score --from-labels")
-    if not data.shape.declared.has_labels:
-        raise UsageError(
-            f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
-            "--reward-model."
-        )
-    return _written(_output(config), data, lambda record: [LABELS[role] for role in record.roles])
-
-
 def rewards_from_model(
     config: Config,
     open_reward: Callable[[ModelOptions], Reference],
@@ -101,7 +87,7 @@ def rewards_from_model(
     require_executor(config.scoring, share)
     _require_writable(config)
     config = with_local_inputs(config)
-    data = _opened(config, "score")
+    data = _opened(config)
     if data.shape.declared.is_long:
         raise UsageError(
             f"{data.inputs[0].path} has one completion in a row and a score for each. Take the "
@@ -131,9 +117,9 @@ class _Data:
     shape: Shape
 
 
-def _opened(config: Config, command: str) -> _Data:
+def _opened(config: Config) -> _Data:
     inputs = inputs_of(config.data)
-    require_one_split(inputs, command, config.rewards.output)
+    require_one_split(inputs, "score", config.rewards.output)
     before = tuple(map(digested, inputs))
     shape = common_shape(inputs, config.data.map, config.data.carry)
     shape = replace(require_read(inputs, shape), wrap=Wrapping.of(config.data.wrap))

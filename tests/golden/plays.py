@@ -165,7 +165,6 @@ def tables(side):
         side.align("select", "align-judged", "--rows", rows, "--keep-cut", "--output", f"of-{rows}")
     scored = ("score", PAIRED, *QUIET, "--reward-model", "reward/model", "--output", "scored")
     side.align(*scored)
-    side.align("score", LABELS, "--from-labels", "--output", "from-labels")
     selected = ("precompute-ref", "of-groups", "--model", MODEL, "--output", "groups", *QUIET)
     side.align(*selected, "--token-logps")
     side.align("train", "--method", "grpo", "--cache", "groups", "--output", "grpo", *STEPS)

@@ -20,7 +20,7 @@ from support.command import align, refusal
 pytestmark = pytest.mark.usefixtures("here")
 
 SETTINGS = [*flatten(Config()), "method.beta"]
-SETTING_COMMANDS = ("precompute-ref", "score", "score --from-labels", "train", "sweep", "verify")
+SETTING_COMMANDS = ("precompute-ref", "score", "train", "sweep", "verify")
 VALUES = {bool: "true", int: "3", float: "0.5", list: "[a]", dict: "{a: b}"}
 
 
@@ -30,7 +30,7 @@ def test_commands_that_take_settings_are_those_that_declarations_name():
         for name, command in get_command(cli.app).commands.items()
         if any(parameter.name == "sets" for parameter in command.params)
     }
-    assert {command.partition(" ")[0] for command in COMMANDS} == taking
+    assert {*COMMANDS} == taking
 
 
 def test_what_rounds_set_themselves_can_be_set_where_the_refusal_says():
@@ -99,16 +99,8 @@ def test_the_refusal_says_what_serves_in_its_place():
         (("train", "--method", "dpo"), "data.carry=[a]", "`align precompute-ref`"),
         (("precompute-ref", "x.jsonl"), "train.lr=1", "`align train`"),
         (("score", "x.jsonl"), "model.path=other", "--reward-model DIR"),
-        (("score", "x.jsonl", "--from-labels"), "model.device=cpu", "`align precompute-ref`"),
     ):
         assert way in refusal(2, *command, "--set", text)
-
-
-def test_flags_of_a_model_are_refused_where_labels_are_the_scores():
-    for flag in ("--dtype=float32", "--tokens-per-batch=8", "--mlflow", "--part=1/2"):
-        said = refusal(2, "score", "x.jsonl", "--from-labels", flag)
-        assert flag.partition("=")[0] in said
-        assert "--from-labels" in said
 
 
 def opened(cache, **flags):
@@ -165,8 +157,6 @@ def test_what_flags_or_libraries_lack_is_said_before_data_or_a_model_is_looked_a
         assert f"align-cached-reference[{name}]" in refusal(2, *missing, f"mlflow,{name}"), name
     assert "'nothing' is none of mlflow" in refusal(2, *missing, "mlflow,nothing")
     assert "Leave out one of them" in refusal(2, *missing, "mlflow", "--no-mlflow")
-    labelled = ("score", "x.jsonl", "--from-labels", "--track", "mlflow")
-    assert "--track" in refusal(2, *labelled)
     for words, said in (
         (("sample", "nowhere.jsonl"), "No model to sample from"),
         (("score", *NOWHERE["score"], "--output", "no/scores"), "its parent is not a folder"),

@@ -64,13 +64,7 @@ def test_scores_are_those_of_the_model_itself_and_are_kept(
     assert again.out == first.out
 
 
-def test_labels_are_scores_too_and_candidates_need_none(world, reward_model, tmp_path):
-    score(world.data.paired, tmp_path / "pairs", "--from-labels")
-    assert {tuple(row["scores"]) for row in rows_of(tmp_path / "pairs")} == {(1.0, -1.0)}
-    score(world.data.unpaired, tmp_path / "labels", "--from-labels")
-    labels = pq.read_table(world.data.unpaired)["label"].to_pylist()
-    scores = [[1.0 if label else -1.0] for label in labels]
-    assert [row["scores"] for row in rows_of(tmp_path / "labels")] == scores
+def test_candidates_need_no_scores(reward_model, tmp_path):
     completions = [[" Yes.", " No.", " Well."], [" Yes."]]
     table = pa.table({"prompt": ["Say yes.", None], "completions": completions})
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -96,17 +90,16 @@ def test_refusals(world, reward_model, tmp_path):
     for path in splits:
         path.write_bytes(Path(paired).read_bytes())
     for words, said in (
-        ((paired, "--from-labels", *by), "not both"),
-        ((*splits, "--from-labels"), "test.parquet"),
+        ((paired,), "--reward-model"),
+        ((*splits, *by), "test.parquet"),
         ((paired, "--reward-model", world.model), "is not a reward model"),
-        ((world.data.scored, "--from-labels"), "has no labels"),
         ((world.data.scored_long, *by), "a score for each"),
     ):
         message = refusal(2, "score", "--output", tmp_path / "out", "--no-mlflow", *words)
         assert said in message, words
 
 
-def test_data_edited_while_they_are_scored_are_refused(world, tmp_path, monkeypatch):
+def test_data_edited_while_they_are_scored_are_refused(world, reward_model, tmp_path, monkeypatch):
     data = tmp_path / "data.parquet"
     data.write_bytes(Path(world.data.paired).read_bytes())
 
@@ -115,7 +108,7 @@ def test_data_edited_while_they_are_scored_are_refused(world, tmp_path, monkeypa
         pq.write_table(pq.read_table(data).slice(1), data)
 
     monkeypatch.setattr(score_rewards, "iter_chunks", edited)
-    words = ("--from-labels", "--output", tmp_path / "out", "--no-mlflow")
+    words = ("--reward-model", reward_model, "--output", tmp_path / "out", "--no-mlflow")
     assert "data.parquet" in refusal(4, "score", data, *words)
     assert not (tmp_path / "out" / "rows.jsonl").exists()
 

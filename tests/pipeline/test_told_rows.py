@@ -11,7 +11,7 @@ import pytest
 
 from align.pipeline.executors.executor import Share
 from align.pipeline.precompute.precompute import precompute
-from align.pipeline.tables.score_rewards import ROWS, rewards_from_labels
+from align.pipeline.tables.score_rewards import ROWS, rewards_from_model
 from align.schemas.config import RewardOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, UsageError
@@ -28,7 +28,7 @@ def config_over(config, tmp_path):
 
     def write(*rows, **columns):
         path = write_rows(tmp_path / "rows.jsonl", rows)
-        rewards = RewardOptions(output=str(tmp_path / "scored"))
+        rewards = RewardOptions(model=config.model.path, output=str(tmp_path / "scored"))
         return replace(config, data=DataOptions(files=[path], map=columns), rewards=rewards)
 
     return write
@@ -54,11 +54,11 @@ def test_columns_of_no_text_are_one_note_and_no_part_of_the_cache(config_over):
     assert left_out.manifest.root == made.manifest.root
 
 
-def test_text_that_begins_late_is_refused_before_labels_are_scored(config_over):
+def test_text_that_begins_late_is_refused_before_scores_are_written(config_over):
     rows = [pair(n, id=n) for n in range(2000)]
     config = config_over(*rows, pair(2000, input="What is this about?"))
     with pytest.raises(UsageError, match="row 2,000 .*\n.*--map input="):
-        rewards_from_labels(config)
+        rewards_from_model(config, lambda _: StubReference(), progress=Heard())
     assert not (Path(config.rewards.output) / ROWS).exists()
 
 
