@@ -95,17 +95,11 @@ def select(
 def rounds(
     flags: dict[str, Any],
     config: Annotated[Path, typer.Argument(help="An align.yaml with the settings of all rounds.")],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print the plan, and what exists already.")
-    ] = False,
     sets: Sets = None,
 ) -> None:
     """Go through rounds of sample, judge, select, precompute-ref and train, each on the last."""
     from ..options.settings import load_settings
-    from ..rounds.rounds import plan_rounds, run_rounds
+    from ..rounds.rounds import run_rounds
 
     given = load_settings(flags, sets or [], file=config, command="rounds")
-    if dry_run:
-        say(plan_rounds(given).text())
-        return
     say(run_rounds(given, progress=begin_work()).text())

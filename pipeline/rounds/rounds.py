@@ -34,15 +34,9 @@ from ..train.train import run_training
 from ..train.training_job import open_training
 from .round_prompts import write_prompts
 from .rounds_checks import open_rounds
-from .rounds_dry_run import RoundsPlan, plan_of
 from .rounds_evaluation import evaluate, stop_reason
 from .rounds_plan import RoundsJob, digest_of_model
 from .rounds_result import RoundsResult, metrics_of, trained_metrics
-
-
-def plan_rounds(settings: Settings) -> RoundsPlan:
-    """The plan: rounds that exist, and the cost of the rest; writes nothing."""
-    return plan_of(job := open_rounds(settings), checked(job))
 
 
 def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
@@ -50,7 +44,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
     job = open_rounds(settings)
     job.folder.prepare()
     with owner_lock(job.folder, uuid.uuid4().hex[:12]), _resuming():
-        finished = checked(job)
+        finished = _checked(job)
         reason = _stopped(job, finished)
         if reason or len(finished) >= job.config.rounds.count:
             return RoundsResult(job.folder.root, tuple(finished), reason)
@@ -64,7 +58,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
             return _go_on(job, finished, parent, progress)
 
 
-def checked(job: RoundsJob) -> list[RoundRecord]:
+def _checked(job: RoundsJob) -> list[RoundRecord]:
     """The finished rounds; refuses any that was made from something else, or lost its model."""
     finished = job.folder.finished()
     for earlier, record in zip([None, *finished], finished, strict=False):

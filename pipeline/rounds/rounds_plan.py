@@ -53,10 +53,6 @@ class RoundsJob:
         """The reference of a round."""
         return self.first if self.config.rounds.reference == "fixed" else self.policy(number - 1)
 
-    def policy_exists(self, number: int) -> bool:
-        """Whether a round has trained its policy."""
-        return Path(self.policy(number).path).is_dir()
-
     def prompts(self, number: int) -> Sequence[Prompt]:
         """The prompts of a round."""
         return self.split.of_round(number, self.config.rounds.prompts_per_round)

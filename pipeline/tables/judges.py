@@ -80,11 +80,6 @@ class Judge(ABC):
         return {}
 
     @staticmethod
-    def most(options: JudgeOptions, prompts: int, n: int) -> int:
-        """The most judgments it makes of `n` samples for each of so many prompts."""
-        return prompts * n
-
-    @staticmethod
     @abstractmethod
     def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> Judge:
         """The judge, for samples with these columns; loads no weights.

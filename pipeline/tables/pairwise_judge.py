@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
-from ...schemas.round_options import JudgeOptions
 from ...schemas.samples import Sampler
 from ...schemas.table_manifest import TableManifest
 from ...stages.judge.calibration import of_comparisons
@@ -41,11 +40,6 @@ class PairwiseJudge(AskingJudge):
     def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
         """Refuses a template or a model that is missing."""
         require_language(config, share, "pairwise", has_sampler=has_sampler)
-
-    @staticmethod
-    def most(options: JudgeOptions, prompts: int, n: int) -> int:
-        """Each pair in both orders."""
-        return 2 * prompts * (n * (n - 1) // 2 if options.pairs == "all" else n - 1)
 
     @staticmethod
     def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> PairwiseJudge:

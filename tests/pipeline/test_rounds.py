@@ -17,7 +17,6 @@ class Played:
 
     path: object
     folder: object
-    planned: str
     answers: list
     paid: list
     records: list  # after each command
@@ -36,8 +35,6 @@ class Played:
 def played(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rounds")
     path = write_settings(folder, world)
-    planned = play(path, "--dry-run").out
-    assert not (folder / "out").exists()
     answers, paid, left = [], [], []
     for words in ((), (), ("--count", 3)):
         with counted() as now:
@@ -45,7 +42,7 @@ def played(world, tmp_path_factory):
         assert answers[-1].code == 0, answers[-1]
         paid.append(now)
         left.append(records(folder / "out"))
-    return Played(path, folder / "out", planned, answers, paid, left)
+    return Played(path, folder / "out", answers, paid, left)
 
 
 def test_every_sample_and_every_judgment_is_paid_once(played):
@@ -100,20 +97,6 @@ def test_the_log_ratio_of_a_round_is_the_mean_of_both_sides(played):
     sides = last["rewards/chosen"], last["rewards/rejected"]
     log_ratio = sum(sides) / 2 / 0.1  # beta
     assert record(played.folder, 1)["trained"]["log_ratio"] == pytest.approx(log_ratio)
-
-
-def test_the_plan_says_what_is_to_be_paid_before_anything_exists(played):
-    held_out = len(played.held_out)
-    told = [" ".join(line.split()) for line in played.planned.splitlines()]
-    for line in (
-        "1 sample 0 of 24 samples 24 samples",
-        "1 judge - at most 24 judgments",
-        f"1 evaluate - {2 * held_out} samples, at most {2 * held_out} judgments",
-        f"2 evaluate - {held_out} samples, at most {held_out} judgments",
-    ):
-        assert line in told
-    further = " ".join(play(played.path, "--count", 4, "--dry-run").out.split())
-    assert "4 sample 0 of 24 samples 24 samples" in further
 
 
 OTHERS = {
