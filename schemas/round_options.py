@@ -35,7 +35,7 @@ class ServerOptions:
         "OPENAI_API_KEY", "the environment variable that holds the API key, if the server asks"
     )
     concurrency: int = option(16, "requests in flight", ge=1, on=("sample", "judge"))
-    timeout: float = option(120.0, "seconds until a request counts as lost", gt=0)
+    timeout: float = option(120.0, "seconds without a byte until a request counts as lost", gt=0)
     retries: int = option(8, "times that one request is sent again, after growing pauses", ge=0)
     max_tokens: int = option(
         0, "stop, to go on later, once so many tokens were read and written; 0: no limit", ge=0

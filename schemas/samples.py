@@ -13,7 +13,6 @@ from .rows import BadRow, Text
 Finish: TypeAlias = Literal["stop", "length", "other"]
 SERVER = "server"  # the device of a model that computes elsewhere
 KEY_LENGTH = 32  # hexadecimal digits
-MOST_TOKENS = 2**31 - 1  # of a prompt or a completion: the limit of a table's column
 # The columns that a table of samples adds to its prompts.
 SAMPLE_COLUMNS = (
     "prompt_key",
@@ -109,7 +108,7 @@ class Refused:
 class Sampler(Protocol):
     """A model that completes prompts: in this process, or behind a server.
 
-    What has a body here is of a model that takes every prompt as it is, and knows its own digest.
+    What has a body here is of a model that takes every prompt as it is.
     """
 
     @property
@@ -138,13 +137,6 @@ class Sampler(Protocol):
         """The prompts that it cannot complete, by key, as far as known without asking."""
         return {}
 
-    def probes(self, *, chat: bool) -> Mapping[str, str] | None:
-        """Its answers to a few fixed prompts; None if its identity has digests of its weights.
-
-        They are conversations, or plain text.
-        """
-        return None
-
 
 class OpenSampler(Protocol):
     """A model that is ready."""
@@ -156,11 +148,6 @@ class OpenSampler(Protocol):
         requested again by the next command.
         """
         ...
-
-
-def is_token_count(count: object) -> bool:
-    """Whether this is a possible number of tokens of a prompt or a completion."""
-    return type(count) is int and 0 <= count <= MOST_TOKENS
 
 
 def sample_key(prompt: str, number: int, sampling: Sampling, identity: Mapping[str, str]) -> str:

@@ -21,7 +21,6 @@ SEEDS = {
     "folders": ("0:8", "100000:101000"),
     "model_folders": ("3:7", "100:700"),
     "runs": ("1071:1074", "10000:10500"),
-    "server_answers": ("0:12", "1000:3000"),
     "settings": ("0:64", "10000:30000"),
 }
 # A check that is left out, and cases in which that shows.
@@ -32,7 +31,6 @@ PLANTED = {
     "folders": ("values", "122:123"),
     "model_folders": ("experts", "1403:1404"),
     "runs": ("digests", "10:11"),
-    "server_answers": ("range", "41:42"),
     "settings": ("bounds", "0:200"),
 }
 LONG = pytest.mark.long
@@ -74,7 +72,7 @@ def test_a_campaign_that_was_stopped_goes_on_behind_its_last_whole_line(capsys, 
 @pytest.mark.parametrize(
     "name",
     [
-        *("chat_templates", "data_files", "server_answers"),
+        *("chat_templates", "data_files"),
         *(pytest.param(name, marks=LONG) for name in SLOW),
     ],
 )

@@ -20,7 +20,7 @@ from ..executors.kinds import require_executor
 from ..jobs.job import Call
 from .answer_tasks import ANSWERS_PER_TASK, AnswerTasks
 from .judges import Judge, Judged, kept_by
-from .samplers import require_same_server, sampler_of
+from .samplers import sampler_of
 
 
 def require_language(
@@ -106,7 +106,6 @@ def answer(
     missing = answers.missing(questions)
     call.tally.known += len(questions) - len(missing)
     if missing:
-        require_same_server(model.sampler, model.config.server, answers, chat=True)
         answers.merge()  # what stopped runs have left, so that each reads less
         call.work(tasks)
         answers.look()

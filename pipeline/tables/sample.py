@@ -33,13 +33,7 @@ from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 from .answer_tasks import task_size
 from .sample_tasks import SampleTally, SampleTasks, is_empty
-from .samplers import (
-    require_same_server,
-    require_sampled_model,
-    sampler_of,
-    sampling_of,
-    wrapping_of,
-)
+from .samplers import require_sampled_model, sampler_of, sampling_of, wrapping_of
 
 SampleResult: TypeAlias = Made[TableManifest, SampleTally]
 
@@ -144,8 +138,6 @@ class SampleJob:
         """Draws the missing samples of its share, and publishes the table if none is left."""
         self._describe(call.run)
         tasks = self.tasks
-        for chat in sorted({not isinstance(prompt.text, str) for prompt in self.prompts.values()}):
-            require_same_server(self.sampler, self.config.server, tasks.answers, chat=chat)
         tasks.answers.merge()  # what stopped runs have left, so that each reads less
         call.work(tasks)
         tasks.answers.look()

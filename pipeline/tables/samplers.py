@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.config import Config, ModelOptions, ScoringOptions
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
-from ...schemas.json_codec import digest
 from ...schemas.round_options import SampleOptions, ServerOptions
 from ...schemas.rows import BadRow, Record, Role
 from ...schemas.samples import (
-    KEY_LENGTH,
     Finish,
     Prompt,
     Refused,
@@ -24,8 +22,6 @@ from ...schemas.samples import (
     Wanted,
 )
 from ...stages.data.chat_wrap import Wrapping
-from ...stages.server.probes import require_same_probes
-from ...stages.storage.answers import Answers
 from ...stages.storage.disk.digest_memory import own_digests
 from ..jobs.object_inputs import local_options
 
@@ -265,17 +261,3 @@ class OpenLocalSampler:
             prompt_tokens=prompt_tokens,
             completion_tokens=len(drawn.tokens) + drawn.has_stopped,
         )
-
-
-def require_same_server(
-    sampler: Sampler, options: ServerOptions, answers: Answers, *, chat: bool
-) -> None:
-    """Refuses a server that is no longer the model whose answers are kept under its name."""
-    now = sampler.probes(chat=chat)
-    if now is None:
-        return
-    key = digest(["probes", dict(sampler.identity()), chat])[:KEY_LENGTH]
-    if key in answers:
-        require_same_probes(answers.get(key), now, options)
-    else:
-        answers.add({key: now})

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
 from ...schemas.rows import Message
-from ...schemas.samples import Finish, Prompt, Sampling, is_token_count
-from .server_client import BrokenAnswerError, ServerCosts, shortened
+from ...schemas.samples import Finish, Prompt, Sampling
+from .server_client import BrokenAnswerError, ServerCosts
 
 CHAT, TEXT = "/chat/completions", "/completions"
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _UNFINISHED = frozenset(("abort", "error"))  # of vLLM and SGLang, for requests they gave up
-_DATED = re.compile(r"-\d{4}-?\d{2}-?\d{2}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,12 @@ def seed_of(sampling_seed: int, prompt: str, number: int) -> int:
     return int(digest(["seed", sampling_seed, prompt, number])[:8], 16) >> 1
 
 
-def read_completion(answer: Any, *, asked_model: str, costs: ServerCosts) -> Completion:
+def read_completion(answer: Any, *, costs: ServerCosts) -> Completion:
     """The only completion in an answer, whose cost is counted first."""
     usage = field(answer, "usage", dict)
-    prompt_tokens = _count(usage, "prompt_tokens")
-    completion_tokens = _count(usage, "completion_tokens")
+    prompt_tokens: int = field(usage, "prompt_tokens", int)
+    completion_tokens: int = field(usage, "completion_tokens", int)
     costs.add(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-    _require_model(field(answer, "model", str), asked_model)
     choices = field(answer, "choices", list)
     if len(choices) != 1:
         raise BrokenAnswerError(f"{len(choices)} choices where one was asked for")
@@ -91,26 +87,6 @@ def read_completion(answer: Any, *, asked_model: str, costs: ServerCosts) -> Com
     return Completion(
         _text(choices[0]), _FINISHES.get(finish, "other"), prompt_tokens, completion_tokens
     )
-
-
-def is_same_model(asked: str, answered: str) -> bool:
-    """Whether two names may be one model's, without its folder, revision, date or suffix."""
-    short, other = _bare_name(asked), _bare_name(answered)
-    return short == other or bool(other.startswith(short) and _DATED.fullmatch(other[len(short) :]))
-
-
-def _bare_name(name: str) -> str:
-    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
-    return last.partition("@")[0].lower().removesuffix(".gguf")
-
-
-def _require_model(answered: str, asked: str) -> None:
-    if not is_same_model(asked, answered):
-        raise UsageError(
-            f"The server was asked for the model {asked!r} and answered as "
-            f"{shortened(answered)!r}. Give the name of the model that it has (server.model), or "
-            "start it with that model."
-        )
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -141,10 +117,3 @@ def field(record: Any, name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise BrokenAnswerError(f"an answer whose {name} is of the type {type(value).__name__}")
     return value
-
-
-def _count(usage: Any, name: str) -> int:
-    count: int = field(usage, name, int)
-    if not is_token_count(count):
-        raise BrokenAnswerError(f"an answer whose {name} is {shortened(repr(count))}")
-    return count

@@ -18,8 +18,7 @@ import httpx2
 
 from ...schemas.errors import ServerError, UsageError, counted
 from ...schemas.round_options import ServerOptions
-from ...schemas.safe_text import bare_address, beginning, mask_secret, mask_secrets_of, safe
-from .timed_requests import HttpAnswer, NoAnswerError, TimedRequests
+from ...schemas.safe_text import bare_address, mask_secret, mask_secrets_of, safe
 
 logger = logging.getLogger("align")
 
@@ -29,10 +28,7 @@ FIRST_PAUSE = 0.5  # seconds before a request is sent again; twice as long each 
 LONGEST_PAUSE = 30.0
 LONGEST_ASKED_PAUSE = 300.0  # that a server asks for
 LOGGED_PAUSE = 4.0
-MOST_BYTES = 4 << 20  # of an answer that no long text was asked for in
-BYTES_PER_TOKEN = 256  # of one that was: no text has as many
 MOST_SAID = 300  # characters of an error's own words
-MOST_BYTES_OF_ERROR = 1 << 16  # of a larger one the beginning is shown as it is
 _ONCE_MORE = frozenset((408, 409, 425, 429))
 _OF_THIS_REQUEST = frozenset((400, 413, 422))
 _NOT_THERE = {
@@ -87,17 +83,14 @@ class ServerCosts:
 class ServerClient:
     """A connection to a server, for any number of threads."""
 
-    def __init__(self, options: ServerOptions, costs: ServerCosts, *, tokens: int = 0) -> None:
-        """`tokens`: the most of an answer."""
+    def __init__(self, options: ServerOptions, costs: ServerCosts) -> None:
         self.address = _checked_address(options.url)
         self.stopping = threading.Event()  # no request is sent again from now on
         self._options = options
         self._costs = costs
-        self._http = _requests_of(options, max(MOST_BYTES, BYTES_PER_TOKEN * tokens))
-        self._reading = threading.Lock()  # of many large answers one is unpacked at a time
+        self._http = _http_of(options)
 
     def __enter__(self) -> Self:
-        self._http.__enter__()
         return self
 
     def __exit__(
@@ -107,7 +100,7 @@ class ServerClient:
         at: TracebackType | None,
     ) -> None:
         self.stopping.set()
-        self._http.__exit__(kind, error, at)
+        self._http.close()
 
     def get(self, path: str, read: Callable[[Any], Answer]) -> Answer:
         """The result of `read` on the JSON answer of a GET request."""
@@ -130,9 +123,7 @@ class ServerClient:
     ) -> Answer:
         for retry in range(self._options.retries + 1):
             try:
-                content = self._content(method, path, body)
-                with self._reading:
-                    return read(_json_of(content))
+                return read(_json_of(self._content(method, path, body)))
             except (BrokenAnswerError, _FailedError) as error:
                 failure = error
             if retry < self._options.retries:
@@ -158,16 +149,17 @@ class ServerClient:
         """The body of an answer with the status 200."""
         self._costs.add(requests=1)
         try:
-            answer = self._http.send(method, f"{self.address}{path}", body)
-        except NoAnswerError as error:
-            raise _FailedError(shortened(str(error))) from error
-        if answer.status != 200:
+            answer = self._http.request(method, f"{self.address}{path}", content=body)
+        except (httpx2.RequestError, OSError) as error:
+            said = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise _FailedError(shortened(said)) from error
+        if answer.status_code != 200:
             raise self._refusal(path, answer)
         return answer.content
 
-    def _refusal(self, path: str, answer: HttpAnswer) -> Exception:
+    def _refusal(self, path: str, answer: httpx2.Response) -> Exception:
         """The error for an answer other than 200."""
-        status = answer.status
+        status = answer.status_code
         text = f"{status} {said_in(answer.content)}".rstrip()
         if status in _ONCE_MORE or status >= 500:
             return _FailedError(text, pause_of(answer.headers.get("Retry-After", "")))
@@ -178,11 +170,6 @@ class ServerClient:
             name = self._options.key_variable
             state = "has another" if os.environ.get(name) else "is not set"
             return UsageError(f"{where} Put its API key into {name}, which {state}.")
-        if 300 <= status < 400:
-            there = shortened(bare_address(answer.headers.get("Location", "nowhere")))
-            return UsageError(
-                f"{where} It leads to {there}. Redirects are not followed: give the right address."
-            )
         return UsageError(
             f"{where} See that server.url ends as the server says (often /v1) and that it has the "
             f"model.{_NOT_THERE.get(path, '')}"
@@ -191,41 +178,31 @@ class ServerClient:
 
 def _json_of(content: bytes) -> Any:
     try:
-        return json.loads(content, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
+        return json.loads(content)
+    except ValueError as error:
         raise BrokenAnswerError(f"not JSON: {shortened(_text(content))!r}") from error
 
 
 def said_in(content: bytes) -> str:
     """A server's own words about an error, safe to show."""
-    if len(content) > MOST_BYTES_OF_ERROR:
-        return shortened(_text(content))
     try:
         said = json.loads(content)
         for name in ("error", "message", "detail"):
             said = said.get(name, said) if isinstance(said, dict) else said
         text = said if isinstance(said, str) else json.dumps(said)
-    except (ValueError, RecursionError):
+    except ValueError:
         text = _text(content)
     return shortened(text)
 
 
 def shortened(text: str) -> str:
     """The beginning of a server's message, safe to show."""
-    text = safe(" ".join(beginning(text, 16 * MOST_SAID).split()))
+    text = safe(" ".join(text.split()))
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"
 
 
 def _text(content: bytes) -> str:
-    return content[: 128 * MOST_SAID].decode(errors="replace")  # more than is shown of it
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; duplicate names are refused as ambiguous."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("a name that is there twice")
-    return record
+    return content.decode(errors="replace")
 
 
 def _checked_address(url: str) -> str:
@@ -246,15 +223,11 @@ def _checked_address(url: str) -> str:
     return url.rstrip("/")
 
 
-def _requests_of(options: ServerOptions, most_bytes: int) -> TimedRequests:
-    headers = _key_header(options.key_variable)
+def _http_of(options: ServerOptions) -> httpx2.Client:
+    headers = {"Content-Type": "application/json", **_key_header(options.key_variable)}
+    limits = httpx2.Limits(max_connections=options.concurrency + 1)
     try:
-        return TimedRequests(
-            headers,
-            connections=options.concurrency + 1,
-            seconds=options.timeout,
-            most_bytes=most_bytes,
-        )
+        return httpx2.Client(headers=headers, timeout=options.timeout, limits=limits)
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(
             f"The proxy or the certificates that the environment names cannot be used ({error}). "

@@ -12,9 +12,17 @@ from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, 
 from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow
 from ...schemas.samples import SERVER, Prompt, Refused, Sample, Sampler, Sampling, Wanted
-from .completions import Completion, body_of, field, path_of, read_completion, seed_of, text_in
+from .completions import (
+    TEXT,
+    Completion,
+    body_of,
+    field,
+    path_of,
+    read_completion,
+    seed_of,
+    text_in,
+)
 from .in_flight import in_groups
-from .probes import PROBES, PROBING
 from .server_client import (
     GivenUpError,
     RequestRefusedError,
@@ -62,25 +70,6 @@ class ServerSampler(Sampler):
         """The sampler; no request is sent yet."""
         return OpenServer(self._options, sampling, self.model(), self.costs, self._count_tokens)
 
-    def probes(self, *, chat: bool) -> dict[str, str]:
-        """Greedy answers to the probe prompts, as conversations or as plain text."""
-        prompts = {
-            text: Prompt(({"role": "user", "content": text},) if chat else text) for text in PROBES
-        }
-        keys = {
-            prompt.key: f"{'chat' if chat else 'text'}: {text}" for text, prompt in prompts.items()
-        }
-        answers: dict[str, str] = {}
-        wanted = [Wanted(prompt, (0,)) for prompt in prompts.values()]
-        for group in self.open(PROBING).sample(wanted):
-            for sample in group:
-                if isinstance(sample, Refused):
-                    raise UsageError(
-                        f"{self._options.url} refuses a short prompt: {sample.reason}."
-                    )
-                answers[keys[sample.prompt]] = sample.text
-        return {key: answers[key] for key in sorted(answers)}
-
 
 @dataclass(frozen=True)
 class _Task:
@@ -116,8 +105,7 @@ class OpenServer:
         """Yields samples as they arrive; at most `concurrency` answers are not yet yielded."""
         asked = sum(len(one.numbers) for one in wanted)
         kept = refused = 0
-        tokens = self._sampling.max_new_tokens
-        with ServerClient(self._options, self._costs, tokens=tokens) as client:
+        with ServerClient(self._options, self._costs) as client:
             groups: Iterator[list[Sample | Refused]] = in_groups(
                 self._tasks(wanted),
                 partial(self._asked, client),
@@ -189,17 +177,15 @@ class OpenServer:
         self, client: ServerClient, prompt: Prompt, sampling: Sampling, seed: int
     ) -> Completion:
         body = body_of(prompt, sampling, model=self._model, seed=seed)
-        read = partial(read_completion, asked_model=self._model, costs=self._costs)
+        read = partial(read_completion, costs=self._costs)
         return client.post(path_of(prompt), body, read)
 
     def _require_settings_taken(self, client: ServerClient, path: str) -> None:
         """Sends a plain prompt once, to tell refused settings from a refused prompt."""
         with self._lock:
             if path not in self._takes_settings:
-                text = PROBES[0]
-                plain = Prompt(
-                    text if path == "/completions" else ({"role": "user", "content": text},)
-                )
+                text = "Once upon a time"
+                plain = Prompt(text if path == TEXT else ({"role": "user", "content": text},))
                 try:
                     self._completed(client, plain, replace(self._sampling, max_new_tokens=1), 0)
                     self._takes_settings[path] = ""
@@ -232,7 +218,7 @@ def _listed(answer: Any) -> list[str]:
 
 
 def _only_one(names: Sequence[str], address: str) -> str:
-    if len(names) == 1 and names[0] and shortened(names[0]) == names[0]:
+    if len(names) == 1:
         return names[0]
     listed = shortened(", ".join(map(repr, names))) or "no model"
     raise UsageError(f"{address} lists {listed}. Name the one to ask: server.model.")

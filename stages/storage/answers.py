@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import time
 from collections import defaultdict
@@ -32,13 +31,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ...schemas.errors import CorruptionError, PathError, counted, damaged
+from ...schemas.errors import CorruptionError, PathError, damaged
 from ...schemas.json_codec import digest, to_json
-from ...schemas.samples import is_token_count
 from .bucket.objects import Location
 from .store import store_of
-
-logger = logging.getLogger("align")
 
 Answer: TypeAlias = "Mapping[str, Any]"
 
@@ -48,7 +44,6 @@ SMALL_BYTES = 256 << 10  # of what is not large; the same for all who share a fo
 MERGED_BYTES = 4 << 20  # of small segments, for one large
 TRIES = 100  # of a look while others merge
 PAUSE = 0.002  # seconds after the second of them; more after each
-_COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +64,8 @@ class Answers:
         self._store = store_of(folder)
         self._spans: dict[str, _Span] = {}
         self._read: dict[str, int] = {}  # bytes of each segment
-        self._unusable: set[str] = set()  # keys of answers that no table can hold
         self._is_made = False  # the folder
         self.look()
-        if unusable := self._unusable - self._spans.keys():
-            logger.warning(
-                "%s holds %s with a number of tokens that no text has: counted as missing, and "
-                "asked for again.",
-                folder,
-                counted(len(unusable), "answers"),
-            )
 
     def __contains__(self, key: str) -> bool:
         return key in self._spans
@@ -190,10 +177,10 @@ class Answers:
         """
         found = []
         for line in payload.splitlines(keepends=True):
-            key, is_usable = _looked_at(line)
-            if is_usable and key in self and self._is_large(self._spans[key].segment):
+            key = json.loads(line)["key"]
+            if key in self and self._is_large(self._spans[key].segment):
                 relied_on.add(self._spans[key].segment)
-            elif is_usable:
+            else:
                 found.append((key, line))
         return found
 
@@ -228,12 +215,10 @@ class Answers:
         self._read[name] = len(payload)
         start, has_compared = 0, True
         for line in payload.splitlines(keepends=True):
-            key, is_usable = _looked_at(line)
+            key = json.loads(line)["key"]
             span, known = _Span(name, start, len(line), hash(line)), self._spans.get(key)
             start += len(line)
-            if not is_usable:
-                self._unusable.add(key)
-            elif known is None:
+            if known is None:
                 self._spans[key] = span
             elif known.mark == span.mark:  # of equal lines the one that stays
                 self._spans[key] = span if self._is_large(name) else known
@@ -291,13 +276,6 @@ def _damaged(path: Location) -> CorruptionError:
         "its bytes are not those that it is named by",
         "Remove it, and run the same command again: the answers in it are asked for again.",
     )
-
-
-def _looked_at(line: bytes) -> tuple[str, bool]:
-    """The key of a line, and whether its answer can be written into a table."""
-    record = json.loads(line)
-    answer = record["answer"]
-    return record["key"], all(is_token_count(answer[name]) for name in _COUNTS if name in answer)
 
 
 def _of_refusal(key: str) -> str:

@@ -12,7 +12,6 @@ from support.command import align, refusal
 
 KEY = "planted-key-52c7e0b9aa"
 PROMPTS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(8)]
-PROBED = 6  # requests of each command that has something to ask
 
 
 @pytest.fixture
@@ -42,13 +41,12 @@ def test_more_samples_in_another_order_cost_what_is_missing_of_the_same_model(sa
         assert align(*sample_words(stub, "-n", 3, prompts=PROMPTS[::-1])).code == 0
         grown = completions(here)
         assert align(*sample_words(stub, "-n", 3)).code == 0
-        assert stub.answered.total() == 8 * 3 + 2 * PROBED
+        assert stub.answered.total() == 8 * 3
     assert (len(first), len(grown)) == (16, 24)
     assert first.items() < grown.items()
-    with chat_server(lambda asked: asked.last.upper()) as stub:  # under the same name
-        assert "6 of 6 probes are answered otherwise" in refusal(4, *sample_words(stub, "-n", 4))
-        assert stub.asked.total() == PROBED
+    with chat_server(echo) as stub:  # other weights under the same name
         assert align(*sample_words(stub, "-n", 2, "--revision", "two")).code == 0
+        assert stub.answered.total() == 8 * 2
 
 
 def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_words, here):
@@ -60,8 +58,8 @@ def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_wo
         said = refusal(75, *sample_words(stub, *budget))
         assert "server.max_tokens of 150 is spent" in said
         assert align(*sample_words(stub, "-n", 4)).code == 0
-        assert set(stub.answered.values()) == {1, 2}  # the probes were asked by both
-        assert stub.answered.total() == 8 * 4 + 2 * PROBED
+        assert set(stub.answered.values()) == {1}
+        assert stub.answered.total() == 8 * 4
     assert len(completions(here)) == 32
 
 

@@ -23,11 +23,9 @@ FAULTS = frozenset(
         "drop",  # the connection is closed
         "cut",  # and in the middle of the answer
         "half",  # the first half of the JSON, as if it were all
-        *("slow head", "slow body", "slow welcome"),  # a byte now and then, without end
         "garbage",  # no JSON
         "no usage",
         "two choices",
-        "other model",
     )
 )
 LATE = 300  # seconds
@@ -82,8 +80,6 @@ class ChatServer:
     paths: tuple = (OF_CHAT, OF_TEXT, OF_MODELS)  # others: 404
     refuse: Callable = lambda _: None  # (status, message, *headers) of a refusal
     amend: Callable = lambda reply: reply  # what is sent for a reply; or bytes
-    wire: Callable | None = None  # (Asked or None, payload): the bytes in place of an answer
-    head: tuple = ()  # further lines of every answer's head
     delay: float = 0.0  # seconds before each answer
     retry_after: Any = None  # of 429 and 503
 
@@ -143,7 +139,7 @@ class ChatServer:
         prompt, completion = sum(map(words, asked.texts)), words(found.text or "")
         usage = {"prompt_tokens": prompt, "completion_tokens": completion}
         return {
-            "model": "another/model" if fault == "other model" else self.model,
+            "model": self.model,
             "choices": [choice] * (1 + (fault == "two choices")),
             **({} if fault == "no usage" else {"usage": usage}),
         }
@@ -225,10 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer(stub, *asked)
 
     def _list(self, stub):
-        listed = stub.amend({"object": "list", "data": [{"id": stub.model}]})
-        if stub.wire:
-            return self._as_drawn(stub.wire(None, json.dumps(listed).encode()))
-        return self._send(200, listed)
+        self._send(200, stub.amend({"object": "list", "data": [{"id": stub.model}]}))
 
     def _complete(self, stub, asked):
         fault = stub.begin(asked)
@@ -248,15 +241,11 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(LATE if fault == "hang" else 0)
             self.close_connection = True
             return None
-        if str(fault).startswith("slow"):
-            return self._trickle(fault)
         if fault == "garbage":
             return self._write(200, b"<html>\xff\xfe out of order</html>")
         reply = stub.reply(asked, fault)
         sent = stub.amend(reply)
         payload = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
-        if stub.wire:
-            return self._as_drawn(stub.wire(asked, payload))
         if fault in {"cut", "half"}:
             half, length = payload[: len(payload) // 2], fault == "cut" and len(payload)
             # Said, or the client may ask again here: in vain, and unseen by this server.
@@ -266,34 +255,13 @@ class _Handler(BaseHTTPRequestHandler):
         stub.note(asked, reply, fault)  # before it is sent: who has it may look at once
         return self._write(200, payload)
 
-    def _as_drawn(self, pieces):
-        """Whatever bytes there are; the connection stays open if the last of them is empty."""
-        self.close_connection = True
-        for piece in pieces:
-            self.wfile.write(piece)
-            self.close_connection = bool(piece)
-
-    def _trickle(self, fault):
-        """What never becomes an answer: a head, a body, or a welcome before any head."""
-        begins = b"HTTP/1.1 200 Said\r\nContent-Length: 100000\r\n"
-        first, then = {
-            "slow head": (begins + b"X-Slow: ", b"x"),
-            "slow body": (begins + b"\r\n", b" "),
-            "slow welcome": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        }[fault]
-        self.wfile.write(first)
-        end = time.monotonic() + LATE
-        while time.monotonic() < end:
-            self.wfile.write(then)
-            time.sleep(0.01)
-
     def _send(self, status, value, *headers):
         self._write(status, json.dumps(value).encode(), *headers)
 
     def _write(self, status, payload, *headers, length=False):
         """All at once; a length may be stated that is not the payload's."""
         stub = self.server.stub
-        head = [f"HTTP/1.1 {status} Said", "Content-Type: application/json", *stub.head, *headers]
+        head = [f"HTTP/1.1 {status} Said", "Content-Type: application/json", *headers]
         head.append(f"Content-Length: {length or len(payload)}")
         if status in {429, 503} and stub.retry_after is not None:
             head.append(f"Retry-After: {stub.retry_after}")

@@ -1,26 +1,18 @@
-"""The key, the address and the bytes of an answer, how long is waited, and what is read of it."""
+"""The key and the address of a server, how long is waited, and what is read of an answer."""
 
-import contextlib
-import gc
-import gzip
 import hashlib
 import itertools
-import math
 import random
-import threading
-import time
-from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
 
-from align.schemas.errors import AlignError, FingerprintError, ServerError, UsageError
+from align.schemas.errors import AlignError, ServerError, UsageError
 from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Sampling
 from align.stages.server import server_client
-from align.stages.server.completions import body_of, is_same_model, read_completion, seed_of
-from align.stages.server.probes import require_same_probes
+from align.stages.server.completions import body_of, read_completion, seed_of
 from align.stages.server.server_client import (
     BrokenAnswerError,
     ServerClient,
@@ -28,10 +20,9 @@ from align.stages.server.server_client import (
     pause_of,
     said_in,
 )
-from align.stages.server.timed_requests import NoAnswerError, TimedRequests
 from support.asking import chat as chat_prompt
 from support.asking import collected, echo, options_of, sampler_of_stub, wanted_of
-from support.chat_server import Reply, chat_server
+from support.chat_server import chat_server
 
 KEY = "planted-key-8f3a91c4d7"
 
@@ -82,17 +73,6 @@ def test_a_key_that_is_not_set_or_cannot_be_sent_is_not_sent(monkeypatch):
     assert "zum" not in said
 
 
-@pytest.mark.parametrize("status", [302, 307])
-def test_a_redirect_is_named_and_never_followed(status, monkeypatch):
-    monkeypatch.setenv("PLANTED", KEY)
-    with chat_server(echo) as elsewhere:
-        there = f"{elsewhere.url}/chat/completions"
-        with chat_server(echo, refuse=lambda _: (status, "", f"Location: {there}")) as stub:
-            said = said_by(lambda: sample_all(stub))
-        assert f"{status}. It leads to {there}." in said
-        assert not elsewhere.requests
-
-
 NO_ADDRESSES = {
     "not an address": ("127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:port/v1"),
     "has a user": ("http://me:hidden-word@host/v1",),
@@ -108,47 +88,11 @@ def test_an_address_that_is_none_is_refused(said):
         assert "hidden-word" not in str(caught.value)
 
 
-BOMB = {"amend": lambda _: gzip.compress(b" " * 10_000_000), "head": ("Content-Encoding: gzip",)}
-NO_ANSWERS = {
-    "more than 1,000 bytes": {"amend": lambda _: b" " * 2000},
-    "the encoding 'gzip', not asked for": BOMB,
-    'not JSON: \'{"usage"': {"amend": lambda _: b'{"usage": {}, "usage": {}}'},  # which of both?
-    "not JSON: '\\[\\[": {"amend": lambda _: b"[" * 100_000},
-    'not JSON: \'{"n": 99': {"amend": lambda _: b'{"n": %s}' % (b"9" * 5000)},
-    "not JSON: '��": {"amend": lambda _: b"\xff\xfe{"},
-}
-
-
-@pytest.mark.parametrize("said", NO_ANSWERS)
-def test_what_is_not_one_plain_json_value_of_some_length_is_no_answer(said, monkeypatch):
-    monkeypatch.setattr(server_client, "MOST_BYTES", 1000 if "bytes" in said else 10**6)
-    monkeypatch.setattr(server_client, "BYTES_PER_TOKEN", 1)  # of the 512 that are asked for
-    with (
-        chat_server(echo, **NO_ANSWERS[said]) as stub,
-        pytest.raises(ServerError, match=f"2 requests without a usable answer.*{said}"),
-    ):
+@pytest.mark.parametrize("payload", [b"\xff\xfe{", b'{"n": %s}' % (b"9" * 5000)])
+def test_what_is_not_json_is_no_answer(payload):
+    said = "2 requests without a usable answer.*not JSON"
+    with chat_server(echo, amend=lambda _: payload) as stub, pytest.raises(ServerError, match=said):
         sample_all(stub)
-    assert {asked.headers["accept-encoding"] for asked in stub.requests} == {"identity"}
-
-
-def test_an_answer_may_be_longer_where_more_tokens_are_asked_for(monkeypatch):
-    monkeypatch.setattr(server_client, "MOST_BYTES", 1000)
-    with chat_server(lambda asked: Reply("word " * 1000)) as stub:
-        samples, _ = sample_all(stub)  # 512 tokens of 256 bytes are more than these 5,000
-    assert {sample.text for sample in samples.values()} == {"word " * 1000}
-
-
-def test_what_follows_an_answer_is_not_that_to_the_next_request():
-    def twice(asked, payload):
-        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(payload)
-        return [(head + payload) * 2, b""]  # and the connection is left open
-
-    prompts = [chat_prompt(str(number)) for number in range(4)]
-    with chat_server(lambda asked: Reply(f"to {asked.last}"), wire=twice) as stub:
-        sampler = sampler_of_stub(stub, concurrency=1).open(Sampling())
-        samples, _ = collected(sampler.sample(wanted_of(prompts, 1)))
-    found = {prompt.text[-1]["content"]: samples[prompt.key, 0].text for prompt in prompts}
-    assert found == {str(number): f"to {number}" for number in range(4)}
 
 
 def test_a_proxy_or_certificates_that_cannot_be_used_are_an_error_of_the_environment(monkeypatch):
@@ -232,22 +176,7 @@ WHOLE = {
 
 
 def read(answer, costs=None):
-    return read_completion(answer, asked_model="m", costs=costs or ServerCosts())
-
-
-def test_what_one_model_may_be_called():
-    for asked, answered in (
-        ("/models/tiny/", "/models/tiny@main"),
-        ("Qwen/Qwen3-8B", "qwen3-8b"),
-        ("qwen3-8b.gguf", "/srv/models/Qwen3-8B.gguf"),
-        ("gpt-9", "gpt-9-2026-08-06"),
-    ):
-        assert is_same_model(asked, answered), asked
-    for asked, answered in (
-        *(("gpt-9", "gpt-9-mini"), ("gpt-9-mini", "gpt-9"), ("m", "")),
-        ("gpt-9", "gpt-9-\u0662\u0660\u0662\u0666-\u0660\u0668-\u0660\u0666"),
-    ):
-        assert not is_same_model(asked, answered), asked
+    return read_completion(answer, costs=costs or ServerCosts())
 
 
 def test_a_seed_follows_from_the_seed_the_prompt_and_the_number():
@@ -270,10 +199,6 @@ def test_a_server_is_sent_the_arguments_of_calls_as_text():
     assert bare == {"name": "f"}
 
 
-def using(prompt=7, completion=2):
-    return {**WHOLE, "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
-
-
 def choosing(**choice):
     return {**WHOLE, "choices": [choice]}
 
@@ -287,10 +212,10 @@ def saying(**message):
     [
         (None, "without usage"),
         ({**WHOLE, "usage": {"prompt_tokens": 7}}, "without completion_tokens"),
-        (using(prompt=-1), "prompt_tokens is -1"),
-        (using(prompt=2**31), "is 2147483648"),
-        (using(completion=10**4000), "completion_tokens is 10{299}…"),
-        (using(completion=2.0), "completion_tokens is of the type float"),
+        (
+            {**WHOLE, "usage": {"prompt_tokens": 7, "completion_tokens": 2.0}},
+            "completion_tokens is of the type float",
+        ),
         ({**WHOLE, "choices": {"0": {}}}, "choices is of the type dict"),
         ({**WHOLE, "choices": []}, "0 choices"),
         ({**WHOLE, "choices": ["x"]}, "without finish_reason"),
@@ -305,7 +230,7 @@ def saying(**message):
         (saying(tool_calls=[]), "without content"),
         *(
             (saying(content=content), "content is of the type")
-            for content in (0, False, [], {}, [{"type": "text"}], math.nan)
+            for content in (0, False, [], {}, [{"type": "text"}])
         ),
     ],
 )
@@ -314,27 +239,19 @@ def test_what_is_not_a_whole_answer_is_never_used(spoiled, said):
         read(spoiled)
 
 
-def test_an_answer_at_the_bounds_is_whole():
+def test_an_answer_without_text_is_whole_and_its_finish_is_kept():
     assert read(saying(content=None)).text == ""
     assert read(saying(tool_calls=[{"id": "1"}])).text == ""  # a call of a tool needs none
-    assert read(using(prompt=2**31 - 1, completion=0)).prompt_tokens == 2**31 - 1
     finishes = {"stop": "stop", "length": "length", "tool_calls": "other", "filtered": "other"}
     for said, finish in finishes.items():
         assert read(choosing(text="x", finish_reason=said)).finish == finish
 
 
-def test_what_an_unusable_answer_cost_is_counted_unless_it_cannot_be():
-    with pytest.raises(UsageError) as caught:
-        read({**WHOLE, "model": "other " * 100_000})
-    assert len(str(caught.value)) < 1000
-    for spoiled, cost in (
-        ({**WHOLE, "choices": WHOLE["choices"] * 2}, (7, 2, 9)),
-        (using(completion=-5), (0, 0, 0)),
-    ):
-        costs = ServerCosts()
-        with pytest.raises(BrokenAnswerError):
-            read(spoiled, costs)
-        assert (costs.prompt_tokens, costs.completion_tokens, costs.tokens) == cost
+def test_what_an_unusable_answer_cost_is_counted():
+    costs = ServerCosts()
+    with pytest.raises(BrokenAnswerError, match="2 choices"):
+        read({**WHOLE, "choices": WHOLE["choices"] * 2}, costs)
+    assert (costs.prompt_tokens, costs.completion_tokens, costs.tokens) == (7, 2, 9)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +261,7 @@ def test_what_an_unusable_answer_cost_is_counted_unless_it_cannot_be():
         (b'{"detail": [{"loc": "body"}]}', '[{"loc": "body"}]'),
         (b"<html>\n  too long\n</html>", "<html> too long </html>"),
         (b"a \x1b[31mred\x00 word \xff", "a \\u001b[31mred\\u0000 word \ufffd"),
-        (b"[" * 100_000, "[" * 300 + "…"),
+        (b"[" * 400, "[" * 300 + "…"),
         (b'{"error": {"message": "\\udfff"}}', "\\udfff"),
     ],
 )
@@ -354,47 +271,6 @@ def test_a_server_says_in_many_ways_what_is_wrong(content, said):
 
 def test_no_part_of_a_key_is_said_where_a_long_message_ends(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    for before in range(16 * server_client.MOST_SAID - len(KEY), 16 * server_client.MOST_SAID + 1):
-        said = said_in(b'{"error": "key:%s%s"}' % (b" " * (before - 4), KEY.encode()))
-        assert said in {"key:", "key: ***"}, before
-
-
-KEPT = {f"chat: {i}": f"answer {i}" for i in range(6)}
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 6])
-def test_most_other_answers_are_another_model_and_a_few_may_be_of_another_batch(count, caplog):
-    now = {name: f"{text}!" if i < count else text for i, (name, text) in enumerate(KEPT.items())}
-    now |= {"text: 1": "of another kind"}
-    now = {
-        name: f"{text}{' and on' * 100_000}" if text[-1] == "!" else text
-        for name, text in now.items()
-    }
-    said, options = f"{count} of 6 probes", ServerOptions(url="http://host/v1", revision="one")
-    if count > 3:
-        with pytest.raises(
-            FingerprintError, match=f"{said}.*'one'.*another server.revision"
-        ) as caught:
-            require_same_probes(KEPT, now, options)
-        assert len(str(caught.value)) < 1000
-    else:
-        require_same_probes(KEPT, now, options)
-        assert (said in caplog.text) == (count > 0)
-
-
-def test_requests_that_are_given_up_while_they_connect_leave_nothing_behind():
-    def ask(requests):
-        with contextlib.suppress(NoAnswerError, CancelledError):
-            while True:
-                requests.send("GET", f"{stub.url}/models", None)
-
-    with chat_server(echo, delay=0.002) as stub:
-        for number in range(40):
-            with TimedRequests({}, connections=5, seconds=60, most_bytes=1 << 20) as requests:
-                threads = [threading.Thread(target=ask, args=(requests,)) for _ in range(4)]
-                for thread in threads:
-                    thread.start()
-                time.sleep(number / 2000)
-            for thread in threads:
-                thread.join()
-    gc.collect()  # which tells of what was never awaited
+    for before in range(server_client.MOST_SAID - len(KEY), server_client.MOST_SAID + 1):
+        said = said_in(b'{"error": "%s %s"}' % (b"x" * before, KEY.encode()))
+        assert KEY[:4] not in said, before

@@ -8,7 +8,6 @@ from align.schemas.errors import BudgetError, ServerError, UsageError
 from align.schemas.rows import BadRow
 from align.schemas.samples import Prompt, Refused, Sampling, Wanted
 from align.stages.server.completions import seed_of
-from align.stages.server.probes import PROBES
 from support.asking import chat, collected, echo, sampler_of_stub, wanted_of
 from support.chat_server import OF_CHAT, OF_TEXT, chat_server
 from support.patience import PATIENCE
@@ -81,12 +80,10 @@ def test_a_fault_that_stays_ends_the_run_after_its_retries(fault):
     assert stub.asked.total() == 3
 
 
-@pytest.mark.parametrize("fault", ["hang", "slow head", "slow body", "slow welcome"])
-def test_a_request_has_one_deadline_however_its_answer_trickles_in(fault):
-    # Without one, the request would last as long as the server goes on, and end otherwise.
+def test_a_request_that_nobody_answers_has_a_deadline():
     with (
-        chat_server(echo, faults={fault: 1.0}) as stub,
-        pytest.raises(ServerError, match=r"the last time: no whole answer in 0\.3 s"),
+        chat_server(echo, faults={"hang": 1.0}) as stub,
+        pytest.raises(ServerError, match="the last time: ReadTimeout"),
     ):
         sampled(stub, wanted_of(TEXTS[:1], 1), timeout=0.3, retries=0)
 
@@ -148,16 +145,12 @@ def test_what_cannot_be_rendered_or_ends_with_the_assistant_is_refused_without_a
     assert "the assistant's own words are last" in ended.reason
 
 
-def test_another_count_of_tokens_than_ours_or_another_model_than_asked_is_refused():
+def test_another_count_of_tokens_than_ours_is_refused():
     with chat_server(echo) as stub:
         sampler = sampler_of_stub(stub, lambda _: 3)
         assert len(collected(sampler.open(WARM).sample(wanted_of(TEXTS, 1)))[0]) == 6
         with pytest.raises(UsageError, match="read 5 tokens where our rendering .* has 3:"):
             list(sampler.open(WARM).sample(wanted_of(CHATS, 1)))
-    with chat_server(echo, faults={"other model": 1.0}) as stub:
-        with pytest.raises(UsageError, match="model 'stub' and answered as 'another/model'"):
-            sampled(stub, wanted_of(TEXTS, 1), concurrency=1)
-        assert stub.asked.total() == 1
 
 
 def test_no_more_requests_are_begun_than_may_be_in_flight_while_a_group_is_kept():
@@ -231,26 +224,10 @@ def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
     assert set(stub.answered.values()) == {1}
 
 
-@pytest.mark.parametrize(("is_chat", "path"), [(True, OF_CHAT), (False, OF_TEXT)])
-def test_probes_are_asked_greedily_and_in_the_way_of_the_prompts(is_chat, path):
-    with chat_server(echo) as stub:
-        probes = sampler_of_stub(stub).probes(chat=is_chat)
-        assert {asked.path for asked in stub.requests} == {path}
-        assert {asked.body["temperature"] for asked in stub.requests} == {0.0}
-        assert sorted(asked.last for asked in stub.requests) == sorted(PROBES)
-        kind = "chat" if is_chat else "text"
-        assert {*probes} == {f"{kind}: {text}" for text in PROBES}
-        assert all(f"to {name[6:]} " in answer for name, answer in probes.items())
-        stub.refuse = lambda _: (400, "no template")
-        with pytest.raises(UsageError, match="refuses every request: 400 no template"):
-            sampler_of_stub(stub).probes(chat=is_chat)
-
-
 ONLY = {"data": [{"id": "only"}]}
 NOT_ONE = {
     "lists 'a', 'b'. Name the one to ask: server.model": {"data": [{"id": "a"}, {"id": "b"}]},
     "lists no model": {"data": []},
-    r"lists 'a\\x1b\[31m'. Name the one": {"data": [{"id": "a\x1b[31m"}]},
     "without data.* Or name the model: server.model": 5,
     "whose data is of the type str": {"data": "only"},
     "without id": {"data": [5]},
