@@ -13,6 +13,7 @@ from ...schemas.samples import Finish, Prompt, Sampling
 from .server_client import BrokenAnswerError, ServerCosts
 
 CHAT, TEXT = "/chat/completions", "/completions"
+LIMIT, NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _UNFINISHED = frozenset(("abort", "error"))  # of vLLM and SGLang, for requests they gave up
 
@@ -32,13 +33,15 @@ def path_of(prompt: Prompt) -> str:
     return TEXT if isinstance(prompt.text, str) else CHAT
 
 
-def body_of(prompt: Prompt, sampling: Sampling, *, model: str, seed: int) -> dict[str, Any]:
+def body_of(
+    prompt: Prompt, sampling: Sampling, *, model: str, seed: int, limit: str = LIMIT
+) -> dict[str, Any]:
     """The request for one completion; parameters of only some servers are in it only if set."""
     body = {
         "model": model,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
+        limit: sampling.max_new_tokens,
         "seed": seed,
     }
     if sampling.top_k:

@@ -13,6 +13,8 @@ from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow
 from ...schemas.samples import SERVER, Prompt, Refused, Sample, Sampler, Sampling, Wanted
 from .completions import (
+    LIMIT,
+    NEWER_LIMIT,
     TEXT,
     Completion,
     body_of,
@@ -100,6 +102,7 @@ class OpenServer:
         self._count_tokens = count_tokens
         self._lock = threading.Lock()
         self._takes_settings: dict[str, str] = {}  # the server's reply to them, by path
+        self._limit = LIMIT  # what it calls the most tokens of an answer
 
     def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
         """Yields samples as they arrive; at most `concurrency` answers are not yet yielded."""
@@ -176,9 +179,16 @@ class OpenServer:
     def _completed(
         self, client: ServerClient, prompt: Prompt, sampling: Sampling, seed: int
     ) -> Completion:
-        body = body_of(prompt, sampling, model=self._model, seed=seed)
+        limit = self._limit
+        body = body_of(prompt, sampling, model=self._model, seed=seed, limit=limit)
         read = partial(read_completion, costs=self._costs)
-        return client.post(path_of(prompt), body, read)
+        try:
+            return client.post(path_of(prompt), body, read)
+        except RequestRefusedError as error:
+            if limit == NEWER_LIMIT or NEWER_LIMIT not in str(error):
+                raise
+        self._limit = NEWER_LIMIT  # models that take only this one name it
+        return self._completed(client, prompt, sampling, seed)
 
     def _require_settings_taken(self, client: ServerClient, path: str) -> None:
         """Sends a plain prompt once, to tell refused settings from a refused prompt."""

@@ -128,6 +128,19 @@ def test_settings_that_a_server_does_not_know_end_the_run_by_name():
         assert len(sampled(stub, wanted_of(CHATS, 2))[0]) == 12
 
 
+def test_a_server_that_takes_only_the_newer_name_of_the_most_tokens_is_asked_by_that():
+    def refuse(asked):
+        said = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+        return (400, said) if "max_tokens" in asked.body else None
+
+    with chat_server(echo, refuse=refuse) as stub:
+        samples, refused = sampled(stub, wanted_of(CHATS, 2), concurrency=1)
+    assert (len(samples), refused) == (12, [])
+    first, *others = (asked.body for asked in stub.requests)
+    assert first["max_tokens"] == 32
+    assert [body["max_completion_tokens"] for body in others] == [32] * 12
+
+
 def test_what_cannot_be_rendered_or_ends_with_the_assistant_is_refused_without_a_request():
     begun = Prompt((*CHATS[0].text, {"role": "assistant", "content": "Well"}))
 
