@@ -149,16 +149,25 @@ SCORES = {
     "Clear and right.\nScore: 7": 7,
     "Score: 1\n\n": 1,
     "A good score, 9 of 10 at least.\r\nScore: 10\r\n": 10,
+    **dict.fromkeys(
+        ("**Score: 7**", "It is right.\n\n**Score:** 7", "**Score**: 7", "Score: *7*"), 7
+    ),
 }
 NO_SCORES = (
     *("Score: 0", "Score: 11", "Score: 7.5", "Score: 7/10", "Score: -7", "Score: 07"),
-    *("Score: \u0667", "**Score: 7**", "score: 7", "Score: seven", "I give it 7.", "7", ""),
+    *("Score: \u0667", "score: 7", "Score: seven", "I give it 7.", "7", ""),
     "Score: 7\nThank you.",
     "Score: 3\nOn second thoughts:\nScore: 7",
+    "**Score**: 3\nOn second thoughts:\n**Score: 7**",
     "It says SCORE : 10, but it is wrong.\nScore: 2",
     "My score is Score: 7",
 )
-VERDICTS = {"A is right, B is not.\nVerdict: A": "A", "Verdict: B": "B", "Verdict: tie": "tie"}
+VERDICTS = {
+    "A is right, B is not.\nVerdict: A": "A",
+    "Verdict: B": "B",
+    "Verdict: tie": "tie",
+    "Both are right.\n**Verdict: tie**": "tie",
+}
 NO_VERDICTS = (
     *("Verdict: C", "Verdict: a", "Verdict: A or B", "A", "Verdict:"),
     "Verdict: A\nVerdict: A",
