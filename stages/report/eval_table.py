@@ -2,8 +2,7 @@
 
 row counts the rows as the method reads them; row_id names the stored row; log_ratio is
 log(policy / reference), and reward what the loss compares. A reward model has no log-probs: there
-is its score instead. What is asked for by words the reference never saw has no log-ratio. An
-apostrophe precedes text that a spreadsheet would take for a formula.
+is its score instead. What is asked for by words the reference never saw has no log-ratio.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue 
 
 NAMES = ("row", "row_id", "role", "tokens")
 TEXTS = ("prompt", "completion")
-FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # with which a formula may begin
 Kind = Literal["log-ratios", "log-probs", "scores"]
 REWARD = "reward"
 # The columns of each kind, the last of them for the report.
@@ -54,7 +52,7 @@ def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode 
         numbers = (*known, *(one.reward for _ in rewards))
         cells = [
             one.row,
-            _inert(one.row_id),
+            one.row_id,
             one.role.name.lower(),
             one.num_tokens,
             *map(repr, numbers),
@@ -97,18 +95,7 @@ def kind_of(columns: Collection[str]) -> Kind | None:
 def _texts(one: EvalSample, decode: Decode) -> tuple[str, str]:
     assert one.prompt is not None, "the evaluation keeps ids"
     assert one.completion is not None, "the evaluation keeps ids"
-    return _inert(decode(one.prompt, False)), _inert(decode(one.completion, True))
-
-
-def _inert(text: str) -> str:
-    """The text, quoted if a spreadsheet would take it for a formula; numbers are unchanged."""
-    if not text.startswith(FORMULAS):
-        return text
-    try:
-        float(text)
-    except ValueError:
-        return f"'{text}"
-    return text
+    return decode(one.prompt, False), decode(one.completion, True)
 
 
 COLORS = {"chosen": "c0", "desirable": "c0", "rejected": "c1", "undesirable": "c1"}

@@ -1,7 +1,5 @@
 """What is counted in a cache, and single held-out completions on their way to a file and back."""
 
-import csv
-import io
 import shutil
 from dataclasses import replace
 
@@ -149,7 +147,11 @@ def test_it_is_read_back_as_it_was(table_of):
 
 
 @pytest.mark.parametrize(
-    "text", ['He said "no",\nthen left', "one\rtwo", "\n\r", "x" * 200_000, " a,b ", "\u2028\x0b"]
+    "text",
+    [
+        *('He said "no",\nthen left', "one\rtwo", "\n\r", "x" * 200_000, " a,b ", "\u2028\x0b"),
+        *("- one\n- two", "=1+1", "+1", "-2.5", "@all", "\t=1", "\r=1", "'=1"),
+    ],
 )
 def test_text_survives_whatever_it_is(tmp_path, text):
     def decode(tokens, continues):
@@ -157,25 +159,12 @@ def test_text_survives_whatever_it_is(tmp_path, text):
         return text
 
     bare = sample(0, Role.DESIRABLE, 1, -1.0, -1.5)
-    one = replace(bare, prompt=np.array([0]), completion=np.array([1]))
+    one = replace(bare, row_id=text, prompt=np.array([0]), completion=np.array([1]))
     path = tmp_path / "step-00000001.csv"
     path.write_bytes(evaluation_csv([one, one], "log-ratios", decode=decode).encode())
     samples = read_samples(path)
     assert samples["log_ratio"].to_list() == [0.5, 0.5]
-    assert samples.select("prompt", "completion").rows() == [(text, text)] * 2
-
-
-def test_no_spreadsheet_computes_what_a_model_wrote():
-    formulas = ['=HYPERLINK("http://x";"y")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)"]
-    formulas += ["\t=1", "\r=1"]
-    numbers = ["-2.5", "+7", "1 - 2 = -1"]
-    one = replace(PAIRS[1], row_id="=1+1", prompt=np.array([0]), completion=np.array([1]))
-    for text in [*formulas, *numbers]:
-        written = evaluation_csv([one], "log-ratios", decode=lambda *_, text=text: text)
-        (line,) = csv.DictReader(io.StringIO(written, newline=""))
-        cell = f"'{text}" if text in formulas else text
-        assert (line["prompt"], line["completion"], line["row_id"]) == (cell, cell, "'=1+1")
-        assert float(line["log_ratio"]) == -2.5  # a negative number is no text
+    assert samples.select("row_id", "prompt", "completion").rows() == [(text,) * 3] * 2
 
 
 def test_margins_are_of_rewards_in_rows_with_good_and_bad_completions(table_of):
