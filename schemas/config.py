@@ -178,30 +178,30 @@ class ScoringOptions:
         ge=1,
         run_flag="--reference-tokens",
         on=IN_TASKS,
-        read_by=("plan",),
+        read_by=("judge", "plan"),
         binds=("cache", "round"),
     )
     executor: Literal["inline", "ray"] = option(
         "inline",
         "where units are scored: inline in this process, ray in actors of a cluster",
-        on=IN_TASKS,
+        on=("precompute-ref", "score"),
     )
     ray_address: str = option(
         "",
         "a running Ray cluster; empty: one on this machine, which ends with the run",
-        on=IN_TASKS,
+        on=("precompute-ref", "score"),
     )
     ray_workers: str = option(
         "",
         "actors, as MIN:MAX or one number; empty: one per GPU, or per machine without GPUs",
-        on=IN_TASKS,
+        on=("precompute-ref", "score"),
     )
     ray_gpus_per_worker: float = option(
         0.0,
         "GPUs of each actor; 0: one where the model is on cuda",
         ge=0,
         flag="--ray-worker-gpus",
-        on=IN_TASKS,
+        on=("precompute-ref", "score"),
     )
 
 
@@ -279,7 +279,7 @@ class Config:
     cache: CacheOptions = section(
         CacheOptions, read_by=("precompute-ref",), binds=("cache", "round")
     )
-    scoring: ScoringOptions = section(ScoringOptions, read_by=SCORERS)
+    scoring: ScoringOptions = section(ScoringOptions, read_by=("precompute-ref", "score"))
     tracking: TrackingOptions = section(TrackingOptions, read_by=TRAINING)
     train: TrainOptions = section(TrainOptions, read_by=TRAINING, binds=("run", "round"))
     lora: LoraOptions = section(LoraOptions, read_by=TRAINING, binds=("run", "round"))

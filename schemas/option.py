@@ -26,7 +26,7 @@ Command = Literal[
 Commands: TypeAlias = tuple[Command, ...]
 COMMANDS: Commands = get_args(Command)
 SCORERS: Commands = ("precompute-ref", "score", "sample", "judge")
-IN_TASKS: Commands = ("precompute-ref", "score", "sample")  # whose flags say where tasks are made
+IN_TASKS: Commands = ("precompute-ref", "score", "sample")  # which work on data in batches
 TRAINERS: Commands = ("train", "plan")
 TRAINING: Commands = ("train", "plan", "sweep")
 # What keeps its settings: a finished cache, a run that is resumed, a round. With another `length` a

@@ -87,11 +87,6 @@ class Runner(Protocol):
 class Executor(Runner, Protocol):
     """An executor of `scoring.executor`."""
 
-    @property
-    def groups(self) -> int:
-        """Into how many tasks, at least, work is to be cut for it; 1: into as few as fit."""
-        ...
-
     def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
         """The runner that prepares rows, which takes cores and no model.
 

@@ -8,7 +8,6 @@ from typing import Protocol, cast
 
 from ...schemas.config import ScoringOptions
 from ...schemas.errors import UsageError
-from ...schemas.samples import SERVER
 from .executor import WHOLE, Executor, Share
 from .processes import Inline
 
@@ -31,15 +30,13 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {"ray": ("ray_actors", "RayActors")}
 
 def executor_of(options: ScoringOptions, share: Share | None, device: str) -> Executor:
     """The executor that the options ask for, of what computes on a device."""
-    require_executor(options, share, is_served=device == SERVER)
+    require_executor(options, share)
     if options.executor == "inline":
         return Inline(share or WHOLE)
     return _kind(options.executor).of(options, on_gpu=device == "cuda")
 
 
-def require_executor(
-    options: ScoringOptions, share: Share | None, *, is_served: bool = False
-) -> None:
+def require_executor(options: ScoringOptions, share: Share | None) -> None:
     """Refuses, by the settings alone, an executor that there cannot be."""
     if options.executor == "inline":
         return
@@ -47,11 +44,6 @@ def require_executor(
         raise UsageError(
             f"--executor {options.executor}: a part, or a rank, makes its share in its own "
             "process. Leave out one of the two."
-        )
-    if is_served:
-        raise UsageError(
-            f"--executor {options.executor}: a server does the work elsewhere already. Leave it "
-            "out, and raise --concurrency."
         )
     _kind(options.executor).require(options)
 

@@ -21,19 +21,12 @@ from ...stages.tracking.progress import NoProgress, Progress
 from .cores import usable_cores
 from .executor import WHOLE, Facts, Runner, Share, Tasks
 
-GROUPS_PER_PART = 4
-
 
 @dataclass(frozen=True)
 class Inline:
     """Makes a share of the tasks in this process, one after the other."""
 
     share: Share = WHOLE
-
-    @property
-    def groups(self) -> int:
-        """A few for each part, so that the last of one does not keep all waiting."""
-        return GROUPS_PER_PART * self.share.count if self.share.count > 1 else 1
 
     def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
         """All cores of this machine; each of the ranks here has children of its own."""

@@ -35,7 +35,6 @@ logger = logging.getLogger("align")
 
 # With a whole core for each actor, Ray Data has none left for itself on a small machine, and waits.
 CORES_PER_WORKER = 0.5
-GROUPS = 32
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # of a cluster of our own: no rows pass through it
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -70,11 +69,6 @@ class RayActors:
         """As the options ask; without a number, a worker on GPUs has one."""
         gpus = options.ray_gpus_per_worker or float(on_gpu)
         return RayActors(options.ray_address, options.ray_workers, gpus)
-
-    @property
-    def groups(self) -> int:
-        """A guess: the number of actors is not known yet."""
-        return GROUPS
 
     def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
         """A cluster of many machines with a worker for each core; else this machine's cores."""

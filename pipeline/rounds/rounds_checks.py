@@ -113,7 +113,7 @@ def _require_judge(config: Config) -> None:
             f"server.url is set, and judge.by is {config.judge.by}: in rounds a server can only be "
             "the judge, because it does not have the policy. Leave it out."
         )
-    kind.require(config, None, has_sampler=False)
+    kind.require(config, has_sampler=False)
 
 
 def _require_lora(config: Config) -> None:

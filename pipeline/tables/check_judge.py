@@ -11,7 +11,6 @@ from ...schemas.round_options import JudgeOptions
 from ...schemas.samples import Sampler
 from ...stages.judge.judged_rows import SampleRows
 from ...stages.judge.verifiers import Verifier, verifier_of
-from ..executors.executor import Share
 from ..jobs.job import Call
 from .judges import Judged, RowJudge, SampleKey, Scores, Verdicts
 
@@ -24,7 +23,7 @@ class CheckJudge(RowJudge):
     named_by: Mapping[str, str]
 
     @staticmethod
-    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+    def require(config: Config, *, has_sampler: bool) -> None:
         """Refuses a function or a pattern that cannot be used, as if there were the column."""
         verifier_of(config.judge, [config.judge.answer])
 

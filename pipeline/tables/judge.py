@@ -16,6 +16,7 @@ from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
 from ..executors.executor import Share
 from ..jobs.job import Call, Made, carry_out
+from .answer_tasks import in_this_process, require_kept
 from .judge_inputs import Gold, read_gold, sample_rows
 from .judges import Judge, Judged, kind_of
 from .table_inputs import TableInput, read_input
@@ -36,16 +37,17 @@ def judge(
     Of several parts, each that finds all judgments there publishes the table. `sampler` stands for
     the language model that the settings would name.
     """
-    return carry_out(_opened(config, samples, share, sampler), progress=progress)
+    return carry_out(_opened(in_this_process(config), samples, share, sampler), progress=progress)
 
 
 def calibrate(
     config: Config, gold: str, *, progress: Progress, sampler: Sampler | None = None
 ) -> Calibration:
     """Measures a judge on pairs of known preference; its judgments are kept as any others."""
-    alone = replace(config, judge=replace(config.judge, against=""))
+    alone = replace(in_this_process(config), judge=replace(config.judge, against=""))
     kind = kind_of(alone.judge)
-    kind.require(alone, None, has_sampler=sampler is not None)
+    kind.require(alone, has_sampler=sampler is not None)
+    require_kept(None, alone.judge.output, alone.judge.answers, "judge.answers")
     pairs = read_gold(gold, alone.data)
     judge = kind.of(alone, pairs.samples.columns, sampler)
     return carry_out(CalibrationJob(config=alone, gold=pairs, judge=judge), progress=progress).whole
@@ -211,7 +213,8 @@ def _opened(config: Config, samples: str, share: Share | None, sampler: Sampler 
     kind = kind_of(config.judge)
     if config.judge.against and not kind.compares:
         raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
-    kind.require(config, share, has_sampler=sampler is not None)
+    kind.require(config, has_sampler=sampler is not None)
+    require_kept(share, config.judge.output, config.judge.answers, "judge.answers")
     source = read_input(config, samples, "samples")
     rows = sample_rows(source.table, samples)
     judge = kind.of(config, source.table.columns, sampler)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from ...schemas.config import Config
@@ -14,9 +15,7 @@ from ...schemas.round_options import JudgeOptions
 from ...schemas.samples import Sampler
 from ...stages.judge.calibration import Proportion, of_scores
 from ...stages.judge.judged_rows import SampleRows, with_scores
-from ...stages.storage.bucket.objects import Location
 from ...stages.storage.tables import TableFolder
-from ..executors.executor import Share
 from ..jobs.counts import Counts
 from ..jobs.job import Call
 from .judge_inputs import Gold
@@ -50,8 +49,8 @@ def kind_of(options: JudgeOptions) -> type[Judge]:
     return cast("type[Judge]", getattr(import_module(f".{file}", __package__), kind))
 
 
-def kept_by(config: Config) -> Location:
-    """The folder that keeps every judgment."""
+def kept_by(config: Config) -> Path:
+    """The folder that keeps every judgment, on a disk."""
     return TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)
 
 
@@ -71,7 +70,7 @@ class Judge(ABC):
 
     @staticmethod
     @abstractmethod
-    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+    def require(config: Config, *, has_sampler: bool) -> None:
         """Refuses what the settings alone get wrong, before data or a model are looked at."""
 
     @staticmethod

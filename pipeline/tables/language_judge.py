@@ -15,19 +15,15 @@ from ...stages.judge.judge_template import JudgeTemplate, Question, load_templat
 from ...stages.judge.judgments import Asked, LanguageJudge, Readings
 from ...stages.render.render_process import Limits
 from ...stages.tracking.progress import Progress
-from ..executors.executor import WHOLE, Share, one_by_one
-from ..executors.kinds import require_executor
+from ..executors.executor import WHOLE, one_by_one
 from ..jobs.job import Call
 from .answer_tasks import ANSWERS_PER_TASK, AnswerTasks
 from .judges import Judge, Judged, kept_by
 from .samplers import sampler_of
 
 
-def require_language(
-    config: Config, share: Share | None, kind: Question, *, has_sampler: bool
-) -> None:
+def require_language(config: Config, kind: Question, *, has_sampler: bool) -> None:
     """Refuses settings that name no language model, or a template that is none."""
-    require_executor(config.scoring, share, is_served=bool(config.server.url))
     _template_of(config, kind)
     if not has_sampler:
         _require_named(config)
@@ -127,13 +123,12 @@ def _group_count(questions: int, call: Call[Judged], device: str) -> int:
     """A server is sent requests side by side within a group; a local model fills batches of one."""
     if device == SERVER:
         return (call.share or WHOLE).count
-    parts = call.share.count if call.share else call.executor.groups
-    return max(parts, -(-questions // ANSWERS_PER_TASK))
+    return max((call.share or WHOLE).count, -(-questions // ANSWERS_PER_TASK))
 
 
 @dataclass(frozen=True)
 class JudgeTasks(AnswerTasks):
-    """Groups of questions; the model travels without its weights."""
+    """Groups of questions, and the model that answers them."""
 
     model: JudgeModel
     groups: tuple[Mapping[str, Asked], ...]

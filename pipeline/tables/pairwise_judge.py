@@ -15,7 +15,6 @@ from ...stages.judge.judged_rows import SampleRows, standings_of, with_standings
 from ...stages.judge.judgments import Candidate, pairs_against, pairs_within, pairwise_questions
 from ...stages.judge.verdicts import Compared
 from ...stages.storage.tables import TableFolder, read_table
-from ..executors.executor import Share
 from ..jobs.job import Call
 from .judge_inputs import Gold, sample_rows
 from .judges import Judged, Shares, Verdicts
@@ -37,9 +36,9 @@ class PairwiseJudge(AskingJudge):
     compares = True
 
     @staticmethod
-    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+    def require(config: Config, *, has_sampler: bool) -> None:
         """Refuses a template or a model that is missing."""
-        require_language(config, share, "pairwise", has_sampler=has_sampler)
+        require_language(config, "pairwise", has_sampler=has_sampler)
 
     @staticmethod
     def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> PairwiseJudge:

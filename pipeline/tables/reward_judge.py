@@ -19,9 +19,6 @@ from ...stages.model.reward_model import HfReward
 from ...stages.storage.cache.cache_folder import SCORES
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digest_memory import own_digests
-from ...stages.storage.store import store_of
-from ..executors.executor import Share
-from ..executors.kinds import require_executor
 from ..jobs.job import Call
 from ..jobs.object_inputs import local_model
 from .judges import Judged, RowJudge, Scores, Verdicts, kept_by
@@ -42,11 +39,10 @@ class RewardJudge(RowJudge):
     name: str
 
     @staticmethod
-    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
-        """Refuses settings that name no model, or an executor that there cannot be."""
+    def require(config: Config, *, has_sampler: bool) -> None:
+        """Refuses settings that name no model."""
         if not config.rewards.model:
             raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
-        require_executor(config.scoring, share)
 
     @staticmethod
     def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> RewardJudge:
@@ -64,8 +60,7 @@ class RewardJudge(RowJudge):
 
         They are kept in a folder of this model, and used again for samples that have become more.
         """
-        kept = kept_by(self.config)
-        home = store_of(kept).work_folder(kept) / "reward" / self.name[:16]
+        home = kept_by(self.config) / "reward" / self.name[:16]
         groups = [*_groups(samples)]
         lines = "".join(f"{json.dumps(group, ensure_ascii=False)}\n" for group in groups).encode()
         folder = home / hashlib.sha256(lines).hexdigest()[:16]

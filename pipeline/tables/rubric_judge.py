@@ -8,7 +8,6 @@ from ...schemas.config import Config
 from ...schemas.samples import Sampler
 from ...stages.judge.judged_rows import SampleRows
 from ...stages.judge.judgments import rubric_questions
-from ..executors.executor import Share
 from ..jobs.job import Call
 from .judges import Judged, RowJudge, Scores, Verdicts
 from .language_judge import AskingJudge, JudgeModel, answer, require_language
@@ -18,9 +17,9 @@ class RubricJudge(AskingJudge, RowJudge):
     """Asks for each sample by itself."""
 
     @staticmethod
-    def require(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+    def require(config: Config, *, has_sampler: bool) -> None:
         """Refuses a template or a model that is missing."""
-        require_language(config, share, "rubric", has_sampler=has_sampler)
+        require_language(config, "rubric", has_sampler=has_sampler)
 
     @staticmethod
     def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> RubricJudge:

@@ -27,11 +27,10 @@ from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ..executors.executor import Share
-from ..executors.kinds import executor_of, require_executor
 from ..jobs.job import Call, Made, carry_out
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows, first_rejected
-from .answer_tasks import task_size
+from .answer_tasks import in_this_process, require_kept, task_size
 from .sample_tasks import SampleTally, SampleTasks, is_empty
 from .samplers import require_sampled_model, sampler_of, sampling_of, wrapping_of
 
@@ -50,16 +49,16 @@ def sample(
     """
     _require_sense(config, share)
     began = time.perf_counter()
-    made = carry_out(_opened(with_local_inputs(config), share), progress=progress)
+    local = with_local_inputs(in_this_process(config))
+    made = carry_out(_opened(local, share), progress=progress)
     made.tally.seconds = time.perf_counter() - began  # of reading and digesting too
     return made
 
 
 def _require_sense(config: Config, share: Share | None) -> None:
     """Refuses what the settings alone get wrong, before data or a model are looked at."""
-    is_served = bool(config.server.url)
-    require_executor(config.scoring, share, is_served=is_served)
-    if config.model.adapter and not is_served:
+    require_kept(share, config.sample.output, config.sample.answers, "sample.answers")
+    if config.model.adapter and not config.server.url:
         from ...stages.model.loading.folder_check import require_peft  # noqa: PLC0415 - servers need none
 
         require_peft()
@@ -107,9 +106,9 @@ class SampleJob:
     @cached_property
     def tasks(self) -> SampleTasks:
         """Groups of prompts of about one length."""
-        config, executor = self.config, executor_of(self.config.scoring, self.share, self.device)
+        config = self.config
         prompts, n = by_length(self.prompts.values()), config.sample.n
-        size = task_size(len(prompts), n, executor, self.share, self.device)
+        size = task_size(len(prompts), n, self.share, self.device)
         return SampleTasks(
             self.folder.answers(config.sample.answers),
             self.sampler,

@@ -78,7 +78,7 @@ def is_empty(text: str) -> bool:
 
 @dataclass(frozen=True)
 class SampleTasks(AnswerTasks):
-    """Groups of prompts; the sampler travels without its weights."""
+    """Groups of prompts, and what samples them."""
 
     sampler: Sampler
     identity: Mapping[str, str]

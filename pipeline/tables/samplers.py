@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...schemas.config import Config, ModelOptions, ScoringOptions
 from ...schemas.data_options import TokenOptions
@@ -83,15 +83,11 @@ def sampling_of(options: SampleOptions) -> Sampling:
 
 @dataclass(frozen=True)
 class LocalSampler(Sampler):
-    """A model folder; it can be sent to another process, which loads it itself."""
+    """A model folder, which is loaded once something is drawn."""
 
     model: ModelOptions
     tokens: TokenOptions
     tokens_per_batch: int
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what it has opened."""
-        return {name: vars(self)[name] for name in ("model", "tokens", "tokens_per_batch")}
 
     @property
     def device(self) -> str:

@@ -27,14 +27,13 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...schemas.errors import CorruptionError, PathError, damaged
 from ...schemas.json_codec import digest, to_json
-from .bucket.objects import Location
-from .store import store_of
+from .disk.disk_store import DiskStore
 
 Answer: TypeAlias = "Mapping[str, Any]"
 
@@ -59,9 +58,9 @@ class _Span:
 class Answers:
     """The answers in a folder; keeps their keys in memory, and the answers on the disk."""
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._store = store_of(folder)
+        self._store = DiskStore()
         self._spans: dict[str, _Span] = {}
         self._read: dict[str, int] = {}  # bytes of each segment
         self._is_made = False  # the folder
@@ -94,15 +93,6 @@ class Answers:
         names = {_of_refusal(key): key for key in self.missing(keys)}
         return {names[name]: answer["refused"] for name, answer in self.of(names)}
 
-    def get(self, key: str) -> Answer:
-        """The answer of a key that is there."""
-        span = self._span(key)
-        line = self._bytes(span.segment, span)
-        if line is None:
-            self.look()
-            return self.get(key)
-        return self._answer(key, span, line)
-
     def of(self, keys: Iterable[str]) -> Iterator[tuple[str, Answer]]:
         """The answers of these keys that are there, segment by segment."""
         spans: dict[str, dict[str, _Span]] = defaultdict(dict)
@@ -116,11 +106,14 @@ class Answers:
             else:
                 for key, span in spans[name].items():
                     line = payload[span.start : span.start + span.size]
-                    yield key, self._answer(key, span, line)
+                    yield key, json.loads(line)["answer"]
         if left:
             self.look()
-            for key in left:
-                self._span(key)  # is there
+            if self.missing(left):
+                raise CorruptionError(
+                    f"{self.folder}: answers that were there are gone. Run the same command again: "
+                    "they are asked for again."
+                )
             yield from self.of(left)
 
     def add(self, answers: Mapping[str, Answer], refused: Mapping[str, str] | None = None) -> None:
@@ -166,8 +159,7 @@ class Answers:
                 raise _damaged(self.folder / name)
         for name in spent:
             del self._read[name]
-        for _ in self._store.each(lambda name: self._store.remove(self.folder / name), spent):
-            pass
+            self._store.remove(self.folder / name)
 
     def _in_no_large(self, payload: bytes, relied_on: set[str]) -> list[tuple[str, bytes]]:
         """The lines of a small segment, by their keys, but those that count in large ones.
@@ -188,7 +180,7 @@ class Answers:
         payload = b"".join(sorted(lines))  # segments of the same answers are one
         name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
         # Also where there is one: who made it may have died before its name was durable.
-        if not self._is_made or (self._store.has_folders and not self.folder.is_dir()):
+        if not self._is_made or not self.folder.is_dir():
             self._store.make_folder(self.folder)
             self._is_made = True
         self._store.put_if_absent(self.folder / name, payload, label="answers")
@@ -231,17 +223,9 @@ class Answers:
     def _is_large(self, name: str) -> bool:
         return self._read[name] >= SMALL_BYTES
 
-    def _span(self, key: str) -> _Span:
-        if key in self._spans:
-            return self._spans[key]
-        raise CorruptionError(
-            f"{self.folder}: an answer that was there is gone. Run the same command again: it is "
-            "asked for again."
-        )
-
     def _segments(self, names: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
-        """The bytes of segments, compared with their names; of a bucket several at once."""
-        return zip(names, self._store.each(self._whole, names), strict=True)
+        """The bytes of segments, compared with their names."""
+        return ((name, self._whole(name)) for name in names)
 
     def _whole(self, name: str) -> bytes | None:
         payload = self._bytes(name)
@@ -261,16 +245,8 @@ class Answers:
                 raise
             return None
 
-    def _answer(self, key: str, span: _Span, line: bytes) -> Answer:
-        with suppress(KeyError, TypeError, ValueError):
-            record = json.loads(line)
-            if record["key"] == key:
-                answer: Answer = record["answer"]
-                return answer
-        raise _damaged(self.folder / span.segment)
 
-
-def _damaged(path: Location) -> CorruptionError:
+def _damaged(path: Path) -> CorruptionError:
     return damaged(
         path,
         "its bytes are not those that it is named by",

@@ -49,10 +49,6 @@ class Store(Protocol[P]):
         """The bytes of a file."""
         ...
 
-    def read_part(self, path: P, start: int, size: int) -> bytes:
-        """So many bytes of a file from a place on; fewer if it ends before."""
-        ...
-
     def open(self, path: P) -> BufferedReader:
         """A file to read from; of a bucket a copy, compared with the bytes it has to hold."""
         ...

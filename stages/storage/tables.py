@@ -67,9 +67,9 @@ class TableFolder:
         """Written last."""
         return self.root / MANIFEST
 
-    def answers(self, named: str) -> Location:
-        """The folder of answers: one that a setting names, or one in the folder itself."""
-        return location(named) if named else self.root / "_align" / "answers"
+    def answers(self, named: str) -> Path:
+        """The folder of answers, on a disk: one that a setting names, or one of the table."""
+        return Path(named) if named else self.local / "_align" / "answers"
 
     @property
     def local(self) -> Path:

@@ -9,7 +9,6 @@ are merged. Its memory is what that grew by (VmRSS) when it had read all keys, a
 """
 
 import json
-import random
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import sides
 from align.stages.storage.answers import Answers
 from align.stages.storage.store import store_of
 
-TURN, LOOKUPS = 100, 2000
+TURN = 100
 TEXT = "What is asked is answered in a few sentences, as a model would. " * 8
 
 
@@ -47,7 +46,6 @@ def shown(title, told, count):
         f"{title}: {told['seconds']:.2f} s, {each:.1f} µs each, {told['all']:.2f} s for all answers"
     )
     print(f"  memory +{told['held']:.0f} MiB, +{told['peak']:.0f} MiB at its peak")
-    print(f"  a lookup {told['median']:.0f} µs, one in a hundred {told['slow']:.0f} µs or more")
 
 
 def answer_of(number):
@@ -81,14 +79,13 @@ def add(folder, start, end):
 
 
 def read(folder, count):
-    """Seconds, memory and lookups of a process that opens the folder."""
+    """Seconds and memory of a process that opens the folder."""
     before = sides.memory_mib("VmRSS")
     began = time.perf_counter()
     answers = Answers(Path(folder) / "answers")
     seconds = time.perf_counter() - began
     held, peak = sides.memory_mib("VmRSS") - before, sides.memory_mib("VmHWM") - before
     assert len(answers) == count
-    took = sorted(lookup(answers, key_of(random.randrange(count))) for _ in range(LOOKUPS))
     began = time.perf_counter()
     assert sum(1 for _ in answers.of([*map(key_of, range(count))])) == count
     return {
@@ -96,15 +93,7 @@ def read(folder, count):
         "all": time.perf_counter() - began,
         "held": held,
         "peak": peak,
-        "median": took[LOOKUPS // 2] * 1e6,
-        "slow": took[LOOKUPS * 99 // 100] * 1e6,
     }
-
-
-def lookup(answers, key):
-    began = time.perf_counter()
-    answers.get(key)
-    return time.perf_counter() - began
 
 
 def merge(folder):

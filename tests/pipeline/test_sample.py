@@ -173,6 +173,19 @@ def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):
         run_sampling(config, counting)
 
 
+def test_the_executor_of_stage_1_is_none_of_samples(config, counting):
+    on_ray = replace(config, scoring=replace(config.scoring, executor="ray"))
+    assert run_sampling(on_ray, counting).tally.new == 48
+
+
+def test_parts_of_a_table_in_a_store_need_a_folder_of_answers_that_all_see(prompts_file, counting):
+    there = config_of(prompts_file, "s3://bucket/out")
+    in_a_store = config_of(prompts_file, "out", answers="s3://bucket/answers")
+    for config, share in ((there, Share(1, 2)), (in_a_store, None)):
+        with pytest.raises(UsageError, match=r"sample\.answers=DIR"):
+            run_sampling(config, counting, share=share)
+
+
 class Stopping(CountingSampler):
     """One whose disk is full after two batches."""
 

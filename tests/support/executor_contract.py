@@ -74,7 +74,6 @@ def made_by(executor, tasks):
 
 def require_executor_contract(executor, folder, *, survives=True):
     """What `scoring.executor` names."""
-    assert executor.groups >= 1
     require_runner_contract(executor, folder / "own", survives=survives)
     prepares = executor.for_preparing(is_small=True, workers=0)
     require_runner_contract(prepares, folder / "prepares", survives=False)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from align.schemas.errors import AlignError, CorruptionError, PathError
+from align.schemas.errors import AlignError, CorruptionError
 from align.schemas.file_version import digest_anew
 from align.stages.storage.store import store_of
 
@@ -56,16 +56,11 @@ def _files_are_written_whole(store, root, drafts):
     assert [store.size(path), store.version(path)] == [None, ""]
     with pytest.raises(AlignError):
         store.read(path)
-    with pytest.raises(PathError):
-        store.read_part(path, 0, 1)
     store.remove(path)  # which is none
     store.replace(path, b"first", known=None, label="manifest")
     first = store.version(path)
     store.replace(path, b"the second", known=b"first", label="manifest")
     assert store.read(path) == b"the second"
-    assert [store.read_part(path, *part) for part in ((4, 3), (4, 99), (10, 1))] == [
-        *(b"sec", b"second", b"")
-    ]
     assert store.size(path) == 10
     assert first != store.version(path) != ""
     assert not store.put_if_absent(path, b"third", label="commit")

@@ -32,7 +32,6 @@ class BucketStore:
     is_near = False
 
     read = staticmethod(objects.read)
-    read_part = staticmethod(objects.read_part)
     open = staticmethod(local_copies.open_copy)
     local = staticmethod(local_copies.copy_of)
     ahead = staticmethod(local_copies.fetched_ahead)

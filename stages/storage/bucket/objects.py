@@ -162,15 +162,6 @@ def _missing(path: ObjectPath) -> PathError:
     return PathError(f"{path}: there is no such object. See that the location is right.")
 
 
-def read_part(path: ObjectPath, start: int, size: int) -> bytes:
-    """So many bytes of an object from a place on; fewer if it ends before."""
-    version = version_of(path)
-    if version is None:
-        raise _missing(path)
-    end = min(start + size, version.size)
-    return _read_range(path, version, start, end) if start < end else b""
-
-
 def look(path: ObjectPath) -> Seen | None:
     """The bytes of a small object; None if there is no such object."""
     with _reported("read", path):

@@ -1,9 +1,8 @@
-"""Answers: durable once added, kept once, read whoever merges them, on a disk and in a store."""
+"""Answers: durable once added, kept once, read whoever merges them."""
 
 import hashlib
 import itertools
 import multiprocessing
-import os
 import random
 import shutil
 import signal
@@ -19,7 +18,6 @@ from align.stages.storage import answers as module
 from align.stages.storage.answers import Answers
 from align.stages.storage.disk.disk_store import DiskStore
 from align.stages.storage.disk.failpoints import watch
-from align.stages.storage.store import store_of
 from support.answer_folders import LIVES, STEPS, line, merges, merges_until, pays
 from support.patience import PATIENCE
 
@@ -36,7 +34,7 @@ def added(answers_folder, **texts):
 
 
 def all_of(answers):
-    return {key: answers.get(key)["text"] for key in "abcdefgh" if key in answers}
+    return {key: answer["text"] for key, answer in answers.of("abcdefgh")}
 
 
 DEAD = f".{'0' * 64}.jsonl.{'1' * 16}.tmp"
@@ -44,14 +42,6 @@ DEAD = f".{'0' * 64}.jsonl.{'1' * 16}.tmp"
 
 def segments(answers_folder):
     return sorted(answers_folder.glob("[!.]*"))
-
-
-@pytest.fixture(params=["disk", "store"])
-def place(request, answers_folder):
-    """A folder of answers, on a disk and in a store."""
-    if request.param == "disk":
-        return answers_folder
-    return request.getfixturevalue("bucket") / "answers"
 
 
 @pytest.fixture
@@ -117,10 +107,10 @@ def test_a_line_that_changed_since_it_was_read_is_refused(answers_folder):
     for changed in (whole.replace(b"x", b'"'), line("b", "x") + line("a", "y"), whole[:20], b""):
         segment.write_bytes(changed)
         with pytest.raises(CorruptionError, match=f"{segment.name}.*run the same command again"):
-            answers.get("a")
+            dict(answers.of("a"))
     segment.unlink()
-    with pytest.raises(CorruptionError, match="an answer that was there is gone"):
-        answers.get("a")
+    with pytest.raises(CorruptionError, match="answers that were there are gone"):
+        dict(answers.of("a"))
 
 
 def test_to_add_is_to_put_one_segment_and_to_read_or_remove_none(answers_folder, three_fill_one):
@@ -134,41 +124,41 @@ def test_to_add_is_to_put_one_segment_and_to_read_or_remove_none(answers_folder,
     assert {op.path.suffix for op in ops if op.name == "unlink"} == {".tmp"}
 
 
-def test_small_segments_are_merged_once_they_fill_a_large_one(place, three_fill_one):
-    assert all_of(Answers(place)) == {}
+def test_small_segments_are_merged_once_they_fill_a_large_one(answers_folder, three_fill_one):
+    assert all_of(Answers(answers_folder)) == {}
     for key in "ab":
-        added(place, **{key: key})
-    Answers(place).merge()
-    assert len([*place.iterdir()]) == 2
-    reader, writer = Answers(place), Answers(place)
-    added(place, c="c", d="d")
-    Answers(place).merge()
-    (large,) = place.iterdir()
-    assert [reader.get(key)["text"] for key in "ab"] == ["a", "b"]
-    assert all_of(reader) == {key: key for key in "abcd"} == all_of(Answers(place))
+        added(answers_folder, **{key: key})
+    Answers(answers_folder).merge()
+    assert len([*answers_folder.iterdir()]) == 2
+    reader, writer = Answers(answers_folder), Answers(answers_folder)
+    added(answers_folder, c="c", d="d")
+    Answers(answers_folder).merge()
+    (large,) = answers_folder.iterdir()
+    assert dict(reader.of("ab")) == {key: {"text": key} for key in "ab"}
+    assert all_of(reader) == {key: key for key in "abcd"} == all_of(Answers(answers_folder))
     assert dict(reader.of("abc")) == {key: {"text": key} for key in "abc"}
     writer.add({"a": {"text": "A"}, "e": {"text": "e"}})  # what it knew of a was merged away
     assert writer.missing("abcde") == ["c", "d"]
     whole = {key: key for key in "bcde"} | {"a": "A"}
     assert dict(writer.of("abe")) == {key: {"text": whole[key]} for key in "abe"}
     assert all_of(writer) == whole
-    added(place, f="f")
-    Answers(place).merge()
-    assert large in {*place.iterdir()}  # it stays, whatever is merged
-    assert len([*place.iterdir()]) == 2
-    assert all_of(Answers(place)) == whole | {"f": "f"}
+    added(answers_folder, f="f")
+    Answers(answers_folder).merge()
+    assert large in {*answers_folder.iterdir()}  # it stays, whatever is merged
+    assert len([*answers_folder.iterdir()]) == 2
+    assert all_of(Answers(answers_folder)) == whole | {"f": "f"}
 
 
-def test_what_is_merged_while_it_is_read_is_read_all_the_same(place, three_fill_one):
+def test_what_is_merged_while_it_is_read_is_read_all_the_same(answers_folder, three_fill_one):
     for key in "abcd":
-        added(place, **{key: key})
-    readers = [Answers(place) for _ in range(3)]
-    Answers(place).merge()
-    assert readers[0].get("d") == {"text": "d"}
+        added(answers_folder, **{key: key})
+    readers = [Answers(answers_folder) for _ in range(3)]
+    Answers(answers_folder).merge()
+    assert dict(readers[0].of("d")) == {"d": {"text": "d"}}
     assert dict(readers[1].of("abcd")) == {key: {"text": key} for key in "abcd"}
     readers[2].merge()  # what another has merged
-    assert len([*place.iterdir()]) == 1
-    for reader in (*readers, Answers(place)):
+    assert len([*answers_folder.iterdir()]) == 1
+    for reader in (*readers, Answers(answers_folder)):
         reader.look()
         assert all_of(reader) == {key: key for key in "abcd"}
 
@@ -254,46 +244,40 @@ KILLS = (
 )
 
 
-def environment_of(place):
-    """What a process of its own needs to find a place."""
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")
-    return {} if isinstance(place, Path) else {name: os.environ[name] for name in names}
-
-
 @pytest.mark.parametrize("kill", KILLS)
 def test_whoever_dies_while_merging_loses_nothing_and_the_next_ends_it(
-    place, three_fill_one, monkeypatch, kill
+    answers_folder, three_fill_one, monkeypatch, kill
 ):
     monkeypatch.setattr(module, "MERGED_BYTES", module.SMALL_BYTES)
     for key in "abcdef":
-        added(place, **{key: key})
-    reader, whole = Answers(place), {key: key for key in "abcdef"}
-    process = CHILDREN.Process(target=merges, args=(place, environment_of(place), kill))
+        added(answers_folder, **{key: key})
+    reader, whole = Answers(answers_folder), {key: key for key in "abcdef"}
+    process = CHILDREN.Process(target=merges, args=(answers_folder, kill))
     process.start()
     process.join(PATIENCE)
     assert process.exitcode == -signal.SIGKILL
-    assert all_of(reader) == whole == all_of(Answers(place))
-    Answers(place).merge()
-    sizes = [store_of(place).size(path) for path in place.iterdir()]
+    assert all_of(reader) == whole == all_of(Answers(answers_folder))
+    Answers(answers_folder).merge()
+    sizes = [path.stat().st_size for path in answers_folder.iterdir()]
     assert len([size for size in sizes if size]) <= 3  # a draft without content may be a living one
     assert sum(size for size in sizes if size < module.SMALL_BYTES) < module.SMALL_BYTES
-    assert all_of(reader) == whole == all_of(Answers(place))
+    assert all_of(reader) == whole == all_of(Answers(answers_folder))
 
 
 ADDERS = 3
 
 
 def test_processes_that_add_while_others_merge_lose_nothing_and_pay_once(
-    place, tmp_path, monkeypatch
+    answers_folder, tmp_path, monkeypatch
 ):
-    stop, told = CHILDREN.Event(), environment_of(place)
+    stop = CHILDREN.Event()
     own = [[f"{one}-{number}" for number in range(LIVES * STEPS)] for one in range(ADDERS)]
     logs = [tmp_path / f"log-{one}" for one in range(ADDERS)]
     adders = [
-        CHILDREN.Process(target=pays, args=(place, told, keys, log))
+        CHILDREN.Process(target=pays, args=(answers_folder, keys, log))
         for keys, log in zip(own, logs, strict=True)
     ]
-    mergers = [CHILDREN.Process(target=merges_until, args=(place, told, stop)) for _ in range(2)]
+    mergers = [CHILDREN.Process(target=merges_until, args=(answers_folder, stop)) for _ in range(2)]
     for process in (*adders, *mergers):
         process.start()
     for process in adders:
@@ -303,13 +287,13 @@ def test_processes_that_add_while_others_merge_lose_nothing_and_pay_once(
         process.join(PATIENCE)
     assert [process.exitcode for process in (*adders, *mergers)] == [0] * 5
     assert [log.read_text().split() for log in logs] == own
-    answers, keys = Answers(place), [key for some in own for key in some]
+    answers, keys = Answers(answers_folder), [key for some in own for key in some]
     assert dict(answers.of(keys)) == {key: {"text": f"of {key}"} for key in keys}
-    assert answers.get("of all") == {"text": "0-0"}
+    assert dict(answers.of(["of all"])) == {"of all": {"text": "0-0"}}
     monkeypatch.setattr(module, "MOST_SMALL", 0)
     monkeypatch.setattr(module, "SMALL_BYTES", 300)
     answers.merge()
-    assert len(store_of(place).listed(place)) < len(keys) / 2
+    assert len([*answers_folder.iterdir()]) < len(keys) / 2
 
 
 def test_small_segments_stay_until_a_large_one_that_holds_their_lines_is_whole(
@@ -352,7 +336,7 @@ def test_many_that_add_and_merge_at_once_lose_nothing(answers_folder, monkeypatc
             answers.merge()
             mine += keys
             key = draw.choice(mine)
-            assert answers.get(key)["text"].startswith(f"{key} of ")
+            assert dict(answers.of([key]))[key]["text"].startswith(f"{key} of ")
             assert not Answers(answers_folder).missing(mine)
         return mine
 
