@@ -307,8 +307,6 @@ def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
     }
     run.describe(description(sentence, {**places, **chosen}))
     run.log_files(plan.inputs, context="reference")
-    if weights := plan.fingerprint.get("model.weights"):
-        run.log_base_model(plan.model, digest=weights)
 
 
 def _require_usable(job: CacheJob, manifest: Manifest) -> None:

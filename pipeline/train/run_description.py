@@ -47,7 +47,7 @@ def describe_training(session: Session, params: Mapping[str, str], folder: RunFo
 
 
 def record_inputs(run: Run, job: TrainingJob) -> None:
-    """Records all that the policy is made of: data, the caches of them, and models."""
+    """Records the data that the policy is made of, and the caches of them."""
     manifest = job.manifest
     run.log_files(manifest.inputs, context="reference")
     caches = {"training": (job.cache, manifest)}
@@ -55,9 +55,6 @@ def record_inputs(run: Run, job: TrainingJob) -> None:
     for context, (cache, made) in caches.items():
         root = cache.root.resolve()
         run.log_dataset(root.name, digest=made.root, source=str(root), context=context)
-    run.log_base_model(job.policy.path, digest=job.policy_identity["model.weights"])
-    if "reference" in job.recipe.needs:
-        run.log_base_model(manifest.model, digest=manifest.fingerprint["model.weights"])
 
 
 def record_signs(run: Run, signs: Sequence[Sign]) -> None:

@@ -234,12 +234,9 @@ class RunRecords:
         self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
         if uploads and folder.merged.exists():
             self._run.log_artifact(folder.merged)
-        models = {folder.model: step}
-        models |= {folder.step(kept): kept for kept in folder.steps() if kept != step}
-        for model, its_step in models.items():
-            root = self._session.job.manifest.root
-            tags = {"align.cache_root": root, "align.step": str(its_step)}
-            self._run.log_model_link(model, tags=tags)
+        root = self._session.job.manifest.root
+        tags = {"align.cache_root": root, "align.step": str(step)}
+        self._run.log_model_link(folder.model, tags=tags)
 
     def ended(self, how: How, *, reason: str = "", model_step: int | None = None) -> None:
         """Records how the run ended; a run without this record was killed."""

@@ -238,11 +238,6 @@ class Run:
         for ledger in self._ledgers:
             ledger.append("datasets", *notes)
 
-    def log_base_model(self, folder: str, *, digest: str) -> None:
-        """Records a model that the run begins with, by the digest of its weights."""
-        where = folder if "://" in folder else str(Path(folder).absolute())
-        self._link(where, tags={"align.weights": digest}, is_base=True)
-
     def log_artifact(self, path: Location) -> None:
         """Records a file or folder to keep with the run; again when it has changed.
 
@@ -262,12 +257,9 @@ class Run:
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
         """Records the path of the model that this run made; the model itself stays there."""
-        self._link(str(folder.absolute()), tags=tags, is_base=False)
-
-    def _link(self, where: str, *, tags: Mapping[str, str], is_base: bool) -> None:
-        where = redacted(where)
+        where = redacted(str(folder.absolute()))
         for ledger in self._ledgers:
-            ledger.link_model(ModelLink(where, _labels(tags), "", is_base))
+            ledger.link_model(ModelLink(where, _labels(tags), ""))
 
     def describe(self, text: str) -> None:
         """Records what a store shows beside the run; only the first call counts."""

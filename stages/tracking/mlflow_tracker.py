@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
-import re
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +29,6 @@ from .mlflow_silence import mlflow_silenced
 from .mlflow_sqlite import artifacts_beside, make_store, require_whole, sqlite_file
 from .mlflow_tables import TAG as TABLES_TAG
 from .mlflow_tables import table_of, with_table
-from .run_texts import model_name
 from .tracker import (
     GOES_ON_TAG,
     KEY_TAG,
@@ -49,7 +46,6 @@ METRICS_PER_BATCH = 1000
 INPUTS_PER_BATCH = 100
 PATH_TAG = "align.path"
 STEP_TAG = "align.step"  # after which a model was written
-BASE_TAG = "align.base_model"  # a digest of its path and weights
 NOTE_TAG = "mlflow.note.content"
 KIND_TAG = "mlflow.experimentKind"  # by which MLflow's pages choose what they open with
 TRAINING_KIND = "custom_model_development"
@@ -147,10 +143,6 @@ class MlflowTracker:
         if model.status != self._entities.LoggedModelStatus.READY:
             self.client.finalize_logged_model(model.model_id, "READY")
         outputs = run.outputs.model_outputs if run.outputs else []
-        if link.is_base:
-            given = self._entities.LoggedModelInput(model.model_id)
-            self.client.log_inputs(self._run_id, models=[given])
-            return str(model.model_id)
         step = int(link.tags.get(STEP_TAG, 0))
         if measured := self._held_out(run, model.model_id, step):
             self.client.log_batch(self._run_id, metrics=measured)
@@ -259,22 +251,17 @@ class MlflowTracker:
         return entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
 
     def _logged_model(self, experiment: str, link: ModelLink) -> Any:
-        """The model of this path, made when there is none; a base is one for all runs."""
-        key = hashlib.sha256(f"{link.folder}\n{link.tags}".encode()).hexdigest()
-        if link.is_base:
-            wanted, name = f"tags.`{BASE_TAG}` = '{key}'", model_name(link.folder)
-        else:
-            wanted, name = f"source_run_id = '{self._run_id}'", Path(link.folder).name
+        """The model of this path and step, made when there is none."""
         known = {PATH_TAG: link.folder, STEP_TAG: link.tags.get(STEP_TAG)}
-        for model in self.client.search_logged_models([experiment], wanted):
+        own = f"source_run_id = '{self._run_id}'"
+        for model in self.client.search_logged_models([experiment], own):
             if all(model.tags.get(name) == value for name, value in known.items()):
                 return model
         tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
-        tags |= {BASE_TAG: key} if link.is_base else {}
         return self.client.create_logged_model(
             experiment,
-            name=re.sub(r"[/:.%\"']", "-", name) or "model",  # no other sign is refused
-            source_run_id=None if link.is_base else self._run_id,
+            name=Path(link.folder).name,
+            source_run_id=self._run_id,
             tags={name: shortened(value, MAX_TAG) for name, value in tags.items()},
         )
 

@@ -75,14 +75,9 @@ class Ledger:
     def link_model(self, link: ModelLink) -> None:
         """Adds a model; what was made anew at a path stands in the place of what was there."""
         with self._lock:
-            known = self.record.models
-            places = [(one.folder, one.is_base) for one in known]
-            if (link.folder, link.is_base) not in places:
-                self.change(models=(*known, link))
-                return
-            at = places.index((link.folder, link.is_base))
-            if not link.is_base and known[at].tags != link.tags:
-                self.change(models=(*known[:at], link, *known[at + 1 :]))
+            known = {one.folder: one for one in self.record.models}
+            if link.folder not in known or known[link.folder].tags != link.tags:
+                self.change(models=(*({**known, link.folder: link}).values(),))
 
     def model_sent(self, link: ModelLink, model_id: str) -> None:
         """Notes durably what the store calls a model; others may be added meanwhile."""

@@ -121,8 +121,7 @@ class TensorboardTracker:
     def model(self, link: ModelLink) -> str:
         """The path of the model, as a text."""
         model_id = hashlib.sha256(link.folder.encode()).hexdigest()[:16]
-        role = "went in" if link.is_base else "came out"
-        text = table({"folder": link.folder, "role": role, **link.tags})
+        text = table({"folder": link.folder, **link.tags})
         self._keep(f"{MODEL}{model_id}", [self._text(f"model/{model_id}", text)])
         return model_id
 

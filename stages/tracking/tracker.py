@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol, cast
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError, UsageError
-from ...schemas.json_codec import if_known
 from ...schemas.safe_text import bare_address, redacted
 from .journal import Entry
 
@@ -51,12 +50,11 @@ class DatasetNote:
 
 @dataclass(frozen=True)
 class ModelLink:
-    """A model that a run made or began with, and its path."""
+    """The model that a run made, and its path."""
 
     folder: str
     tags: dict[str, str]
     model_id: str  # the store's name for it, empty until the store knows it
-    is_base: bool = if_known(False)  # it went in
 
 
 @dataclass(frozen=True)

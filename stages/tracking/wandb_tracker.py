@@ -281,7 +281,7 @@ def _model_id(link: ModelLink) -> str:
 
 
 def _model(link: ModelLink) -> dict[str, str]:
-    return {"folder": link.folder, "role": "went in" if link.is_base else "came out", **link.tags}
+    return {"folder": link.folder, **link.tags}
 
 
 def _group(tags: Mapping[str, str]) -> str:

@@ -88,7 +88,6 @@ class MlflowStore:
         kept = Path(run.info.artifact_uri)
         files = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
         tags = [tag for data in run.inputs.dataset_inputs for tag in data.tags]
-        models = [*run.inputs.model_inputs, *run.outputs.model_outputs]
         return Told(
             run.info.status,
             run.data.params,
@@ -96,7 +95,10 @@ class MlflowStore:
             sorted(tag.value for tag in tags if tag.key == "align.digest"),
             stored(self.address, run_id),
             {str(name): path.read_text() for name, path in files.items()},
-            sorted(client.get_logged_model(one.model_id).tags["align.path"] for one in models),
+            sorted(
+                client.get_logged_model(one.model_id).tags["align.path"]
+                for one in run.outputs.model_outputs
+            ),
         )
 
     def lose(self, run_id):

@@ -57,8 +57,6 @@ class Recorded:
         self.ledger.add("params", {"lr": "0.1", "seed": "0"})
         self.ledger.add("tags", {"align.stage": "train", kind.note_tag: "A *run* of `kto`."})
         self.ledger.append("datasets", DatasetNote("pairs", "ab" * 16, "cache", "training"))
-        base = {"align.weights": "cd" * 32}
-        self.ledger.append("models", ModelLink("/models/qwen.5", base, "", is_base=True))
         self.ledger.append("models", ModelLink(str(self.folder.model), {"align.step": "3"}, ""))
         self.ledger.renew_artifact("config.yaml")
         self.ledger.renew_artifact("model")
