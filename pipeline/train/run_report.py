@@ -19,7 +19,7 @@ from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, sp
 from ...stages.report.html_page import render_page
 from ...stages.report.run_curves import BEST, further_curves, learning_curves
 from ...stages.report.side_by_side import Answered, read_answers
-from ...stages.report.signs import Evidence, Sign, Signs, look_for_signs
+from ...stages.report.signs import Evidence, Sign, look_for_signs
 from ...stages.report.visited_rows import join_parts, learned_rows, read_visits
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
@@ -76,7 +76,7 @@ def write_report(root: Path) -> tuple[Sign, ...]:
     )
     fs.drop_drafts(folder.report)
     fs.publish(folder.report, page.encode(), label="report")
-    return signs.found
+    return signs
 
 
 MOST_NAMED = 20  # rows of a kind
@@ -148,7 +148,7 @@ def _best(settings: Mapping[str, Any]) -> dict[str, Best]:
     return {**BEST, asked.metric.removeprefix(EVAL): "lowest" if asked.is_lowest else "highest"}
 
 
-def _signs(folder: RunFolder, learned: Curves, held_out: Curves) -> Signs:
+def _signs(folder: RunFolder, learned: Curves, held_out: Curves) -> tuple[Sign, ...]:
     tables = {
         step: read_samples(path).drop(TEXTS, strict=False)
         for step, path in folder.evaluations().items()

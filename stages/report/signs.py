@@ -1,7 +1,8 @@
 """What stands out in a run, in words: signs that are known to go with a model that is not wanted.
 
-Each sign is a function in `SIGNS`, of what a run has measured. It answers None where there is too
-little to tell. Thresholds are of size and of chance: what is small or may be noise is not said.
+Each sign is a function in `SIGNS`, of what a run has measured. It answers None where it is not
+there, or there is too little to tell. Thresholds are of size and of chance: what is small or may be
+noise is not said.
 """
 
 from __future__ import annotations
@@ -59,23 +60,13 @@ class Sign:
     hint: str
 
 
-@dataclass(frozen=True)
-class Signs:
-    """Of all signs: those that are there, that are not, and that cannot be told."""
-
-    found: tuple[Sign, ...]
-    absent: tuple[str, ...]
-    unknown: tuple[str, ...]
+Words = tuple[str, str]  # what is seen, and what to try
 
 
-def look_for_signs(seen: Evidence) -> Signs:
-    """Looks for every sign."""
+def look_for_signs(seen: Evidence) -> tuple[Sign, ...]:
+    """The signs that are there."""
     told = {name: _told(look, seen) for name, look in SIGNS.items()}
-    return Signs(
-        found=tuple(Sign(name, *words) for name, words in told.items() if words),
-        absent=tuple(name for name, words in told.items() if words == ABSENT),
-        unknown=tuple(name for name, words in told.items() if words is None),
-    )
+    return tuple(Sign(name, *words) for name, words in told.items() if words)
 
 
 def _told(look: Callable[[Evidence], Words | None], seen: Evidence) -> Words | None:
@@ -83,10 +74,6 @@ def _told(look: Callable[[Evidence], Words | None], seen: Evidence) -> Words | N
         return look(seen)
     except UsageError:  # such rows cannot tell, as single labels without a reference
         return None
-
-
-Words = tuple[()] | tuple[str, str]  # what is seen and what to try, or nothing
-ABSENT: Words = ()
 
 
 def displacement(seen: Evidence) -> Words | None:
@@ -103,7 +90,7 @@ def displacement(seen: Evidence) -> Words | None:
         return None
     low, high = _interval(falls)
     if not (falls.mean() < -LEAST_FALL and high < 0 < _interval(gains)[0]):
-        return ABSENT
+        return None
     return (
         f"Chosen completions have become less likely, by {-falls.mean():.2f} nats each (95 %: "
         f"{-high:.2f} to {-low:.2f}), while the margins grew.",
@@ -119,7 +106,7 @@ def kl_at_zero(seen: Evidence) -> Words | None:
         return None
     zeros = next((at for at, (_, value) in enumerate(reversed(points)) if value), len(points))
     if zeros < FEWEST_LINES:
-        return ABSENT
+        return None
     raw = _values(seen.learned.get("kl/raw", ()))[-zeros:]
     mean = f" (its mean before the clamp: {raw.mean():.2f} nats)" if len(raw) else ""
     return (
@@ -137,7 +124,7 @@ def saturated(seen: Evidence) -> Words | None:
         return None
     share = values[-max(len(values) // 4, FEWEST_LINES // 2) :].mean()
     if share < SATURATED:
-        return ABSENT
+        return None
     own = seen.held_out.get("rewards/accuracies", ())
     beside = f", and {own[-1][1]:.1%} of the held-out ones" if own else ""
     return (
@@ -165,7 +152,7 @@ def length(seen: Evidence) -> Words | None:
     pooled = np.concatenate([longer, shorter]).mean()
     error = math.sqrt(pooled * (1 - pooled) * (1 / len(longer) + 1 / len(shorter)))
     if gap < LEAST_ODDS or math.erfc(gap / error / math.sqrt(2)) > RARE:
-        return ABSENT
+        return None
     return (
         f"Of held-out pairs {longer.mean():.0%} are right where the chosen side is longer, and "
         f"{shorter.mean():.0%} where it is shorter: answers are likely to grow.",
@@ -180,7 +167,7 @@ def spikes(seen: Evidence) -> Words | None:
     # A line of many steps hides a single one, which is then in the file alone.
     found = sorted(seen.spikes | in_lines)
     if not found:
-        return ABSENT if len(points) > FEWEST_LINES else None
+        return None
     steps = ", ".join(f"{step:,}" for step in found[:5]) + (", …" if len(found) > 5 else "")
     return (
         f"The gradient is over {SPIKE:.0f} times as large as is usual before at step {steps}.",
@@ -200,12 +187,12 @@ def past_best(seen: Evidence) -> Words | None:
         return None
     best = max(right, key=lambda step: (right[step].mean(), step))
     if best == last:
-        return ABSENT
+        return None
     found = compare(tables[best], tables[last], measure)
     # The best is chosen by the same rows, so all evaluations share the 5 %.
     is_noise = found.chance >= SURE / (len(tables) - 1)
     if is_noise or len(found.lost) <= len(found.gained):
-        return ABSENT
+        return None
     return (
         f"After step {best:,} {found.accuracy.first:.1%} of the held-out rows are right, at the "
         f"end {found.accuracy.second:.1%}, which is worse by more than noise.",

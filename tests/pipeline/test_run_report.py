@@ -16,7 +16,6 @@ from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import outcome, write_report
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import CorruptionError, UsageError
-from align.stages.report.signs import SIGNS
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder, write_ending
 from support.long_runs import write_long_run
@@ -64,7 +63,6 @@ def test_a_page_shows_the_whole_run_and_loads_nothing(whole_run, course):
     text, words = (whole_run / "report.html").read_text(), words_of(whole_run)
     assert not re.search(r"<(script|iframe|img|link)|(src|href)=|url\(|@import|https?://", text)
     assert "kto, 6 steps, finished." in words
-    assert all(sign in words for sign in SIGNS)  # there, not there, or too short to tell
     manifest = json.loads((course.cache / "manifest.json").read_text())
     before, after = (metrics_of(whole_run, step)["eval/loss"] for step in (0, 6))
     for shown in (

@@ -106,29 +106,29 @@ PLANTED = {
 
 
 def signs_of(seen):
-    return {one.name for one in look_for_signs(seen).found}
+    return {one.name for one in look_for_signs(seen)}
 
 
 @pytest.mark.parametrize("sign", SIGNS)
 def test_each_sign_is_found_where_it_was_planted(sign):
     for seed in range(20):
         seen = PLANTED[sign](clean(seed))
-        (found,) = [one for one in look_for_signs(seen).found if one.name == sign]
+        (found,) = [one for one in look_for_signs(seen) if one.name == sign]
         assert found.said
         assert found.hint
 
 
 def test_trainings_that_are_well_raise_no_alarm():
     every = [signs_of(clean(seed)) for seed in range(RUNS)]
-    assert set(SIGNS) == {*look_for_signs(clean(0)).absent}  # all of them could be told
     assert sum(map(bool, every)) <= 0.05 * RUNS
 
 
 def test_of_a_short_run_nothing_is_told():
     seen = clean(0, steps=FEWEST_LINES - 1)
     few = replace(seen, tables={step: rows.head(10) for step, rows in seen.tables.items()})
-    assert look_for_signs(few).unknown == tuple(SIGNS)
-    assert look_for_signs(Evidence({})).unknown == tuple(SIGNS)
+    assert look_for_signs(few) == look_for_signs(Evidence({})) == ()
+    for of_rows in ("displacement", "length", "past its best"):
+        assert look_for_signs(PLANTED[of_rows](few)) == ()
 
 
 def test_completions_of_a_single_label_can_tell_of_displacement():
@@ -138,7 +138,6 @@ def test_completions_of_a_single_label_can_tell_of_displacement():
         for step, rows in PLANTED["displacement"](seen).tables.items()
     }
     assert signs_of(replace(seen, tables=single)) == {"displacement"}
-    assert "length" in look_for_signs(replace(seen, tables=single)).unknown
 
 
 def test_numbers_in_words_are_those_of_the_rows():
@@ -146,7 +145,7 @@ def test_numbers_in_words_are_those_of_the_rows():
     start, none = np.full((80, 2), -50.0), np.zeros((80, 2))
     right = np.array([[1.0, 0.0]] * 36 + [[0.0, 1.0]] * 4 + [[1.0, 0.0]] * 20 + [[0.0, 1.0]] * 20)
     seen = Evidence({}, {}, {0: table(lengths, start, none), 9: table(lengths, start, right - 3)})
-    said = {one.name: one.said for one in look_for_signs(seen).found}
+    said = {one.name: one.said for one in look_for_signs(seen)}
     assert "90%" in said["length"]  # 36 of 40 where the chosen side is longer
     assert "50%" in said["length"]  # 20 of 40 where it is shorter
     # chosen: 56 of 80 fall by 2 and 24 by 3 nats
@@ -156,24 +155,23 @@ def test_numbers_in_words_are_those_of_the_rows():
 def test_spikes_are_named_by_their_steps():
     norms = [1.0] * 60
     norms[29], norms[44], norms[50] = 11.0, 9.0, 25.0
-    (found,) = look_for_signs(Evidence({"grad_norm": curve(norms)})).found
+    (found,) = look_for_signs(Evidence({"grad_norm": curve(norms)}))
     assert "at step 30, 51." in found.said
     # A line of ten steps hides a single one.
     hidden = Evidence({"grad_norm": curve([1.0] * 60)}, spikes=frozenset({205}))
-    (found,) = look_for_signs(hidden).found
+    (found,) = look_for_signs(hidden)
     assert "at step 205." in found.said
 
 
 def test_rows_that_cannot_tell_spoil_no_other_sign():
     """Single labels without a reference, as csft has them."""
-    seen = clean(1)
+    seen = PLANTED["saturation"](clean(1))
     kept = ["row", "row_id", "role", "tokens", "logp"]
     single = {
         step: rows.filter((pl.col("row") % 2 == 0) == (pl.col("role") == "chosen")).select(kept)
         for step, rows in seen.tables.items()
     }
-    found = look_for_signs(replace(seen, tables=single))
-    assert {"displacement", "length", "past its best"} == {*found.unknown}
+    assert signs_of(replace(seen, tables=single)) == {"saturation"}
 
 
 def test_the_order_of_rows_changes_no_figure():
@@ -196,7 +194,7 @@ def test_the_order_of_rows_changes_no_figure():
                     for step, one in grown.items()
                 },
             )
-        ).found
+        )
         for n in range(5)
     }
     (found,) = told
