@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,18 +83,6 @@ class World:
     rank: int
     size: int
     local_rank: int
-    sequence_parallel: int = 1  # neighbouring ranks that share every sequence: a group
-
-    @property
-    def is_first_of_group(self) -> bool:
-        """Whether this rank represents its group, all of which has the same rows."""
-        return self.rank % self.sequence_parallel == 0
-
-    @property
-    def of_groups(self) -> World:
-        """This rank's group among the groups, to which the rows of a step are assigned."""
-        size = self.sequence_parallel
-        return World(self.rank // size, self.size // size, self.local_rank)
 
     @property
     def is_first_here(self) -> bool:
@@ -103,16 +91,6 @@ class World:
         A single process may be given a local rank to choose its GPU.
         """
         return self.rank == 0 or self.local_rank == 0
-
-
-@dataclass(frozen=True)
-class SequenceGroup:
-    """The ranks that share every sequence: each computes with a part of its tokens."""
-
-    rank: int  # of this process among them
-    size: int
-    process_group: Any
-    agreed: Callable[[bool], bool]  # whether something holds on every rank of the run
 
 
 @dataclass(frozen=True)
@@ -154,7 +132,7 @@ class Engine(Protocol):
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of float64 values over ranks; a group that shares sequences counts once."""
+        """The sum of float64 values over ranks."""
         ...
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:

@@ -124,12 +124,6 @@ class TrainOptions:
     optimizer_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "of master weights and optimizer states, where the policy is in bfloat16"
     )
-    sequence_parallel: int = option(
-        1,
-        "ranks that share every sequence, each a part of its tokens: for long sequences",
-        ge=1,
-        binds=(),
-    )
     router_loss: float = option(
         0.0, "weight of the loss that spreads tokens over the experts of a mixture; 0: none", ge=0
     )

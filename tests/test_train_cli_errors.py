@@ -100,9 +100,7 @@ def test_a_method_whose_rows_or_pairs_the_cache_does_not_hold(course, world, her
     assert "--kl-pairs 1" in said
 
 
-def test_ranks_that_cannot_be_divided_and_a_folder_of_something_else_are_refused(course, here):
-    said = trainings.refused(course, 2, here / "run", "--set", "train.sequence_parallel=2")
-    assert "train.sequence_parallel is 2, and 1 ranks were started" in said
+def test_a_folder_of_something_else_is_refused(course, here):
     (here / "photos").mkdir()
     (here / "photos" / "me.jpg").touch()
     assert "photos holds 'me.jpg'" in trainings.refused(course, 2, here / "photos")

@@ -196,8 +196,9 @@ OF_FLAGS = (
         "train.gradient_checkpointing",
         "auto recomputes where activations do not fit (train.memory); TRL always does."),
     named("ring_attn_size ds.ring_attn_size sequence_parallel_degree sp "
-        "enable_sequence_parallelism", (AXOLOTL, OPENRLHF, COLOSSAL), "train.sequence_parallel",
-        "A number of ranks; 1 is without."),
+        "enable_sequence_parallelism", (AXOLOTL, OPENRLHF, COLOSSAL), "",
+        "No ranks share a sequence. For long rows set train.gradient_checkpointing and "
+        "train.checkpoint_offload."),
     named("tensor_parallel_size ds.tensor_parallel_size", OPENRLHF, "model.tensor_parallel",
         "Of the reference, while its cache is made; --deepspeed zero3 spreads the policy."),
     named("plugin", COLOSSAL, "train.deepspeed",
@@ -205,7 +206,7 @@ OF_FLAGS = (
     named("tp", COLOSSAL, "model.tensor_parallel",
         "Of the reference, while its cache is made; --deepspeed zero3 spreads the policy."),
     named("pp", COLOSSAL, "", "--deepspeed zero3 spreads the policy."),
-    named("sp_mode", COLOSSAL, "", "There is one way: each rank has a part of the tokens."),
+    named("sp_mode", COLOSSAL, "", "No ranks share a sequence."),
     named("zpg overlap_comm", OPENRLHF, "train.deepspeed",
         "In a DeepSpeed JSON file: zero_optimization.zero_hpz_partition_size and .overlap_comm."),
     named("local_rank", OPENRLHF, "", "The launcher says it in the environment."),

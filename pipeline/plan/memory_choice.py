@@ -98,13 +98,13 @@ class Planning:
 
     def __init__(self, config: Config, facts: PlanFacts) -> None:
         self.config, self.facts = config, facts
-        self._workloads: dict[tuple[int, int], Workload] = {}
+        self._workloads: dict[int, Workload] = {}
 
     def workload(self, train: TrainOptions) -> Workload:
         """The steps and micro-batches."""
-        key = (train.tokens_per_batch, train.sequence_parallel)
+        key = train.tokens_per_batch
         if key not in self._workloads:
-            facts, world = self.facts, World(0, self.facts.ranks, 0, train.sequence_parallel)
+            facts, world = self.facts, World(0, self.facts.ranks, 0)
             tokens = planned_tokens(train, facts.device)
             feed = feed_settings(train, facts.recipe, world, tokens=tokens, pads=False)
             self._workloads[key] = workload_of(
@@ -142,8 +142,7 @@ class Planning:
             config,
             stage=planner.setting(planner.own_way).stage,
             ranks=self.facts.ranks,
-            tokens=work.micro_tokens // work.sharing,
-            longest=work.longest,
+            tokens=work.micro_tokens,
             device=self.facts.device,
             can_recompute=planner.can_recompute,
         )

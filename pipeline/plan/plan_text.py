@@ -145,8 +145,7 @@ def tokens_text(work: Workload) -> str:
 
 def micro_batches_text(work: Workload) -> str:
     """The micro-batches of a step."""
-    whose = f"{work.sharing} ranks together" if work.sharing > 1 else "each rank"
-    return f"{work.micro_batches:,} in a step of {whose}, at most {work.micro_tokens:,} tokens"
+    return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
 
 
 def _time(plan: RunPlan) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,6 @@ class Situation:
     stage: int  # of ZeRO
     ranks: int
     tokens: int  # in the largest micro-batch
-    longest: int  # row, in tokens
     device: str = "cuda"
     can_recompute: bool = True  # as some architectures of transformers cannot
 
@@ -103,13 +102,6 @@ def _all_offloaded(now: Situation) -> list[Changes]:
     return [{"train.deepspeed": "zero3-offload"}] if is_new else []
 
 
-def _shared(now: Situation) -> list[Changes]:
-    """Only a row that is long by itself does not become shorter in smaller micro-batches."""
-    is_new = now.config.train.sequence_parallel == 1 < now.ranks
-    is_useful = is_new and now.longest > now.fewest_tokens
-    return [{"train.sequence_parallel": now.ranks}] if is_useful else []
-
-
 def _short_states(now: Situation) -> list[Changes]:
     """Only ZeRO 2 and 3 keep them so."""
     whole = {"train.deepspeed": "zero2"} if now.stage < 2 else {}
@@ -128,7 +120,6 @@ REMEDIES = (
     Remedy("ZeRO 2", _gradients_spread),
     Remedy("activations recomputed", _recomputed),
     Remedy("ZeRO 3", _weights_spread),
-    Remedy("sequences shared by the ranks", _shared),
     Remedy("activations recomputed, and their inputs kept on the CPU", _inputs_offloaded),
     Remedy("the optimizer on the CPU", _offloaded, keeps_run=False),
     Remedy("weights and the optimizer on the CPU", _all_offloaded, keeps_run=False),

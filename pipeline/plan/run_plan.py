@@ -112,7 +112,6 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     asked, recipe = settings.config, _recipe(settings)
     device = "cuda" if request.is_for_gpu else chosen_device(asked.model)
     rows = planned_rows(asked, recipe, request.rows, device)
-    _require_dealt(request.gpus, asked.train.sequence_parallel)
     here = 0 if request.is_for_gpu else device_bytes(device)
     request = replace(request, gpu_bytes=request.gpu_bytes or here)
     budget = Budget.of(asked.train, request.gpu_bytes)
@@ -163,13 +162,6 @@ def _facts(
         ranks=ranks,
         budget=budget,
     )
-
-
-def _require_dealt(ranks: int, sharing: int) -> None:
-    if ranks % sharing:
-        raise UsageError(
-            f"train.sequence_parallel is {sharing}: --gpus has to be a multiple of it."
-        )
 
 
 def _reference(planner: MemoryPlanner, way: Way, workload: Workload) -> ReferenceCost:

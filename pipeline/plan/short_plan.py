@@ -21,7 +21,7 @@ def short_plan(
 ) -> list[str]:
     """Two lines: what the run goes over, and what each rank holds."""
     held_out = feed.held_out_source.eval_rows
-    source, ranks = feed.source, feed.settings.world.size * train.sequence_parallel
+    source, ranks = feed.source, feed.settings.world.size
     work = workload_of(
         source.index.train, feed.settings, train, rows=source.rows_per_epoch, held_out=held_out
     )

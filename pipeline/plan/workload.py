@@ -55,8 +55,6 @@ class Workload:
     micro_batches: int  # of each rank in a step, those without gradients left out
     micro_tokens: int  # of the largest, padding included
     row: RowShape
-    longest: int  # row, in tokens
-    sharing: int = 1  # ranks that share a micro-batch
 
     @property
     def tokens(self) -> int:
@@ -64,8 +62,8 @@ class Workload:
         return self.learned_tokens + self.mismatched_tokens
 
     def trees(self) -> list[Tree]:
-        """Rows of the mean lengths that fill a rank's part of the largest micro-batch."""
-        most = self.micro_tokens // self.sharing
+        """Rows of the mean lengths that fill the largest micro-batch."""
+        most = self.micro_tokens
         blank = [np.zeros(size, np.int32) for size in (self.row.prompt, *self.row.completions)]
         tree = Tree(blank[0], tuple(blank[1:]))
         count = max(1, most // self.row.tokens)
@@ -92,9 +90,9 @@ def feed_settings(
         kl_per_step=recipe.option("kl_per_step", 0),
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=tokens * world.sequence_parallel,
+        tokens_per_batch=tokens,
         pads=pads,
-        world=world.of_groups,
+        world=world,
     )
 
 
@@ -137,8 +135,6 @@ def workload_of(
         micro_batches=max(plan.own.num_turns for plan in plans),
         micro_tokens=max(int(load.max()) for load in loads),
         row=_mean_row(table),
-        longest=int(table.sizes.tokens(np.arange(len(table))).max(initial=0)),
-        sharing=train.sequence_parallel,
     )
 
 

@@ -356,8 +356,6 @@ def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
     found = {"align": __version__, **versions(), "device": name}
-    if (share := job.config.train.sequence_parallel) > 1:
-        found["ranks of a sequence"] = str(share)
     return {**found, "peft": _version("peft")} if job.config.lora.enabled else found
 
 

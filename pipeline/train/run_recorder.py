@@ -186,8 +186,7 @@ class RunRecords:
 
     def visited(self, position: TrainingPosition, epoch: int, visits: Visits) -> None:
         """Keeps the margins of this rank's rows until the next checkpoint."""
-        if self._session.world.is_first_of_group:
-            self._visits.add(visits, epoch=epoch, step=position.step)
+        self._visits.add(visits, epoch=epoch, step=position.step)
 
     def _write_visits(self, step: int) -> None:
         """Writes down the rows up to a step, before its checkpoint: a resumed run drops others."""
@@ -199,11 +198,9 @@ class RunRecords:
                 self._visits = PendingVisits()
 
     def _name_rows(self, file: Path, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
-        world = self._session.world
-        if world.is_first_of_group:
-            line = {"step": position.step, "rank": world.rank, "row_ids": row_ids}
-            with closing(Lines(file)) as lines:
-                lines.append(json.dumps(line).encode())
+        line = {"step": position.step, "rank": self._session.world.rank, "row_ids": row_ids}
+        with closing(Lines(file)) as lines:
+            lines.append(json.dumps(line).encode())
 
     def save(self, position: TrainingPosition) -> None:
         """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""

@@ -16,12 +16,10 @@ from ...stages.engine.deepspeed_config import EngineContext, stage_of
 from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import (
     gathered,
-    in_groups,
     joined_world,
     naming_lost_peers,
     run_on_all_ranks,
     run_on_rank_zero,
-    sequence_group,
 )
 from ...stages.engine.zero3_partitions import open_partitions
 from ...stages.feed.cache_index import ShardColumns, unchecked
@@ -83,7 +81,6 @@ def train_in(
     job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
 ) -> Trained:
     """Like `run_training`, for ranks that have joined and a policy that has been digested."""
-    world = in_groups(world, job.config.train.sequence_parallel)
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             signs: tuple[Sign, ...] = ()
@@ -210,10 +207,7 @@ def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None)
         job.config.lora,
         head=recipe.head,
         purity=purity,
-        spread=replace(
-            _partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
-            group=sequence_group(world),
-        ),
+        spread=_partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
     )
     job.policy_files.require_unchanged()
     return policy
@@ -364,15 +358,13 @@ def _learn(
 def _memory_backoff(session: Session) -> MemoryBackoff:
     ranks, stage = session.world.size, stage_of(session.engine_config)
     feed = session.feed
-    longest = feed.source.index.longest
     device = session.policy.device.type
     tokens = feed.settings.tokens_per_batch
     is_able = can_recompute(causal_model(session.policy.model))
-    now = Situation(session.job.config, stage, ranks, tokens, longest, device, is_able)
+    now = Situation(session.job.config, stage, ranks, tokens, device, is_able)
     return MemoryBackoff(
         pads=feed.settings.pads,
         ranks=ranks,
-        sequence_parallel=session.world.sequence_parallel,
         advice=tuple(memory_savers(now)),
     )
 

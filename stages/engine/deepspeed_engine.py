@@ -131,8 +131,8 @@ class DeepSpeedEngine:
         clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of float64 values over ranks; a group that shares sequences counts once."""
-        return distributed.total(values) / self._world.sequence_parallel
+        """The sum of float64 values over ranks."""
+        return distributed.total(values)
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:
         """Sets training mode with dropout from this seed; None sets evaluation mode."""

@@ -16,15 +16,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
-from ...schemas.batches import SequenceGroup, World
+from ...schemas.batches import World
 from ...schemas.errors import AlignError, PeerError, UsageError
 from .deepspeed_compat import deepspeed, while_training
 from .launchers import launcher_environment, world_of
@@ -36,7 +35,6 @@ TIMEOUT = timedelta(seconds=600)
 PATIENCE = timedelta(days=1)
 _ANSWER_SECONDS = 0.05  # between two polls of the store
 _PATIENT_GROUP: list[Any] = []  # one process group, while there is more than one rank
-_SEQUENCE_GROUPS: dict[int, SequenceGroup] = {}  # by size, while ranks are joined
 _STORES: Any = vars(distributed)  # its stub exports no stores
 
 
@@ -126,7 +124,6 @@ def _devices(world: World) -> list[int]:
 
 def _leave() -> None:
     _PATIENT_GROUP.clear()
-    _SEQUENCE_GROUPS.clear()
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
     if distributed.is_initialized():
@@ -139,32 +136,6 @@ def _restore(before: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def in_groups(world: World, ranks: int) -> World:
-    """The world with groups of `ranks` neighbouring ranks that share every sequence."""
-    if world.size % ranks:
-        raise UsageError(
-            f"train.sequence_parallel is {ranks}, and {world.size} ranks were started. Start a "
-            "multiple of it, or set it to a divisor of their number."
-        )
-    return replace(world, sequence_parallel=ranks)
-
-
-def sequence_group(world: World) -> SequenceGroup | None:
-    """The sequence group of this rank, opened by all ranks together; None for groups of one."""
-    size = world.sequence_parallel
-    if size == 1:
-        return None
-    if size not in _SEQUENCE_GROUPS:
-        groups = [
-            distributed.new_group(list(range(first, first + size)), timeout=TIMEOUT)
-            for first in range(0, world.size, size)
-        ]
-        own = groups[world.of_groups.rank]
-        agree = partial(agreed, world)
-        _SEQUENCE_GROUPS[size] = SequenceGroup(world.rank % size, size, own, agree)
-    return _SEQUENCE_GROUPS[size]
 
 
 T = TypeVar("T")

@@ -7,41 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...schemas.batches import SequenceGroup
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .compiled_layers import use_layers
 from .head.fused_head import output_head, scored_rows
 from .head.fused_head_backward import LogpHead
-from .layouts.flex_attention import (
-    FLEX,
-    FLEX_FOR_EAGER,
-    attend_by_flex,
-    flex_masks,
-    padded_to_blocks,
-)
-from .layouts.shared_sequence import (
-    SHARED,
-    SHARED_FOR_EAGER,
-    SequencePart,
-    joined,
-    part_of,
-    sequence_part,
-)
+from .layouts.flex_attention import FLEX, FLEX_FOR_EAGER, flex_masks, padded_to_blocks
 from .layouts.tree_attention import (
     PAD,
     PIECES,
     TreeBatch,
-    attend_in_pieces,
     groups_within,
     padded_length,
     pieces_of,
-    predictors_of,
     single_branches,
     tree_batch,
     tree_mask,
@@ -59,7 +40,6 @@ class ScoringPath:
     layout: Literal["flex", "packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
     worst_difference: float  # as the probe measures it for the dtype
-    group: SequenceGroup | None = None  # of the ranks that share every sequence
     compiler: str = ""  # torch's name of what compiles the decoder layers; "": they are not
 
     def __str__(self) -> str:
@@ -83,23 +63,9 @@ class ScoringPath:
         return tree_batch(rows, device, packed=self.packs, length=length)
 
 
-@dataclass(frozen=True)
-class BranchOutputs:
-    """Outputs of one pass of a model for every completion token of a batch."""
-
-    rows: Tensor  # (1 or 2, T) float32: log p and, where asked for, purity without a gradient
-    states: Tensor  # (T, hidden): the last states, which predict them; (0,) unless asked for
-    part: SequencePart | None = None  # where ranks share the batch: T counts this rank's tokens
-
-    def whole(self, rows: Tensor) -> Tensor:
-        """The rows, gathered over the ranks that share the batch."""
-        return rows if self.part is None else joined(rows, self.part)
-
-
 def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:
     """Log p of every completion token of a batch: (T,) float32."""
-    outputs = branch_outputs(model, batch, path)
-    return outputs.whole(outputs.rows)[0]
+    return branch_outputs(model, batch, path)[0][0]
 
 
 def branch_outputs(
@@ -109,42 +75,26 @@ def branch_outputs(
     *,
     purity: bool = False,
     states: bool = False,
-) -> BranchOutputs:
-    """Log p of every completion token of a batch; on request also purity and hidden states."""
+) -> tuple[Tensor, Tensor]:
+    """Outputs of one pass of a model for every completion token of a batch.
+
+    Rows, (1 or 2, T) float32: log p and, on request, purity without a gradient. On request also the
+    hidden states that predict the tokens: (T, hidden).
+    """
     inner: Any = causal_model(model)
     if path.head == "exact":
         inputs = _inputs(inner, batch, path)
         outputs = inner(**inputs, **({"output_hidden_states": True} if states else {}))
         logits = outputs.logits.flatten(0, 1)
         rows = _exact_rows(logits, batch, purity=purity)
-        return BranchOutputs(rows, _last_states(outputs, batch) if states else rows[0, :0])
-    positions, targets, part = batch.predictors, batch.targets, None
-    if path.group:
-        part = batch_part(batch, path, [predictors_of(edges[1:]) for edges in batch.edges])
-        positions, targets = part.states, targets[part.items]
-    predictors = last_states(inner, batch, path, part)[positions]
-    rows = _head_rows(inner, predictors, targets, purity=purity)
-    return BranchOutputs(rows, predictors, part)
+        return rows, _last_states(outputs, batch) if states else rows[0, :0]
+    predictors = last_states(inner, batch, path)[batch.predictors]
+    return _head_rows(inner, predictors, batch.targets, purity=purity), predictors
 
 
-def batch_part(
-    batch: TreeBatch, path: ScoringPath, positions: Sequence[NDArray[np.int64]]
-) -> SequencePart:
-    """This rank's part of a batch, and of the items that are computed at these positions."""
-    assert path.group is not None, "ranks share the batch"
-    return sequence_part(path.group, INNER[path.layout], np.concatenate(positions), batch.token_ids)
-
-
-def last_states(
-    inner: Any, batch: TreeBatch, path: ScoringPath, part: SequencePart | None = None
-) -> Tensor:
-    """The last hidden states at this rank's positions: (rows * length, hidden)."""
-    inputs = _inputs(inner, batch, path)
-    if part:
-        for name in ("input_ids", "position_ids"):
-            inputs[name] = part_of(inputs[name], part.group)
-        inputs["sequence_part"] = part
-    hidden: Tensor = inner.base_model(**inputs).last_hidden_state
+def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
+    """The last hidden states: (rows * length, hidden)."""
+    hidden: Tensor = inner.base_model(**_inputs(inner, batch, path)).last_hidden_state
     return hidden.flatten(0, 1)
 
 
@@ -190,13 +140,8 @@ def gpus_of(inner: Any) -> list[Any]:
     return [device for device in devices if device not in {"cpu", "disk"}]
 
 
-REPLACED = {  # the model's attention that each of ours replaces
-    PIECES: "sdpa",
-    FLEX: "sdpa",
-    FLEX_FOR_EAGER: "eager",
-    SHARED: "sdpa",
-    SHARED_FOR_EAGER: "eager",
-}
+# The model's attention that each of ours replaces.
+REPLACED = {PIECES: "sdpa", FLEX: "sdpa", FLEX_FOR_EAGER: "eager"}
 
 
 def own_attention(model: Any) -> str:
@@ -206,12 +151,10 @@ def own_attention(model: Any) -> str:
 
 
 def _use_attention(model: Any, path: ScoringPath) -> None:
-    """Sets the attention of the path: packed and shared batches replace the model's own."""
+    """Sets the attention of the path: packed batches replace the model's own."""
     own = own_attention(model)
-    is_sdpa = own == "sdpa"
-    wanted = {"packed": PIECES, "flex": FLEX if is_sdpa else FLEX_FOR_EAGER}.get(path.layout, own)
-    if path.group:
-        wanted = SHARED if is_sdpa else SHARED_FOR_EAGER
+    flex = FLEX if own == "sdpa" else FLEX_FOR_EAGER
+    wanted = {"packed": PIECES, "flex": flex}.get(path.layout, own)
     if attention_of(model) != wanted:
         model.set_attn_implementation(wanted)
     if attention_of(model) != wanted:
@@ -272,7 +215,3 @@ def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:
             found.append(torch.logsumexp(2 * logps.detach(), dim=-1))
         pieces.append(torch.stack(found))
     return torch.cat(pieces, dim=1)
-
-
-# The attention over all tokens of a shared sequence, by layout.
-INNER = {"flex": attend_by_flex, "packed": attend_in_pieces}

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...schemas.batches import SequenceGroup
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
@@ -83,10 +82,7 @@ ANY_PATH = PathOptions()
 
 
 def choose_path(
-    model: nn.Module,
-    agree: Agree = bool,
-    options: PathOptions = ANY_PATH,
-    group: SequenceGroup | None = None,
+    model: nn.Module, agree: Agree = bool, options: PathOptions = ANY_PATH
 ) -> ScoringPath:
     """The fastest path that agrees with `model(...).logits` on seeded rows.
 
@@ -102,7 +98,7 @@ def choose_path(
         options,
         agree,
     )
-    if found := search.fastest(PATHS, group):
+    if found := search.fastest(PATHS):
         return found
     return announced(model, search.require_compiled(DEFINITION), search.refused)
 
@@ -124,18 +120,14 @@ class PathSearch:
         self._difference, self._trees, self._allowed = difference, trees, allowed
         self.refused: list[str] = []
 
-    def fastest(
-        self, paths: Sequence[ScoringPath], group: SequenceGroup | None
-    ) -> ScoringPath | None:
+    def fastest(self, paths: Sequence[ScoringPath]) -> ScoringPath | None:
         """The first of these that agrees, with compiled layers where they agree too."""
-        for path in paths_for(paths, self._model, group):
+        for path in paths_for(paths, self._model):
             if self._options.compile == "on" and path.layout == "packed":
                 continue  # a compiler would have to know the lengths in each batch
             barred = self._options.no_flex if path.layout == "flex" else ""
             if found := self._agreed(path, barred, self._difference):
                 return announced(self._model, self._with_compiled_layers(found), self.refused)
-        if group:
-            raise unshareable(self._model, self.refused)
         return None
 
     def require_compiled(self, path: ScoringPath) -> ScoringPath:
@@ -149,9 +141,7 @@ class PathSearch:
         if asked == "off" or (asked == "auto" and input_device(self._model).type != "cuda"):
             return path
         barred = self._options.no_compile or why_not_compiled(causal_model(self._model))
-        if path.group:
-            barred = "ranks exchange tokens inside of layers"
-        elif path.head == "exact":
+        if path.head == "exact":
             barred = "its output head is not a plain projection"
         compiled = replace(path, compiler=self._options.compiler)
         return self.require_compiled(self._agreed(compiled, barred, self._as_learned) or path)
@@ -222,29 +212,13 @@ def naming_the_way_out() -> Iterator[None]:
         ) from error
 
 
-def paths_for(
-    paths: Sequence[ScoringPath], model: nn.Module, group: SequenceGroup | None = None
-) -> list[ScoringPath]:
-    """The paths worth trying: many small products pay on a CPU only, FlexAttention on a GPU.
-
-    Ranks can share sequences only in layouts whose attention is our own.
-    """
+def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
+    """The paths worth trying: many small products pay on a CPU only, FlexAttention on a GPU."""
     inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
     # The mask of FlexAttention holds tables, which would not follow it to another device.
     on_one_gpu = input_device(model).type == "cuda" and len(set(gpus_of(inner))) < 2
-    packs = (on_cpu or group is not None) and own_attention(inner) == "sdpa"
-    tried = {"flex": on_one_gpu, "packed": packs}
-    found = [path for path in paths if tried.get(path.layout, group is None)]
-    return [replace(path, group=group) for path in found]
-
-
-def unshareable(model: nn.Module, refused: Sequence[str]) -> UsageError:
-    """The error of `train.sequence_parallel` for a model that cannot be shared."""
-    why = "; ".join(refused) or f"its attention is {own_attention(causal_model(model))}, not sdpa"
-    return UsageError(
-        f"train.sequence_parallel: ranks cannot share the sequences of "
-        f"{type(causal_model(model)).__name__} ({why}). Set it to 1, or use another model."
-    )
+    tried = {"flex": on_one_gpu, "packed": on_cpu and own_attention(inner) == "sdpa"}
+    return [path for path in paths if tried.get(path.layout, True)]
 
 
 def _own_logps(model: nn.Module, tree: Tree) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...schemas.batches import Partitions, SequenceGroup
+from ...schemas.batches import Partitions
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
@@ -21,20 +21,12 @@ from ...schemas.train_options import LoraOptions, TrainOptions
 from .adapter_sums import add_in_products
 from .head.fused_head import output_head
 from .head.fused_head_backward import call_head_for_logps
-from .layouts.shared_sequence import part_of, summed
 from .layouts.tree_attention import TreeBatch
 from .loading.heads import read_value_head, stored_value_head, value_head
 from .loading.load import add_lora, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
-from .logprobs import (
-    ScoringPath,
-    batch_part,
-    branch_outputs,
-    causal_model,
-    input_device,
-    last_states,
-)
+from .logprobs import ScoringPath, branch_outputs, causal_model, input_device, last_states
 from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
@@ -48,11 +40,10 @@ NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharding of a policy's parameters, as they are created, and of its sequences."""
+    """The sharding of a policy's parameters, as they are created."""
 
     partitions: Partitions | None = None  # None: every rank has all parameters
     path: ScoringPath | None = None  # of the checkpoint that is about to replace the parameters
-    group: SequenceGroup | None = None  # of the ranks that share every sequence
 
 
 WHOLE = Sharding()
@@ -147,13 +138,12 @@ class Policy(nn.Module):
         # Read once: after ZeRO-3 has partitioned the weights, accessing one would gather it.
         self.device = input_device(model)
         choose = choose_layout if head == "score" else choose_path
-        partitions, group = spread.partitions, spread.group
+        partitions = spread.partitions
         if partitions and head != "score" and output_head(causal_model(model)):
             call_head_for_logps(causal_model(model))  # for the probe: it is whole in its calls only
         with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
-            agree = partitions.agreed if partitions else group.agreed if group else bool
-            known = replace(spread.path, group=group) if spread.path else None
-            self.path: ScoringPath = known or choose(model.eval(), agree, paths, group)
+            agree = partitions.agreed if partitions else bool
+            self.path: ScoringPath = spread.path or choose(model.eval(), agree, paths)
             self.routers = RouterWatch(causal_model(model), learns=balanced, run=self._run_nothing)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
@@ -189,10 +179,8 @@ class Policy(nn.Module):
         with self.routers.watching():
             outputs = self._outputs_of(laid_out, batch, len(trees))
             counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
-            if group := self.path.group:
-                counted = part_of(counted[None], group)[0]
             routing = self.routers.sums(counted if trees else torch.zeros_like(counted))
-        return *outputs, summed(routing, group) if group else routing
+        return *outputs, routing
 
     def _outputs_of(self, trees: Sequence[Tree], batch: TreeBatch, count: int) -> Tensor:
         if self.path.head == "score":
@@ -203,18 +191,16 @@ class Policy(nn.Module):
 
     def _run_nothing(self) -> None:
         batch = self.path.batch([NOTHING], self.device)
-        part = batch_part(batch, self.path, [np.zeros(1, int)]) if self.path.group else None
-        last_states(causal_model(self.model), batch, self.path, part)
+        last_states(causal_model(self.model), batch, self.path)
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
         purity, head = "purity" in self.output_names, self.value_head
-        outputs = branch_outputs(
+        rows, states = branch_outputs(
             self.model, batch, self.path, purity=purity, states=head is not None
         )
         if head is None:
-            return outputs.whole(outputs.rows)
-        values = head(outputs.states).t().to(outputs.rows.device)
-        return outputs.whole(torch.cat([outputs.rows, values]))
+            return rows
+        return torch.cat([rows, head(states).t().to(rows.device)])
 
     def recompute_activations(self, *, on_host: bool = False) -> None:
         """Turns gradient checkpointing on; `on_host` keeps the inputs of layers on the CPU."""

@@ -15,25 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from ...schemas.batches import SequenceGroup
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
-from .layouts.shared_sequence import joined
 from .layouts.tree_attention import TreeBatch, single_branches
 from .loading.folder_check import require_plain_tokenizer
 from .loading.heads import SCORES, ScalarHead
 from .loading.load import first_line, load_model, merged
 from .loading.model_folder import model_config
 from .loading.quiet import quiet
-from .logprobs import (
-    ScoringPath,
-    batch_part,
-    causal_model,
-    input_device,
-    last_states,
-)
+from .logprobs import ScoringPath, causal_model, input_device, last_states
 from .path_search import ANY_PATH, PATHS, TOLERANCE, Agree, PathOptions, PathSearch
 from .probe_rows import probe_trees
 from .reference import HfReference, TreeScorer
@@ -191,20 +183,13 @@ def batch_scores(
     """Scores of rows that are laid out, in the order row, branch: (branches,) float32."""
     inner: Any = causal_model(model)
     positions = _last_positions(rows, batch, inner.config.pad_token_id)
-    if path.group is None:
-        states = last_states(inner, batch, path)
-        scores: Tensor = inner.score(states[on_device(positions, states.device)])
-        return scores.squeeze(1)
-    part = batch_part(batch, path, [positions])
-    own = inner.score(last_states(inner, batch, path, part)[part.states])
-    return joined(own.t(), part)[0]
+    states = last_states(inner, batch, path)
+    scores: Tensor = inner.score(states[on_device(positions, states.device)])
+    return scores.squeeze(1)
 
 
 def choose_layout(
-    model: nn.Module,
-    agree: Agree = bool,
-    options: PathOptions = ANY_PATH,
-    group: SequenceGroup | None = None,
+    model: nn.Module, agree: Agree = bool, options: PathOptions = ANY_PATH
 ) -> ScoringPath:
     """The fastest layout of trees that agrees with the model's own scores of seeded rows."""
     inner: Any = causal_model(model)
@@ -218,7 +203,7 @@ def choose_layout(
         options,
         agree,
     )
-    if found := search.fastest(LAYOUTS, group):
+    if found := search.fastest(LAYOUTS):
         return found
     raise UsageError(
         f"{type(inner).__name__} does not score by its last hidden states "

@@ -116,8 +116,7 @@ class EvalSamples:
 
     def gather(self, world: World) -> tuple[EvalSample, ...]:
         """The samples of all ranks in the order of the evaluation; a collective."""
-        own = self._seen if world.is_first_of_group else []
-        every = [one for part in gathered(world, own) for one in part]
+        every = [one for part in gathered(world, self._seen) for one in part]
         every.sort(key=lambda one: (one.batch, one.index))
         rows: dict[tuple[int, int], int] = {}
         numbered = [

@@ -40,7 +40,6 @@ class MemoryBackoff:
 
     pads: bool  # whether a micro-batch is padded to its longest row
     ranks: int = 1
-    sequence_parallel: int = 1  # ranks that share a micro-batch; the budget is per rank
     advice: tuple[str, ...] = ()  # settings that take less memory and are not in use yet
     budget: int = 0  # tokens; 0: as planned
     times: int = 0  # that memory ran out
@@ -51,7 +50,7 @@ class MemoryBackoff:
         if len(sizes) < 2:
             raise MemoryLimitError(self._too_long(micro))
         tokens = len(sizes) * max(sizes) if self.pads else sum(sizes)
-        self.budget, self.times = max(1, tokens // 2 // self.sequence_parallel), self.times + 1
+        self.budget, self.times = max(1, tokens // 2), self.times + 1
 
     def require_alone(self) -> None:
         """Ends a run of several ranks: the others wait in a collective that this one has left."""

@@ -194,14 +194,6 @@ def test_steps_and_tokens_of_a_part_of_an_epoch():
     assert (half.steps, half.learned_tokens) == (2, 60 * 50)
 
 
-def test_ranks_that_share_a_micro_batch_have_a_part_of_it_each():
-    """30 rows are 1,500 tokens; two ranks with 500 each take them in two parts."""
-    shared = TrainOptions(batch_size=30, sequence_parallel=2)
-    work = worked("dpo", shared, World(0, 2, 0, 2), 30, levels=0)
-    assert (work.micro_batches, work.micro_tokens) == (2, 750)
-    assert [tree.num_tokens for tree in work.trees()] == [53] * 7  # of 375 in a part
-
-
 @pytest.fixture(scope="module")
 def bare_policy(tmp_path_factory):
     """A folder with a config.json and nothing else."""

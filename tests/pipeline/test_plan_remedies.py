@@ -171,7 +171,7 @@ def test_the_first_attempt_that_fits_is_the_one_that_is_found(tiny):
         work = work_of(config.train)
         return tiny.planner.changed(config.train, config.lora, work.trees(), work.micro_batches)
 
-    now = Situation(Config(), 1, 1, tiny.workload.micro_tokens, tiny.workload.longest)
+    now = Situation(Config(), 1, 1, tiny.workload.micro_tokens)
     every = []
     for attempt in attempts(now):
         for changes in attempt.choices:
@@ -205,7 +205,7 @@ def test_what_fits_nowhere_is_told_the_nearest_and_by_how_much(tiny):
 
 
 def test_a_new_remedy_is_one_entry_and_a_later_one_waits_for_all_sets_before_it():
-    now = Situation(Config(), 1, 1, 4096, 100)
+    now = Situation(Config(), 1, 1, 4096)
     a = Remedy("a", lambda _: [{"train.epochs": 2}])
     b = Remedy("b", lambda _: [{"train.lr": 1.0}, {"train.lr": 2.0}])
     c = Remedy("c", lambda _: [{"train.epochs": 3, "train.seed": 1}])
@@ -224,12 +224,11 @@ def settings_tried(now):
 
 
 def test_remedies_are_those_that_are_of_use():
-    alone = Situation(Config(), 1, 1, 16_384, 900)
+    alone = Situation(Config(), 1, 1, 16_384)
     tried = settings_tried(alone)
-    assert not any("train.sequence_parallel" in one for one in tried)
     assert not any(one.get("train.deepspeed") == "zero3" for one in tried)
-    several = replace(alone, ranks=4, longest=9000)
-    assert {"train.sequence_parallel": 4} in settings_tried(several)
+    several = replace(alone, ranks=4)
+    assert {"train.deepspeed": "zero3"} in settings_tried(several)
     packed = changed(Config(), {"lora.enabled": True, "lora.quantize": "nf4"})
     for one in settings_tried(replace(several, config=packed)):
         assert "zero3" not in one.get("train.deepspeed", "")
@@ -243,7 +242,7 @@ def test_remedies_are_those_that_are_of_use():
 
 
 def test_another_accelerator_is_given_the_micro_batches_of_a_gpu():
-    on_gpu = Situation(Config(), 1, 4, 16_384, 9000)
+    on_gpu = Situation(Config(), 1, 4, 16_384)
     other = replace(on_gpu, device="xpu")
     assert (
         settings_tried(other)

@@ -1,7 +1,7 @@
 """Worlds of ranks, forked from one process that has imported for all of them.
 
 A program: the folder to write to, and its worlds: `NAME=RANKS` and the cases that its ranks go
-through, each followed by what it is given: `two=2 shared/experts loaded/tied one=1 summed`.
+through, each followed by what it is given: `two=2 loaded/experts one=1 summed`.
 """
 
 import gc
@@ -18,7 +18,6 @@ from align.stages.engine.distributed import TIMEOUT, gathered, run_on_all_ranks,
 from support import (
     engine_ranks,
     sharded_ranks,
-    shared_ranks,
     silent_rank,
     training_ranks,
     training_trouble,
@@ -54,9 +53,6 @@ CASES = {
     "summed": engine_ranks.summed,
     "reduced": engine_ranks.reduced,
     "failed save": engine_ranks.failed_save,
-    "shared": shared_ranks.compared,
-    "flex": shared_ranks.by_flex,
-    "refused": shared_ranks.refused,
     "counted": sharded_ranks.counted,
     "loaded": sharded_ranks.loaded,
     "slow first rank": wait_for_slow_first_rank,

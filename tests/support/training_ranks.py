@@ -1,7 +1,7 @@
-"""A rank of a test world trains the same in every way: cut up, spread, and shared.
+"""A rank of a test world trains the same in every way: cut up and spread.
 
-A case is KIND/MICRO-BATCHES/PRESET and words; a number among those says how many ranks share every
-sequence. The folder of the launch holds its caches by their names.
+A case is KIND/MICRO-BATCHES/PRESET and words. The folder of the launch holds its caches by their
+names.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -59,8 +59,7 @@ SPREAD = (
     *(f"table-{name}/rows/zero1" for name in ("bco", "aot", "grpo", "mixture", "wpo")),
     *("experts/thirds/zero1/recomputing", "experts/thirds/zero3/adapted"),
     "dpo/thirds/zero1/compiled",
-    # Sharing every sequence:
-    *("kto-all/thirds/zero1/2", "table-reward/rows/zero1/2", "experts/thirds/zero1/2"),
+    *("kto-all/thirds/zero1", "table-reward/rows/zero1"),
 )
 # What `make test-long` trains besides.
 COMPILED = tuple(f"dpo/thirds/zero{stage}/compiled" for stage in (0, 2))
@@ -80,7 +79,6 @@ DEVICES = (
 def trained(kind, world, folder, budget, preset, *words):
     """What this rank saw of a training."""
     cache, method, options = KINDS[kind]
-    (shared,) = [int(word) for word in words if word.isdigit()] or [1]
     job = job_of(
         folder / cache,
         method,
@@ -89,7 +87,6 @@ def trained(kind, world, folder, budget, preset, *words):
         max_steps=STEPS.get(kind, 3),
         tokens_per_batch=BUDGETS[budget],
         deepspeed=preset,
-        sequence_parallel=shared,
         router_loss=0.5 if kind == "experts" and "free" not in words else 0.0,
         gradient_checkpointing="recomputing" in words,
         lora=LoraOptions(enabled="adapted" in words, rank=2, targets=TARGETS),

@@ -20,7 +20,6 @@ from align.schemas.file_version import digest_anew
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.demo.preferences import draw_preferences, paired, unpaired
 from align.stages.demo.tiny_world import ModelShape, make_model
-from align.stages.engine.distributed import in_groups
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
 from align.stages.storage.cache.verify_cache import check_shard
@@ -123,7 +122,6 @@ def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):
 
 def session_of(job, world):
     """The parts of a run, everything of its cache checked."""
-    world = in_groups(world, job.config.train.sequence_parallel)
     return open_session(job, world, ShardColumns(check_shard), Silent())
 
 

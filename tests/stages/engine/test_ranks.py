@@ -9,9 +9,8 @@ import torch
 
 from support.engine_ranks import OPTIONS, WIDTH, Run
 from support.ranks import seen_in
-from support.rounding import NATS, STEP
+from support.rounding import STEP
 from support.sharded_ranks import make_models
-from support.shared_ranks import SHARED
 from support.slow_rules import adamw, require_steps, slowly
 from support.tiny_policy import VOCABULARY, TinyPolicy
 
@@ -23,7 +22,6 @@ SHAPES = {  # tied weights are given once
     "head.bias": [VOCABULARY],
     "scale": [1],
 }
-SUMS = 1e-5  # n u of some sixty terms is 4e-6, and each of two ways may be as far off
 PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3-offload")
 FLOAT32 = [f"engine/{preset}/float32" for preset in PRESETS]
 # By an optimizer of its own each.
@@ -32,12 +30,11 @@ ENGINES = FLOAT32 + BFLOAT16
 OPTIMIZERS = ["optimizer/lion/zero2", "optimizer/muon/zero0"]
 KINDS = ("values", "adapted, bfloat16", "new scores", "lora on scores", "experts")
 LOADED = [f"loaded/{kind}" for kind in KINDS]
-SEQUENCES = [f"shared/{kind}" for kind in SHARED]
-OTHERS = ["summed", "reduced", "failed save", "counted", "flex", "refused", "slow first rank"]
+OTHERS = ["summed", "reduced", "failed save", "counted", "slow first rank"]
 WORLDS = {
     "silence": (1, "silence"),
     "one": (1, *FLOAT32[::3], BFLOAT16[1], "summed"),
-    "two": (2, *ENGINES, *OPTIMIZERS, *LOADED, *SEQUENCES, *OTHERS),
+    "two": (2, *ENGINES, *OPTIMIZERS, *LOADED, *OTHERS),
 }
 
 
@@ -201,32 +198,6 @@ def test_a_silent_rank_is_noticed_and_a_slow_or_stopped_one_is_not(worlds):
     assert "--resume auto" in told
 
 
-def require_shared(ranks, case):
-    for rank in ranks:
-        seen = rank[case]
-        assert seen["rows"]
-        assert seen["compared"] >= 20
-        assert seen["far"] <= NATS
-        assert seen["gradients"] <= SUMS
-
-
-@pytest.mark.parametrize("case", SEQUENCES)
-def test_ranks_that_share_every_sequence_have_its_numbers_and_its_gradient(two, case):
-    """Each holds a part of the tokens, and attends for a part of the heads, filled up if odd."""
-    require_shared(two.ranks, case)
-
-
-def test_ranks_share_sequences_by_the_attention_of_a_gpu(two):
-    assert max(rank["flex"] for rank in two.ranks) <= NATS
-
-
-def test_models_that_cannot_share_are_refused_on_every_rank(two):
-    for rank in two.ranks:
-        neighbours, eager = rank["refused"]
-        assert "cannot share the sequences of LlamaForCausalLM" in neighbours
-        assert "its attention is eager" in eager
-
-
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(two):
     for rank in two.ranks:
         count = rank["counted"]
@@ -261,7 +232,6 @@ def require_steps_of_optimizer(ranks, case):
 ON_GPUS = {
     require_steps_of_engine: ENGINES,
     require_steps_of_optimizer: OPTIMIZERS,
-    require_shared: SEQUENCES,
     require_spread_load: LOADED,
 }
 

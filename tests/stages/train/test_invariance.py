@@ -55,28 +55,22 @@ def test_a_second_rank_changes_no_result(alone, spread, case):
         assert first[what] == second[what]
 
 
-# The same cases where several GPUs are, and sequences that four of them share.
-OF_FOUR = ("kto-all/thirds/zero1/4", "experts/thirds/zero1/4")
+# The same cases where several GPUs are.
 
 
 @pytest.fixture(scope="module")
 def on_gpus(launch, device, several):
     """What one rank saw on a GPU, and those of each case, which meet over NCCL."""
-    four = OF_FOUR if several >= 4 else ()
-    wholes = {whole(case) for case in (*SPREAD, *four)}
-    worlds = {"alone": (1, *sorted(wholes)), "two": (2, *SPREAD)}
-    seen = launch(device, **worlds, **({"four": (4, *four)} if four else {}))
-    spread = {case: seen["four" if case in four else "two"] for case in (*SPREAD, *four)}
-    return seen["alone"][0], spread
+    wholes = {whole(case) for case in SPREAD}
+    seen = launch(device, alone=(1, *sorted(wholes)), two=(2, *SPREAD))
+    return seen["alone"][0], seen["two"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*SPREAD, *OF_FOUR])
+@pytest.mark.parametrize("case", SPREAD)
 def test_a_second_gpu_changes_no_result(on_gpus, case):
     alone, spread = on_gpus
-    if case not in spread:
-        pytest.skip("it takes four GPUs")
-    first, *others = (rank[case] for rank in spread[case])
+    first, *others = (rank[case] for rank in spread)
     require_same(first, alone[whole(case)])
     for other, what in product(others, ("steps", "evaluations", "samples")):
         assert first[what] == other[what]
@@ -90,9 +84,6 @@ def test_the_steps_are_cut_as_their_names_say(alone, spread):
     assert 3 in sizes(alone, "kto/thirds/zero2")
     assert sizes(alone, "dpo/rows/zero1")[0] == 5
     assert sizes(spread[0], "table-bco/rows/zero1")[0] == 3  # of which one is empty on one rank
-    # Ranks that share sequences take the micro-batches of one, of twice the tokens.
-    assert sizes(spread[0], "table-reward/rows/zero1/2")[0] == 5
-    assert max(sizes(spread[0], "kto-all/thirds/zero1/2")) == 2
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
@@ -146,13 +137,9 @@ def test_experts_that_are_modules_are_gathered_by_all_ranks_under_zero_3(spread)
 
 @pytest.mark.long
 def test_nothing_changes_a_result_of_any_method(launch):
-    """Four ranks share a sequence in pairs or all together: more than the model has heads."""
-    kinds = ("dpo", "kto", "table-orpo")
-    shared = [(stage, ranks) for stage in (0, 1, 3) for ranks in (2, 4)]
     seen = launch(
         alone=(1, *(f"{kind}/whole/zero0" for kind in (*OTHERS, "dpo", "kto"))),
         spread=(2, *COMPILED, *(f"{kind}/rows/zero{stage}" for kind in OTHERS for stage in (0, 3))),
-        four=(4, *(f"{kind}/thirds/zero{one}/{few}" for kind in kinds for one, few in shared)),
     )
     (alone,) = seen.pop("alone")
     for ranks in seen.values():
