@@ -23,7 +23,6 @@ from .pipeline.commands.terminal import (
     print_result,
     recorded_by_first,
     say,
-    say_once,
 )
 from .pipeline.commands.train_commands import add_training_to
 from .pipeline.jobs.signals import stop_signals, stop_with_launcher
@@ -115,11 +114,6 @@ def precompute_ref(
     share = share_of(part, os.environ)
     require_model(given, share)
     local = with_local_inputs(given)
-    if local.model.tensor_parallel > 1:
-        from .pipeline.precompute.parallel_reference import precompute_in_parallel
-
-        say_once(precompute_in_parallel(local, progress=begin_work(), shows_row=not quiet))
-        return
     recorded = recorded_by_first(local)
     reference, progress = HfReference(local.model, own_digests()), begin_work()
     print_result(

@@ -96,12 +96,6 @@ class ModelOptions:
         read_by=("score", "judge", "verify"),
         instead={"train": _SPREAD_POLICY},
     )
-    tensor_parallel: int = option(
-        1,
-        "ranks of torchrun that hold a large reference together, each a part of a layer",
-        ge=1,
-        instead={"train": _SPREAD_POLICY, "verify": _FROM_THE_CACHE},
-    )
     trust_remote_code: bool = option(
         False, "run Python code found in the model folder", read_by=(*SCORERS, *TRAINING, "verify")
     )

@@ -199,11 +199,11 @@ OF_FLAGS = (
         "enable_sequence_parallelism", (AXOLOTL, OPENRLHF, COLOSSAL), "",
         "No ranks share a sequence. For long rows set train.gradient_checkpointing and "
         "train.checkpoint_offload."),
-    named("tensor_parallel_size ds.tensor_parallel_size", OPENRLHF, "model.tensor_parallel",
+    named("tensor_parallel_size ds.tensor_parallel_size", OPENRLHF, "model.device_map",
         "Of the reference, while its cache is made; --deepspeed zero3 spreads the policy."),
     named("plugin", COLOSSAL, "train.deepspeed",
         "zero2 is zero2; zero2_cpu is zero2-offload, gemini zero3 or zero3-offload; 3d is zero3."),
-    named("tp", COLOSSAL, "model.tensor_parallel",
+    named("tp", COLOSSAL, "model.device_map",
         "Of the reference, while its cache is made; --deepspeed zero3 spreads the policy."),
     named("pp", COLOSSAL, "", "--deepspeed zero3 spreads the policy."),
     named("sp_mode", COLOSSAL, "", "No ranks share a sequence."),

@@ -122,7 +122,7 @@ class Planning:
         facts, work = self.facts, self.workload(self.config.train)
         return MemoryPlanner(
             Planned(
-                replace(facts.policy, adapter="", device_map="", tensor_parallel=1),
+                replace(facts.policy, adapter="", device_map=""),
                 self.config.train,
                 self.config.lora,
                 dtype=facts.dtype,

@@ -177,7 +177,7 @@ def _stage_one_verdict(plan: RunPlan) -> Iterator[str]:
     yield from _wrapped(
         f"Stage 1 does not fit: needs {needs} GiB, and {gib(found.peak)} with one sequence at a "
         f"time, {gib(found.weights)} of them weights. Use a larger GPU, or spread the reference "
-        "over several (model.tensor_parallel, model.device_map)."
+        "over several (model.device_map)."
     )
 
 
@@ -212,8 +212,8 @@ def _stage_one_memory(scoring: Scoring) -> Iterator[tuple[str, str]]:
         f"{gib(memory.peak)} GiB on {whose}: {gib(memory.weights)} of {settings.dtype} weights, "
         f"{gib(memory.activations)} of activations; then {gib(memory.head)} in the head",
     )
-    if settings.reference.device_map or settings.reference.tensor_parallel > 1:
-        yield "", "as if it were not spread by model.device_map or model.tensor_parallel"
+    if settings.reference.device_map:
+        yield "", "as if it were not spread by model.device_map"
 
 
 def _parts(plan: RunPlan) -> list[str]:

@@ -80,7 +80,7 @@ def _of_cache(config: Config, recipe: Recipe, device: str) -> PlannedRows:
         table=index.train,
         count=index.train.rows_per_epoch,
         held_out=len(index.held_out),
-        policy=replace(config.model, path=path, adapter="", device_map="", tensor_parallel=1),
+        policy=replace(config.model, path=path, adapter="", device_map=""),
         scoring=Scoring(own, mismatched, sizes, settings),
     )
 

@@ -171,8 +171,8 @@ class PrecomputeJob:
         cache may hold all scores.
         """
         job = self.cache
-        is_here = job.config.scoring.executor == "inline" and job.config.model.tensor_parallel == 1
-        if self.plan is None and is_here and self.device == "cuda":
+        is_here = job.config.scoring.executor == "inline" and self.device == "cuda"
+        if self.plan is None and is_here:
             earlier = candidates(job.config.cache, job.folder)
             if not may_have_scores(earlier, job.reference_key):
                 return opened_meanwhile(job.reference)

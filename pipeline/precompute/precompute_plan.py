@@ -104,8 +104,7 @@ def require_model(config: Config, share: Share | None = None) -> None:
         )
     if config.model.adapter:
         require_peft()
-    if config.model.tensor_parallel == 1:  # the ranks of one reference have no executor
-        require_executor(config.scoring, share)
+    require_executor(config.scoring, share)
 
 
 def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> CacheJob:

@@ -14,7 +14,7 @@ from ...schemas.config import ModelOptions
 from ...schemas.errors import CorruptionError, FingerprintError
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Rescored, ScoredBlock, Scorer, Tree
-from ...stages.model.loading.model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS
+from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
 from ...stages.score.score import score_again
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
@@ -45,14 +45,11 @@ def verify(
         text = f"{text}\n{kept}"
     if not rescore:
         return text
-    recorded = _as_recorded(options, manifest, model)
-    reference = open_reference(recorded)
+    reference = open_reference(_as_recorded(options, manifest, model))
     _require_same_reference(manifest, dict(reference.identity()))
     dtype = manifest.fingerprint.get("model.dtype", "float32")
-    # One process computes what several may have computed together, to the tolerance of the dtype.
-    alone = open_reference(replace(recorded, tensor_parallel=1))
-    sample = sample_rows(folder, manifest, rescore, alone.vocabulary())
-    worst, branches = _rescore(sample, alone.open(), dtype)
+    sample = sample_rows(folder, manifest, rescore, reference.vocabulary())
+    worst, branches = _rescore(sample, reference.open(), dtype)
     return f"{text}\n{branches} branches scored again: largest difference {worst:.2e} nats"
 
 
@@ -65,7 +62,6 @@ def _as_recorded(options: ModelOptions, manifest: Manifest, model: str | None) -
         dtype=fields.get("model.dtype", "auto"),  # type: ignore[arg-type]
         attention=fields.get("model.attention", "auto"),  # type: ignore[arg-type]
         allow_unused_weights=UNUSED_WEIGHTS in fields,
-        tensor_parallel=int(fields.get(TENSOR_PARALLEL, 1)),
     )
 
 

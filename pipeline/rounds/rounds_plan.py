@@ -47,7 +47,7 @@ class RoundsJob:
             return self.first
         run = self.folder.round(number).run
         folder = run.merged if self.config.lora.enabled else run.model
-        return replace(self.first, path=str(folder), adapter="", tensor_parallel=1)
+        return replace(self.first, path=str(folder), adapter="")
 
     def reference(self, number: int) -> ModelOptions:
         """The reference of a round."""

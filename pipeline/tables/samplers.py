@@ -52,11 +52,6 @@ def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
         raise UsageError(
             "No model to sample from. Pass --model DIR, or --server URL for one behind a server."
         )
-    if model.tensor_parallel > 1:
-        raise UsageError(
-            "model.tensor_parallel: samples are drawn by whole models. Leave it at 1; a large "
-            "model is spread by model.device_map, or served (--server URL)."
-        )
 
 
 def wrapping_of(config: Config) -> Wrapping:

@@ -28,7 +28,7 @@ from .training_job import open_training, recipe_asked_for
 def settings_of_both(given: Settings) -> Settings:
     """The settings by which both stages run; refuses what either would refuse after hours."""
     config, train = given.config, given.config.train
-    if world_apart(os.environ).size > 1 or config.model.tensor_parallel > 1:
+    if world_apart(os.environ).size > 1:
         raise UsageError(
             "`align run` is one process. On several ranks, give `align precompute-ref` and `align "
             "train` one after the other."

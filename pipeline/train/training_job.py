@@ -140,7 +140,7 @@ def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
             raise UsageError(
                 f"{train.model}: no such model folder. Pass the policy by --model DIR."
             )
-        return replace(config.model, path=path, adapter="", device_map="", tensor_parallel=1)
+        return replace(config.model, path=path, adapter="", device_map="")
     if config.lora.enabled and manifest.adapter:
         raise UsageError(
             f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "
@@ -158,7 +158,6 @@ def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
         path=path,
         adapter=local_model(manifest.adapter),
         device_map="",
-        tensor_parallel=1,
         allow_unused_weights=config.model.allow_unused_weights
         or UNUSED_WEIGHTS in manifest.fingerprint,
     )

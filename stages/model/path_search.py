@@ -71,8 +71,6 @@ class PathOptions:
     @staticmethod
     def of(model: ModelOptions, config: Any = None, no_compile: str = "") -> PathOptions:
         """Those of the settings of a model; `config` is that of one that learns with dropout."""
-        if model.tensor_parallel > 1:
-            no_compile = "ranks hold parts of its layers"
         if model.compiling == "on" and no_compile:
             raise uncompilable(no_compile)
         return PathOptions(why_no_flex(model.attention, config), model.compiling, no_compile)

@@ -59,7 +59,7 @@ def load_policy(
     spread: Sharding = WHOLE,
 ) -> Policy:
     """The policy, initialized from this model with the reference's adapter merged into it."""
-    options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
+    options = replace(model, dtype=train.dtype, device_map="")
     load: Callable[..., nn.Module] = load_model
     if lora.quantize != "none":
         load = load_in_4_bits

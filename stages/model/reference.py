@@ -22,7 +22,7 @@ from .copies import on_host
 from .head.fused_head import HEAD_VERSION
 from .loading.folder_check import require_adapter
 from .loading.load import Resolved, load_causal_lm, resolve, text_config, unused_weights
-from .loading.model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS, ModelFiles, model_identity
+from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity
 from .logprobs import ScoringPath, input_device, tree_logps
 from .memory.live_memory import is_out_of_memory
 from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
@@ -43,7 +43,6 @@ class HfReference:
 
     def identity(self) -> Mapping[str, str]:
         """Digests of the model's files, and how it is computed; no weights are loaded."""
-        ranks = self.options.tensor_parallel
         if self.options.adapter:
             require_adapter(self.options.adapter)
         resolved, files = self._resolved, self._files
@@ -57,7 +56,6 @@ class HfReference:
             "numerics.torch": ".".join(version("torch").split(".")[:2]),
             "numerics.transformers": version("transformers"),
             "numerics.head": HEAD_VERSION,
-            **({TENSOR_PARALLEL: str(ranks)} if ranks > 1 else {}),
         }
         files.require_unchanged()
         return identity
@@ -81,7 +79,7 @@ class HfReference:
 
     def open(self) -> TreeScorer:
         """A scorer with the weights loaded, on the layout that the probe chose."""
-        return self.scorer_of(self.load())
+        return TreeScorer(self.load(), self._files, PathOptions.of(self.options))
 
     def load(self) -> nn.Module:
         """The loaded model; a file that has changed since it was digested is refused."""
@@ -93,10 +91,6 @@ class HfReference:
     def require_unchanged(self) -> None:
         """Refuses files that have changed since they were digested."""
         self._files.require_unchanged()
-
-    def scorer_of(self, model: nn.Module) -> TreeScorer:
-        """A scorer of a loaded model, on the layout that the probe chose."""
-        return TreeScorer(model, self._files, PathOptions.of(self.options))
 
     @cached_property
     def _files(self) -> ModelFiles:

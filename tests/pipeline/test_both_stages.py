@@ -86,7 +86,6 @@ def test_what_either_stage_would_refuse_is_refused_before_the_first(here, monkey
         (("--method", "dpo", "--policy", "none"), "none: no such model folder"),
         (("--method", "dpo", "--set", "train.cache=x"), "Pass --cache DIR"),
         (("--method", "dpo", "--set", "judge.by=regex"), "not used by `align run`"),
-        (("--method", "dpo", "--set", "model.tensor_parallel=2"), "is one process"),
     ):
         assert said in refusal(2, *data, *words), words
     (here / "align.yaml").write_text("train:\n  cache: old\n")

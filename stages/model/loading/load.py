@@ -40,7 +40,6 @@ from .placement import (
     chosen_device,
     placement,
     rank_device,
-    require_parts,
     without_cudnn_attention,
 )
 from .quiet import quiet
@@ -93,7 +92,7 @@ def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> l
 
 def nowhere(options: ModelOptions) -> ModelOptions:
     """The options of a model on the meta device, without weights."""
-    return replace(options, device_map="meta", tensor_parallel=1)
+    return replace(options, device_map="meta")
 
 
 def resolve(options: ModelOptions) -> Resolved:
@@ -101,7 +100,6 @@ def resolve(options: ModelOptions) -> Resolved:
     folder, settings = Path(options.path), require_plain_folder(options.path)
     with quiet():
         config = _config(options, settings)
-        require_parts(config, options)
         tensors = model_tensors(folder)
         require_declared_sizes(folder / CONFIG, settings, tensors)
         skeleton = _skeleton(config, options)
@@ -184,7 +182,7 @@ def from_folder(
     """The folder's model, loaded by transformers, and the names of tensors it does not use."""
     without_cudnn_attention()
     cannot = f"{options.path}: the model cannot be loaded from config.json and its weights"
-    remedy = "Check the folder, model.device_map, model.tensor_parallel and model.dtype."
+    remedy = "Check the folder, model.device_map and model.dtype."
     with refused_as(cannot, remedy):
         model, report = kind.from_pretrained(
             options.path,

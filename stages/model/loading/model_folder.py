@@ -22,7 +22,6 @@ from .folder_json import read_json
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
-TENSOR_PARALLEL = "numerics.tensor_parallel"  # how many ranks, each of which adds up a part
 # Written again by each version or machine, without effect on what the model computes.
 VOLATILE_CONFIG = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}

@@ -1,4 +1,4 @@
-"""Placement of a model's weights: on a device, several devices, or several ranks."""
+"""Placement of a model's weights: on a device or on several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import distributed
 
 from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
@@ -17,9 +16,6 @@ from ....schemas.errors import UsageError
 
 def placement(options: ModelOptions) -> dict[str, Any]:
     """transformers' arguments for weights on more than one device; empty for one."""
-    if options.tensor_parallel > 1:
-        public: Any = distributed  # its stub names no classes
-        return {"distributed_config": public.DistributedConfig(tp_size=options.tensor_parallel)}
     if not options.device_map:
         return {}
     if not options.device_map.startswith("{"):
@@ -38,25 +34,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def require_parts(config: Any, options: ModelOptions) -> None:
-    """Refuses models that cannot be split over the ranks; transformers would fail later."""
-    ranks, text = options.tensor_parallel, config.get_text_config(decoder=True)
-    if ranks == 1:
-        return
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(text, name, None) or ranks) % ranks:
-            raise UsageError(
-                f"model.tensor_parallel is {ranks}, and {options.path} has {heads} {name}, which "
-                "cannot be shared out equally. Use a divisor of it."
-            )
-    for name in ("adapter", "device_map"):
-        if getattr(options, name):
-            raise UsageError(
-                f"model.{name} cannot be used with model.tensor_parallel. Merge an adapter into "
-                "the model first; a device_map is for one process."
-            )
 
 
 def chosen_device(options: ModelOptions) -> str:

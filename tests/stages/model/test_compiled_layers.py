@@ -322,8 +322,6 @@ def test_what_cannot_be_compiled_is_refused_with_its_reason(tmp_path):
     asked = ModelOptions(path=str(tmp_path), compile="on")
     with pytest.raises(UsageError, match=r"train.dropout.*Set it to auto or off"):
         load_policy(asked, TrainOptions(dtype="float32", dropout=True), LoraOptions())
-    with pytest.raises(UsageError, match="ranks hold parts"):
-        PathOptions.of(replace(asked, tensor_parallel=2))
 
 
 # On a GPU, by the kernels that torch makes, beside the model's own layers under FlexAttention.
