@@ -113,9 +113,9 @@ class Engine(Protocol):
         """Outputs of the policy for every completion token, in the order tree, branch, token.
 
         `logps` (T,) float32; also `values` and `purity`, (T,) each, if the policy was loaded with
-        them. Of a reward model `logps` are the branches' scores, (branches,). Of a mixture of
-        experts also `routing`, sums over all tokens: (layers, 2 * experts + 2) float64. All ranks
-        call it together. No trees: empty tensors that still carry a (zero) gradient.
+        them. Of a reward model `logps` are the branches' scores, (branches,). Where experts
+        are balanced also `routing`, sums over all tokens: (layers, 2 * experts + 1) float64. All
+        ranks call it together. No trees: empty tensors that still carry a (zero) gradient.
         """
         ...
 

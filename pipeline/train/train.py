@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ...schemas.batches import Cursor, World
-from ...schemas.config import Config
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.file_version import Remember
 from ...schemas.methods import Mean
@@ -31,8 +30,7 @@ from ...stages.model.loading.load import resolve, text_config
 from ...stages.model.loading.lora_targets import adapts_experts
 from ...stages.model.logprobs import causal_model
 from ...stages.model.policy import Policy, Sharding, load_policy
-from ...stages.model.router_watch import COEFFICIENT
-from ...stages.model.transformers_compat import can_recompute
+from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.report.signs import Sign
 from ...stages.storage.cache.verify_cache import check_before_reading, sample_rows
 from ...stages.storage.disk.digest_memory import own_digests
@@ -135,9 +133,12 @@ def open_session(
     config = chosen_to_fit(config, facts_of_run(job, recipe, source, world, start), world, progress)
     job = replace(job, config=config)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
-    if policy.routers and world.rank == 0:
-        for note in _mixture_notes(policy, config):
-            progress.say(note)
+    is_mixture = bool(routers_of(causal_model(policy.model)))
+    if world.rank == 0 and config.lora.enabled and is_mixture and not adapts_experts(policy.model):
+        progress.say(
+            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
+            "such as experts.gate_up_proj and experts.down_proj."
+        )
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -181,22 +182,6 @@ def _fitting(start: Start | None, planned: int, world: World, progress: Progress
 def _value_head_note(job: TrainingJob, recipe: Recipe) -> str:
     file = stored_value_head(job.policy) if recipe.head == "values" else None
     return f"the value head begins as it was trained before, from {file}" if file else ""
-
-
-def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:
-    routers, weight = policy.routers, config.train.router_loss
-    own = getattr(_text_config(policy), COEFFICIENT, None)
-    yield (
-        f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
-        f"{routers.chosen} for each token; train.router_loss is {weight:g}"
-        f"{'' if weight else ': nothing keeps their use even'} "
-        f"({COEFFICIENT} of its config: {'none' if own is None else f'{own:g}'})"
-    )
-    if config.lora.enabled and not adapts_experts(policy.model):
-        yield (
-            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
-            "such as experts.gate_up_proj and experts.down_proj."
-        )
 
 
 def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:

@@ -26,7 +26,7 @@ from .loading.heads import read_value_head, stored_value_head, value_head
 from .loading.load import add_lora, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
-from .logprobs import ScoringPath, branch_outputs, causal_model, input_device, last_states
+from .logprobs import ScoringPath, branch_outputs, causal_model, input_device
 from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
@@ -73,16 +73,16 @@ def load_policy(
     else:
         loaded = merged(load(options))
     loaded = as_it_learns(loaded, train, lora, is_spread=bool(spread.partitions))
-    balanced = train.router_loss > 0
     paths = PathOptions.of(
         options, causal_model(loaded).config, why_learned_as_it_is(train, spread)
     )
-    policy = Policy(loaded, head=head, purity=purity, balanced=balanced, spread=spread, paths=paths)
-    _continue_value_head(policy, model)
-    if balanced and not policy.routers:
+    if train.router_loss and not routers_of(causal_model(loaded)):
         raise UsageError(
             f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
         )
+    balanced = train.router_loss > 0
+    policy = Policy(loaded, head=head, purity=purity, balanced=balanced, spread=spread, paths=paths)
+    _continue_value_head(policy, model)
     if train.recomputes:
         policy.recompute_activations(on_host=train.offloads_inputs)
     return policy
@@ -132,7 +132,7 @@ class Policy(nn.Module):
         spread: Sharding = WHOLE,
         paths: PathOptions = ANY_PATH,
     ) -> None:
-        """`balanced`: whether the sums of a mixture's routers have a gradient."""
+        """`balanced`: whether the sums of a mixture's routers are an output."""
         super().__init__()
         self.model = model
         # Read once: after ZeRO-3 has partitioned the weights, accessing one would gather it.
@@ -144,7 +144,7 @@ class Policy(nn.Module):
         with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
             agree = partitions.agreed if partitions else bool
             self.path: ScoringPath = spread.path or choose(model.eval(), agree, paths)
-            self.routers = RouterWatch(causal_model(model), learns=balanced, run=self._run_nothing)
+        self._routers = RouterWatch(causal_model(model)) if balanced else None
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
         # Not part of the model, so that its saved weights and adapters leave it out.
@@ -153,7 +153,7 @@ class Policy(nn.Module):
             "logps": True,
             "purity": purity,
             "values": head == "values",
-            ROUTING: bool(self.routers),
+            ROUTING: balanced,
         }
         self.output_names = tuple(name for name, is_asked in wanted.items() if is_asked)
         self.train()
@@ -167,19 +167,19 @@ class Policy(nn.Module):
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 
-        Scores have a number for every branch. For a mixture of experts the last output holds the
-        sums of its routers over all tokens, prompts included. The model runs exactly once for any
+        Scores have a number for every branch. Where experts are balanced the last output holds the
+        sums of the routers over all tokens, prompts included. The model runs exactly once for any
         number of trees, zero included: all ranks then run the same collectives.
         """
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)
-        if not self.routers:
+        if self._routers is None:
             return self._outputs_of(laid_out, batch, len(trees))
-        with self.routers.watching():
+        with self._routers.watching():
             outputs = self._outputs_of(laid_out, batch, len(trees))
             counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
-            routing = self.routers.sums(counted if trees else torch.zeros_like(counted))
+            routing = self._routers.sums(counted if trees else torch.zeros_like(counted))
         return *outputs, routing
 
     def _outputs_of(self, trees: Sequence[Tree], batch: TreeBatch, count: int) -> Tensor:
@@ -188,10 +188,6 @@ class Policy(nn.Module):
         else:
             outputs = self._of_tokens(batch)
         return outputs if count else outputs[:, :0]
-
-    def _run_nothing(self) -> None:
-        batch = self.path.batch([NOTHING], self.device)
-        last_states(causal_model(self.model), batch, self.path)
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
         purity, head = "purity" in self.output_names, self.value_head

@@ -1,9 +1,8 @@
-"""Router statistics of a mixture of experts: token counts, probabilities and entropies."""
+"""Sums of a mixture's routers over the tokens of a pass, for the loss that balances its experts."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,28 +16,17 @@ from .copies import on_device
 from .layouts.tree_attention import PAD, TreeBatch
 from .transformers_compat import routers_of
 
-logger = logging.getLogger("align")
-
 # In the config of every model that transformers has a load-balancing loss for.
 COEFFICIENT = "router_aux_loss_coef"
 
 
 class RouterWatch:
-    """Sums of the routers' outputs in a pass; false for a model without routers."""
+    """Records what the routers of a model give in a pass."""
 
-    def __init__(self, model: nn.Module, *, learns: bool, run: Callable[[], Any]) -> None:
-        """`learns`: whether the sums have a gradient. `run` is a pass of the model."""
-        self.layers = self.experts = self.chosen = 0
-        self._learns = learns
+    def __init__(self, model: nn.Module) -> None:
         self._seen: list[Any] | None = None  # the routers' outputs in the pass that is watched
-        hooks = [router.register_forward_hook(self._see) for router in routers_of(model)]
-        if hooks and not self._understands(run):
-            logger.warning("The routers of this mixture of experts are of no known form.")
-            for hook in hooks:
-                hook.remove()
-
-    def __bool__(self) -> bool:
-        return self.layers > 0
+        for router in routers_of(model):
+            router.register_forward_hook(self._see)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -50,56 +38,34 @@ class RouterWatch:
             self._seen = None
 
     def sums(self, counted: Tensor) -> Tensor:
-        """Sums over the tokens where `counted`, (all,) bool: (layers, 2 * experts + 2) float64.
+        """Sums over the tokens where `counted`, (all,) bool: (layers, 2 * experts + 1) float64.
 
         The columns are the tokens routed to each expert, the sum of each expert's probabilities,
-        the sum of the entropies, and the number of tokens.
+        and the number of tokens.
         """
         assert self._seen, "the pass is inside, and its routers run"
-        return torch.stack(
-            [
-                _sums_of(logits if self._learns else logits.detach(), chosen, counted)
-                for logits, _, chosen in self._seen
-            ]
-        )
+        return torch.stack([_sums_of(outputs, counted) for outputs in self._seen])
 
     def _see(self, _router: nn.Module, _inputs: Any, outputs: Any) -> None:
         # Only recorded: when a layer runs again, it has to do what it did the first time.
         if self._seen is not None:
             self._seen.append(outputs)
 
-    def _understands(self, run: Callable[[], Any]) -> bool:
-        with self.watching():
-            run()
-            shapes = [_shape_of(outputs) for outputs in self._seen or ()]
-        shape = shapes[0] if len(set(shapes)) == 1 else None
-        if shape is None:
-            return False
-        self.layers, (self.experts, self.chosen) = len(shapes), shape
-        return True
 
-
-def _shape_of(outputs: Any) -> tuple[int, int] | None:
-    """(experts, experts per token) of a router that returns (logits, weights, choices)."""
-    if not isinstance(outputs, tuple) or len(outputs) != 3:
-        return None
+def _sums_of(outputs: Any, counted: Tensor) -> Tensor:
+    """The sums of one layer's router: (2 * experts + 1,) float64."""
+    if not isinstance(outputs, tuple) or len(outputs) != 3 or outputs[2].is_floating_point():
+        raise UsageError(
+            "train.router_loss: the routers of this model give no logits, weights and choices. Set "
+            "it to 0."
+        )
     logits, _, chosen = outputs
-    if not logits.is_floating_point() or chosen.is_floating_point() or chosen.ndim != 2:
-        return None
-    return logits.shape[-1], chosen.shape[-1]
-
-
-def _sums_of(logits: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
-    """The sums of one layer's router: (2 * experts + 2,) float64."""
     probabilities = torch.softmax(logits.flatten(0, -2).float(), dim=-1)
     of_experts = probabilities.masked_fill(~counted[:, None], 0.0).sum(0, dtype=torch.float64)
-    with torch.no_grad():
-        entropies = torch.special.entr(probabilities).sum(-1).masked_fill(~counted, 0.0)
-        ones = counted.double()
-        tokens = torch.zeros_like(of_experts)
-        tokens.scatter_add_(0, chosen.flatten(), ones.repeat_interleave(chosen.shape[-1]))
-        rest = torch.stack([entropies.sum(dtype=torch.float64), ones.sum()])
-    return torch.cat([tokens, of_experts, rest])
+    ones = counted.double()
+    tokens = torch.zeros_like(of_experts)
+    tokens.scatter_add_(0, chosen.flatten(), ones.repeat_interleave(chosen.shape[-1]))
+    return torch.cat([tokens, of_experts, ones.sum()[None]])
 
 
 def counted_tokens(trees: Sequence[Tree], batch: TreeBatch, *, has_copies: bool) -> Tensor:

@@ -75,7 +75,6 @@ def evaluate(
                 here = replace(branches, step_indices=indices)
                 outcome = recipe.outcome(here, step, state)
             sums.add_outcome(outcome)
-            sums.add_routing(branches.routing)
         branches_before += batch.branches
     return reported(recipe, sums.means(engine))
 

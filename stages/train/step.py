@@ -21,7 +21,6 @@ from ..methods.rewards import is_tie, with_margin
 from ..model.copies import on_device
 from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
-from .router_balance import partial_router_loss, router_facts
 
 T = TypeVar("T")
 
@@ -57,6 +56,9 @@ def train_step(
     step = step_of(engine, recipe, batch, balances=router_loss > 0)
     state_then = recipe.next_state(state, step.pre_pass)
     sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
+    if step.routing is not None:
+        of_step = partial_router_loss(step.routing, step.routing)
+        sums.add_facts({"router/loss": Mean(of_step, 1.0)})
     margins = list[Tensor]()
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
@@ -68,7 +70,6 @@ def train_step(
                 loss = loss + router_loss * partial_router_loss(branches.routing, step.routing)
             engine.backward(loss, is_last=index == last)
         sums.add_outcome(outcome)
-        sums.add_routing(branches.routing)
         losses.append(outcome.losses)
         if keeps_margins:
             margins.append(torch.stack(recipe.margins(branches))[:, : len(micro.row_ids)])
@@ -214,6 +215,19 @@ def _routing(engine: Engine, found: list[Branches]) -> Tensor:
     return engine.total(torch.stack(sums).sum(dim=0))
 
 
+def partial_router_loss(own: Tensor, step: Tensor) -> Tensor:
+    """The part of the step's router loss that a micro-batch adds, with the gradient: ().
+
+    The loss is the mean over layers of E sum_e f_e P_e. f_e is the fraction of the step's tokens
+    that go to expert e, P_e the mean of its probability over them, and f has no gradient. So it is
+    a sum over tokens once f is known for the whole step. https://arxiv.org/abs/2101.03961
+    """
+    experts = step.shape[1] // 2  # the columns are those of RouterWatch.sums
+    tokens, count = step[:, :experts], step[:, -1].clamp(min=1.0)
+    products = (tokens * own[:, experts:-1]).sum(dim=1)
+    return (experts * products / count.square()).mean()
+
+
 def _in_step_order(
     engine: Engine, values: list[Tensor], found: list[Branches], count: int
 ) -> Tensor:
@@ -257,7 +271,6 @@ class Sums:
         self._metrics: dict[str, Mean[Tensor]] = {}
         self._losses: dict[str, Mean[Tensor]] = {}  # their counts are of the whole step already
         self._facts: dict[str, Mean[Tensor]] = {}  # equal for each micro-batch and rank
-        self._routing: Tensor | None = None  # of a mixture of experts
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
         """Adds every value of each name; a name without values is kept."""
@@ -270,13 +283,12 @@ class Sums:
         for name, loss in outcome.loss_sums.items():
             before = self._losses[name].total if name in self._losses else 0.0
             self._losses[name] = replace(loss, total=loss.total.double() + before)
-        self._facts |= outcome.facts
+        self.add_facts(outcome.facts)
         self.add(outcome.metrics)
 
-    def add_routing(self, routing: Tensor | None) -> None:
-        """Adds the sums of a mixture's routers."""
-        if routing is not None:
-            self._routing = routing.detach() + (0.0 if self._routing is None else self._routing)
+    def add_facts(self, facts: Mapping[str, Mean[Tensor]]) -> None:
+        """Adds values of the whole step, which each micro-batch and rank has."""
+        self._facts |= facts
 
     def means(self, engine: Engine) -> Means:
         """The means over all ranks, without names that have no value.
@@ -295,19 +307,16 @@ class Sums:
         like = summed[names[0]].total
         own = [summed[name].total for name in names]
         own += [_tensor_of(self._metrics[name].count, like) for name in counted]
-        routing = like.new_empty(0, 2) if self._routing is None else self._routing
-        reduced = engine.total(torch.cat([torch.stack(own), routing.flatten()]))
-        of_routers = reduced[len(own) :].view_as(routing)
-        once = self._facts | (router_facts(of_routers) if len(routing) else {})
-        known = [value for fact in once.values() for value in (fact.total, fact.count)]
+        reduced = engine.total(torch.stack(own))
+        known = [value for fact in self._facts.values() for value in (fact.total, fact.count)]
         known += [value for values in state.values() for value in values]
         numbers = [_tensor_of(value, like)[None] for value in known]
-        left = iter(torch.cat([reduced[: len(own)], *numbers]).tolist())
+        left = iter(torch.cat([reduced, *numbers]).tolist())
         totals = {name: next(left) for name in names}
         counts = {name: next(left) for name in counted}
         counts |= {name: float(loss.count) for name, loss in self._losses.items()}
         means = {name: Mean(totals[name], counts[name]) for name in names}
-        means |= {name: Mean(next(left), next(left)) for name in once}
+        means |= {name: Mean(next(left), next(left)) for name in self._facts}
         after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
         return {name: means[name] for name in sorted(means) if means[name].count}, after
 

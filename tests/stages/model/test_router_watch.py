@@ -12,9 +12,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
-from align.stages.model.router_watch import RouterWatch
-from align.stages.train.router_balance import partial_router_loss, router_facts
-from support.families import MIXTURES, TREE_FAMILIES, mixed_trees, tiny_model
+from align.stages.train.step import partial_router_loss
+from support.families import MIXTURES, mixed_trees, tiny_model
 
 pytestmark = pytest.mark.numeric
 
@@ -38,11 +37,10 @@ def _logits_of(model, tree):
 def _sums(logits, chosen=2):
     experts = logits.shape[1]
     shares = torch.exp(logits.double() - logits.double().logsumexp(1, keepdim=True))
-    entropy = -(shares * shares.log()).sum()
     best = shares.argsort(dim=1, descending=True)[:, :chosen]
     counts = torch.tensor([(best == expert).sum() for expert in range(experts)])
     count = torch.tensor([len(logits)], dtype=torch.float64)
-    return torch.cat([counts.double(), shares.sum(0), entropy[None], count])
+    return torch.cat([counts.double(), shares.sum(0), count])
 
 
 def policy_of(name, **how):
@@ -53,7 +51,7 @@ def policy_of(name, **how):
 def test_the_sums_are_those_of_each_branch_on_its_own(name):
     trees = mixed_trees()
     expected = oracle(tiny_model(*MIXTURES[name]), trees).detach()
-    policy = policy_of(name)
+    policy = policy_of(name, balanced=True)
     for layout in dict.fromkeys((policy.path.layout, "tree", "plain")):
         policy.path = replace(policy.path, layout=layout)
         with torch.no_grad():
@@ -79,9 +77,7 @@ def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut():
             step = sum(policy(part)[ROUTING] for part in parts)
         for part in parts:
             partial_router_loss(policy(part)[ROUTING], step).backward()
-        assert float(router_facts(step)["router/loss"].value) == pytest.approx(
-            loss.item(), rel=1e-6
-        )
+        assert float(partial_router_loss(step, step)) == pytest.approx(loss.item(), rel=1e-6)
         for name, parameter in policy.model.named_parameters():
             if wanted[name].grad is not None:
                 torch.testing.assert_close(
@@ -107,7 +103,7 @@ def test_a_reward_model_has_them_too():
     scoring = MixtralForSequenceClassification(config)
     scoring.model.load_state_dict(causal.model.state_dict())
     trees = mixed_trees()
-    scores, routing = Policy(scoring.eval(), head="score")(trees)
+    scores, routing = Policy(scoring.eval(), head="score", balanced=True)(trees)
     assert len(scores) == sum(len(tree.branches) for tree in trees)
     expected = oracle(causal, trees).detach()
     torch.testing.assert_close(routing, expected, rtol=1e-5, atol=1e-5)
@@ -134,22 +130,16 @@ def test_a_router_that_draws_experts_in_training_mode_draws_none_without_dropout
     assert torch.equal(again, expected)
 
 
-def test_routers_of_another_form_are_left_alone(caplog):
+def test_routers_of_another_form_are_refused():
     model = tiny_model(*MIXTURES["mixtral"])
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _router, _inputs, outputs: outputs[::-1])
-    watch = RouterWatch(model, learns=False, run=lambda: None)
-    assert not watch
-    assert "of no known form" in caplog.text
+    with pytest.raises(UsageError, match="train.router_loss"):
+        Policy(model, balanced=True)(mixed_trees())
 
 
-def test_without_the_router_loss_nothing_is_kept_for_a_gradient():
-    logps, routing = policy_of("mixtral")(mixed_trees())
-    assert logps.requires_grad
-    assert not routing.requires_grad
-    dense = Policy(tiny_model(*TREE_FAMILIES["llama"]))
-    assert not dense.routers
-    assert dense.output_names == ("logps",)
+def test_without_the_router_loss_routers_are_no_output():
+    assert policy_of("mixtral").output_names == ("logps",)
 
 
 WIDE = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "initializer_range": 0.1}
