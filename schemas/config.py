@@ -70,10 +70,9 @@ class ModelOptions:
         binds=("round",),
         instead={"verify": _FROM_THE_CACHE},
     )
-    compile: bool | Literal["auto", "on", "off"] = option(
-        "auto",
-        "compile the decoder layers by torch.compile; auto: on a GPU, where the numbers agree and "
-        "nothing speaks against it; on: on a CPU too, or refuse",
+    compile: bool = option(
+        False,
+        "compile the decoder layers by torch.compile",
         read_by=(*SCORERS, *TRAINING, "verify"),
         binds=(),
     )
@@ -105,13 +104,6 @@ class ModelOptions:
         read_by=(*SCORERS, *TRAINING),
         instead={"verify": _FROM_THE_CACHE},
     )
-
-    @property
-    def compiling(self) -> Literal["auto", "on", "off"]:
-        """`compile` in words; a bare on or off in a file is true or false."""
-        if isinstance(self.compile, bool):
-            return "on" if self.compile else "off"
-        return self.compile
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ OF_FLAGS = (
     named("use_liger_kernel", OPENRLHF, "",
         "The fused output head needs no logits, with no switch."),
     named("deepcompile", OPENRLHF, "model.compile",
-        "The decoder layers, by torch.compile; not under ZeRO-3."),
+        "true or false: the decoder layers, by torch.compile; not under ZeRO-3."),
     named("gradient_checkpointing_use_reentrant", OPENRLHF, "", "Never re-entrant."),
     named("full_determinism", OPENRLHF, "",
         "train.seed decides all draws; which kernels a GPU takes is left to torch."),

@@ -176,7 +176,6 @@ class MemoryPlanner:
             self.planned.trees,
             is_adapted=way.learning != "full",
             checkpointing=way.checkpointing,
-            is_spread=self.setting(way).stage == 3,
         )
         if way.checkpointing and self.planned.train.offloads_inputs:
             engine, traced = replace(engine, host=engine.host + traced.kept), traced.without_kept()
@@ -230,12 +229,9 @@ class TracedPolicy:
             self._elements[learning] = elements_of(model, packs=learning == "qlora")
         return self._elements[learning]
 
-    def model(
-        self, *, is_adapted: bool, checkpointing: bool = False, is_spread: bool = False
-    ) -> nn.Module:
-        """The model on the meta device; `is_spread`: as ZeRO-3 has it, which changes adapters."""
-        is_spread = is_spread and is_adapted
-        key = (is_adapted, checkpointing, is_spread)
+    def model(self, *, is_adapted: bool, checkpointing: bool = False) -> nn.Module:
+        """The model on the meta device."""
+        key = (is_adapted, checkpointing)
         if key not in self._models:
             planned = self._planned
             kind: Any = AutoModelForCausalLM
@@ -244,7 +240,7 @@ class TracedPolicy:
             lora = replace(planned.lora, enabled=is_adapted)
             with refused_in_words():
                 empty = empty_model(planned.model, planned.dtype, kind)
-                model = as_it_learns(empty, planned.train, lora, is_spread=is_spread)
+                model = as_it_learns(empty, planned.train, lora)
             if checkpointing:
                 recompute_activations(causal_model(model))
             self._models[key] = model

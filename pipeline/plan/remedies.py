@@ -35,9 +35,9 @@ class Situation:
     def spreads_weights(self) -> bool:
         """Whether ZeRO 3 may cut the weights into parts: packed in 4 bits they stay whole.
 
-        Layers that are to be compiled by all means need whole weights too.
+        Layers that are compiled need whole weights too.
         """
-        return self.config.lora.quantize == "none" and self.config.model.compiling != "on"
+        return self.config.lora.quantize == "none" and not self.config.model.compile
 
     @property
     def fewest_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.engine.optimizers import KINDS
@@ -113,6 +114,18 @@ def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) ->
             f"lora.quantize is {lora.quantize}, and train.deepspeed={train.deepspeed} is ZeRO 3, "
             "which flattens and spreads the weights: packed ones cannot be. Use --deepspeed zero2, "
             "or set lora.quantize to none."
+        )
+
+
+def require_compilable(config: Config, zero_stage: int) -> None:
+    """Refuses compiled layers inside of which weights are gathered, or which would draw masks."""
+    train, is_packed = config.train, config.lora.quantize != "none"
+    if not config.model.compile:
+        return
+    if zero_stage == 3 or is_packed or train.dropout or train.router_loss:
+        raise UsageError(
+            "model.compile is on, and layers are not compiled under ZeRO-3, in 4 bits, with "
+            "train.dropout or with train.router_loss. Set it to false."
         )
 
 

@@ -338,8 +338,7 @@ def made_with(session: Session) -> dict[str, str]:
     """Facts that may change the last bits of a number, and are allowed to differ."""
     path = session.policy.path
     parts = _parts(session.job, session.policy.device)
-    found = {**parts, "layout": path.layout, "log-prob head": path.head}
-    return {**found, "layers": "compiled"} if path.compiler else found
+    return {**parts, "layout": path.layout, "log-prob head": path.head}
 
 
 def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:
@@ -356,6 +355,8 @@ def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
     found = {"align": __version__, **versions(), "device": name}
+    if job.config.model.compile:
+        found["layers"] = "compiled"
     return {**found, "peft": _version("peft")} if job.config.lora.enabled else found
 
 

@@ -34,6 +34,7 @@ from ..plan.best_metric import require_measured
 from ..plan.cache_checks import require_same_making, require_same_text
 from ..plan.method_needs import read_spec_of, require_own_samples, require_token_logps
 from ..plan.setting_checks import (
+    require_compilable,
     require_effect,
     require_margins,
     require_packable,
@@ -77,7 +78,9 @@ def open_training(settings: Settings) -> TrainingJob:
     cache = CacheFolder(location(train.cache or config.cache.output))
     manifest = load_manifest(cache, _begun_on(train))
     policy = _policy(settings, manifest)
-    require_packable(train, config.lora, _zero_stage(train, policy, world_size=1))
+    zero_stage = _zero_stage(train, policy, world_size=1)
+    require_packable(train, config.lora, zero_stage)
+    require_compilable(config, zero_stage)
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
         require_token_logps(recipe, folder, made)

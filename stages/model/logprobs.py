@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .compiled_layers import use_layers
 from .head.fused_head import output_head, scored_rows
 from .head.fused_head_backward import LogpHead
 from .layouts.flex_attention import FLEX, FLEX_FOR_EAGER, flex_masks, padded_to_blocks
@@ -40,12 +39,10 @@ class ScoringPath:
     layout: Literal["flex", "packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
     worst_difference: float  # as the probe measures it for the dtype
-    compiler: str = ""  # torch's name of what compiles the decoder layers; "": they are not
 
     def __str__(self) -> str:
         """The path in words, as it is printed and logged."""
-        layers = ", compiled layers" if self.compiler else ""
-        return f"{self.layout} rows with the {self.head} head{layers}"
+        return f"{self.layout} rows with the {self.head} head"
 
     @property
     def packs(self) -> bool:
@@ -162,9 +159,8 @@ def _use_attention(model: Any, path: ScoringPath) -> None:
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
-    """The inputs of the model for a batch; sets its attention and layers to those of the path."""
+    """The inputs of the model for a batch; sets its attention to that of the path."""
     _use_attention(model, path)
-    use_layers(model, path.compiler)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids}
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs["use_cache"] = False

@@ -18,7 +18,7 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
-from .adapter_sums import add_in_products
+from .compiled_layers import compile_layers
 from .head.fused_head import output_head
 from .head.fused_head_backward import call_head_for_logps
 from .layouts.tree_attention import TreeBatch
@@ -28,7 +28,7 @@ from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
 from .logprobs import ScoringPath, branch_outputs, causal_model, input_device
 from .memory.host_activations import keeps_on_host
-from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
+from .path_search import ANY_PATH, PathOptions, choose_path
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .transformers_compat import recompute_activations, routers_of
@@ -72,10 +72,8 @@ def load_policy(
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
-    loaded = as_it_learns(loaded, train, lora, is_spread=bool(spread.partitions))
-    paths = PathOptions.of(
-        options, causal_model(loaded).config, why_learned_as_it_is(train, spread)
-    )
+    loaded = as_it_learns(loaded, train, lora)
+    paths = PathOptions.of(options, causal_model(loaded).config)
     if train.router_loss and not routers_of(causal_model(loaded)):
         raise UsageError(
             f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
@@ -88,29 +86,14 @@ def load_policy(
     return policy
 
 
-def as_it_learns(
-    model: nn.Module, train: TrainOptions, lora: LoraOptions, *, is_spread: bool
-) -> nn.Module:
-    """The model of a training, with or without weights: its dropout, its adapter, what is frozen.
-
-    `is_spread`: ZeRO-3 makes weights whole in the modules that PEFT calls.
-    """
+def as_it_learns(model: nn.Module, train: TrainOptions, lora: LoraOptions) -> nn.Module:
+    """The model of a training, with or without weights: its dropout, adapter, frozen weights."""
     if not train.dropout:
         turn_dropout_off(model)
     if not lora.enabled:
         return model.requires_grad_(True)
     options = lora if train.dropout else replace(lora, dropout=0.0)
-    adapted = add_lora(model, options, train.seed)
-    if not is_spread:
-        add_in_products(adapted)
-    return adapted
-
-
-def why_learned_as_it_is(train: TrainOptions, spread: Sharding) -> str:
-    """The reason of a training against compiled layers; "" if it has none."""
-    if spread.partitions:
-        return "ZeRO-3 gathers weights inside of layers"
-    return "train.dropout: compiled layers would draw other masks" if train.dropout else ""
+    return add_lora(model, options, train.seed)
 
 
 def _continue_value_head(policy: Policy, model: ModelOptions) -> None:
@@ -144,6 +127,8 @@ class Policy(nn.Module):
         with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
             agree = partitions.agreed if partitions else bool
             self.path: ScoringPath = spread.path or choose(model.eval(), agree, paths)
+        if paths.compile:
+            compile_layers(causal_model(model))
         self._routers = RouterWatch(causal_model(model)) if balanced else None
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
@@ -163,7 +148,6 @@ class Policy(nn.Module):
         """The dtype it computes in, as settings name it."""
         return str(causal_model(self.model).dtype).removeprefix("torch.")
 
-    @naming_the_way_out()
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 

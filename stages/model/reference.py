@@ -18,14 +18,15 @@ from transformers import AutoModelForCausalLM
 from ...schemas.config import ModelOptions
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
+from .compiled_layers import compile_layers
 from .copies import on_host
 from .head.fused_head import HEAD_VERSION
 from .loading.folder_check import require_adapter
 from .loading.load import Resolved, load_causal_lm, resolve, text_config, unused_weights
 from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity
-from .logprobs import ScoringPath, input_device, tree_logps
+from .logprobs import ScoringPath, causal_model, input_device, tree_logps
 from .memory.live_memory import is_out_of_memory
-from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
+from .path_search import ANY_PATH, PathOptions, choose_path
 
 
 class HfReference:
@@ -113,6 +114,8 @@ class TreeScorer:
         self._files = files
         with torch.inference_mode():
             self.path = self._choose(model)
+        if options.compile:
+            compile_layers(causal_model(model))
 
     @property
     def pads(self) -> bool:
@@ -122,7 +125,7 @@ class TreeScorer:
     def describe(self) -> Mapping[str, str]:
         """The layout, head and layers that the probe chose, and on a CPU the number of threads."""
         path: dict[str, str] = {"layout": self.path.layout, "head": self.path.head}
-        if self.path.compiler:
+        if self.options.compile:
             path["layers"] = "compiled"
         on_cpu = input_device(self.model).type == "cpu"
         return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
@@ -141,7 +144,7 @@ class TreeScorer:
     def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
         """Queues the passes of a batch on a GPU, for whose values the returned call waits."""
         try:
-            with torch.inference_mode(), naming_the_way_out():
+            with torch.inference_mode():
                 read = on_host(self._numbers(trees))
         except RuntimeError as error:
             if not is_out_of_memory(error):

@@ -26,7 +26,7 @@ from .loading.load import first_line, load_model, merged
 from .loading.model_folder import model_config
 from .loading.quiet import quiet
 from .logprobs import ScoringPath, causal_model, input_device, last_states
-from .path_search import ANY_PATH, PATHS, TOLERANCE, Agree, PathOptions, PathSearch
+from .path_search import ANY_PATH, PATHS, TOLERANCE, Agree, PathOptions, fastest
 from .probe_rows import probe_trees
 from .reference import HfReference, TreeScorer
 
@@ -195,19 +195,14 @@ def choose_layout(
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
-    search = PathSearch(
-        model,
-        partial(_difference, model, trees, expected),
-        trees,
-        TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max())),
-        options,
-        agree,
-    )
-    if found := search.fastest(LAYOUTS):
+    difference = partial(_difference, model, trees, expected)
+    allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
+    found, refused = fastest(model, LAYOUTS, difference, allowed, options, agree)
+    if found:
         return found
     raise UsageError(
         f"{type(inner).__name__} does not score by its last hidden states "
-        f"({'; '.join(search.refused)}). Use another model for rewards."
+        f"({'; '.join(refused)}). Use another model for rewards."
     )
 
 

@@ -26,8 +26,6 @@ __all__ = [
     "can_recompute",
     "compute_buffers",
     "decoder_layers",
-    "forward_without_checkpointing",
-    "is_quantized",
     "recompute_activations",
     "routers_of",
     "tensor_sources",
@@ -96,22 +94,6 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     kind = GradientCheckpointingLayer
     found = (layers for layers in lists if all(isinstance(layer, kind) for layer in layers))
     return list(next((layers for layers in found if len(layers)), ()))
-
-
-def forward_without_checkpointing(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The `forward` of a class of layers, out of what keeps its inputs and runs it again.
-
-    The older versions that pyproject.toml allows put that around `__call__`.
-    """
-    forward: Any = kind.forward
-    is_around = forward.__code__.co_name == "forward_with_checkpointing"
-    plain: Callable[..., Any] = forward.__wrapped__ if is_around else forward
-    return plain
-
-
-def is_quantized(model: Any) -> bool:
-    """Whether transformers keeps a model's weights in fewer bits, or did while it loaded them."""
-    return getattr(model, "hf_quantizer", None) is not None
 
 
 @dataclass(frozen=True)

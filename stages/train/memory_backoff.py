@@ -11,7 +11,6 @@ import torch
 from ...schemas.batches import MicroBatch
 from ...schemas.errors import MemoryLimitError
 from ..model.memory.live_memory import is_out_of_memory
-from ..model.path_search import naming_the_way_out
 
 
 class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with less
@@ -26,8 +25,7 @@ class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with
 def catching_out_of_memory(micro: MicroBatch) -> Iterator[None]:
     """Raises MicroBatchTooLarge instead of torch's out-of-memory error."""
     try:
-        with naming_the_way_out():  # a graph for learning may be compiled in its backward pass
-            yield
+        yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

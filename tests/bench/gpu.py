@@ -222,8 +222,9 @@ def learned_unsaved(folder, method, records, sets, flags):
         identified = digest_policies([job], world, own_digests()).identified(job)
         session = session_of(identified, world)
         train(loop_of(session), start=START, records=records, conditions=NEVER)
-    path, recomputed = session.policy.path, session.job.config.train.recomputes
-    return {"recomputed": recomputed, "compiled": bool(path.compiler), "layout": path.layout}
+    layout, config = session.policy.path.layout, session.job.config
+    policy = {"recomputed": config.train.recomputes, "compiled": config.model.compile}
+    return policy | {"layout": layout}
 
 
 def unsaved(folder, method, sets, flags, needs_gib=0, needs_host_gib=0):

@@ -36,7 +36,7 @@ from support.rooms import ROOMS
 ROOT = Path(__file__).parents[2]
 # The settings of each side: adapt them here.
 KEPT = ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096")
-COMPILED, PLAIN = ("model.compile=on",), ("model.compile=off",)
+COMPILED = ("model.compile=true",)
 # States as TRL has them, and about the memory that it takes.
 SMALL = ("train.deepspeed=zero2", "train.optimizer_dtype=bfloat16", "train.memory=8g")
 RECOMPUTED = ("train.gradient_checkpointing=true",)
@@ -66,7 +66,7 @@ MEASURED = (
     ("large", "stage1", 110, "stage_one", ()),
     align("large", "dpo/recomputed", 80, *RECOMPUTED, **LORA),
     align("large", "dpo/kept_compiled", 90, *KEPT, *COMPILED, **LORA),
-    align("large", "dpo/kept", 75, *KEPT, *PLAIN, **LORA),
+    align("large", "dpo/kept", 75, *KEPT, **LORA),
     align("large", "dpo/profile", 70, *KEPT, function="profile", **LORA),
     ("full", "dpo/bfloat16", 90, "unsaved", ("dpo", (*RECOMPUTED, *IN_BFLOAT16), {}, 105)),
     ("small", "stage1", 45, "stage_one", ()),

@@ -4,15 +4,13 @@ A case is KIND/MICRO-BATCHES/PRESET and words. The folder of the launch holds it
 names.
 """
 
-from contextlib import contextmanager, nullcontext
-from unittest import mock
+from contextlib import contextmanager
 
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.methods.table import METHODS
-from align.stages.model.path_search import PathOptions
 from support.forked_ranks import device_of_ranks
 from support.listed_experts import train_listed
 from support.method_steps import MPO
@@ -58,11 +56,9 @@ SPREAD = (
     *("dpo/thirds/zero3", "kto/thirds/zero2", "table-ppo/thirds/zero3"),
     *(f"table-{name}/rows/zero1" for name in ("bco", "aot", "grpo", "mixture", "wpo")),
     *("experts/thirds/zero1/recomputing", "experts/thirds/zero3/adapted"),
-    "dpo/thirds/zero1/compiled",
     *("kto-all/thirds/zero1", "table-reward/rows/zero1"),
 )
 # What `make test-long` trains besides.
-COMPILED = tuple(f"dpo/thirds/zero{stage}/compiled" for stage in (0, 2))
 OTHERS = tuple(kind for kind in KINDS if f"{kind}/whole/zero0" not in ALONE)
 # On the pretended device one method for each kind of loss; every layout of a GPU, way to load a
 # policy, head and modifier with some of them.
@@ -92,9 +88,8 @@ def trained(kind, world, folder, budget, preset, *words):
         lora=LoraOptions(enabled="adapted" in words, rank=2, targets=TARGETS),
         **LEARNING,
     )
-    with nearest_ties() as ties, compiled_layers(is_wanted="compiled" in words):
+    with nearest_ties() as ties:
         session, recorded = learn(job, world)
-    assert bool(session.policy.path.compiler) == ("compiled" in words)
     weights = session.engine.weights(trainable_only=True)
     with session.feed.steps(START.cursor) as batches:
         turns = [len(batch.own) for batch in batches]
@@ -118,14 +113,6 @@ def listed(world, folder, stage):
 def _plain(samples):
     whose = [samples.row, samples.row_id, samples.role.name, samples.num_tokens]
     return [whose, [samples.logp, samples.reference_logp]]
-
-
-@contextmanager
-def compiled_layers(*, is_wanted):
-    """Inside, decoder layers are compiled if wanted, by a compiler that makes no kernels."""
-    paths = PathOptions(compile="on", compiler="eager")
-    with mock.patch.object(PathOptions, "of", return_value=paths) if is_wanted else nullcontext():
-        yield
 
 
 @contextmanager

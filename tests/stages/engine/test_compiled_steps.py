@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.model.path_search import PathOptions
+from align.stages.model.compiled_layers import compile_layers
 from align.stages.model.policy import Policy
 from support.branch_by_branch import num_tokens
 from support.compilations import Compilations, compilations
@@ -20,21 +20,20 @@ STEPS = [
 def test_they_learn_the_same_and_zero_compiles_nothing_anew(one_rank):
     with compilations() as compiled:
         for preset in ("zero0", "zero1", "zero2"):
-            updates, weights = learned(
-                one_rank, preset, PathOptions(compile="on", compiler="eager")
-            )
-            # One graph to score by and one to learn by, of the first engine.
-            assert compiled.look() == Compilations(graphs=2)
-            others, expected = learned(one_rank, preset, PathOptions())
+            updates, weights = learned(one_rank, preset, is_compiled=True)
+            assert compiled.look() == Compilations(graphs=1)  # of the first engine
+            others, expected = learned(one_rank, preset, is_compiled=False)
             assert updates == others
             for name, tensor in weights.items():
                 assert torch.equal(tensor, expected[name]), name
 
 
-def learned(world, preset, paths):
+def learned(world, preset, *, is_compiled):
     """The norms of the gradients of each step, and the weights after them."""
-    policy = Policy(tiny_model(*TREE_FAMILIES["llama"]), paths=paths)
+    policy = Policy(tiny_model(*TREE_FAMILIES["llama"]))
     policy.path = replace(policy.path, layout="tree")
+    if is_compiled:
+        compile_layers(policy.model, "eager")
     options = replace(OPTIONS, dtype="float32", deepspeed=preset)
     engine, _ = open_engine(policy, options, world, hidden_size=COMMON["hidden_size"])
     updates = []
