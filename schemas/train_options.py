@@ -88,9 +88,9 @@ class TrainOptions:
         0.1, "steps it takes to rise; below 1: a share of all steps", ge=0, on=TRAINING
     )
     weight_decay: float = option(0.0, "decoupled; not of biases and norms", ge=0, on=TRAINING)
-    beta1: float = option(0.9, "of adamw, adamw8bit, lion and muon", ge=0, lt=1)
-    beta2: float = option(0.999, "of adamw, adamw8bit, lion and muon", ge=0, lt=1)
-    epsilon: float = option(1e-8, "of adamw, adamw8bit and muon", ge=0)
+    beta1: float = option(0.9, "of AdamW", ge=0, lt=1)
+    beta2: float = option(0.999, "of AdamW", ge=0, lt=1)
+    epsilon: float = option(1e-8, "of AdamW", ge=0)
     max_grad_norm: float = option(
         1.0, "longer gradients are shortened to this; 0: never", ge=0, on=TRAINING
     )
@@ -116,9 +116,9 @@ class TrainOptions:
         "with gradient_checkpointing: what enters a layer waits in the memory of the CPU",
         binds=(),
     )
-    optimizer: Literal["adamw", "lion", "adafactor", "muon", "adamw8bit"] = option(
+    optimizer: Literal["adamw", "adamw8bit"] = option(
         "adamw",
-        "muon is for matrices, AdamW for the rest; adamw8bit needs bitsandbytes",
+        "adamw8bit needs bitsandbytes; a DeepSpeed JSON file may name another",
         on=TRAINING,
     )
     optimizer_dtype: Literal["float32", "bfloat16"] = option(

@@ -164,7 +164,7 @@ OF_FLAGS = (
     named("min_lr_ratio cosine_min_lr_ratio", (AXOLOTL, OPENRLHF), "train.min_lr",
         "A share of train.lr."),
     named("optim", (TRL, FACTORY), "train.optimizer",
-        "adamw_torch is adamw; lion, adafactor, muon and adamw8bit are there too."),
+        "adamw_torch is adamw, adamw_8bit adamw8bit; a DeepSpeed JSON file may name another."),
     named("l2 adam.weight_decay", OPENRLHF, "train.weight_decay"),
     named("adam_beta1", HF, "train.beta1"),
     named("adam_beta2", HF, "train.beta2"),

@@ -7,7 +7,6 @@ import re
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
-from ...stages.engine.optimizers import KINDS
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.quantized_base import require_bitsandbytes
 from ..options.settings import Settings
@@ -40,7 +39,6 @@ def require_effect(settings: Settings) -> None:
         )
     bytes_of(train.memory, name="train.memory")
     _require_best(train)
-    _require_read_by_optimizer(settings)
 
 
 def _require_held_out(train: TrainOptions) -> None:
@@ -92,20 +90,10 @@ def _require_best(train: TrainOptions) -> None:
         )
 
 
-def _require_read_by_optimizer(settings: Settings) -> None:
-    name, given = settings.config.train.optimizer, settings.given("train")
-    for option in ("beta1", "beta2", "epsilon"):
-        if f"train.{option}" in given and option not in KINDS[name].reads:
-            raise UsageError(
-                f"train.{option} is set, and {name} (train.optimizer) has no use for it. Unset it, "
-                "or choose another optimizer."
-            )
-
-
 def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) -> None:
     """Refuses what needs bitsandbytes where it is missing, and 4 bits that ZeRO would flatten."""
-    if KINDS[train.optimizer].needs_bitsandbytes:
-        require_bitsandbytes(f"train.optimizer={train.optimizer}")
+    if train.optimizer == "adamw8bit":
+        require_bitsandbytes("train.optimizer=adamw8bit")
     if lora.quantize == "none":
         return
     require_bitsandbytes(f"lora.quantize={lora.quantize}")
@@ -134,8 +122,7 @@ FULL_LR = 1e-5  # rates up to this are usual for all weights
 
 def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
     """What is usual for LoRA, where its learning rate is one for training all weights."""
-    is_adam = train.optimizer.startswith("adamw")
-    if not (lora.enabled and is_adam and 0 < train.lr <= FULL_LR):
+    if not (lora.enabled and 0 < train.lr <= FULL_LR):
         return ""
     return (
         f"note: train.lr is {train.lr:g}, which is usual where all weights learn; LoRA usually "

@@ -12,7 +12,7 @@ from ...schemas.errors import AlignError, StorageError, log_failure
 from ...stages.engine.deepspeed_compat import whole_numel
 from ...stages.engine.deepspeed_config import stage_of
 from ...stages.engine.distributed import gathered, run_on_rank_zero
-from ...stages.engine.optimizers import most_states
+from ...stages.engine.optimizers import states_of
 from ...stages.model.logprobs import causal_model
 from ...stages.storage.disk import fs
 from ...stages.storage.run.checkpoints import (
@@ -188,7 +188,8 @@ def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
     width, stage = _width(session), stage_of(session.engine_config)
     # Under ZeRO, and in 16 bits, there is a copy in 32; under ZeRO-3 there is no other.
     weights = (width if stage < 3 else 0) + (4 if stage or width < 4 else 0)
-    per_weight = weights + 4 * most_states(session.engine_config)
+    kind = session.engine_config.get("optimizer", {}).get("type", "")
+    per_weight = weights + 4 * states_of(str(kind))
     return int(per_weight * sum(map(whole_numel, _learning(session))))
 
 

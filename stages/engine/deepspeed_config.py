@@ -14,7 +14,7 @@ from ...schemas.bounded_json import json_object
 from ...schemas.errors import UsageError, closest, did_you_mean, os_errors_as_storage_errors
 from ...schemas.json_codec import CodecError, require_plain
 from ...schemas.train_options import TrainOptions
-from .optimizers import completed_block, optimizer_block, require_fitting_stage
+from .optimizers import completed_block, optimizer_block
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, An
         config = filled(theirs, ours, source=options.deepspeed, batch_size=options.batch_size)
     if "optimizer" not in theirs:
         config["optimizer"] = completed_block(config, context.device)
-    require_fitting_stage(config, options.deepspeed)
     _require_fitting_states(options, context, stage_of(config))
     if context.dtype == "float16" and not stage_of(config):
         # DeepSpeed divides by the loss scale there, but does not multiply by it.

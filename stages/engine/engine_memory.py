@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...schemas.train_options import TrainOptions
-from .optimizers import KINDS, offloads_optimizer
+from .optimizers import TYPES, offloads_optimizer, states_of
 
 FLOAT, HALF = 4, 2  # bytes
 MOST_GATHERED = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters
@@ -83,7 +83,7 @@ class Setting:
         """The setting with the states of the options' optimizer."""
         is_short = self.is_half and train.optimizer_dtype == "bfloat16"
         size = HALF if is_short else FLOAT
-        return replace(self, state_floats=KINDS[train.optimizer].states, master_bytes=size)
+        return replace(self, state_floats=states_of(TYPES[train.optimizer]), master_bytes=size)
 
 
 @dataclass(frozen=True)

@@ -259,5 +259,5 @@ def test_lora_at_a_rate_for_all_weights_is_noted():
     lora, slow = LoraOptions(enabled=True), TrainOptions(lr=1e-5)
     assert "1e-4 to 2e-4" in learning_rate_note(slow, lora)
     assert not learning_rate_note(slow, LoraOptions())
-    for train in (TrainOptions(lr=1e-4), TrainOptions(lr=0.0), replace(slow, optimizer="lion")):
+    for train in (TrainOptions(lr=1e-4), TrainOptions(lr=0.0)):
         assert not learning_rate_note(train, lora)

@@ -392,8 +392,7 @@ def test_a_setting_without_effect_or_that_does_not_go_with_another_is_refused(co
         (("--set", "lora.quantize=nf4"), "Add --lora"),
         (("--set", "train.checkpoint_offload=true"), "train.gradient_checkpointing is not"),
         (("--set", "train.optimizer_dtype=bfloat16"), "the policy is trained in float32"),
-        (("--set", "train.optimizer=lion", "--set", "train.epsilon=0.5"), "train.epsilon is set"),
-        (("--set", "train.optimizer=adafactor", "--set", "train.beta1=0.5"), "train.beta1 is set"),
+        (("--set", "train.optimizer=lion"), "train.optimizer"),
     ):
         asked = ("train", "--cache", course.cache, "--method", "dpo", "--no-mlflow", *given)
         assert said in refusal(2, *asked)

@@ -173,12 +173,6 @@ def failed_save(world, folder):
         return str(error)
 
 
-def six_steps(world, folder, name, preset):
-    """By another optimizer; saved after three of them."""
-    options = replace(OPTIONS, dtype="float32", optimizer=name, deepspeed=preset)
-    return saved(Run(world, options).steps(0, 3), folder / name).steps(3, 6).weights()
-
-
 def everything(world, folder, preset, dtype):
     """Six steps straight on and in every other way; in float32 with a part that does not learn."""
     options, way = replace(OPTIONS, deepspeed=preset, dtype=dtype), f"{preset}-{dtype}"

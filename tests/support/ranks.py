@@ -49,7 +49,6 @@ def on_device(world, folder, *words):
 
 CASES = {
     "engine": engine_ranks.everything,
-    "optimizer": engine_ranks.six_steps,
     "summed": engine_ranks.summed,
     "reduced": engine_ranks.reduced,
     "failed save": engine_ranks.failed_save,

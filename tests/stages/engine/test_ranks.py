@@ -11,7 +11,7 @@ from support.engine_ranks import OPTIONS, WIDTH, Run
 from support.ranks import seen_in
 from support.rounding import STEP
 from support.sharded_ranks import make_models
-from support.slow_rules import adamw, require_steps, slowly
+from support.slow_rules import require_steps, slowly
 from support.tiny_policy import VOCABULARY, TinyPolicy
 
 pytestmark = pytest.mark.numeric
@@ -27,14 +27,13 @@ FLOAT32 = [f"engine/{preset}/float32" for preset in PRESETS]
 # By an optimizer of its own each.
 BFLOAT16 = [f"engine/{preset}/bfloat16" for preset in PRESETS[:4]]
 ENGINES = FLOAT32 + BFLOAT16
-OPTIMIZERS = ["optimizer/lion/zero2", "optimizer/muon/zero0"]
 KINDS = ("values", "adapted, bfloat16", "new scores", "lora on scores", "experts")
 LOADED = [f"loaded/{kind}" for kind in KINDS]
 OTHERS = ["summed", "reduced", "failed save", "counted", "slow first rank"]
 WORLDS = {
     "silence": (1, "silence"),
     "one": (1, *FLOAT32[::3], BFLOAT16[1], "summed"),
-    "two": (2, *ENGINES, *OPTIMIZERS, *LOADED, *OTHERS),
+    "two": (2, *ENGINES, *LOADED, *OTHERS),
 }
 
 
@@ -77,7 +76,7 @@ def require_steps_of_engine(ranks, case):
     """Those of AdamW in float64; nothing that was skipped, refused or saved leaves a trace."""
     dtype = case.rpartition("/")[2]
     first, *others = [rank[case] for rank in ranks]
-    norms = slowly(adamw)[1]
+    norms = slowly()[1]
     shapes = {key: list(one.shape) for key, one in tensors(first["plain"]["weights"]).items()}
     assert shapes == SHAPES
     assert all(seen["plain"]["weights"] == {} for seen in others)  # the first rank has the whole
@@ -88,7 +87,7 @@ def require_steps_of_engine(ranks, case):
     near, of_norm = {}, STEP
     if dtype == "bfloat16":  # six roundings of a weight are up to 2^-9 of it each
         near, of_norm = {"rtol": 0.02, "atol": 0.01}, 0.05
-    require_steps("adamw", first["plain"]["weights"], **near)
+    require_steps(first["plain"]["weights"], **near)
     assert [norm for _, norm in first["plain"]["updates"]] == pytest.approx(norms, rel=of_norm)
     assert min(norms) > OPTIONS.max_grad_norm  # so every step was clipped
     for seen in (first, *others):
@@ -149,19 +148,9 @@ def test_what_two_ranks_saved_goes_on_in_one_under_any_stage(two, one_rank, way,
     run.updates.clear()
     run.steps(3, 6)
     near, of_norm = ({}, STEP) if dtype == "float32" else ({"rtol": 0.02, "atol": 0.01}, 0.1)
-    require_steps("adamw", run.weights(), **near)
+    require_steps(run.weights(), **near)
     norms = [norm for _, norm in two.first[f"engine/{way}"]["plain"]["updates"][3:]]
     assert [norm for _, norm in run.updates] == pytest.approx(norms, rel=of_norm)
-
-
-@pytest.mark.parametrize("case", OPTIMIZERS)
-def test_ranks_take_the_steps_of_every_optimizer_and_one_goes_on_from_theirs(two, one_rank, case):
-    _, name, preset = case.split("/")
-    require_steps_of_optimizer(two.ranks, case)
-    run = Run(one_rank, replace(OPTIONS, dtype="float32", optimizer=name, deepspeed=preset))
-    run.step(4)
-    run.engine.load_state(two.folder / name)
-    require_steps(name, run.steps(3, 6).weights())
 
 
 def test_a_rank_whose_disk_refuses_says_so_and_no_other_waits_for_it(two):
@@ -225,13 +214,8 @@ def test_the_first_step_of_a_spread_load_is_that_of_the_whole_load(two, case):
     require_spread_load(two.ranks, case)
 
 
-def require_steps_of_optimizer(ranks, case):
-    require_steps(case.split("/")[1], ranks[0][case])
-
-
 ON_GPUS = {
     require_steps_of_engine: ENGINES,
-    require_steps_of_optimizer: OPTIMIZERS,
     require_spread_load: LOADED,
 }
 
