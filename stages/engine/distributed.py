@@ -1,17 +1,10 @@
-"""The process group of this run, under any launcher, with a heartbeat between the ranks.
-
-A machine that loses its power or its network does not close its connections: its peers would wait
-in a collective until it times out. A thread sends the heartbeat, so a rank that takes long to save
-or to evaluate is not lost. Each rank watches the one before it, and the first to miss a heartbeat
-reports the loss to all.
-"""
+"""The process group of this run, under any launcher."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +25,7 @@ logger = logging.getLogger("align")
 
 TIMEOUT = timedelta(seconds=600)
 # While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
-PATIENCE = timedelta(days=1)
+PATIENCE = timedelta(hours=2)
 _ANSWER_SECONDS = 0.05  # between two polls of the store
 _PATIENT_GROUP: list[Any] = []  # one process group, while there is more than one rank
 _STORES: Any = vars(distributed)  # its stub exports no stores
@@ -48,17 +41,16 @@ def joined_world() -> Iterator[World]:
     hook = sys.excepthook  # torch sets its own
     try:
         with while_training(), torch.random.fork_rng(devices=_devices(world)):
-            meeting = _join(world)
-            with heartbeat(world, meeting):
-                yield world
+            _join(world)
+            yield world
     finally:
         _leave()
         _restore(before)
         sys.excepthook = hook
 
 
-def _join(world: World) -> str:
-    """Opens the process groups; returns the rendezvous id, the same on all ranks."""
+def _join(world: World) -> None:
+    """Opens the process groups."""
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
@@ -67,10 +59,9 @@ def _join(world: World) -> str:
         # A store in memory needs no port, so any number of runs may start at the same time.
         alone: Any = {"store": _STORES["HashStore"](), "rank": 0, "world_size": 1}
         distributed.init_process_group(backend, timeout=TIMEOUT, **alone)
-        return ""
+        return
     try:
-        meeting, where = _rendezvous(world)
-        distributed.init_process_group(backend, timeout=TIMEOUT, **where)
+        distributed.init_process_group(backend, timeout=TIMEOUT, **_rendezvous(world))
         _PATIENT_GROUP.append(distributed.new_group(backend="gloo", timeout=PATIENCE))
     except (distributed.DistError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -79,18 +70,17 @@ def _join(world: World) -> str:
             f"({str(error).splitlines()[0]}). Check that every rank was started and that the "
             "address can be reached from each machine."
         ) from error
-    return meeting
 
 
-def _rendezvous(world: World) -> tuple[str, dict[str, Any]]:
-    """A fresh rendezvous id, and the arguments of a process group in a store of its own.
+def _rendezvous(world: World) -> dict[str, Any]:
+    """The arguments of a process group in a store of its own.
 
     torchrun keeps one store while it restarts ranks, and keys of the previous ranks would mislead
     the present ones. Rank 0 creates a fresh rendezvous id and answers each rank's one-time nonce
     with it: an answer to a rank that has died is read by nobody.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return "", {}
+        return {}
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store, nonce = _STORES["TCPStore"](*address, None, False, TIMEOUT), uuid.uuid4().hex
     if world.rank:
@@ -100,8 +90,8 @@ def _rendezvous(world: World) -> tuple[str, dict[str, Any]]:
     else:
         meeting = nonce
         _answer_until_here(store, meeting, set(range(1, world.size)))
-    where = {"store": _STORES["PrefixStore"](meeting, store), "rank": world.rank}
-    return meeting, {**where, "world_size": world.size}
+    of_meeting = _STORES["PrefixStore"](meeting, store)
+    return {"store": of_meeting, "rank": world.rank, "world_size": world.size}
 
 
 def _answer_until_here(store: Any, meeting: str, missing: set[int]) -> None:
@@ -196,115 +186,6 @@ def _opened(result: Any) -> Any:
 @dataclass(frozen=True)
 class _Refused:
     error: AlignError
-
-
-BEAT_SECONDS = 2.0
-LOST_SECONDS = 180.0
-_ANSWER = timedelta(seconds=30)
-
-
-@contextmanager
-def heartbeat(world: World, meeting: str) -> Iterator[None]:
-    """Sends heartbeats inside, and ends this process if another rank's stop."""
-    if world.size == 1:
-        yield
-        return
-    pulse = Pulse(world, meeting)
-    threads = [
-        threading.Thread(target=work, name="heartbeat", daemon=True)
-        for work in (pulse.beat, pulse.watch)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        pulse.over.set()
-        threads[0].join(2 * BEAT_SECONDS)  # not long: a lost store may block it
-
-
-class Pulse:
-    """The heartbeat of one rank, and the times of the last signs of the others."""
-
-    def __init__(self, world: World, meeting: str) -> None:
-        self.over = threading.Event()
-        self._rank = world.rank
-        self._watched = (world.rank - 1) % world.size
-        self._prefix = f"align/{meeting}"  # a launcher that starts ranks again keeps its store
-        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store_answered = self._beat_changed = time.monotonic()
-        self._has_met = False
-        self._count = 0  # heartbeats of the watched rank
-
-    def beat(self) -> None:
-        """Exchanges heartbeats with the store; retries while it is away; `watch` times it."""
-        store = None
-        while not self._is_over_after_nap("_beat_changed"):
-            try:
-                # A connection of its own: another thread may block the shared one for long.
-                store = store or _STORES["TCPStore"](*self._address, None, False, _ANSWER)
-                self._exchange(store)
-                self._store_answered, self._has_met = time.monotonic(), True
-            except (RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors
-                store = None
-        if store is not None:
-            self._leave(store)
-
-    def watch(self) -> None:
-        """Ends the process once the store has not answered for long; nothing can block it."""
-        while not self._is_over_after_nap("_store_answered"):
-            if time.monotonic() - self._store_answered <= LOST_SECONDS:
-                continue
-            store = "the store at {}:{}".format(*self._address)
-            if self._has_met:
-                self._end(self._lost(store))
-            logger.warning(
-                "Rank %d cannot reach %s: it will not notice a lost rank.", self._rank, store
-            )
-            return
-
-    def _is_over_after_nap(self, clock: str) -> bool:
-        """Sleeps for one beat; time in which the process was stopped, as by Ctrl-Z, is not counted.
-
-        Returns whether the run is over.
-        """
-        began = time.monotonic()
-        is_over = self.over.wait(BEAT_SECONDS)
-        if (slept := time.monotonic() - began) > LOST_SECONDS / 4:
-            setattr(self, clock, getattr(self, clock) + slept)
-        return is_over
-
-    def _exchange(self, store: Any) -> None:
-        store.add(f"{self._prefix}/beat/{self._rank}", 1)
-        count, now = store.add(f"{self._prefix}/beat/{self._watched}", 0), time.monotonic()
-        if count != self._count or store.check([f"{self._prefix}/left/{self._watched}"]):
-            self._count, self._beat_changed = count, now
-        if self._count and now - self._beat_changed > LOST_SECONDS:
-            said = self._lost(f"rank {self._watched}")
-            store.set(f"{self._prefix}/lost", said)
-            self._end(said)
-        if store.check([f"{self._prefix}/lost"]):
-            self._end(store.get(f"{self._prefix}/lost").decode())
-
-    def _leave(self, store: Any) -> None:
-        try:
-            store.set(f"{self._prefix}/left/{self._rank}", "")
-        except RuntimeError:  # its host left first
-            return
-
-    def _lost(self, who: str) -> str:
-        return (
-            f"Rank {self._rank} has not heard from {who} for {LOST_SECONDS:.0f} s: a machine or "
-            "the network has failed. Start all ranks again with --resume auto."
-        )
-
-    def _end(self, said: str) -> None:
-        if self.over.is_set():
-            return
-        sys.stderr.write(f"error: {said}\n")
-        sys.stderr.flush()
-        # The main thread waits in a collective that cannot be interrupted.
-        os._exit(PeerError.exit_code)
 
 
 def total(values: Tensor) -> Tensor:

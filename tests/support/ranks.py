@@ -18,11 +18,10 @@ from align.stages.engine.distributed import TIMEOUT, gathered, run_on_all_ranks,
 from support import (
     engine_ranks,
     sharded_ranks,
-    silent_rank,
     training_ranks,
     training_trouble,
 )
-from support.forked_ranks import COMPUTE_ON, child, forked, require_good_ends
+from support.forked_ranks import COMPUTE_ON, forked, require_good_ends
 from support.programs import Seen, run_program
 
 
@@ -90,14 +89,9 @@ def main(root, *words):
             cases = worlds[word] = []
         else:
             cases.append(word)
-    others = []
     for world, cases in worlds.items():
         folder, size = Path(root, world.partition("=")[0]), int(world.partition("=")[2])
-        if cases == ["silence"]:  # which is long and idle, so the others do not wait for it
-            others.append(child(silent_rank.heard, folder))
-        else:
-            require_good_ends(forked(size, partial(go_through, cases, folder)))
-    require_good_ends(others)
+        require_good_ends(forked(size, partial(go_through, cases, folder)))
 
 
 def go_through(cases, folder, world):

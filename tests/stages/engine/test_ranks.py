@@ -31,7 +31,6 @@ KINDS = ("values", "adapted, bfloat16", "new scores", "lora on scores", "experts
 LOADED = [f"loaded/{kind}" for kind in KINDS]
 OTHERS = ["summed", "reduced", "failed save", "counted", "slow first rank"]
 WORLDS = {
-    "silence": (1, "silence"),
     "one": (1, *FLOAT32[::3], BFLOAT16[1], "summed"),
     "two": (2, *ENGINES, *LOADED, *OTHERS),
 }
@@ -175,16 +174,6 @@ def test_values_are_summed_over_ranks_and_all_agree_or_none(worlds, name, case):
 def test_ranks_wait_for_one_that_takes_longer_than_a_collective_may(two):
     found = [rank["slow first rank"] for rank in two.ranks]
     assert found == [[0, 0, [0, 1]], [0, 1, [0, 1]]]
-
-
-def test_a_silent_rank_is_noticed_and_a_slow_or_stopped_one_is_not(worlds):
-    """No connection is closed: without a heartbeat the other one waits for a day."""
-    found = worlds["silence"].first
-    assert found["code"] == 69
-    *before, told = found["said"]
-    assert before == ["slow ranks are waited for"] * 2 + ["stopped ranks go on"] * 2
-    assert "Rank 0 has not heard from rank 1" in told
-    assert "--resume auto" in told
 
 
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(two):
