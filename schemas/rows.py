@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
@@ -277,10 +276,6 @@ class Scorer(Protocol):
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Log p of every completion token of a batch, in the order tree, branch, token."""
-        ...
-
-    def in_float32(self) -> AbstractContextManager[None]:
-        """Computes in float32 inside the block; OutOfMemory if that does not fit."""
         ...
 
     def describe(self) -> Mapping[str, str]:

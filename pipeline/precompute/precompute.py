@@ -54,7 +54,7 @@ PrecomputeResult: TypeAlias = Made[Manifest, Tally]
 
 _HINTS = {
     "oom": "oom: score where there is more memory, or lower --max-length.",
-    "nonfinite_logp": "nonfinite_logp: try --dtype float32, and check the weights.",
+    "nonfinite_logp": "nonfinite_logp: try --dtype bfloat16, and check the weights.",
     "no_mismatch": "no_mismatch: raise --max-length, or pass --kl-pairs 0.",
 }
 
@@ -327,7 +327,7 @@ def _require_usable(job: CacheJob, manifest: Manifest) -> None:
     again = f"To score again, delete {job.work.root} first: it keeps what was scored."
     if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
         raise NonFiniteError(
-            f"{what}\nThe reference gives NaN or infinity for them. Try --dtype float32, and "
+            f"{what}\nThe reference gives NaN or infinity for them. Try --dtype bfloat16, and "
             f"check the weights. {again}"
         )
     reasons = [reason for reason, _ in Counter(manifest.quarantined).most_common()]

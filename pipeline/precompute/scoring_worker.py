@@ -316,10 +316,7 @@ class _UnitScorer:
 
     def _commit(self, read: _ReadUnit, scores: UnitScores, numerics: dict[str, str]) -> Tally:
         tasks, unit = self.tasks, read.unit
-        notes = {
-            "mismatched_completions_replaced_after_cutting": unit.replaced,
-            "completions_scored_again_alone_in_float32": scores.rescored_in_float32,
-        }
+        notes = {"mismatched_completions_replaced_after_cutting": unit.replaced}
         facts = UnitFacts(
             first_key=unit.first_key,
             last_key=unit.last_key,

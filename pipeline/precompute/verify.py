@@ -15,7 +15,6 @@ from ...schemas.errors import CorruptionError, FingerprintError
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Rescored, ScoredBlock, Scorer, Tree
 from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
-from ...stages.score.score import score_again
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.cleanup import superseded
@@ -97,9 +96,5 @@ def _score_rows(block: ScoredBlock, scorer: Scorer) -> Ragged:
     """The log-probs of the rows' tokens; each branch is scored by itself."""
     rows, scored = block.rows, []
     for branch, row in enumerate(rows.row_of_branch.tolist()):
-        tree = Tree(rows.prompts[row], (rows.completions[branch],))
-        logps = scorer.score([tree])
-        if not np.isfinite(logps).all():
-            (logps,) = score_again([tree], scorer)
-        scored.append(logps)
+        scored.append(scorer.score([Tree(rows.prompts[row], (rows.completions[branch],))]))
     return Ragged.of(scored, np.float32)

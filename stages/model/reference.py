@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.metadata import version
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -130,17 +129,6 @@ class TreeScorer:
         on_cpu = input_device(self.model).type == "cpu"
         return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
 
-    @contextmanager
-    def in_float32(self) -> Iterator[None]:
-        """Scores on the same path inside, with the weights cast to float32."""
-        try:
-            with cast_to_float32(self.model):
-                yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemory("no memory for the weights in float32") from error
-
     def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
         """Queues the passes of a batch on a GPU, for whose values the returned call waits."""
         try:
@@ -184,24 +172,3 @@ def on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-HALVES = (torch.float16, torch.bfloat16)
-
-
-@contextmanager
-def cast_to_float32(model: nn.Module) -> Iterator[None]:
-    """Casts every half-precision weight to float32 inside, and restores the same tensors after."""
-    every = chain(model.parameters(), model.buffers())
-    halves = [tensor for tensor in every if tensor.dtype in HALVES]
-    # Kept rather than cast back: putting them back needs no memory, so it cannot fail.
-    kept = [tensor.data for tensor in halves]
-    if any(tensor.is_meta for tensor in halves):
-        raise OutOfMemory("weights that device_map keeps elsewhere are not widened to float32")
-    try:
-        for tensor in halves:
-            tensor.data = tensor.data.float()
-        yield
-    finally:
-        for tensor, before in zip(halves, kept, strict=True):
-            tensor.data = before

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -47,7 +46,6 @@ class UnitScores:
     tokens_per_batch: int
     branches: int
     reused: int  # copied from an earlier cache, or from equal branches of this unit
-    rescored_in_float32: int  # scored again, because the first log-prob was not finite
     padding: int  # tokens of padding run through the model
     run_tokens: int  # tokens run through the model, padding included
     rejected: tuple[Rejected, ...]
@@ -89,7 +87,7 @@ def score_unit(
         except OutOfMemory as refusal:
             budget = max(budget // 2, 1)
             logger.warning("Out of memory (%s): again with %d tokens per batch.", refusal, budget)
-    return _collect(rows, known, alike, _rescored_in_float32(rows, run, scorer), rules)
+    return _collect(rows, known, alike, run, rules)
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ class _Run:
     tokens: int
     tokens_per_batch: int
     too_big: tuple[int, ...]  # branches that do not fit even alone; their values are NaN
-    rescored_in_float32: int = 0
 
 
 def _run(
@@ -130,28 +127,6 @@ def _run(
     results.sort(key=lambda result: result[0])
     lists = [logps for _, logps in results]
     return _Run(wanted, Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
-
-
-def _rescored_in_float32(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
-    """Scores branches without a finite log-prob again, alone and in float32."""
-    is_bad = ~np.isfinite(sums_of_branches(run.token_logps)) & ~np.isin(run.branches, run.too_big)
-    if not is_bad.any():
-        return run
-    row_of_branch, bad = rows.row_of_branch, np.flatnonzero(is_bad)
-    trees = [
-        Tree(rows.prompts[row_of_branch[branch]], (rows.completions[branch],))
-        for branch in run.branches[bad].tolist()
-    ]
-    again = score_again(trees, scorer())
-    lists = list(run.token_logps)
-    for index, logps in zip(bad.tolist(), again, strict=True):
-        lists[index] = logps
-    return replace(
-        run,
-        token_logps=Ragged.of(lists, np.float32),
-        tokens=run.tokens + sum(tree.num_tokens for tree in trees),
-        rescored_in_float32=sum(bool(np.isfinite(logps).all()) for logps in again),
-    )
 
 
 def _plan(rows: RowBlock, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
@@ -260,7 +235,6 @@ def _collect(
         tokens_per_batch=run.tokens_per_batch,
         branches=len(known.found),
         reused=len(logps) - len(run.branches),
-        rescored_in_float32=run.rescored_in_float32,
         padding=run.padding,
         run_tokens=run.tokens,
         rejected=_rejected(rows, logps, wanted[np.isin(alike, run.too_big)]),
@@ -280,7 +254,10 @@ def _rejected(
         found.setdefault(row, _reject(rows, row, "oom", why))
     for branch in np.flatnonzero(~np.isfinite(logps)).tolist():
         row = int(row_of_branch[branch])
-        why = f"the log-prob of {_named(rows, branch)} is {logps[branch]}"
+        why = (
+            f"the log-prob of {_named(rows, branch)} is {logps[branch]}: float16 overflows where "
+            "--dtype bfloat16 does not"
+        )
         found.setdefault(row, _reject(rows, row, "nonfinite_logp", why))
     return tuple(found[row] for row in sorted(found))
 
@@ -318,13 +295,3 @@ def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
     spans = pairwise(ends.tolist())  # many prompts are short: an array for each costs more
     numbers = (seen.setdefault(ids[start:end], len(seen)) for start, end in spans)
     return np.fromiter(numbers, dtype=np.int64, count=len(rows))
-
-
-def score_again(trees: Sequence[Tree], scorer: Scorer) -> list[NDArray[np.float32]]:
-    """Scores of each tree by itself in float32; NaN where it does not fit into memory."""
-    scores = [np.full(sum(map(len, tree.branches)), np.nan, np.float32) for tree in trees]
-    with suppress(OutOfMemory), scorer.in_float32():
-        for index, tree in enumerate(trees):
-            with suppress(OutOfMemory):
-                scores[index] = scorer.score([tree])
-    return scores

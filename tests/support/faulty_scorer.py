@@ -1,6 +1,5 @@
 """A scorer that misbehaves on demand."""
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +18,6 @@ class Faulty:
     refused: int = 0  # the batch, counted from 1, for which there is no memory whatever its size
     pads: bool = True
     poison: dict = field(default_factory=dict)  # token: its log-prob
-    spoils: bool = False  # whether poison reaches every branch of its batch
-    heals: bool = False  # whether float32 helps against poison
-    is_wide: bool = False
     batches: list = field(default_factory=list)  # tokens of each tree, batch by batch
     events: list = field(default_factory=list)  # which batch was launched, which one read
 
@@ -39,15 +35,8 @@ class Faulty:
         values = STUB.score(trees)
         tokens = np.concatenate([branch for tree in trees for branch in tree.branches])
         for token, value in self.poison.items():
-            if token in tokens and not (self.heals and self.is_wide):
-                values[self.spoils | (tokens == token)] = value
+            values[tokens == token] = value
         return values
-
-    @contextmanager
-    def in_float32(self):
-        self.is_wide = True
-        yield
-        self.is_wide = False
 
     def describe(self):
         return {"path": "faulty"}

@@ -1,7 +1,6 @@
 """A reference without a model: log-probabilities from a hash of two neighbouring tokens."""
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -56,10 +55,6 @@ class StubScorer:
         previous[1:] = branches.values[:-1]
         previous[branches.offsets[:-1][filled]] = _last_prompt_tokens(trees)[filled]
         return _hashed_logps(previous, branches.values, self.salt)
-
-    def in_float32(self):
-        """It computes in nothing else."""
-        return nullcontext()
 
     def describe(self):
         """There is only one way to score."""

@@ -1,4 +1,4 @@
-"""A reference as its folder gives it, its full memory, widened for a while, or in part on disk."""
+"""A reference as its folder gives it, its full memory, or in part on disk."""
 
 import json
 import os
@@ -128,37 +128,6 @@ def test_the_soft_cap_of_an_attention_is_never_left_out(tmp_path, monkeypatch):
         resolve(options_of(tmp_path, attention="sdpa"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_half_precision_model_scores_as_its_weights_do_in_float32(saved_llama, dtype):
-    half = HfReference(options_of(saved_llama, dtype=dtype)).open()
-    every = [*half.model.parameters(), *half.model.buffers()]
-    before = [(tensor.dtype, tensor.data_ptr()) for tensor in every]
-    scores = half.score([TREE])
-    with half.in_float32():
-        inside = half.score([TREE])
-        assert {tensor.dtype for tensor in every} == {torch.float32}
-    with pytest.raises(KeyError), half.in_float32():
-        raise KeyError
-    # The very same tensors are back; and theirs are the same weights, stored in bfloat16.
-    assert [(tensor.dtype, tensor.data_ptr()) for tensor in every] == before
-    assert half.score([TREE]).tobytes() == scores.tobytes()
-    full = HfReference(options_of(saved_llama, dtype="float32")).open()
-    assert np.abs(inside - full.score([TREE])).max() < 1e-4 < np.abs(inside - scores).max()
-    places = [one.data_ptr() for one in full.model.parameters()]
-    with full.in_float32():  # which copies nothing
-        assert [one.data_ptr() for one in full.model.parameters()] == places
-
-
-def test_weights_too_large_for_float32_ask_for_a_smaller_batch(saved_llama):
-    scorer = HfReference(options_of(saved_llama, dtype="bfloat16")).open()
-    huge = torch.zeros(1, dtype=torch.bfloat16).expand(1 << 50)  # takes two bytes until it is cast
-    scorer.model.register_buffer("huge", huge)
-    weight = next(scorer.model.parameters())
-    with pytest.raises(OutOfMemory, match="no memory for the weights"), scorer.in_float32():
-        pytest.fail("came in")
-    assert weight.dtype == torch.bfloat16
-
-
 # Where the parts of a tiny model may lie.
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
 
@@ -186,16 +155,13 @@ def test_a_layer_on_disk_changes_no_bit(tmp_path, family):
     assert scorer.describe() == other.describe()
 
 
-def test_a_head_on_disk_scores_by_the_models_own_logits_and_is_not_widened(tmp_path):
+def test_a_head_on_disk_scores_by_the_models_own_logits(tmp_path):
     options = options_spread(tmp_path, *PARTS)
     scorer, whole = HfReference(options).open(), HfReference(replace(options, device_map="")).open()
     assert all(parameter.is_meta for parameter in scorer.model.parameters())
     assert (scorer.describe()["layout"], scorer.describe()["head"]) == ("tree", "exact")
     gaps = np.abs(scorer.score(mixed_trees()) - whole.score(mixed_trees()))
     assert gaps.max() <= NATS
-    half = HfReference(replace(options, dtype="bfloat16")).open()
-    with pytest.raises(OutOfMemory, match="not widened"), half.in_float32():
-        pass
 
 
 def test_a_map_that_is_not_one_is_refused(tmp_path):
