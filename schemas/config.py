@@ -84,19 +84,9 @@ class ModelOptions:
     )
     device_map: str = option(
         "",
-        "spread a large model over devices: auto, balanced, sequential, or a JSON object of "
-        'modules and devices, such as {"": 0}',
+        "spread a large model over devices: auto, balanced or sequential",
         read_by=("score", "judge", "verify"),
         instead={"train": _SPREAD_POLICY},
-    )
-    offload_folder: str = option(
-        "",
-        "folder for the weights that device_map puts on disk; empty: they may not",
-        read_by=("score", "judge", "verify"),
-        instead={"train": _SPREAD_POLICY},
-    )
-    trust_remote_code: bool = option(
-        False, "run Python code found in the model folder", read_by=(*SCORERS, *TRAINING, "verify")
     )
     allow_unused_weights: bool = option(
         False,

@@ -65,7 +65,7 @@ OF_FLAGS = (
         "It is read with the reference; a training always begins a new adapter."),
     named("ref_offload ref.offload", OPENRLHF, "", "A training holds no reference model."),
     named("torch_dtype", TRL, "model.dtype", "Of the reference; the policy's is train.dtype."),
-    named("trust_remote_code", HF, "model.trust_remote_code"),
+    named("trust_remote_code", HF, "", "No code of a model folder is ever run."),
     named("attn_implementation flash_attn use_flash_attn", ALL, "model.attention",
         "auto takes FlexAttention on a GPU where it is true to the model."),
     named("dataset dataset_name datasets data.dataset train_datasets", ALL, "data.files",

@@ -91,8 +91,7 @@ def require_same_reference(
 
 def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> dict[str, str]:
     """The fields in which a model differs from the reference of the cache."""
-    named = {name: value for name, value in identity.items() if name != "model.code"}
-    return differences({name: manifest.fingerprint[name] for name in named}, named)
+    return differences({name: manifest.fingerprint[name] for name in identity}, identity)
 
 
 def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:

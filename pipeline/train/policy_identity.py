@@ -16,9 +16,7 @@ from ..jobs.object_inputs import local_options
 from ..plan.cache_checks import named_elsewhere, require_same_model, require_same_reference
 from .training_job import TrainingJob
 
-ModelSource: TypeAlias = tuple[
-    str, str, bool
-]  # folder, adapter, and whether code of the folder counts
+ModelSource: TypeAlias = tuple[str, str]  # folder, adapter
 Identities: TypeAlias = Mapping[ModelSource, Mapping[str, str]]
 
 
@@ -74,7 +72,7 @@ def one_for_all(found: Sequence[Identities]) -> Identities:
 
 
 def _source(model: ModelOptions) -> ModelSource:
-    return model.path, model.adapter, model.trust_remote_code
+    return model.path, model.adapter
 
 
 def _to_digest(job: TrainingJob) -> list[ModelOptions]:

@@ -35,7 +35,7 @@ from .training_job import TrainingJob, open_training
 def answer_again(
     root: Path, *, count: int, most_tokens: int, config: Path | None, progress: Progress
 ) -> Path:
-    """Answers prompts for a finished run, whoever trained it: code in a model's folder is not run.
+    """Answers prompts for a finished run, whoever trained it.
 
     Returns the path of its page. Trackers are the user's own, as they are for `mlflow-sync`.
     """
@@ -44,7 +44,7 @@ def answer_again(
     ending = require_finished(folder)
     run_settings(folder)  # refuses a file that was edited
     asked = {"train.answers": count, "train.answer_tokens": most_tokens}
-    here = {"train.resume": "auto", "train.output": str(root), "model.trust_remote_code": False}
+    here = {"train.resume": "auto", "train.output": str(root)}
     settings = load_settings({}, asked | here, file=folder.config)
     own = own_options(root, config)
     with owner_lock(folder, "answers"):

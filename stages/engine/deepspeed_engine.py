@@ -31,7 +31,7 @@ from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
 from .parameter_groups import parameter_groups
 from .resized_state import Order
-from .zero3_partitions import freeing_large_blocks, gather_experts_together
+from .zero3_partitions import freeing_large_blocks
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -50,8 +50,7 @@ def open_engine(
     config = engine_config(options, EngineContext(dtype, hidden_size, world.size, device))
     if asks_for_cpu_adam(config) and not has_cpu_adam(world):
         config = without_cpu_adam(config)
-    if is_partitioned := stage_of(config) == 3:
-        gather_experts_together(policy)
+    is_partitioned = stage_of(config) == 3
     groups = parameter_groups(policy, learning, config)
     order = _names(policy, groups)
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given

@@ -79,4 +79,4 @@ def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimiz
 
     public: Any = optim
     params = config.pop("optimizer")["params"]
-    return lambda groups: public.AdamW8bit(groups, **params)  # type: ignore[no-any-return]
+    return lambda groups: public.AdamW8bit(groups, **params)

@@ -95,25 +95,6 @@ class ZeroPartitions:
         return inside
 
 
-def gather_experts_together(policy: nn.Module) -> None:
-    """Makes ranks gather all experts of a layer, where each expert is a module of its own.
-
-    Otherwise a rank gathers those that its tokens are routed to, and deadlocks with ranks that
-    gather others.
-    """
-    blocks = {type(module) for module in policy.modules() if _lists_experts(module)}
-    if blocks:
-        deepspeed.utils.set_z3_leaf_modules(policy, list(blocks))
-
-
-def _lists_experts(module: nn.Module) -> bool:
-    return any(
-        isinstance(child, nn.ModuleList) and "expert" in f"{name} {type(child[0]).__name__}".lower()
-        for name, child in module.named_children()
-        if len(list(child.children())) > 1
-    )
-
-
 M_MMAP_THRESHOLD = -3
 SMALLEST, LARGEST = 1 << 20, 32 << 20  # blocks that glibc returns to the system when freed
 

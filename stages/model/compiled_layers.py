@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...schemas.errors import UsageError
 from .transformers_compat import decoder_layers
 
 # More than the models, dtypes and kinds of gradients of one process make together; past torch's own
@@ -23,5 +24,10 @@ def allow_compilations() -> None:
 def compile_layers(model: Any, compiler: str = "inductor") -> None:
     """Compiles each decoder layer in place, for inputs of any length; `compiler`: torch's name."""
     allow_compilations()
-    for layer in decoder_layers(model):
+    layers = decoder_layers(model)
+    if not layers:
+        raise UsageError(
+            f"model.compile: {type(model).__name__} has no decoder layers here. Set it to false."
+        )
+    for layer in layers:
         layer.compile(dynamic=True, backend=compiler)

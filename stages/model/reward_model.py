@@ -86,7 +86,7 @@ def _skeleton(options: ModelOptions, config: Any) -> Any:
     labelled.num_labels = 1
     try:
         with quiet(), torch.device("meta"):
-            return build(labelled, trust_remote_code=options.trust_remote_code)
+            return build(labelled, trust_remote_code=False)
     except (ValueError, ImportError) as error:
         raise UsageError(
             f"{options.path}: transformers has no class of this architecture that scores texts "

@@ -44,10 +44,5 @@ def join(action, environment):
 
 def require_good_ends(children):
     """Waits for processes, of which none may fail."""
-    ended = [end_of(one) for one in children]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in children]
     assert not any(ended), ended
-
-
-def end_of(child):
-    """How a process ended, once it has."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

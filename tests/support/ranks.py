@@ -54,7 +54,6 @@ CASES = {
     "counted": sharded_ranks.counted,
     "loaded": sharded_ranks.loaded,
     "slow first rank": wait_for_slow_first_rank,
-    "listed": training_ranks.listed,
     "nonfinite": training_trouble.nonfinite,
     "stop reasons": training_trouble.stop_reasons,
     "device": on_device,

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from align.schemas.train_options import LoraOptions, TrainOptions
+from align.schemas.train_options import LoraOptions
 from align.stages.methods.table import METHODS
 from support.forked_ranks import device_of_ranks
-from support.listed_experts import train_listed
 from support.method_steps import MPO
 from support.rounding import EPSILON
 from support.training_world import START, facts, job_of, learn
@@ -101,13 +100,6 @@ def trained(kind, world, folder, budget, preset, *words):
         "micro_batches": turns,
         "nearest_tie": min(ties, default=None),
     }
-
-
-def listed(world, folder, stage):
-    """The same of experts that are modules of their own."""
-    preset = (folder / "experts").resolve().parent / f"zero{stage}.json"
-    options = TrainOptions(dtype="float32", deepspeed=str(preset), epsilon=EPSILON)
-    return train_listed(world, options)
 
 
 def _plain(samples):

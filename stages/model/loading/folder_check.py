@@ -171,8 +171,7 @@ def _require_known(file: Path, name: str, value: Any) -> None:
         )
     elif key == "auto_map" and "--" in str(value):
         raise UsageError(
-            f"{file}: {name} is {value!r}: code of another repository. Take the entry out, or "
-            "copy that code, which you trust, into the folder."
+            f"{file}: {name} is {value!r}: code of another repository. Take the entry out."
         )
 
 

@@ -145,9 +145,7 @@ def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausa
     cannot = f"{file}: no model can be built from it"
     with quiet(), torch.device("meta"), refused_as(cannot, OTHER_CONFIG):
         empty: nn.Module = kind.from_config(
-            _config(options, settings),
-            dtype=DTYPES[dtype],
-            trust_remote_code=options.trust_remote_code,
+            _config(options, settings), dtype=DTYPES[dtype], trust_remote_code=False
         )
     return empty
 
@@ -157,12 +155,16 @@ def _config(options: ModelOptions, settings: dict[str, Any]) -> Any:
     require_declared_sizes(Path(options.path) / CONFIG, settings, ())
     remedy = (
         f"Use an architecture that transformers {transformers.__version__} knows, and settings as "
-        "it writes them, or set model.trust_remote_code if you trust the folder's code."
+        "it writes them."
     )
     file = Path(options.path) / CONFIG
+    if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise UsageError(
+            f"{file}: the model needs code of its folder, which align never runs. {remedy}"
+        )
     with refused_as(f"{file}: transformers cannot read this model's config.json", remedy):
         return AutoConfig.from_pretrained(
-            options.path, local_files_only=True, trust_remote_code=options.trust_remote_code
+            options.path, local_files_only=True, trust_remote_code=False
         )
 
 
@@ -173,7 +175,7 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
     remedy = f"Use a causal model, or set model.attention to auto. {OTHER_CONFIG}"
     with refused_as(cannot, remedy), torch.device("meta"):
         build: Any = AutoModelForCausalLM.from_config
-        return build(config, trust_remote_code=options.trust_remote_code, **asked)
+        return build(config, trust_remote_code=False, **asked)
 
 
 def from_folder(
@@ -188,7 +190,7 @@ def from_folder(
             options.path,
             dtype=DTYPES[resolved.dtype],
             attn_implementation=resolved.attention,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,

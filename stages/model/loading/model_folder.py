@@ -52,14 +52,12 @@ class ModelFiles:
 
     @staticmethod
     def of(options: ModelOptions) -> ModelFiles:
-        """The files that are read of a model, its adapter and its code."""
+        """The files that are read of a model and its adapter."""
         folder, adapter = Path(options.path), Path(options.adapter)
         files = {folder / "config.json", *(tensor.file for tensor in model_tensors(folder))}
         if options.adapter:
             files |= {tensor.file for tensor in adapter_tensors(adapter)}
             files.add(adapter / "adapter_config.json")
-        if options.trust_remote_code:
-            files |= {*folder.glob("**/*.py")}
         return ModelFiles({file: FileVersion.of(file) for file in sorted(files)})
 
     def require_unchanged(self) -> None:
@@ -73,13 +71,12 @@ class ModelFiles:
 
 
 def model_identity(options: ModelOptions, remember: Remember = digest_anew) -> dict[str, str]:
-    """Digests of the files that a model, its adapter and its code are loaded from."""
+    """Digests of the files that a model and its adapter are loaded from."""
     path, adapter = options.path, options.adapter
     return {
         "model.weights": weights_digest(path, remember),
         "model.config": config_digest(path),
         "model.adapter": adapter_digest(adapter, remember) if adapter else "none",
-        "model.code": code_digest(path) if options.trust_remote_code else "none",
     }
 
 
@@ -99,14 +96,6 @@ def adapter_digest(folder: str, remember: Remember = digest_anew) -> str:
     tensors = adapter_tensors(root)
     settings = _json_digest(read_json(root / "adapter_config.json"), VOLATILE_ADAPTER)
     return _sha256(settings, _tensors_digest(tensors, remember))
-
-
-def code_digest(folder: str) -> str:
-    """Digest of the Python files of a model folder that has its own code."""
-    files = sorted(Path(folder).glob("**/*.py"))
-    contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    named = zip(files, contents, strict=True)
-    return _sha256(*(f"{file.relative_to(folder)} {content}" for file, content in named))
 
 
 def stored_dtype(folder: str, tensors: Sequence[StoredTensor] | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,24 +15,7 @@ from ....schemas.errors import UsageError
 
 def placement(options: ModelOptions) -> dict[str, Any]:
     """transformers' arguments for weights on more than one device; empty for one."""
-    if not options.device_map:
-        return {}
-    if not options.device_map.startswith("{"):
-        devices: Any = options.device_map
-    elif not isinstance(devices := _json(options.device_map), dict):
-        raise UsageError(
-            f"model.device_map: {options.device_map} is neither a name nor a JSON object of "
-            'modules and devices. Correct it, for example {"model": 0, "lm_head": "cpu"}.'
-        )
-    where = {"offload_folder": options.offload_folder} if options.offload_folder else {}
-    return {"device_map": devices, **where}
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    return {"device_map": options.device_map} if options.device_map else {}
 
 
 def chosen_device(options: ModelOptions) -> str:

@@ -5,7 +5,6 @@ https://arxiv.org/abs/2305.14314
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -47,7 +46,7 @@ def load_in_4_bits(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> n
         bnb_4bit_compute_dtype=DTYPES[resolved.dtype],
     )
     # Each layer is packed as it is read: the whole model in 16 bits is never on the device.
-    whole = replace(options, device_map=json.dumps({"": rank_device(resolved.device)}))
+    whole = replace(options, device_map=rank_device(resolved.device))
     with quiet():
         model, _ = from_folder(whole, resolved, kind, {"quantization_config": packing})
     for module in model.modules():

@@ -108,15 +108,22 @@ def test_what_transformers_would_fetch_is_refused_by_name(model_folder, settings
 
 def test_however_a_folder_is_about_to_be_loaded_it_is_looked_at_first(model_folder):
     amend(model_folder / "config.json", {"attn_implementation": KERNEL})
-    for options in (options_of(model_folder, trust_remote_code=trusted) for trusted in (0, 1)):
-        for load in (
-            lambda options: HfReference(options).identity(),
-            load_causal_lm,
-            lambda options: load_policy(options, TrainOptions(), LoraOptions()),
-            lambda options: load_policy(options, TrainOptions(), LoraOptions(), head="score"),
-        ):
-            with pytest.raises(UsageError, match="config.json: attn_implementation"):
-                load(options)
+    options = options_of(model_folder)
+    for load in (
+        lambda options: HfReference(options).identity(),
+        load_causal_lm,
+        lambda options: load_policy(options, TrainOptions(), LoraOptions()),
+        lambda options: load_policy(options, TrainOptions(), LoraOptions(), head="score"),
+    ):
+        with pytest.raises(UsageError, match="config.json: attn_implementation"):
+            load(options)
+
+
+def test_a_model_that_needs_the_code_of_its_folder_is_refused(model_folder):
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "canary.Config"}}
+    amend(model_folder / "config.json", own)
+    with pytest.raises(UsageError, match="config.json: the model needs code of its folder"):
+        load_causal_lm(options_of(model_folder))
 
 
 def test_nothing_is_loaded_in_the_place_of_the_digested_weights_or_put_on_them(model_folder):
@@ -201,15 +208,6 @@ def test_no_code_of_a_folder_runs_and_nobody_is_asked(
         except UsageError:
             continue
     assert not canary.exists()
-
-
-def test_the_canary_sings_where_the_users_word_lets_it(model_folder):
-    canary = model_folder.parent / "canary-was-here"
-    (model_folder / "canary.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
-    amend(model_folder / "config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Model"}})
-    with pytest.raises(Exception, match="Model"):
-        load_causal_lm(options_of(model_folder, trust_remote_code=True))
-    assert canary.exists()
 
 
 @pytest.mark.parametrize(

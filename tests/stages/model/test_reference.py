@@ -1,6 +1,5 @@
-"""A reference as its folder gives it, its full memory, or in part on disk."""
+"""A reference as its folder gives it, its full memory, or spread."""
 
-import json
 import os
 from dataclasses import replace
 from unittest import mock
@@ -11,8 +10,6 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-# accelerate imports it where a part is on disk, and then it asks the machine by a process.
-import align.stages.engine.deepspeed_compat  # noqa: F401
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
@@ -23,7 +20,6 @@ from align.stages.model.loading.quiet import quiet
 from align.stages.model.path_search import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
 from support.families import TREE_FAMILIES, mixed_trees, saved_adapter, tiny_model
-from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
 
@@ -39,7 +35,7 @@ def test_a_reference_knows_itself_before_its_weights_are_loaded(saved_llama, mon
     reference = HfReference(options_of(saved_llama))
     identity = reference.identity()
     assert (identity["model.dtype"], identity["model.attention"]) == ("bfloat16", "sdpa")
-    assert identity["model.adapter"] == identity["model.code"] == "none"
+    assert identity["model.adapter"] == "none"
     assert all(identity.values())
     assert reference.hidden_size() == 32
 
@@ -128,47 +124,13 @@ def test_the_soft_cap_of_an_attention_is_never_left_out(tmp_path, monkeypatch):
         resolve(options_of(tmp_path, attention="sdpa"))
 
 
-# Where the parts of a tiny model may lie.
-PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-
-
-def options_spread(folder, *on_disk, family="llama"):
-    """The options of a tiny model, these parts of which are on disk."""
-    tiny_model(*TREE_FAMILIES[family]).save_pretrained(folder / "model")
-    places = {part: "disk" if part in on_disk else "cpu" for part in (*PARTS, "model.rotary_emb")}
-    return ModelOptions(
-        path=str(folder / "model"),
-        device="cpu",
-        device_map=json.dumps(places) if on_disk else "",
-        offload_folder=str(folder / "offloaded"),
-    )
-
-
-@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
-def test_a_layer_on_disk_changes_no_bit(tmp_path, family):
-    options = options_spread(tmp_path, "model.layers.1", family=family)
-    spread, whole = HfReference(options), HfReference(replace(options, device_map=""))
+def test_a_model_that_is_spread_scores_as_the_same_on_one_device(saved_llama):
+    options = options_of(saved_llama, device="cpu")
+    spread, whole = HfReference(replace(options, device_map="auto")), HfReference(options)
     assert spread.identity() == whole.identity()
-    scorer, other = spread.open(), whole.open()
-    assert any(parameter.is_meta for parameter in scorer.model.parameters())
-    assert np.array_equal(scorer.score(mixed_trees()), other.score(mixed_trees()))
-    assert scorer.describe() == other.describe()
-
-
-def test_a_head_on_disk_scores_by_the_models_own_logits(tmp_path):
-    options = options_spread(tmp_path, *PARTS)
-    scorer, whole = HfReference(options).open(), HfReference(replace(options, device_map="")).open()
-    assert all(parameter.is_meta for parameter in scorer.model.parameters())
-    assert (scorer.describe()["layout"], scorer.describe()["head"]) == ("tree", "exact")
-    gaps = np.abs(scorer.score(mixed_trees()) - whole.score(mixed_trees()))
-    assert gaps.max() <= NATS
-
-
-def test_a_map_that_is_not_one_is_refused(tmp_path):
-    options = options_spread(tmp_path)
-    for text in ("{", "[1]x"):
-        with pytest.raises(UsageError, match="device_map"):
-            HfReference(replace(options, device_map=text)).open()
+    assert np.array_equal(spread.open().score(mixed_trees()), whole.open().score(mixed_trees()))
+    with pytest.raises(UsageError, match="device_map"):
+        HfReference(replace(options, device_map="nowhere")).open()
 
 
 @pytest.mark.gpu

@@ -1,5 +1,3 @@
-import json
-
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -37,9 +35,6 @@ def mixture_cache(tokenizer_folder, tmp_path_factory):
     tiny_model("qwen3_moe", MIXTURE | vocabulary).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     pq.write_table(paired(list(draw_preferences(48, seed=1))), folder / "pairs.parquet")
-    for stage in (0, 3):  # no parameter is so small that every rank keeps the whole of it
-        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-        (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
     return scored(folder, "pairs", kl_pairs=0)
 
 
@@ -76,7 +71,7 @@ def launch(tmp_path_factory, training_world, mixture_cache):
 @pytest.fixture(scope="session")
 def worlds(launch):
     """What one process saw, two that train together, and one on the pretended device."""
-    trouble = [*(f"nonfinite/{kind}" for kind in TROUBLE), "stop reasons", "listed/0", "listed/3"]
+    trouble = [*(f"nonfinite/{kind}" for kind in TROUBLE), "stop reasons"]
     return launch(alone=(1, *ALONE), spread=(2, *SPREAD, *trouble), devices=(1, *DEVICES))
 
 

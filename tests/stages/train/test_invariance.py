@@ -120,16 +120,6 @@ def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(alone
     assert "router/loss" not in free[0]
 
 
-def test_experts_that_are_modules_are_gathered_by_all_ranks_under_zero_3(spread):
-    found, expected = (spread[0][f"listed/{stage}"] for stage in (3, 0))
-    norms = [[norm for _, norm in seen["updates"]] for seen in (found, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=STEP)
-    for name, (_, weights) in found["weights"].items():
-        assert largest_difference(weights, expected["weights"][name][1]) <= apart(0.01), name
-    missed = [rank["listed/3"]["missed"] for rank in spread]
-    assert missed[0] != missed[1]
-
-
 @pytest.mark.long
 def test_nothing_changes_a_result_of_any_method(launch):
     seen = launch(
