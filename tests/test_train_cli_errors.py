@@ -44,7 +44,6 @@ SETTINGS = {
     "dpo train.min_delta=0.1": "no evaluation is waited for",
     "dpo train.best=eval/loss train.eval_fraction=0.1 train.eval_every=4 train.write_best=true "
     "train.save_every=3": "needs a checkpoint of every evaluation",
-    "dpo method.sync_reference=true": "Go round by round: train, make a cache with the trained",
     "kto train.label_threshold=.inf": "expected mean, median or a number",
     "csft method.good_token=x method.bad_token=x": "are empty or alike",
     "kto+csft": "csft shows the policy other prompts",

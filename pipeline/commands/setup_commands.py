@@ -46,9 +46,6 @@ def init(
 
 def config(
     data: Data = None,
-    other_tools: Annotated[
-        bool, typer.Option("--other-tools", help="Print what other tools' options are here.")
-    ] = False,
     changed: Annotated[
         bool, typer.Option("--changed", help="Only the settings that are not at their default.")
     ] = False,
@@ -58,12 +55,8 @@ def config(
     """Print every setting and where its value comes from."""
     from ...schemas.config import Config
     from ..options.method_flags import require_known_options
-    from ..options.other_names import markdown_names
     from ..options.settings import flatten, load_settings, without_secrets
 
-    if other_tools:
-        say(markdown_names().rstrip())
-        return
     settings = load_settings({}, sets or [], file=config, data=data or [])
     require_known_options(settings.config)
     say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")

@@ -25,7 +25,7 @@ from ...stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ...stages.tracking.progress import NoProgress, Progress, make_progress
 from ..executors.cores import HOW_THREADS_WAIT
 from ..options.narrow_help import print_narrow
-from ..options.other_names import meaning_of_flag
+from ..options.other_names import hint
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
 # waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
@@ -115,8 +115,8 @@ def _make_readable(error: Exception) -> None:
         return  # Typer does not show it
     if hasattr(error, "possibilities"):  # a flag that the command does not have
         command = getattr(getattr(error, "ctx", None), "info_name", "")
-        if meaning := meaning_of_flag(error.option_name, command):  # type: ignore[attr-defined]
-            message, error.possibilities = meaning, None
+        if meant := hint(error.option_name, command):  # type: ignore[attr-defined]
+            message, error.possibilities = f"{message}.{meant}", None
     vars(error)["message"] = safe(message)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
@@ -14,14 +12,6 @@ from ...stages.storage.bucket.objects import is_remote, location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 
-# What other trainers call a reference that follows the policy.
-MOVING = {
-    "sync_reference",
-    "sync_ref_model",
-    "ref_model_sync_steps",
-    "ref_model_mixup_alpha",
-}
-
 
 def asked_recipe(config: Config) -> Recipe:
     """The method of the settings with its options, or a mixture."""
@@ -30,21 +20,7 @@ def asked_recipe(config: Config) -> Recipe:
             "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
             "set train.method in align.yaml."
         )
-    require_fixed_reference(config.method)
     return recipe_of(config.train.method, config.method)
-
-
-def require_fixed_reference(method: Mapping[str, Any]) -> None:
-    """Refuses options that would move the reference, whose log-probs are in a cache."""
-    for name in method:
-        if name.rpartition(".")[2] in MOVING:
-            raise UsageError(
-                f"method.{name} would move the reference while training, and the cache holds the "
-                "log-probs of one that stays. Go round by round: train, make a cache with the "
-                "trained model (`align precompute-ref … --model RUN/model --output OTHER`), train "
-                "again on it (`align train --cache OTHER`); or let `align rounds` do so, with "
-                "rounds.reference: previous."
-            )
 
 
 def require_policy(config: Config, flag: str = "--model") -> None:

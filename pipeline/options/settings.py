@@ -26,7 +26,7 @@ from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.tracker import require_trackers
 from .declared import facts_of, paths, reads
 from .flags import require_used
-from .other_names import meaning_of
+from .other_names import hint
 from .strict_yaml import UNREADABLE, from_yaml, setting_value
 
 if TYPE_CHECKING:
@@ -302,11 +302,12 @@ def _parse_set(text: str) -> tuple[str, Any]:
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    _require_own_names(values, origins)
     nested: dict[str, Any] = {}
     sections = [field.name for field in dataclasses.fields(Config)]
     for name, value in values.items():
         section, dot, key = name.partition(".")
+        if name not in sections and section != "method" and (meant := hint(name)):
+            raise UsageError(f"{origins[name]}: unknown key '{name}'.{meant}")
         if section not in sections:
             raise UsageError(f"{origins[name]}: {unknown_key(section, section, sections)}")
         if not dot:
@@ -319,13 +320,6 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
         return from_plain(Config, nested)
     except CodecError as error:
         raise UsageError(_blamed(error, values, origins)) from error
-
-
-def _require_own_names(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Refuses all names of other tools at once: a file may have been written for one of them."""
-    told = [f"{origins[name]}: {meaning}" for name in values if (meaning := meaning_of(name))]
-    if told:
-        raise UsageError("\n".join(told))
 
 
 def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -14,7 +14,6 @@ from ...stages.storage.bucket.objects import require_on_disk
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.declared import set_by
-from ..options.first_checks import require_fixed_reference
 from ..options.settings import Settings, as_absolute
 from ..plan.method_needs import require_own_samples
 from ..precompute.precompute_plan import require_model
@@ -83,7 +82,6 @@ def _recipe(config: Config) -> Recipe:
     train, select = config.train, config.select
     if not train.method:
         raise UsageError("No method. Pass --method kto (or dpo, …), or set train.method.")
-    require_fixed_reference(config.method)
     recipe = recipe_of(train.method, config.method)
     is_meant = train.other_sampling
     drawn = sampling_of(config.sample).drawing
