@@ -144,12 +144,6 @@ class TrainOptions:
         "scored completions are desirable above this, undesirable below it, neither at it: mean "
         "or median of their row, or a number",
     )
-    learn: Literal["cached", "assistant", "last", "all"] = option(
-        "cached",
-        "what of a completion of several messages is learned: cached: what the cache was made for "
-        "(tokens.learn); the others choose anew, from a cache made with --token-logps",
-        came_later=True,
-    )
     desirable_share: float = option(
         1.0,
         "share of prompts whose desirable completions a method of labels learns from",

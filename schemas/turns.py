@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from .columns import Ragged, offsets_of
 
-# cached: what the sums of the cache count, of which the other three are the choices.
-Learn: TypeAlias = Literal["cached", "assistant", "last", "all"]
+Learn: TypeAlias = Literal["assistant", "last", "all"]
 WHOLE = 1  # the number of a token of a completion that is one turn
 
 
@@ -42,8 +41,6 @@ def numbered(length: int, turns: Sequence[Turn], learn: Learn) -> NDArray[np.int
 
 def chosen(turns: Ragged, learn: Learn) -> NDArray[np.bool_]:
     """Mask of the tokens of all completions that are learned under a choice."""
-    if learn == "cached":
-        return turns.values > 0
     numbers = np.abs(turns.values)
     if learn == "all":
         return np.ones(len(numbers), dtype=np.bool_)
@@ -54,6 +51,6 @@ def chosen(turns: Ragged, learn: Learn) -> NDArray[np.bool_]:
     return is_learned
 
 
-def learned_counts(turns: Ragged, learn: Learn = "cached") -> NDArray[np.int64]:
+def learned_counts(turns: Ragged) -> NDArray[np.int64]:
     """The number of learned tokens of each completion."""
-    return np.diff(offsets_of(chosen(turns, learn))[turns.offsets])
+    return np.diff(offsets_of(turns.values > 0)[turns.offsets])

@@ -37,7 +37,6 @@ def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
         ),
         needs_scores="scores" in recipe.needs or recipe.rows == "grouped",
         columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
-        learn=train.learn,
         context=_context(recipe, policy),
         file_weights=train.file_weights,
         label_shares=_label_shares(recipe, train),

@@ -33,8 +33,7 @@ from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
 SOURCE = "source"  # the data file of a row, and its number there
-# Keys of missing numbers; no column of the data has these names.
-SCORES, LEARNED = "scores", "learned tokens"
+SCORES = "scores"  # the key of missing scores; no column of the data has this name
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Index:
     missing: dict[str, int]  # rows that are read and lack a needed value, by its name
     num_partners: int  # mismatched partners of each branch in the cache
     longest: int  # most tokens of a prompt and one completion after it, as the method reads them
-    has_turns: bool  # whether some completions have tokens that are not learned, or were not
 
 
 Check: TypeAlias = Callable[[CacheFolder, Commit], None]
@@ -130,7 +128,6 @@ class TableRows:
     missing: dict[str, int]
     num_partners: int
     longest: int
-    has_turns: bool
     stored: NDArray[np.int64]  # (rows,) index of the row of the columns that each is made of
 
 
@@ -154,12 +151,12 @@ def read_table(
     partners = picked.mismatched if spec.mismatched else picked.mismatched[:, :0]
     branches = np.column_stack([picked.own, partners])
     lengths = tokens.values[branches]
-    learned = learned_tokens(columns, spec.learn, source=source)[branches]
+    learned = learned_tokens(columns, source=source)[picked.own]
     read = RowSizes.of(
         np.arange(len(picked.rows)) - group_offsets[group_of],
         prompt_lengths[picked.rows] + context_lengths(picked, spec),
         lengths,
-        learned[:, 0],
+        learned,
         is_chosen,
         offsets,
     )
@@ -170,10 +167,9 @@ def read_table(
         picked.kinds,
         _sums(is_chosen, offsets),
         _sums(is_rejected, offsets),
-        _missing(columns, picked, spec) | {LEARNED: int((learned == 0).any(axis=1).sum())},
+        _missing(columns, picked, spec),
         num_partners=picked.mismatched.shape[1],
         longest=int(longest.max(initial=0)),
-        has_turns=TURNS in columns.column_names,
         stored=picked.rows,
     )
 
@@ -213,7 +209,6 @@ class _Found:
     missing: Counter[str] = field(default_factory=Counter)
     num_partners: set[int] = field(default_factory=set)
     longest: int = 0
-    has_turns: bool = False
     files: list[NDArray[np.int16]] = field(default_factory=list)  # of training rows
     labels: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
 
@@ -225,7 +220,6 @@ class _Found:
         self.missing.update(rows.missing)
         self.num_partners.add(rows.num_partners)
         self.longest = max(self.longest, rows.longest)
-        self.has_turns |= rows.has_turns
         if len(self.num_partners) > 1:
             raise CorruptionError(
                 f"it has {rows.num_partners} mismatched completions a branch, and the shards "
@@ -268,7 +262,6 @@ class _Found:
             dict(self.missing),
             num_partners,
             self.longest,
-            self.has_turns,
         )
 
 

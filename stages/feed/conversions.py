@@ -24,7 +24,6 @@ from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.methods import RowKind
 from ...schemas.rows import Role
 from ...schemas.score_gaps import ROUNDINGS, further_apart, precision, without_rounding
-from ...schemas.turns import Learn
 from ..storage.cache.shards import MOST_IDS
 from .prompt_split import LabelShares
 
@@ -233,7 +232,6 @@ class ReadSpec:
     rules: ScoreRules = ScoreRules()
     needs_scores: bool = False  # whether every branch has to have one
     columns: tuple[str, ...] = ()  # of the data, that have to be there and hold numbers
-    learn: Learn = "cached"  # of completions of several messages
     # Tokens between the prompt and a completion of this role. If there are any, every branch is
     # read as a row of its own, whose prompt ends with them.
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ...schemas.cache import BranchLayout, StoredKind, branch_layout
 from ...schemas.columns import Ragged, joined_ranges, offsets_of
-from ...schemas.rows import Role, ScoredBlock, sums_of_branches
-from ...schemas.turns import chosen
+from ...schemas.rows import Role, ScoredBlock
 from .conversions import CONVERSIONS, Own, ReadSpec
 from .prompt_split import held_out
 
@@ -119,7 +118,6 @@ def as_read(
 
     They have only the branches that the method reads, with mismatches if it reads any.
     """
-    block = relearned(block, spec)
     stored = block.rows
     picked = select(
         stored.roles,
@@ -146,19 +144,6 @@ def as_read(
         scores=scores[order],
     )
     return replace(read, rows=as_method)
-
-
-def relearned(block: ScoredBlock, spec: ReadSpec) -> ScoredBlock:
-    """The same rows, of which that is learned what the spec says."""
-    turns = block.rows.turns
-    if turns is None or spec.learn == "cached":
-        return block
-    assert block.token_logps is not None, "a cache without them is refused"
-    is_learned, numbers = chosen(turns, spec.learn), np.abs(turns.values)
-    signed = np.where(is_learned, numbers, -numbers).astype(turns.values.dtype)
-    is_whole = bool(is_learned.all())
-    rows = replace(block.rows, turns=None if is_whole else Ragged(signed, turns.offsets))
-    return replace(block, rows=rows, logps=sums_of_branches(block.token_logps, is_learned))
 
 
 def context_lengths(picked: Selection, spec: ReadSpec) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from ...schemas.methods import Labels, RowKind
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import open_shard
 from ..storage.cache.verify_cache import naming_unit
-from .cache_index import LEARNED, SCORES, Index, ShardColumns, build_index
+from .cache_index import SCORES, Index, ShardColumns, build_index
 from .conversions import CONVERSIONS, ReadSpec
 from .file_weights import SETTING
 from .prompt_split import held_out
@@ -90,7 +90,6 @@ def open_source(
     notes = (*_notes(index, spec), *_file_notes(index, manifest))
     source = TrainSource(folder, manifest, spec, columns, index, notes)
     _require_rows(source)
-    _require_turns(source)
     _require_numbers(source)
     if spec.mismatched and not index.num_partners:
         raise UsageError(
@@ -138,33 +137,8 @@ def _require_columns(folder: CacheFolder, manifest: Manifest, spec: ReadSpec) ->
             )
 
 
-def _require_turns(source: TrainSource) -> None:
-    """Refuses to choose anew what is learned where the cache does not know enough for that."""
-    root, learn, has_turns = source.folder.root, source.spec.learn, source.index.has_turns
-    if learn == "cached":
-        return
-    if not has_turns and learn != "all":
-        raise UsageError(
-            f"{root} knows no turns in its completions: each is one, or every token of it was made "
-            f"to be learned. So train.learn={learn} chooses nothing: leave it out, or make a cache "
-            "of completions of several messages with `align precompute-ref … --token-logps`."
-        )
-    if has_turns and source.manifest.fingerprint["cache.token_logps"] != "true":
-        raise UsageError(
-            f"train.learn={learn} needs the reference's log-prob of every token, and {root} keeps "
-            "their sums only. Make another cache with `align precompute-ref … --token-logps "
-            f"--output OTHER`, or one whose sums are of that: --set tokens.learn={learn}."
-        )
-
-
 def _require_numbers(source: TrainSource) -> None:
     root, missing = source.folder.root, source.index.missing
-    if silent := missing.get(LEARNED):
-        raise UsageError(
-            f"With train.learn={source.spec.learn} nothing of a completion would be learned in "
-            f"{silent:,} rows of {root}. Choose another train.learn, or leave these rows out of "
-            "the data."
-        )
     if scoreless := missing.get(SCORES):
         raise UsageError(
             f"The method reads scores, and in {scoreless:,} rows of {root} a completion has none. "

@@ -30,7 +30,7 @@ from ....schemas.arrow_columns import (
 from ....schemas.columns import Column, ColumnTable, offsets_of
 from ....schemas.errors import CorruptionError, damaged, storage_error
 from ....schemas.rows import ID_DIGITS, PromptKeys, Role, RowBlock, ScoredBlock, hex_texts
-from ....schemas.turns import Learn, learned_counts
+from ....schemas.turns import learned_counts
 from ..bucket.objects import Location
 from ..disk import fs
 from ..store import store_of
@@ -308,9 +308,7 @@ def require_same_branches(table: pa.Table, names: Iterable[str], source: str) ->
     _require(same, source, _OTHER_BRANCHES)
 
 
-def learned_tokens(
-    table: pa.Table, learn: Learn = "cached", *, source: str = "a shard"
-) -> NDArray[np.int32]:
+def learned_tokens(table: pa.Table, *, source: str = "a shard") -> NDArray[np.int32]:
     """The number of learned tokens of each completion, from a shard's narrow columns."""
     tokens: NDArray[np.int32] = numpy_of(flattened(arrow_column(table, "num_tokens")))
     if TURNS not in table.column_names:
@@ -318,7 +316,7 @@ def learned_tokens(
     turns = ragged_of(flattened(arrow_column(table, TURNS)))
     same = np.array_equal(turns.lengths, tokens)
     _require(same, source, f"has {TURNS} of other tokens than completion_ids")
-    return learned_counts(turns, learn).astype(np.int32)
+    return learned_counts(turns).astype(np.int32)
 
 
 def _require_schema(schema: pa.Schema, source: str, with_columns: Sequence[str] = ()) -> None:

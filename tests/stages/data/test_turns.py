@@ -5,10 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from align.schemas.columns import Ragged
 from align.schemas.data_options import TokenOptions
 from align.schemas.row_keys import key_rows
-from align.schemas.turns import Turn, chosen, numbered
+from align.schemas.turns import Turn, numbered
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import byte_tokenizer
 from support.read_rows import (
@@ -137,15 +136,9 @@ def test_a_completion_that_continues_the_prompts_last_message_is_learned_from_th
     assert turns_of(folders["marked"], record) == (" one<|im_end|>", "A two<|im_end|>")
 
 
-def test_a_choice_of_turns_is_read_back_from_their_numbers():
+def test_a_number_says_which_turn_a_token_is_of_and_whether_it_is_learned():
     """Three turns of two tokens with one between them; the second is marked."""
     turns = [Turn(0, 2), Turn(3, 5, is_marked=True), Turn(6, 8)]
     numbers = {learn: numbered(8, turns, learn) for learn in ("assistant", "last")}
     assert numbers["assistant"].tolist() == [1, 1, 0, -4, -4, 0, 5, 5]
     assert numbers["last"].tolist() == [-1, -1, 0, -4, -4, 0, 5, 5]
-    for stored in numbers.values():
-        ragged = Ragged(stored, np.array([0, 8]))
-        assert chosen(ragged, "cached").tolist() == (stored > 0).tolist()
-        for learn, other in numbers.items():
-            assert chosen(ragged, learn).tolist() == (other > 0).tolist()
-        assert chosen(ragged, "all").all()

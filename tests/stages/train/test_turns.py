@@ -4,32 +4,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import UsageError
 from support import plain_loop
 from support.read_rows import bot, user
 from support.rounding import EPSILON
-from support.training_world import ALONE, START, facts, job_of, learn, scored, session_of
+from support.training_world import ALONE, START, job_of, learn, scored, session_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = {"warmup": 0.0, "schedule": "constant", "max_steps": 2, "batch_size": 4, "epsilon": EPSILON}
 QUESTIONS = [f"How much is {number} and one?" for number in range(12)]
-MARKED = {"loss": False}
 
 
-def said(number, word, mark=None):
+def said(number, word):
     """Two answers with a question between them, of lengths that differ from row to row."""
-    first = bot(f"It is {word}" + " indeed" * (number % 3)) | (mark or {})
+    first = bot(f"It is {word}" + " indeed" * (number % 3))
     return [first, user(f"Sure of {number}?"), bot(f"Yes, {word}" + "!" * (number % 4))]
 
 
-def pairs(**marks):
+def pairs():
     rows = [
         {
             "prompt": [user(question)],
-            "chosen": said(number, "more", marks.get("chosen")),
+            "chosen": said(number, "more"),
             "rejected": said(number, "less") if number % 2 else [bot("I do not know.")],
-            "chosen_score": 1.0,
-            "rejected_score": 0.0,
         }
         for number, question in enumerate(QUESTIONS)
     ]
@@ -38,21 +34,13 @@ def pairs(**marks):
 
 @pytest.fixture(scope="module")
 def caches(training_world, tmp_path_factory):
-    """The same pairs as caches in which other turns are learned, and some made in other ways."""
+    """The same pairs as caches in which other turns are learned."""
     folder = tmp_path_factory.mktemp("turns")
     pq.write_table(pairs(), folder / "plain.parquet")
-    pq.write_table(pairs(chosen=MARKED), folder / "marked.parquet")
-    made = {"model": training_world.model, "kl_pairs": 1}
-
-    def cache(output, name="plain", *, token_logps=True, **tokens):
-        return scored(folder, name, output=output, token_logps=token_logps, **made, **tokens)
-
+    made = {"model": training_world.model, "kl_pairs": 1, "token_logps": True}
     return {
-        "assistant": cache("assistant"),
-        "last": cache("last", learn="last"),
-        "all": cache("all", learn="all"),
-        "marked": cache("marked", "marked"),
-        "sums": cache("sums", token_logps=False),
+        learn: scored(folder, "plain", output=learn, learn=learn, **made)
+        for learn in ("assistant", "last", "all")
     }
 
 
@@ -78,77 +66,6 @@ def test_a_step_counts_learned_tokens_and_fills_its_batches_by_all(caches):
             assert batch.chosen_tokens == sum(chosen for chosen, _ in learned)
             whole = sum(len(row["prompt_ids"]) + sum(row["num_tokens"][:2]) for row in rows)
             assert sum(tree.num_tokens for micro in batch.own for tree in micro.trees) == whole
-
-
-def losses_of(cache, method, options, **settings):
-    job = job_of(cache, method, options=options, **STEPS, **settings)
-    _, recorded = learn(job, ALONE)
-    return [facts(metrics) for _, metrics in recorded.steps]
-
-
-# Methods and modifiers for each way to read sums, lengths, tokens and partners.
-READERS = [
-    ("kto", {}),
-    ("ipo", {}),
-    ("simpo", {}),
-    ("orpo", {}),
-    ("sft", {}),
-    ("dpo", {"ld_alpha": 0.5}),
-    ("dpo", {"humanline": True}),
-    ("dpo", {"wpo": True}),
-    ("grpo", {}),
-    ("ppo", {}),
-]
-
-
-@pytest.mark.parametrize(("method", "options"), READERS, ids=str)
-def test_what_is_chosen_after_caching_gives_the_losses_of_a_cache_made_for_it(
-    caches, method, options
-):
-    chosen = {
-        learn: losses_of(caches["assistant"], method, options, learn=learn)
-        for learn in ("last", "all", "cached")
-    }
-    assert chosen["last"] == losses_of(caches["last"], method, options)
-    assert chosen["all"] == losses_of(caches["all"], method, options)
-    assert chosen["cached"] == losses_of(caches["last"], method, options, learn="assistant")
-    second = {steps[1]["loss"] for steps in chosen.values()}
-    assert len(second) == len(chosen)
-
-
-def test_a_cache_of_marks_serves_other_choices_but_never_what_they_exclude(caches):
-    """Of the marked cache the last turn is what is learned of the chosen answers."""
-    cached, last = (
-        losses_of(caches["marked"], "dpo", {}, learn=learn) for learn in ("cached", "last")
-    )
-    assert cached[1]["loss"] != last[1]["loss"]  # of the rejected answers both turns were learned
-    assert last == losses_of(caches["last"], "dpo", {})
-
-
-@pytest.mark.parametrize(
-    ("cache", "learn", "said"),
-    [
-        ("sums", "last", "--set tokens.learn=last"),
-        ("all", "last", "knows no turns"),
-        ("all", "assistant", "knows no turns"),
-    ],
-)
-def test_a_choice_that_the_cache_cannot_serve_is_refused(caches, cache, learn, said):
-    with pytest.raises(UsageError, match=said):
-        session_of(job_of(caches[cache], "dpo", learn=learn), ALONE)
-
-
-def test_a_choice_that_leaves_a_completion_nothing_to_learn_is_refused(training_world, tmp_path):
-    """The last turn of some answers is marked; what is learned there is an earlier one."""
-    rows = pairs().to_pylist()
-    rows[3]["chosen"][-1] |= MARKED
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "late.parquet")
-    cache = scored(
-        tmp_path, "late", output="cache", model=training_world.model, kl_pairs=0, token_logps=True
-    )
-    assert losses_of(cache, "dpo", {})
-    with pytest.raises(UsageError, match=r"train\.learn=last.* 1 rows"):
-        session_of(job_of(cache, "dpo", learn="last"), ALONE)
 
 
 def test_nothing_is_reused_across_what_is_learned_and_one_turn_is(caches, training_world, tmp_path):
