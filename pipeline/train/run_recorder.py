@@ -176,13 +176,12 @@ class RunRecords:
 
     def not_applied(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
         """Records a step of NaN or infinity, with the ids of this rank's rows in it."""
-        self._name_rows(self._start.folder.nonfinite, position, row_ids)
+        world = self._session.world
+        if world.is_first_of_group:
+            line = {"step": position.step, "rank": world.rank, "row_ids": row_ids}
+            with closing(Lines(self._start.folder.nonfinite)) as lines:
+                lines.append(json.dumps(line).encode())
         self.say(f"step {position.step:,} gave NaN or infinity and was not applied")
-
-    def spiked(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
-        """Records a step with a gradient far above what is usual, with this rank's rows in it."""
-        with log_failure("No record of a spike"):
-            self._name_rows(self._start.folder.spikes, position, row_ids)
 
     def visited(self, position: TrainingPosition, epoch: int, visits: Visits) -> None:
         """Keeps the margins of this rank's rows until the next checkpoint."""
@@ -196,11 +195,6 @@ class RunRecords:
                 fs.make_folder(folder.row_parts)
                 self._visits.write(folder.row_part(step, self._session.world.rank))
                 self._visits = PendingVisits()
-
-    def _name_rows(self, file: Path, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
-        line = {"step": position.step, "rank": self._session.world.rank, "row_ids": row_ids}
-        with closing(Lines(file)) as lines:
-            lines.append(json.dumps(line).encode())
 
     def save(self, position: TrainingPosition) -> None:
         """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""

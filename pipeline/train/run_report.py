@@ -30,7 +30,7 @@ from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
 from ..options.settings import run_settings, without_secrets
-from .run_head import ended_how, head_facts, sentences, steps_in, trouble
+from .run_head import ended_how, head_facts, sentences, trouble
 from .run_history import Curves, Measured, curves, read_history
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ def _signs(folder: RunFolder, learned: Curves, held_out: Curves) -> tuple[Sign, 
         step: read_samples(path).drop(TEXTS, strict=False)
         for step, path in folder.evaluations().items()
     }
-    spikes = frozenset(steps_in(folder.spikes))
-    return look_for_signs(Evidence(learned, held_out, tables, spikes))
+    return look_for_signs(Evidence(learned, held_out, tables))
 
 
 def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from ...schemas.errors import UsageError
 from .charts import Metrics, Point
 from .eval_table import BAD, GOOD
-from .gradient_spikes import SPIKE, UsualGradient
 from .intervals import interval_of_mean
 from .two_runs import SURE, compare, measure_of, right_rows, rows_of, unit_of
 
@@ -40,7 +39,6 @@ class Evidence:
     learned: Metrics
     held_out: Metrics = field(default_factory=dict)
     tables: Mapping[int, pl.DataFrame] = field(default_factory=dict)
-    spikes: frozenset[int] = frozenset()  # the steps in spikes.jsonl
 
     @property
     def ends(self) -> tuple[pl.DataFrame, pl.DataFrame] | None:
@@ -160,21 +158,6 @@ def length(seen: Evidence) -> Words | None:
     )
 
 
-def spikes(seen: Evidence) -> Words | None:
-    """Single gradients are many times as large as those before."""
-    points, usual = seen.learned.get("grad_norm", ()), UsualGradient()
-    in_lines = {int(step) for step, norm in points if usual.spike(norm)}
-    # A line of many steps hides a single one, which is then in the file alone.
-    found = sorted(seen.spikes | in_lines)
-    if not found:
-        return None
-    steps = ", ".join(f"{step:,}" for step in found[:5]) + (", …" if len(found) > 5 else "")
-    return (
-        f"The gradient is over {SPIKE:.0f} times as large as is usual before at step {steps}.",
-        "Look at the rows of these steps (spikes.jsonl), or lower train.max_grad_norm or train.lr.",
-    )
-
-
 def past_best(seen: Evidence) -> Words | None:
     """The end is worse than an evaluation before, by more than noise."""
     tables = {step: one for step, one in seen.tables.items() if _has_both(one)}
@@ -205,7 +188,6 @@ SIGNS: Mapping[str, Callable[[Evidence], Words | None]] = {
     "KL at 0": kl_at_zero,
     "saturation": saturated,
     "length": length,
-    "gradient spikes": spikes,
     "past its best": past_best,
 }
 

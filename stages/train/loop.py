@@ -16,13 +16,12 @@ from ...schemas.train_options import TrainOptions
 from ..engine.distributed import gathered
 from ..methods.recipe import LOSS, MethodState, Recipe
 from ..model.memory.live_memory import is_out_of_memory
-from ..report.gradient_spikes import UsualGradient
 from ..storage.disk.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
 from .memory_backoff import MemoryBackoff, MicroBatchTooLarge, release_cached_memory
 from .patience import follows_evaluations, why_over, with_evaluation
-from .step import Means, StepResult, added, finite, learning_rate, reported, rows_in, train_step
+from .step import Means, StepResult, added, finite, learning_rate, reported, train_step
 from .synchronized import Ending, StopConditions, SynchronizedBatches, tokens_run
 from .throughput import Meter, peak_mib
 
@@ -94,10 +93,6 @@ class Records(Protocol):
 
     def not_applied(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
         """Records a step with NaN or infinity, and this rank's rows in it."""
-        ...
-
-    def spiked(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
-        """Records a step with a gradient far above what is usual, and this rank's rows in it."""
         ...
 
     def visited(self, position: TrainingPosition, epoch: int, visits: Visits) -> None:
@@ -172,7 +167,6 @@ class Loop:
     meter: Meter
     backoff: MemoryBackoff
     failures: int = 0
-    usual: UsualGradient = field(default_factory=UsualGradient)
 
     @property
     def total_steps(self) -> int:
@@ -203,8 +197,6 @@ class Loop:
         self._judge(after, result, records)
         if result.visits:
             records.visited(after, batch.cursor.epoch, result.visits)
-        if result.applied and self.usual.spike(result.means["grad_norm"].value):
-            records.spiked(after, rows_in(batch))
         lap = {**self.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
         window = added(position.window, {**self._lasting(result), **lap})
         epoch = after.step / self.feed.steps_per_epoch

@@ -204,7 +204,7 @@ class Unsaved:
     def save(self, position):
         pass
 
-    evaluated = spiked = visited = save
+    evaluated = visited = save
 
 
 def learned_unsaved(folder, method, records, sets, flags):

@@ -85,14 +85,6 @@ def test_what_stands_out_is_found_with_the_page_and_told_again_at_the_end(whole_
     assert outcome(RunFolder(run), "finished").signs == ()  # no table is read a second time
 
 
-def test_signs_name_steps_that_no_line_shows(whole_run, tmp_path):
-    run = shutil.copytree(whole_run, tmp_path / "run")
-    (run / "_align" / "ending.json").unlink()
-    (run / "spikes.jsonl").write_text('{"step": 33, "rank": 0, "row_ids": ["a"]}\n')
-    write_report(run)
-    assert "is usual before at step 33." in words_of(run)
-
-
 def test_the_head_tells_a_run_from_others(whole_run, course, tmp_path):
     """The lines of a drawn run of 600 steps, 7 s each, are written in 70 min."""
     long = write_long_run(tmp_path / "run", steps=600, lr=2e-5, model="a/my-model/run").root

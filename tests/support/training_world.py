@@ -133,7 +133,6 @@ class Recorded:
     evaluations: list = field(default_factory=list)  # (step, metrics)
     samples: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
-    spikes: list = field(default_factory=list)  # (step, row ids)
     visits: list = field(default_factory=list)  # (step, epoch, rows with their margins)
     saves: list = field(default_factory=list)  # steps
     shrunk: list = field(default_factory=list)  # (step, tokens per batch from then on)
@@ -154,9 +153,6 @@ class Recorded:
 
     def not_applied(self, place, row_ids):
         self.refused.append((place.step, row_ids))
-
-    def spiked(self, place, row_ids):
-        self.spikes.append((place.step, row_ids))
 
     def visited(self, place, epoch, visits):
         self.visits.append((place.step, epoch, visits))

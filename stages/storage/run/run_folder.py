@@ -2,7 +2,6 @@
 
 metrics.jsonl                   one line per logged step
 nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
-spikes.jsonl                    rows of the steps with a gradient far above what is usual
 evaluations/step-<n>.csv        single held-out completions, a line each
 rows.parquet                    the margin of each training row at each visit
 answers.jsonl                   held-out prompts, answered before training and after
@@ -57,7 +56,6 @@ class RunFolder:
 
     metrics = Below("metrics.jsonl")
     nonfinite = Below("nonfinite.jsonl")
-    spikes = Below("spikes.jsonl")
     rows = Below("rows.parquet")
     row_parts = Below("_align/rows")
     answers = Below("answers.jsonl")
@@ -83,7 +81,7 @@ class RunFolder:
 
     def records(self) -> list[Path]:
         """What was measured, and the settings."""
-        named = (self.metrics, self.nonfinite, self.spikes, self.config, self.engine)
+        named = (self.metrics, self.nonfinite, self.config, self.engine)
         return [path for path in (*named, *self.evaluations().values()) if path.exists()]
 
     def ledgers(self) -> list[Path]:

@@ -35,7 +35,7 @@ logger = logging.getLogger("align")
 _COMMIT = re.compile(r"step-([0-9]{8,})\.json")
 _MODELS = ("model", "model-merged")
 _OURS = {
-    *("metrics.jsonl", "nonfinite.jsonl", "spikes.jsonl", "evaluations", "rows.parquet"),
+    *("metrics.jsonl", "nonfinite.jsonl", "evaluations", "rows.parquet"),
     *("answers.jsonl", "report.html", "config.yaml", "deepspeed.json"),
     *("checkpoints", "_align", *_MODELS),
 }

@@ -6,7 +6,6 @@ import numpy as np
 import polars as pl
 import pytest
 
-from align.stages.report.gradient_spikes import SPIKE
 from align.stages.report.signs import FEWEST_LINES, SIGNS, Evidence, look_for_signs
 
 STEPS, ROWS, BETA = 120, 200, 0.1
@@ -77,10 +76,6 @@ def with_ratios(seen, change, step=120):
     return replace(seen, tables={**seen.tables, step: rows})
 
 
-def spiked(seen):
-    points = list(seen.learned["grad_norm"])
-    points[70] = (71, 2 * SPIKE)
-    return with_curves(seen, grad_norm=points)
 
 
 def fallen_back(seen):
@@ -100,7 +95,6 @@ PLANTED = {
         seen, rewards__accuracies=[*seen.learned["rewards/accuracies"][:80], *curve(np.ones(40))]
     ),
     "length": lambda seen: with_ratios(seen, lambda _good, old, longer: old + 0.1 * longer),
-    "gradient spikes": spiked,
     "past its best": fallen_back,
 }
 
@@ -150,17 +144,6 @@ def test_numbers_in_words_are_those_of_the_rows():
     assert "50%" in said["length"]  # 20 of 40 where it is shorter
     # chosen: 56 of 80 fall by 2 and 24 by 3 nats
     assert f"{(56 * 2 + 24 * 3) / 80:.2f} nats" in said["displacement"]
-
-
-def test_spikes_are_named_by_their_steps():
-    norms = [1.0] * 60
-    norms[29], norms[44], norms[50] = 11.0, 9.0, 25.0
-    (found,) = look_for_signs(Evidence({"grad_norm": curve(norms)}))
-    assert "at step 30, 51." in found.said
-    # A line of ten steps hides a single one.
-    hidden = Evidence({"grad_norm": curve([1.0] * 60)}, spikes=frozenset({205}))
-    (found,) = look_for_signs(hidden)
-    assert "at step 205." in found.said
 
 
 def test_rows_that_cannot_tell_spoil_no_other_sign():

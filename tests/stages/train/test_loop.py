@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -186,21 +185,3 @@ def test_dropout_is_drawn_anew_in_each_micro_batch_of_each_step_and_not_to_measu
     assert len(set(drawn)) == len(drawn) >= 6
     assert seeds[0] is None  # of the evaluations, at the beginning and the end
     assert seeds[-1] is None
-
-
-def test_a_gradient_far_above_those_before_is_recorded_with_its_rows(training_world, one_rank):
-    settings = {"epochs": 12.0, "limit_train_batches": 3, "log_every": 100, "eval_fraction": 0.0}
-    session = session_of(job_of(training_world.pairs, "dpo", **settings), one_rank)
-    loop, recorded = loop_of(session), Recorded()
-    step, steps_of = session.engine.step, itertools.count(1)
-
-    def spoiled():
-        update = step()
-        return replace(update, grad_norm=update.grad_norm * (1e6 if next(steps_of) == 30 else 1))
-
-    session.engine.step = spoiled
-    train(loop, start=START, records=recorded, conditions=NEVER)
-    with session.feed.steps(START.cursor) as batches:
-        batch = next(itertools.islice(batches, 29, None))
-    rows = tuple(row for micro in batch.own for row in micro.row_ids)
-    assert recorded.spikes == [(30, rows)]
