@@ -17,7 +17,7 @@ from .json_codec import if_known, signature
 from .rows import Role
 from .samples import Drawing
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def file_identity(sha256: str) -> int:

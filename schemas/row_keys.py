@@ -10,7 +10,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import nan
@@ -209,14 +209,7 @@ class InputCounts:
         del self.rejected[MOST_REJECTED_KEPT:]
 
 
-# The characters of texts that are sketched together; each takes some 50 bytes of memory.
-CHARACTERS_AT_ONCE = 1 << 16
-# The most characters of a text that are used.
-MOST_CHARACTERS = 1 << 16
-BYTES_OF_A_SKETCH = 8
-
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
-_FIRST_WIDE = 0x2E80  # from here on scripts have no spaces: each letter is a word
 
 
 def prompt_keys_of(records: Sequence[Record]) -> PromptKeys:
@@ -224,31 +217,16 @@ def prompt_keys_of(records: Sequence[Record]) -> PromptKeys:
 
     `prompt` is a digest of the whole prompt: its text, or its messages with the system message,
     the tools and the template's options. `split` leaves out the system message, tools and options,
-    and folds white space. `sketch` is a MinHash of adjacent words.
+    and folds white space.
     """
     whole = b"".join(_prompt_digest(_canonical(record), 16, b"align prompt") for record in records)
     split = b"".join(
         _prompt_digest(_normalised(record), 8, b"align held out") for record in records
     )
-    sides = np.frombuffer(split, dtype="<u8").astype(np.uint64)
     return PromptKeys(
         prompt=np.frombuffer(whole, dtype="S16"),
-        split=sides,
-        sketch=sketches_of([_words(record) for record in records], otherwise=sides),
+        split=np.frombuffer(split, dtype="<u8").astype(np.uint64),
     )
-
-
-def sketches_of(texts: Sequence[str], *, otherwise: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The MinHash of each text over pairs of adjacent words: eight hashes of one byte.
-
-    The probability that a byte of two texts is equal is the Jaccard similarity of their pairs (plus
-    a chance of 1/256). Letter case, blanks and punctuation do not count. A text without words gets
-    its number in `otherwise`.
-    """
-    sketches = otherwise.copy()
-    for start, stop in _batches([min(len(text), MOST_CHARACTERS) for text in texts]):
-        _sketch([text[:MOST_CHARACTERS].lower() for text in texts[start:stop]], sketches[start:])
-    return sketches
 
 
 def _canonical(record: Record) -> str:
@@ -278,67 +256,5 @@ def _folded(value: Any) -> Any:
     return [_folded(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _words(record: Record) -> str:
-    if isinstance(record.prompt, str):
-        return record.prompt
-    return "\n".join(str(message.get("content", "")) for message in _without_system(record))
-
-
 def _prompt_digest(text: str, size: int, purpose: bytes) -> bytes:
     return blake2b(text.encode(), digest_size=size, person=purpose).digest()
-
-
-def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    start = total = 0
-    for index, length in enumerate(lengths):
-        if total and total + length > CHARACTERS_AT_ONCE:
-            yield start, index
-            start, total = index, 0
-        total += length
-    if start < len(lengths):
-        yield start, len(lengths)
-
-
-def _sketch(texts: Sequence[str], sketches: NDArray[np.uint64]) -> None:
-    """Writes the sketches of lower-case texts that have words."""
-    codes = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    ends = np.cumsum([len(text) + 1 for text in texts])
-    letters, begins = _letters(codes)
-    if not len(letters):
-        return
-    word_lengths = np.diff(np.append(begins, len(letters)))
-    within = np.arange(len(letters)) - np.repeat(begins, word_lengths)
-    numbers = codes[letters].astype(np.uint64) + (within.astype(np.uint64) << np.uint64(32))
-    words = np.add.reduceat(_mixed(numbers), begins)
-    text_of_word = np.searchsorted(ends, letters[begins], side="right")
-    firsts = np.flatnonzero(np.append(True, text_of_word[1:] != text_of_word[:-1]))
-    before = np.append(np.uint64(0), words[:-1])
-    before[firsts] = 0
-    pairs = _mixed(words + _GOLDEN * before)
-    found = np.zeros(len(firsts), dtype=np.uint64)
-    for number in range(BYTES_OF_A_SKETCH):
-        least = np.minimum.reduceat(_mixed(pairs + np.uint64(number)), firsts)
-        found |= (least & np.uint64(0xFF)) << np.uint64(8 * number)
-    sketches[text_of_word[firsts]] = found
-
-
-def _letters(codes: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The indices of letters and digits, and among them those that begin a word."""
-    is_letter = _IS_LETTER[np.minimum(codes, len(_IS_LETTER) - 1)]
-    is_alone = codes >= _FIRST_WIDE
-    goes_on = is_letter[1:] & is_letter[:-1] & ~is_alone[1:] & ~is_alone[:-1]
-    letters = np.flatnonzero(is_letter)
-    return letters, np.flatnonzero(~np.append(False, goes_on)[letters])
-
-
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The splitmix64 finalizer (https://doi.org/10.1145/2660193.2660195) of each number."""
-    mixed = numbers * _GOLDEN + _GOLDEN
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Of the first plane of Unicode; every character beyond it counts as a letter.
-_IS_LETTER = np.array([chr(code).isalnum() for code in range(0xFFFF)] + [True])

@@ -100,8 +100,6 @@ class PromptKeys(ColumnTable):
     prompt: NDArray[np.bytes_] = column("row", "S16", stored="prompt_key")
     # It decides the side of the held-out split.
     split: NDArray[np.uint64] = column("row", "u8", stored="split_key")
-    # MinHash: nearly equal prompts share most bytes.
-    sketch: NDArray[np.uint64] = column("row", "u8", stored="prompt_sketch")
 
 
 @dataclass(frozen=True)

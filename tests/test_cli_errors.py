@@ -172,7 +172,7 @@ def test_a_cache_of_another_format_is_refused_with_a_way_on(copy, world):
     path.write_text(json.dumps(plain | {"format_version": 9}))
     assert "newer align" in refusal(4, "verify", copy)
     path.write_text(json.dumps(plain | {"format_version": 1, "a_field_of_then": 3}))
-    anew = f"align precompute-ref data.parquet --model {world.model} --output {copy}-v2"
+    anew = f"align precompute-ref data.parquet --model {world.model} --output {copy}-v3"
     config = ("--set", f"cache.output={copy}")
     for words in (
         *((command, copy) for command in ("verify", "inspect", "export")),

@@ -239,23 +239,16 @@ def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
 
 
 def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
-    found, is_split = overlap(source, held_out), held_out is source
-    if is_split:
+    found = overlap(source, held_out)
+    if held_out is source:
         yield (
             f"{found.held_out:,} prompts are held out by a hash that ignores white space, the "
             "system message, tools and template options."
         )
-    where = "held-out prompts" if is_split else f"prompts of {held_out.folder.root}"
-    says_nothing = "Metrics measured on them say nothing about new prompts."
-    if found.shared:
+    elif found.shared:
         yield (
-            f"{found.shared:,} of {found.held_out:,} {where} are in the training data as well. "
-            f"{says_nothing}"
-        )
-    if found.near:
-        yield (
-            f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
-            f"one in the training data. {says_nothing}"
+            f"{found.shared:,} of {found.held_out:,} prompts of {held_out.folder.root} are in the "
+            "training data as well. Metrics measured on them say nothing about new prompts."
         )
 
 

@@ -1,7 +1,7 @@
 """Finished caches, opened for one kind of method, with notes on their rows.
 
 The notes report conversions, rows that are left out, and prompts that are in both the training and
-the held-out rows, or nearly so.
+the held-out rows.
 """
 
 from __future__ import annotations
@@ -264,99 +264,27 @@ def _threshold(spec: ReadSpec) -> str:
     return f"the {threshold} of its row" if isinstance(threshold, str) else f"{threshold:g}"
 
 
-NEAR = 6  # equal bytes, of the eight of a sketch
-# Three groups of these bytes: if at most two bytes differ, at least one group is equal.
-_BANDS = ((0, 24), (24, 24), (48, 16))  # first bit and bits
-MOST_COMPARED = 256  # sketches with one group in common that a prompt is compared with
-_COLUMNS = ("split_key", "prompt_sketch")
-
-
 @dataclass(frozen=True)
 class Overlap:
     """Counts of held-out prompts that are in the training data."""
 
     held_out: int  # different held-out prompts
     shared: int  # those that are in the training data as well
-    near: int  # of the others, those that are nearly the same as one in the training data
 
 
 def overlap(source: TrainSource, held_out_source: TrainSource) -> Overlap:
-    """The overlap of prompts, by split keys and by sketches (see `count_near`).
-
-    Rows that the method leaves out are counted too.
-    """
-    learned = _prompts(source, is_held_out=False)
-    measured = _prompts(held_out_source, is_held_out=True).different()
-    is_shared = np.isin(measured.keys, learned.keys)
-    near = count_near(measured.sketches[~is_shared], learned.sketches)
-    return Overlap(len(measured.keys), int(is_shared.sum()), near)
+    """The overlap of prompts, by split keys; rows that the method leaves out are counted too."""
+    learned = _split_keys(source, is_held_out=False)
+    measured = np.unique(_split_keys(held_out_source, is_held_out=True))
+    return Overlap(len(measured), int(np.isin(measured, learned).sum()))
 
 
-def count_near(sketches: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
-    """The number of sketches with a near-duplicate among the others: six of eight equal bytes.
-
-    The probability that a byte is equal is the Jaccard similarity of the prompts' sets of
-    neighbouring word pairs. So at a similarity of nine tenths about 96 in 100 prompts are found, of
-    two thirds 47, of one third 2, and of unrelated prompts none. A prompt is compared with at most
-    `MOST_COMPARED` others of a band, so the number is a lower bound.
-    """
-    others = np.unique(others)
-    left = sketches[~np.isin(sketches, others)]
-    found = len(sketches) - len(left)
-    for first_bit, bits in _BANDS:
-        is_near = _near_in_band(left, others, first_bit, bits)
-        found, left = found + int(is_near.sum()), left[~is_near]
-    return found
-
-
-def _near_in_band(
-    sketches: NDArray[np.uint64], others: NDArray[np.uint64], first_bit: int, bits: int
-) -> NDArray[np.bool_]:
-    """Mask of the sketches that are near one of the others with the same bits in this band."""
-    mask = np.uint64((1 << bits) - 1)
-    bands = (others >> np.uint64(first_bit)) & mask
-    order = np.argsort(bands, kind="stable")
-    bands, others = bands[order], others[order]
-    wanted = (sketches >> np.uint64(first_bit)) & mask
-    start = np.searchsorted(bands, wanted, side="left")
-    stop = np.minimum(np.searchsorted(bands, wanted, side="right"), start + MOST_COMPARED)
-    is_near = np.zeros(len(sketches), dtype=np.bool_)
-    left = np.flatnonzero(start < stop)
-    while len(left):
-        here = _equal_bytes(sketches[left], others[start[left]]) >= NEAR
-        is_near[left[here]] = True
-        start[left] += 1
-        left = left[~here]
-        left = left[start[left] < stop[left]]
-    return is_near
-
-
-def _equal_bytes(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.int64]:
-    differing = (first ^ second).view(np.uint8).reshape(-1, 8)
-    return np.asarray((differing == 0).sum(axis=1))
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """The keys and sketches of prompts."""
-
-    keys: NDArray[np.uint64]
-    sketches: NDArray[np.uint64]
-
-    def different(self) -> _Prompts:
-        """The distinct prompts."""
-        keys, firsts = np.unique(self.keys, return_index=True)
-        return _Prompts(keys, self.sketches[firsts])
-
-
-def _prompts(source: TrainSource, *, is_held_out: bool) -> _Prompts:
-    """The prompts of all rows on one side of the split: 16 bytes a row."""
-    keys, sketches = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+def _split_keys(source: TrainSource, *, is_held_out: bool) -> NDArray[np.uint64]:
+    """The keys of all rows on one side of the split: 8 bytes a row."""
+    keys = [np.empty(0, np.uint64)]
     for shard in source.manifest.shards:
         with naming_unit(shard.unit):
-            table, _ = source.columns.read(source.folder, shard, _COLUMNS)
-            found, sketched = (number_column(table, name) for name in _COLUMNS)
-            here = held_out(found, source.spec.eval_fraction) == is_held_out
-            keys.append(found[here])
-            sketches.append(sketched[here])
-    return _Prompts(np.concatenate(keys), np.concatenate(sketches))
+            table, _ = source.columns.read(source.folder, shard, ("split_key",))
+            found = number_column(table, "split_key")
+            keys.append(found[held_out(found, source.spec.eval_fraction) == is_held_out])
+    return np.concatenate(keys)

@@ -101,7 +101,7 @@ def keyed_rows(numbers, random, rows, prompts):
         copy=np.zeros(count, np.int32),
         file=np.zeros(count, np.uint64),
         row=numbers,
-        prompt_keys=PromptKeys(digests(prompt, 2), mixed(prompt, 3), mixed(prompt, 4)),
+        prompt_keys=PromptKeys(digests(prompt, 2), mixed(prompt, 3)),
         prompts=tokens(prompt, *LENGTHS["prompt"]),
         prompt_cut=np.zeros(count, np.int32),
         branch_offsets=offsets_of(np.full(count, 2)),

@@ -1,7 +1,5 @@
 """What a row and a prompt are known by, what that ignores, and lists as lists are."""
 
-import random
-import string
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.schemas import row_keys as module
 from align.schemas.columns import Ragged
-from align.schemas.row_keys import key_rows, prompt_keys_of, sketches_of
+from align.schemas.row_keys import key_rows, prompt_keys_of
 from align.schemas.rows import Record, Role, allowed_gaps
-from align.stages.feed.train_source import count_near
 from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
@@ -175,51 +171,3 @@ def test_these_keys_never_change():
         "4f743367ee26abbbe649c9f469217e84",
     ]
     assert [f"{int(key):016x}" for key in keys.split] == ["95af2ee0f0ebd776", "0b10a4cb61633113"]
-    assert [f"{int(key):016x}" for key in keys.sketch] == ["d68ffded9dbef122", "3d8ffe6b9dc7f122"]
-
-
-def share_of_near(change, *, length, count=300):
-    """How many of texts of so many words are near to what such a change makes of them."""
-    draw, near = random.Random(length), 0
-    for _ in range(count):
-        text = words(draw, length)
-        both = sketches_of([" ".join(text), " ".join(change(draw, text))], otherwise=OWN)
-        near += count_near(both[1:], both[:1])
-    return near / count
-
-
-OWN = np.array([1, 2], dtype=np.uint64)
-
-
-def words(draw, count):
-    sizes = [draw.randint(2, 9) for _ in range(count)]
-    return ["".join(draw.choices(string.ascii_lowercase, k=size)) for size in sizes]
-
-
-def one_changed(draw, text):
-    place = draw.randrange(len(text))
-    return [*text[:place], *words(draw, 1), *text[place + 1 :]]
-
-
-def test_texts_are_near_as_far_as_their_words_are_the_same():
-    assert share_of_near(lambda _, text: [f"{word.title()}," for word in text], length=12) == 1
-    # 58 of 62 pairs of words are in both: P(at least 6 of 8) = 0.99
-    assert share_of_near(one_changed, length=60) > 0.95
-    # about a seventh of the pairs of words are in both
-    halved = share_of_near(lambda draw, text: [*text[:15], *words(draw, 15)], length=30)
-    assert halved < 0.05
-    assert share_of_near(lambda draw, text: words(draw, len(text)), length=20) == 0
-    asked = "日本の首都はどこにありますか、そしてその人口はどのくらいですか"
-    texts = [asked, f"{asked}!", "一番長い川の名前を教えてください、お願いします"]
-    first, again, other = sketches_of(texts, otherwise=np.arange(3, dtype=np.uint64))[:, None]
-    assert (count_near(again, first), count_near(other, first)) == (1, 0)
-
-
-def test_a_sketch_does_not_depend_on_the_texts_around_it(monkeypatch):
-    draw = random.Random(5)
-    texts = ["?!", "...", "", *(" ".join(words(draw, draw.randint(1, 30))) for _ in range(50))]
-    otherwise = np.arange(53, dtype=np.uint64)
-    together = sketches_of(texts, otherwise=otherwise)
-    assert together[:3].tolist() == [0, 1, 2]  # without words a text is near to itself alone
-    monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 100)
-    assert sketches_of(texts, otherwise=otherwise).tolist() == together.tolist()

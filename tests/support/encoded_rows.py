@@ -78,7 +78,6 @@ def plain(keyed):
                 prompt_keys=(
                     rows.prompt_keys.prompt[index : index + 1].tobytes(),
                     int(rows.prompt_keys.split[index]),
-                    int(rows.prompt_keys.sketch[index]),
                 ),
                 completion_keys=tuple(int(keyed.completion_keys[b]) for b in own),
             )

@@ -52,7 +52,7 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
         row=draw.integers(0, 2**40, rows),
         prompt_keys=PromptKeys(
             np.frombuffer(keys.bytes(16 * rows), dtype="S16"),
-            *(np.frombuffer(keys.bytes(8 * rows), dtype=np.uint64) for _ in range(2)),
+            np.frombuffer(keys.bytes(8 * rows), dtype=np.uint64),
         ),
         prompts=Ragged(draw.integers(0, 2**31 - 1, prompts[-1]).astype(np.int32), prompts),
         prompt_cut=draw.integers(0, 3, rows).astype(np.int32),

@@ -96,7 +96,6 @@ def prompt_keys(draw, rows):
     return PromptKeys(
         prompt=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
         split=np.frombuffer(draw.bytes(8 * rows), dtype=np.uint64),
-        sketch=np.frombuffer(draw.bytes(8 * rows), dtype=np.uint64),
     )
 
 

@@ -7,7 +7,7 @@ _align/LOCK                          held by the owner of the folder
 _align/outbox/<time>-<id>/           a run that a tracker was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
-    plan.json  commits/<unit>.json  spool-3/  tmp/<run id>/
+    plan.json  commits/<unit>.json  spool-4/  tmp/<run id>/
 
 Of a cache in an object store LOCK, outbox, spool and tmp are in a local work folder.
 """
@@ -37,7 +37,7 @@ PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
 # The number of the format of its files; the columns of rows are part of it.
-SPOOL_NAME = "spool-3"
+SPOOL_NAME = "spool-4"
 ROOT_NAME = re.compile(r"[0-9a-f]{16}\.json")
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 

@@ -148,7 +148,7 @@ def _settings(schema: pa.Schema) -> dict[str, Any]:
 
 # The format's order. What is declared and not named here follows, and then what the data carry.
 _ORDER = (
-    *("row_id", "source", "prompt_key", "split_key", "prompt_sketch", "prompt_tokens"),
+    *("row_id", "source", "prompt_key", "split_key", "prompt_tokens"),
     *("prompt_ids", "prompt_cut", "completion_ids", "role", "score", "cut", "num_tokens"),
     *("ref_logp", "ref_token_logps"),
 )

@@ -9,13 +9,11 @@ import pytest
 
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
-from align.schemas.row_keys import sketches_of
 from align.schemas.rows import PromptKeys, Role
-from align.stages.feed import train_source
 from align.stages.feed.cache_index import COLUMNS, read_table, unchecked
 from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.prompt_split import held_out
-from align.stages.feed.train_source import Overlap, count_near, overlap
+from align.stages.feed.train_source import Overlap, overlap
 from align.stages.storage.cache.shards import to_table
 from align.stages.storage.cache.verify_cache import check_before_reading
 from support import shard_cache
@@ -193,48 +191,21 @@ def test_damage_is_found_when_the_cache_is_opened_and_named_by_its_unit(mixed):
         opened(mixed)
 
 
-# Prompts that stand on both sides of a split, or nearly so.
-OTHERS = [f"Tell me about {word}, please, in {word} words" for word in "abcdefghijklmnop"]
-HELD, LEARNED = 0, 2**64 - 1  # split keys that are held out at any fraction, and at none
-
-
-def with_prompts(texts, sides):
-    """A cache in which these are the prompts; the texts decide the sketch, `sides` the side."""
-    block = block_of(len(texts))
-    keys = np.array(sides, dtype=np.uint64)
-    sketches = sketches_of(texts, otherwise=keys)
-    found = PromptKeys(block.rows.prompt_keys.prompt, keys, sketches)
+def with_split_keys(*keys):
+    """A cache of so many rows, whose prompts have these keys."""
+    block = block_of(len(keys))
+    found = PromptKeys(block.rows.prompt_keys.prompt, np.array(keys, dtype=np.uint64))
     return dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=found))
 
 
-QUESTION = "Why is the sky blue in the morning and red in the evening, and what makes it so?"
-
-
-def test_held_out_prompts_that_are_nearly_learned_from_are_counted(tmp_path):
-    texts = [QUESTION, *OTHERS, QUESTION.upper(), f"{QUESTION} Thanks!", "Something else entirely"]
-    sides = [LEARNED - place for place in range(17)] + [HELD, HELD + 1, HELD + 2]
-    source = opened(write_cache(tmp_path / "a", [with_prompts(texts, sides)]), eval_fraction=0.5)
-    assert overlap(source, source) == Overlap(held_out=3, shared=0, near=2)
-
-
-def test_prompts_of_another_cache_are_shared_near_or_new(tmp_path):
-    texts, sides = [QUESTION, *OTHERS], list(range(17))
-    source = opened(write_cache(tmp_path / "a", [with_prompts(texts, sides)]))
-    measured = [QUESTION, QUESTION.upper(), "Something else entirely", OTHERS[3], OTHERS[3]]
-    block = with_prompts(measured, [0, 100, 101, 4, 4])
+def test_prompts_of_another_cache_that_are_learned_from_are_counted(tmp_path):
+    source = opened(write_cache(tmp_path / "a", [with_split_keys(*range(17))]))
+    block = with_split_keys(0, 100, 101, 4, 4)
     other = opened(write_cache(tmp_path / "b", [block]), eval_fraction=1.0)
-    assert overlap(source, other) == Overlap(held_out=4, shared=2, near=1)
+    assert overlap(source, other) == Overlap(held_out=4, shared=2)
 
 
-def test_the_bands_are_searched_as_if_all_were_compared_with_all(monkeypatch):
-    draw = np.random.default_rng(1)  # bytes of two values: most pairs have a band in common
-    first, others = (draw.integers(0, 2, (count, 8)).astype(np.uint8) for count in (60, 90))
-    equal = (first[:, None] == others).sum(axis=2)
-    expected = int((equal >= train_source.NEAR).any(axis=1).sum())
-    assert expected > 0
-    assert count_near(first.view(np.uint64).ravel(), others.view(np.uint64).ravel()) == expected
-    monkeypatch.setattr(train_source, "MOST_COMPARED", 1)
-    fewer = count_near(first.view(np.uint64).ravel(), others.view(np.uint64).ravel())
-    assert fewer <= expected
-    none, some = np.empty(0, np.uint64), np.arange(3, dtype=np.uint64)
-    assert (count_near(none, some), count_near(some, none)) == (0, 0)
+def test_no_prompt_is_on_both_sides_of_a_split(tmp_path):
+    keys = [0, 1, 1, 2**63, 2**64 - 1, 2**64 - 1]
+    source = opened(write_cache(tmp_path / "a", [with_split_keys(*keys)]), eval_fraction=0.25)
+    assert overlap(source, source) == Overlap(held_out=2, shared=0)

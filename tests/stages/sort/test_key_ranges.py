@@ -104,7 +104,7 @@ def test_the_folder_is_named_by_the_columns_that_its_files_hold():
     of_branches = page.schema.field("branches").type.value_type
     found = {each.name: str(each.type) for each in [*page.schema, *of_branches]}
     found.pop("branches")
-    assert SPOOL_NAME == "spool-3"
+    assert SPOOL_NAME == "spool-4"
     assert found == {
         "rows.row_id": "fixed_size_binary[16]",
         "rows.copy": "int32",
@@ -112,7 +112,6 @@ def test_the_folder_is_named_by_the_columns_that_its_files_hold():
         "rows.row": "int64",
         "rows.prompt_keys.prompt": "fixed_size_binary[16]",
         "rows.prompt_keys.split": "uint64",
-        "rows.prompt_keys.sketch": "uint64",
         "rows.prompts": "list<item: int32>",
         "rows.prompt_cut": "int32",
         "ring_keys": "uint64",

@@ -228,4 +228,4 @@ def test_the_spool_of_an_older_version_goes_and_the_rest_of_the_work_stays(tmp_p
     for _ in range(2):
         work.prepare()
         assert all(path.exists() for path in kept)
-        assert {path.name for path in work.local.iterdir()} == {"commits", "plan.json", "spool-3"}
+        assert {path.name for path in work.local.iterdir()} == {"commits", "plan.json", "spool-4"}

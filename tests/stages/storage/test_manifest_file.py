@@ -134,7 +134,7 @@ def _refused_with(cache, said, **fields):
 def test_the_command_for_an_older_cache_names_what_was_set_and_nothing_else(cache):
     made = {"model.adapter": "none", "tokens.max_length": "512", "tokens.eos": "append"}
     old = {"inputs": [{"name": "a b.jsonl"}], "model": "m", "adapter": "", "fingerprint": made}
-    command = f"'a b.jsonl' --model m --output {cache.root}-v2 --set tokens.max_length=512"
+    command = f"'a b.jsonl' --model m --output {cache.root}-v3 --set tokens.max_length=512"
     damaged = ({"inputs": [None, {}], "fingerprint": 3}, {"inputs": 7}, {})
     for fields, said in ((old, f"{command}$"), *((one, "made by an older") for one in damaged)):
         cache.manifest.write_text(json.dumps({"format_version": 1} | fields))
