@@ -11,7 +11,7 @@ from .json_codec import if_known
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 3  # since 3 a checkpoint names its run
+FORMAT_VERSION = 4
 
 
 How = Literal["finished", "signal", "time", "failed"]
@@ -28,9 +28,9 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class FittedBatches:
-    """The micro-batches that fit into memory, for the next start of a run."""
+    """The micro-batches that fit into memory where it ran out with the planned ones."""
 
-    planned: int  # tokens of a micro-batch that did not fit
+    planned: int  # tokens of a micro-batch that was asked for
     fits: int  # tokens to run instead
 
 
@@ -67,6 +67,7 @@ class Position:
     memory: dict[str, tuple[float, ...]]  # the state of the methods
     window: dict[str, tuple[float, ...]]  # sums and counts of the steps since the last line
     metrics: dict[str, float]  # measured at this very step; the best checkpoint is chosen by one
+    fitted: FittedBatches | None  # None: memory has not run out
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Later:
 
     metrics: Mapping[str, float]
     journal: CheckpointFile  # after the line with these metrics
-    best_so_far: BestSoFar | None = None
+    best_so_far: BestSoFar | None
+    fitted: FittedBatches | None
 
 
 @dataclass(frozen=True)

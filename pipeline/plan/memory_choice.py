@@ -19,12 +19,11 @@ from ...schemas.train_options import TrainOptions
 from ...stages.feed.cache_index import RowTable
 from ...stages.methods.recipe import Recipe
 from ..options.settings import flatten
-from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned
 from .memory_search import MemoryLimits, Tried, search
 from .remedies import REMEDIES, Attempt, Changes, Remedy, Situation, changed, flags_of
 from .setting_checks import bytes_of
-from .workload import Workload, feed_settings, workload_of
+from .workload import Workload, feed_settings, planned_tokens, workload_of
 
 logger = logging.getLogger("align")
 

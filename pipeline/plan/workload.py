@@ -26,6 +26,8 @@ from ...stages.feed.step_plan import training_pass as whole_pass
 from ...stages.methods.recipe import Recipe
 
 SAMPLED_STEPS = 32  # of the first epoch, planned as the feed plans them
+# A GPU, or the like, wants large products. On a CPU more at once are no faster and take memory.
+_ON_GPU, _ON_CPU = 16_384, 2048
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Workload:
         sizes = [len(part) for part in np.array_split(np.arange(completions), count)]
         prompt = np.zeros(self.row.prompt, np.int32)
         return Tree(prompt, tuple(np.zeros(size, np.int32) for size in sizes))
+
+
+def planned_tokens(train: TrainOptions, device: str) -> int:
+    """The micro-batch that is asked for, in tokens."""
+    return train.tokens_per_batch or (_ON_CPU if device == "cpu" else _ON_GPU)
 
 
 def feed_settings(

@@ -7,7 +7,15 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.checkpoint import CheckpointFile, Later, Peers, Position, Retention, Saved
+from ...schemas.checkpoint import (
+    CheckpointFile,
+    FittedBatches,
+    Later,
+    Peers,
+    Position,
+    Retention,
+    Saved,
+)
 from ...schemas.errors import AlignError, StorageError, log_failure
 from ...stages.engine.deepspeed_compat import whole_numel
 from ...stages.engine.deepspeed_config import stage_of
@@ -22,6 +30,7 @@ from ...stages.storage.run.checkpoints import (
     save_checkpoint,
 )
 from ...stages.storage.run.run_folder import RunFolder, described
+from ..plan.workload import planned_tokens
 from .resume import Start, identity_of, made_with
 
 if TYPE_CHECKING:
@@ -59,7 +68,7 @@ class Checkpointer:
             add_checkpoint_metrics(
                 self._start.folder,
                 position.step,
-                Later(metrics, self._journal(), position.best),
+                Later(metrics, self._journal(), position.best, self._fitted(position)),
                 run_id=self._start.run_id,
                 retention=self._retention,
             )
@@ -125,7 +134,11 @@ class Checkpointer:
             memory=position.state,
             window={name: (one.total, one.count) for name, one in position.window.items()},
             metrics=dict(metrics),
+            fitted=self._fitted(position),
         )
+
+    def _fitted(self, position: TrainingPosition) -> FittedBatches | None:
+        return FittedBatches(planned_by(self._session), position.fits) if position.fits else None
 
     def _journal(self) -> CheckpointFile:
         """The journal as it is now; only rank zero writes it."""
@@ -133,6 +146,11 @@ class Checkpointer:
         if self._session.world.rank:
             return CheckpointFile(folder.metrics.name, 0, "")
         return described(folder.root, folder.metrics)
+
+
+def planned_by(session: Session) -> int:
+    """The micro-batch that a run asks for, in tokens."""
+    return planned_tokens(session.job.config.train, session.policy.device.type)
 
 
 def require_disk_space(session: Session, folder: RunFolder) -> None:

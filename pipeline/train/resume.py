@@ -19,7 +19,7 @@ import torch
 
 from ... import __version__
 from ...schemas.batches import Cursor, World
-from ...schemas.checkpoint import Checkpoint, Position, RunIdentity
+from ...schemas.checkpoint import Checkpoint, FittedBatches, Position, RunIdentity
 from ...schemas.errors import CorruptionError, FingerprintError, StorageError, UsageError
 from ...schemas.safe_text import masked
 from ...stages.engine.deepspeed_config import leaves, stage_of
@@ -51,6 +51,7 @@ class Start:
     folder: RunFolder
     run_id: str
     checkpoint: Checkpoint | None = None
+    noted: FittedBatches | None = None  # by a rank whose memory ran out
     is_finished: bool = False  # nothing is left to do
     changes: tuple[str, ...] = ()  # differences from when the run began
     began: float = 0.0  # on this rank's monotonic clock
@@ -60,6 +61,12 @@ class Start:
     def checkpoint_step(self) -> int:
         """Optimizer steps done before; 0 for a new run."""
         return self.checkpoint.position.global_step if self.checkpoint else 0
+
+    def fits(self, planned: int) -> int:
+        """The micro-batch in tokens where memory ran out with the planned one before, else 0."""
+        known = [self.noted, self.checkpoint.position.fitted if self.checkpoint else None]
+        # Whoever asks for another size wants to know anew.
+        return min((one.fits for one in known if one and one.planned == planned), default=0)
 
 
 @contextmanager
@@ -118,7 +125,7 @@ def _enter(job: TrainingJob, folder: RunFolder, locks: ExitStack) -> Start:
         # No checkpoint is left, but the folder may be of a run with other settings.
         if folder.config.exists() and folder.metrics.exists():
             require_same_settings(run_settings(folder), as_absolute(job.config))
-        return Start(folder, run_id)
+        return Start(folder, run_id, noted=folder.noted_fitting())
     position = chosen.checkpoint.position
     for name, line in require_same_run(position.identity, job).items():
         follows = "; the learning rate follows the new length from here on"
@@ -126,7 +133,7 @@ def _enter(job: TrainingJob, folder: RunFolder, locks: ExitStack) -> Start:
     if folder.config.exists():
         run_settings(folder)
     changes = (*position.changes, *require_whole_records(folder, position))
-    return Start(folder, run_id, chosen.checkpoint, changes=changes)
+    return Start(folder, run_id, chosen.checkpoint, folder.noted_fitting(), changes=changes)
 
 
 def require_shared(folder: RunFolder, run_id: str) -> None:

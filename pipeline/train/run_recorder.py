@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...schemas.batches import EvalSample, Visits
 from ...schemas.cache import Stops
-from ...schemas.checkpoint import Checkpoint, Ending, How
+from ...schemas.checkpoint import Checkpoint, Ending, FittedBatches, How
 from ...schemas.errors import AlignError, Interrupted, StorageError, log_failure
 from ...schemas.safe_text import redacted
 from ...stages.data.tokenizer import decoder
@@ -32,8 +32,7 @@ from ...stages.train.loop import TrainingPosition
 from ...stages.train.throughput import Machine
 from ..options.settings import flatten, without_secrets
 from ..plan.best_metric import BestMetric
-from ..plan.fitted_batches import note_fitting, planned_tokens
-from .checkpointer import Checkpointer, require_disk_space
+from .checkpointer import Checkpointer, planned_by, require_disk_space
 from .resume import Start, identity_of
 from .run_description import describe_training, name_of_training, record_inputs, record_signs
 from .run_report import write_report
@@ -166,9 +165,9 @@ class RunRecords:
         self.say(f"step {position.step:,}, held-out rows: {shown(plain)}")
 
     def ran_out(self, step: int, tokens: int) -> None:
-        """Records that memory ran out, and the token budget for the next start."""
-        train, policy = self._session.job.config.train, self._session.policy
-        note_fitting(self._start.folder, planned_tokens(train, policy.device.type), tokens)
+        """Records that memory ran out; of several ranks this one ends, and notes what fits."""
+        if self._session.world.size > 1:
+            self._start.folder.note_fitting(FittedBatches(planned_by(self._session), tokens))
         self.say(
             f"step {step + 1:,}: memory ran out; from here on at most {tokens:,} tokens per batch, "
             "with the same result"

@@ -18,7 +18,6 @@ from ...stages.engine.distributed import (
     joined_world,
     naming_lost_peers,
     run_on_all_ranks,
-    run_on_rank_zero,
 )
 from ...stages.engine.zero3_partitions import open_partitions
 from ...stages.feed.cache_index import ShardColumns, unchecked
@@ -43,12 +42,12 @@ from ...stages.train.synchronized import SaveClock, StopConditions
 from ...stages.train.throughput import Meter, forget_peak
 from ..jobs.signals import add_resume_hint, asked_to_stop
 from ..plan.cache_checks import require_positions
-from ..plan.fitted_batches import fitting_tokens, planned_tokens
 from ..plan.method_needs import sampling_note
 from ..plan.remedies import Situation, memory_savers
 from ..plan.setting_checks import learning_rate_note
 from ..plan.short_plan import short_plan
-from ..plan.workload import feed_settings
+from ..plan.workload import feed_settings, planned_tokens
+from .checkpointer import planned_by
 from .memory_at_start import chosen_to_fit, facts_of_run
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
@@ -147,9 +146,14 @@ def open_session(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
     planned = planned_tokens(config.train, policy.device.type)
-    fits = _fitting(start, planned, world, progress)
+    fits = start.fits(planned) if start else 0
+    if fits:
+        progress.say(
+            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
+            "Pass another --tokens-per-batch to try that."
+        )
     pads = not policy.path.packs
-    settings = feed_settings(config.train, recipe, world, tokens=fits, pads=pads)
+    settings = feed_settings(config.train, recipe, world, tokens=fits or planned, pads=pads)
     feed = CacheFeed(source, held_out, settings)
     if world.rank == 0:
         for line in short_plan(feed, policy, config.train, engine_config):
@@ -164,19 +168,6 @@ def open_session(
         recipe=recipe,
         feed=feed,
     )
-
-
-def _fitting(start: Start | None, planned: int, world: World, progress: Progress) -> int:
-    """The micro-batch in tokens: the planned one, unless memory ran out with it before."""
-    if start is None:
-        return planned
-    fits = run_on_rank_zero(world, lambda: fitting_tokens(start.folder, planned))
-    if fits < planned:
-        progress.say(
-            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
-            f"Remove {start.folder.fitted} to try {planned:,} again."
-        )
-    return fits
 
 
 def _value_head_note(job: TrainingJob, recipe: Recipe) -> str:
@@ -301,13 +292,14 @@ def _learn(
     session: Session, start: Start, records: RunRecords, position: TrainingPosition
 ) -> Trained:
     deadline = start.began + session.job.max_seconds
+    position = replace(position, fits=start.fits(planned_by(session)))
     loop = Loop(
         engine=session.engine,
         recipe=session.recipe,
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
-        backoff=_memory_backoff(session),
+        backoff=_memory_backoff(session, position.fits),
     )
     with asked_to_stop() as asked:
         records.begin(position, loop.total_steps)
@@ -333,7 +325,7 @@ def _learn(
     return outcome(start.folder, ending, signs)
 
 
-def _memory_backoff(session: Session) -> MemoryBackoff:
+def _memory_backoff(session: Session, fits: int) -> MemoryBackoff:
     ranks, stage = session.world.size, stage_of(session.engine_config)
     feed = session.feed
     device = session.policy.device.type
@@ -344,6 +336,7 @@ def _memory_backoff(session: Session) -> MemoryBackoff:
         pads=feed.settings.pads,
         ranks=ranks,
         advice=tuple(memory_savers(now)),
+        budget=fits,
     )
 
 

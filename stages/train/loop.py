@@ -35,6 +35,7 @@ class TrainingPosition:
     state: MethodState = field(default_factory=dict)  # of the methods
     window: Means = field(default_factory=dict)  # of the steps since the last logged line
     best: BestSoFar | None = None  # of the evaluations
+    fits: int = 0  # tokens of a micro-batch; 0: memory has not run out with the planned ones
 
 
 class Feed(Protocol):
@@ -193,7 +194,10 @@ class Loop:
         result = self._run(batch, position.state, seed, records)
         reach("step.updated")
         cursor = self._next(batch.cursor)
-        after = TrainingPosition(position.step + 1, cursor, result.state, best=position.best)
+        fits = self.backoff.budget
+        after = TrainingPosition(
+            position.step + 1, cursor, result.state, best=position.best, fits=fits
+        )
         self._judge(after, result, records)
         if result.visits:
             records.visited(after, batch.cursor.epoch, result.visits)
@@ -213,7 +217,7 @@ class Loop:
 
     def fitted(self, batch: StepBatch) -> StepBatch:
         """The batch, cut into the smaller micro-batches that are known to fit."""
-        return self.feed.cut(batch, self.backoff.budget) if self.backoff.budget else batch
+        return self.feed.cut(batch, self.backoff.budget) if self.backoff.times else batch
 
     def _run(
         self, batch: StepBatch, state: MethodState, seed: tuple[int, int], records: Records
@@ -296,7 +300,7 @@ class Loop:
             stopped = batches.stopped
         if not stopped:
             named = {f"{EVAL}{name}": value for name, value in metrics.items()}
-            position = self._counted(position, named)
+            position = self._counted(replace(position, fits=self.backoff.budget), named)
             records.evaluated(position, named, samples.gather(self.engine.world))
             reach("evaluation.done")
         self.meter.restart()

@@ -40,7 +40,7 @@ class MemoryBackoff:
     ranks: int = 1
     advice: tuple[str, ...] = ()  # settings that take less memory and are not in use yet
     budget: int = 0  # tokens; 0: as planned
-    times: int = 0  # that memory ran out
+    times: int = 0  # that memory ran out since this process began
 
     def shrink(self, micro: MicroBatch) -> None:
         """Halves the tokens of the micro-batch that did not fit; a single row cannot be cut."""

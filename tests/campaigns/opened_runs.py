@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from align.pipeline.commands.python_api import load_run
 from align.pipeline.options.settings import load_settings
-from align.pipeline.plan.fitted_batches import note_fitting
 from align.pipeline.train.run_diff import diff_runs
 from align.pipeline.train.run_report import write_report
 from align.pipeline.train.sweep import sweep
@@ -166,7 +165,6 @@ class Runs(Undamaged):
                 assert name == PAUSED
             ledger = {"address": "", "experiment": "align", "run_name": "kto"}
             open_ledger(kind_of(MAIN), RunFolder(run), **ledger)
-            note_fitting(RunFolder(run), TOKENS, TOKENS - 1)
             run.rename(base)
         return base
 

@@ -8,7 +8,6 @@ import pytest
 from transformers import LlamaConfig
 
 from align.pipeline.options.settings import load_settings
-from align.pipeline.plan.fitted_batches import planned_tokens
 from align.pipeline.plan.memory_choice import USABLE, amount
 from align.pipeline.plan.memory_plan import Way
 from align.pipeline.plan.memory_search import MemoryLimits, Tried, search
@@ -25,7 +24,13 @@ from align.pipeline.plan.remedies import (
 )
 from align.pipeline.plan.run_plan import PlanRequest, plan_run
 from align.pipeline.plan.setting_checks import learning_rate_note
-from align.pipeline.plan.workload import RowShape, even_rows, feed_settings, workload_of
+from align.pipeline.plan.workload import (
+    RowShape,
+    even_rows,
+    feed_settings,
+    planned_tokens,
+    workload_of,
+)
 from align.schemas.batches import World
 from align.schemas.config import Config
 from align.schemas.train_options import LoraOptions, TrainOptions

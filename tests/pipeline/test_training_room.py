@@ -3,17 +3,24 @@
 import json
 import os
 import re
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from align.pipeline.train import checkpointer
+from align.pipeline.train.resume import Start
+from align.pipeline.train.run_recorder import RunRecords
+from align.schemas.batches import World
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import Policy
 from align.stages.storage.run.checkpoints import read_checkpoint
+from align.stages.tracking.journaled_run import Run
+from align.stages.tracking.progress import NoProgress
 from support.command import align
 from support.programs import may_mount
-from support.training_world import job_of, learn
+from support.training_world import job_of, learn, session_of
 
 
 def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(training_world, prepared_run):
@@ -54,31 +61,58 @@ def test_a_checkpoint_without_room_costs_only_itself(course, tmp_path):
     assert not [line for line in measured if '"loss"' in line]
 
 
-def test_a_resumed_run_begins_with_what_fits(training_world, tmp_path, monkeypatch):
-    forward, sizes = Policy.forward, []
+@pytest.fixture
+def scarce(monkeypatch):
+    """Lets memory run out above 370 tokens, until it is told to stop."""
+    forward = Policy.forward
 
-    def scarce(policy, trees):
-        tokens = sum(tree.num_tokens for tree in trees)
-        sizes.append(tokens)
-        if tokens > 370:
+    def refusing(policy, trees):
+        if sum(tree.num_tokens for tree in trees) > 370:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(policy, trees)
 
-    monkeypatch.setattr(Policy, "forward", scarce)
-    words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
-    sized = ("--tokens-per-batch", 100_000, "--batch-size", 8, "--no-mlflow")
-    first = align("train", *words, *sized, "--max-steps", 2, "--set", "train.max_time=1h")
+    monkeypatch.setattr(Policy, "forward", refusing)
+    return lambda: monkeypatch.setattr(Policy, "forward", forward)
+
+
+def test_a_resumed_run_keeps_to_what_fits_and_ends_in_the_same_bits(
+    training_world, tmp_path, scarce
+):
+    run = tmp_path / "run"
+    words = ("--cache", training_world.pairs, "--method", "dpo", "--max-steps", 4, "--no-mlflow")
+    sized = ("--tokens-per-batch", 100_000, "--batch-size", 8, "--save-every", 2, "--lr", 1e-3)
+    first = align("train", *words, *sized, "--output", run)
     assert first.code == 0, first
     assert first.err.count("step 1: memory ran out") == 1
     (fits,) = set(re.findall(r"at most ([0-9,]+) tokens per batch", first.err))
-    report = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["memory/ran_out"] for line in report] == [1.0, 1.0]
+    report = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["memory/ran_out"] for line in report] == [1.0] * 4
 
-    sizes.clear()
-    (tmp_path / "run" / "model").rename(tmp_path / "taken-away")
-    again = align("train", *words, *sized, "--max-steps", 2, "--resume", "auto")
+    scarce()
+    killed = shutil.copytree(run, tmp_path / "killed")
+    for name in ("model", "checkpoints/step-00000004"):
+        shutil.rmtree(killed / name)
+    again = align("train", *words, *sized, "--output", killed, "--resume", "auto")
+    assert again.code == 0, again
     assert f"memory ran out here before with 100,000 tokens per batch: {fits} are used" in again.err
-    assert max(sizes, default=0) <= 370
+    weights = [(one / "model" / "model.safetensors").read_bytes() for one in (run, killed)]
+    assert weights[0] == weights[1]
+    checkpoints = [read_checkpoint(one / "checkpoints" / "step-00000004") for one in (run, killed)]
+    assert checkpoints[0].position.fitted == checkpoints[1].position.fitted is not None
+
+
+def test_a_rank_that_ran_out_of_memory_notes_what_fits_for_all(training_world, prepared_run):
+    job, start = (
+        job_of(training_world.pairs, "dpo", tokens_per_batch=500),
+        Start(prepared_run, "run"),
+    )
+    with joined_world() as world:
+        of_two = replace(session_of(job, world), world=World(1, 2, 1))
+        RunRecords(of_two, start, Run(prepared_run.root), NoProgress()).ran_out(3, 250)
+    known = replace(start, noted=prepared_run.noted_fitting())
+    assert (known.fits(500), known.fits(400), start.fits(500)) == (250, 0, 0)
+    prepared_run.fitting.write_text("0 x")
+    assert prepared_run.noted_fitting() is None
 
 
 def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(

@@ -34,6 +34,7 @@ def position(step, world, metrics):
         memory={},
         window={},
         metrics=metrics,
+        fitted=None,
     )
 
 
@@ -93,7 +94,9 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
 
 def measure(folder, step, retention=KEEP, **metrics):
     """Adds what was measured after the save."""
-    add_checkpoint_metrics(folder, step, Later(metrics, JOURNAL), run_id="run", retention=retention)
+    add_checkpoint_metrics(
+        folder, step, Later(metrics, JOURNAL, None, None), run_id="run", retention=retention
+    )
 
 
 def train(folder, told, steps=8, keep=KEEP):

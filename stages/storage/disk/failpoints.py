@@ -90,11 +90,9 @@ OF_A_TABLE = (
     "table.after_rename",
 )
 OF_A_ROUND = ("round.before_link", "round.after_link")
-OF_MEMORY = ("fitted.before_rename", "fitted.after_rename")
 NAMES = (
     *(*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE),
     *OF_A_ROUND,
-    *OF_MEMORY,
 )
 
 ACTIONS = ("kill", "term", "eio", "enospc")

@@ -9,12 +9,12 @@ report.html                     all of this on one page
 config.yaml                     the settings it began with
 deepspeed.json                  what DeepSpeed was given
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
+checkpoints/fitted              micro-batches that did not fit on several ranks, and that do
 checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that is being removed
 model/                          the trained policy of a finished run
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     held by the process that trains here
 _align/ending.json              how it ended; missing while it runs, or after a kill
-_align/fitted.json              the micro-batches that memory allows, if it ran out
 _align/mlflow.json              what MLflow has to be sent
 _align/trackers/<name>.json     what another tracker has to be sent
 _align/rows/                    parts of rows.parquet, by the last step and the rank of each
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....schemas.checkpoint import CheckpointFile, Ending
+from ....schemas.checkpoint import CheckpointFile, Ending, FittedBatches
 from ....schemas.errors import StorageError, UsageError, os_errors_as_storage_errors
 from ....schemas.plain_names import is_plain_path
 from ..bucket.objects import Location
@@ -64,6 +64,7 @@ class RunFolder:
     engine = Below("deepspeed.json")
     checkpoints = Below("checkpoints")
     latest = Below("checkpoints/latest")
+    fitting = Below("checkpoints/fitted")
     model = Below("model")
     merged = Below("model-merged")
     private = Below("_align")
@@ -71,7 +72,6 @@ class RunFolder:
     mlflow = Below("_align/mlflow.json")
     copies = Below("_align/artifacts")
     ending = Below("_align/ending.json")
-    fitted = Below("_align/fitted.json")
 
     when_locked = "Wait for it, or choose another --output."
 
@@ -161,6 +161,18 @@ class RunFolder:
         name = STEP_NAME.fullmatch(text.strip())
         return int(name[1]) if name else None
 
+    def note_fitting(self, fitted: FittedBatches) -> None:
+        """Notes for the next start of several ranks what fits into the memory of one of them."""
+        fs.publish(self.fitting, f"{fitted.planned} {fitted.fits}\n".encode(), label="latest")
+
+    def noted_fitting(self) -> FittedBatches | None:
+        """What was noted; None where nothing was."""
+        try:
+            planned, fits = map(int, fs.read_bytes(self.fitting).split())
+        except (StorageError, ValueError):
+            return None
+        return FittedBatches(planned, fits)
+
     def empty_trash(self) -> None:
         """Removes for good what was renamed to be removed."""
         # First the renames: after a power loss no half-emptied folder may have its old name.
@@ -218,8 +230,8 @@ class RunFolder:
         parents = [parent for parent in (self.checkpoints, self.root) if parent.is_dir()]
         found = [path for parent in parents for path in sorted(parent.iterdir())]
         folders = [path for path in found if _is_left_over(path.name)]
-        named = (self.latest, self.metrics, self.config, self.engine, self.mlflow, self.rows)
-        whole = (*named, *self.pages)
+        named = (self.latest, self.fitting, self.metrics, self.config, self.engine, self.mlflow)
+        whole = (*named, self.rows, *self.pages)
         drafts = [
             draft
             for path in (*whole, self.ending)

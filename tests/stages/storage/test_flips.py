@@ -5,7 +5,6 @@ import itertools
 import polars as pl
 import pytest
 
-from align.pipeline.plan import fitted_batches
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.round_record import RoundRecord
 from align.stages.storage.answers import Answers
@@ -66,27 +65,8 @@ def test_a_round_that_has_the_record_of_another_is_refused(tmp_path):
         rounds.finished()
 
 
-class OfFitted:
-    """What is known of the batches that fit."""
-
-    def make(self, base):
-        (base / "_align").mkdir()
-        fitted_batches.note_fitting(RunFolder(base), 4096, 2048)
-
-    def read(self, base):
-        return fitted_batches.fitting_tokens(RunFolder(base), 4096)
-
-
-@pytest.mark.parametrize("fits", [-1, 0, 4097])
-def test_batches_that_cannot_fit_are_refused(tmp_path, fits):
-    (tmp_path / "_align").mkdir()
-    fitted_batches.note_fitting(RunFolder(tmp_path), 4096, fits)
-    with pytest.raises(CorruptionError, match=f"fitted.json is damaged: {fits} of 4096"):
-        OfFitted().read(tmp_path)
-
-
 @pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", [OfTable, OfAnswers, OfRound, OfFitted])
+@pytest.mark.parametrize("kind", [OfTable, OfAnswers, OfRound])
 def test_a_flipped_bit_is_refused_by_name_or_changes_nothing(tmp_path, kind, count):
     one = kind()
     one.make(tmp_path)
