@@ -203,7 +203,6 @@ class TrainOptions:
         "never learned, and which are forgotten",
         binds=(),
     )
-    limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", ge=0)
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", ge=0, binds=())
     log_every: int = option(1, "steps that one line of metrics covers", ge=1, binds=())
     save_every: int = option(

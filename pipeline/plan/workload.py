@@ -95,7 +95,6 @@ def feed_settings(
         batch_size=train.batch_size,
         kl_use=recipe.option("kl_use", "rotate"),
         kl_per_step=recipe.option("kl_per_step", 0),
-        limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
         tokens_per_batch=tokens,
         pads=pads,
@@ -122,15 +121,14 @@ def workload_of(
     table: RowTable, settings: FeedSettings, train: TrainOptions, *, rows: int, held_out: int
 ) -> Workload:
     """The training on `rows` rows, of which the table holds all or the first."""
-    per_epoch = num_steps(rows, settings.batch_size, settings.limit_train_batches)
-    steps = steps_in(settings.epochs, per_epoch)
+    steps = steps_in(settings.epochs, num_steps(rows, settings.batch_size))
     steps = min(steps, train.max_steps) if train.max_steps else steps
     one_pass = whole_pass(table, settings, epoch=0)
     plans = list(islice(one_pass.plans(0, min(one_pass.num_steps, SAMPLED_STEPS)), SAMPLED_STEPS))
     own = [table.sizes.tokens(plan.rows) for plan in plans]
     loads = [_loads(plan.own, sizes, settings) for plan, sizes in zip(plans, own, strict=True)]
     seen = sum(len(plan.rows) for plan in plans)
-    share = rows_seen(steps, rows, settings) / seen
+    share = rows_seen(steps, rows, settings.batch_size) / seen
     return Workload(
         rows=rows,
         held_out=held_out,

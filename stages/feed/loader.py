@@ -55,8 +55,7 @@ class CacheFeed:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in each epoch."""
-        settings, rows = self.settings, self.source.rows_per_epoch
-        return num_steps(rows, settings.batch_size, settings.limit_train_batches)
+        return num_steps(self.source.rows_per_epoch, self.settings.batch_size)
 
     @property
     def planned_steps(self) -> int:
@@ -65,7 +64,7 @@ class CacheFeed:
 
     def rows_seen(self, steps: int) -> int:
         """The rows of so many steps, over all epochs."""
-        return rows_seen(steps, self.source.rows_per_epoch, self.settings)
+        return rows_seen(steps, self.source.rows_per_epoch, self.settings.batch_size)
 
     @property
     def has_held_out(self) -> bool:

@@ -33,7 +33,6 @@ class FeedSettings:
     batch_size: int  # rows per step, over all ranks
     kl_use: Literal["rotate", "all"]  # of a completion's partners: one per epoch in turn, or all
     kl_per_step: int  # most mismatched branches in a step; 0: no limit
-    limit_train_batches: int  # steps per epoch at most; 0: no limit
     limit_eval_batches: int  # steps per evaluation at most; 0: no limit
     tokens_per_batch: int  # most tokens in a micro-batch
     pads: bool  # whether a micro-batch is padded to its longest row
@@ -161,7 +160,7 @@ def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int) -> Pas
     seed, draws = settings.seed, table.draws
     times = None if draws is None else draws.times(seed=seed, epoch=epoch)
     order = shuffled_order(table.group_offsets, seed=seed, epoch=epoch, times=times)
-    steps = num_steps(table.rows_per_epoch, settings.batch_size, settings.limit_train_batches)
+    steps = num_steps(table.rows_per_epoch, settings.batch_size)
     key = key_of("epoch", settings.seed, epoch)
     return Pass(table, order, settings, epoch, steps, key)
 
@@ -173,7 +172,7 @@ def evaluation_pass(table: RowTable, settings: FeedSettings) -> Pass:
     return Pass(table, order, every, epoch=0, num_steps=steps, key=key_of("evaluation"))
 
 
-def num_steps(rows: int, batch_size: int, limit: int) -> int:
+def num_steps(rows: int, batch_size: int, limit: int = 0) -> int:
     """The number of steps, of which the last may have fewer rows; no row is repeated."""
     steps = -(-rows // batch_size)
     return min(steps, limit) if limit else steps
@@ -187,11 +186,10 @@ def steps_in(epochs: float, steps_per_epoch: int) -> int:
     return math.ceil(Fraction(repr(epochs)) * steps_per_epoch)
 
 
-def rows_seen(steps: int, rows: int, settings: FeedSettings) -> int:
+def rows_seen(steps: int, rows: int, batch_size: int) -> int:
     """The rows of so many steps, over all epochs; an epoch's last step may have fewer."""
-    per_epoch = num_steps(rows, settings.batch_size, settings.limit_train_batches)
-    epochs, more = divmod(steps, per_epoch)
-    return epochs * min(rows, per_epoch * settings.batch_size) + more * settings.batch_size
+    epochs, more = divmod(steps, num_steps(rows, batch_size))
+    return epochs * rows + more * batch_size
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ def simulate(table, ranks, rows_per_rank, pads, sampled):
         batch_size=ranks * rows_per_rank,
         kl_use="rotate",
         kl_per_step=0,
-        limit_train_batches=0,
         limit_eval_batches=0,
         tokens_per_batch=BUDGET,
         pads=pads,

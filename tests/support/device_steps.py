@@ -131,7 +131,6 @@ def feed_of(job, recipe, source, *, pads):
     settings = settings_of(
         batch_size=job.config.train.batch_size,
         kl_use=recipe.option("kl_use", "rotate"),
-        limit_train_batches=1,
         limit_eval_batches=1,
         tokens_per_batch=200,
         pads=pads,

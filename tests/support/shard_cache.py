@@ -33,7 +33,6 @@ def settings_of(**changed):
         "batch_size": 8,
         "kl_use": "rotate",
         "kl_per_step": 0,
-        "limit_train_batches": 0,
         "limit_eval_batches": 0,
         "tokens_per_batch": 100,
         "pads": False,

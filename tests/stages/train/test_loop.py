@@ -21,7 +21,7 @@ def run(training_world, one_rank):
     """Three steps an epoch, two epochs unless set otherwise."""
 
     def trained(recorded=None, *, start=START, conditions=NEVER, is_measured=False, **settings):
-        settings = {"limit_train_batches": 3, **settings}
+        settings = {"batch_size": 18, **settings}
         session = session_of(job_of(training_world.pairs, "dpo", **settings), one_rank)
         recorded = recorded or Recorded()
         how = {"start": start, "conditions": conditions, "is_measured": is_measured}
@@ -127,7 +127,7 @@ def test_an_evaluation_is_stopped_between_two_batches(run, monkeypatch, before):
 
 def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(run):
     # 54 rows: six steps of eight, one of six, and the first of another epoch.
-    how = {"limit_train_batches": 0, "max_steps": 9}
+    how = {"batch_size": 8, "max_steps": 9}
     every, few = (run(log_every=steps, **how)[0] for steps in (1, 4))
     assert steps(few.steps) == [4, 8, 9]
     (_, first), (_, second), (_, third) = few.steps
