@@ -122,7 +122,6 @@ class Retention:
 
     keep_last: int
     best: str = ""  # a metric; a leading - asks for the lowest value, + for the highest
-    keep_best: int = 1  # checkpoints with the best values
 
 
 class Gather(Protocol):

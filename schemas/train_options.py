@@ -219,7 +219,6 @@ class TrainOptions:
         binds=("end",),
         came_later=True,  # as one of these: before, nothing of a run's end followed from it
     )
-    keep_best: int = option(1, "checkpoints to keep for their value of train.best", ge=1, binds=())
     write_best: bool = option(
         False,
         "write the model of the best checkpoint (train.best) instead of that of the last step",
@@ -230,13 +229,6 @@ class TrainOptions:
         0,
         "end the run after so many evaluations in a row that were not better than the best one "
         "before them, by train.best; 0: never",
-        ge=0,
-        binds=("end", "round"),
-        came_later=True,
-    )
-    min_delta: float = option(
-        0.0,
-        "for train.patience an evaluation is better if it is so by more than this",
         ge=0,
         binds=("end", "round"),
         came_later=True,

@@ -37,11 +37,9 @@ SETTINGS = {
     "dpo train.eval_text=true": "no rows are held out",
     "dpo train.best=-eval/loss": "no rows are held",
     "dpo train.patience=2": "train.patience is set, and train.best is not",
-    "dpo train.keep_best=2": "train.keep_best is set, and train.best is not",
     "dpo train.write_best=true": "train.write_best is set, and train.best is not",
     "dpo train.patience=2 train.best=grad_norm": "counts evaluations on held-out rows",
     "dpo train.desirable_share=0.5": "are for methods that read labels",
-    "dpo train.min_delta=0.1": "no evaluation is waited for",
     "dpo train.best=eval/loss train.eval_fraction=0.1 train.eval_every=4 train.write_best=true "
     "train.save_every=3": "needs a checkpoint of every evaluation",
     "kto train.label_threshold=.inf": "expected mean, median or a number",

@@ -76,17 +76,11 @@ def require_margins(recipe: Recipe) -> None:
 
 def _require_best(train: TrainOptions) -> None:
     """Refuses what is about the best evaluation or checkpoint where nothing says which is best."""
-    needs = {"keep_best": train.keep_best > 1, "write_best": train.write_best}
-    needs["patience"] = train.patience > 0
+    needs = {"write_best": train.write_best, "patience": train.patience > 0}
     for name in (name for name, is_set in needs.items() if is_set and not train.best):
         raise UsageError(
             f"train.{name} is set, and train.best is not. Name the metric by which the best is "
             "chosen, such as train.best=eval/loss."
-        )
-    if train.min_delta and not train.patience:
-        raise UsageError(
-            f"train.min_delta is {train.min_delta}, but train.patience is 0: no evaluation is "
-            "waited for. Set the latter, or unset the former."
         )
 
 

@@ -112,7 +112,7 @@ class Checkpointer:
     @property
     def _retention(self) -> Retention:
         train = self._session.job.config.train
-        return Retention(train.keep_last, train.best, train.keep_best)
+        return Retention(train.keep_last, train.best)
 
     def _count(self, position: TrainingPosition, saved: Saved) -> None:
         if saved.succeeded:
@@ -164,7 +164,7 @@ def require_disk_space(session: Session, folder: RunFolder) -> None:
             f"{model:,}, and {free:,} are free. Free some space or choose another --output."
         )
     # A new one is whole before an old one is removed.
-    kept = train.keep_last + (train.keep_best if train.best else 0) + 1
+    kept = train.keep_last + bool(train.best) + 1
     missing = max(0, kept - len(folder.steps())) * checkpoint + model
     if free < missing:
         logger.warning(

@@ -29,15 +29,15 @@ def with_evaluation(
         return BestSoFar(options.best, value=known, step=step, newest=step, since=since)
     if so_far.newest == step:  # made again after a stop
         return so_far
-    if _is_better(value, so_far.value, target, options.min_delta):
+    if _is_better(value, so_far.value, target):
         return replace(so_far, value=value, step=step, newest=step, since=0)
     return replace(so_far, newest=step, since=so_far.since + 1)
 
 
-def _is_better(value: float, best: float | None, target: WantedMetric, min_delta: float) -> bool:
+def _is_better(value: float, best: float | None, target: WantedMetric) -> bool:
     if best is None or not math.isfinite(value):
         return math.isfinite(value)
-    return (best - value if target.is_lowest else value - best) > min_delta
+    return value < best if target.is_lowest else value > best
 
 
 def why_over(so_far: BestSoFar | None, options: TrainOptions) -> str:
@@ -49,8 +49,7 @@ def why_over(so_far: BestSoFar | None, options: TrainOptions) -> str:
     name, times = wanted(so_far.metric).metric, so_far.since
     if so_far.value is None:
         return f"{name} was not finite in {times} evaluations in a row (train.patience)"
-    more = f" by more than {options.min_delta:g}" if options.min_delta else ""
     return (
-        f"in {times} evaluations in a row {name} was not better{more} than "
-        f"{so_far.value:.6g}, of step {so_far.step:,} (train.patience)"
+        f"in {times} evaluations in a row {name} was not better than {so_far.value:.6g}, of step "
+        f"{so_far.step:,} (train.patience)"
     )

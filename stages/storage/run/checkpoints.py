@@ -314,7 +314,7 @@ def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[i
     metric = wanted(retention.best).metric
     values = {step: _value(folder, step, metric) for step in past}
     known = {step: value for step, value in values.items() if value is not None}
-    return {*kept, *best_first(known, retention.best)[: retention.keep_best]}
+    return {*kept, *best_first(known, retention.best)[:1]}
 
 
 def best_first(values: Mapping[int, float], best: str) -> list[int]:

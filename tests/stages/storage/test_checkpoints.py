@@ -93,15 +93,6 @@ def test_the_newest_few_and_the_best_stay(prepared_run):
     assert prepared_run.steps() == [20, 50, 60]  # of equals the first is the best
 
 
-def test_as_many_of_the_best_stay_as_are_asked_for(prepared_run):
-    keep = Retention(keep_last=1, best="eval/loss", keep_best=2)
-    stayed = []
-    for step, loss in {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 0.5, 60: 5.0}.items():
-        save(prepared_run, step, retention=keep, **{"eval/loss": loss})
-        stayed.append(prepared_run.steps())
-    assert stayed == [[10], [10, 20], [20, 30], [20, 40], [20, 50], [20, 50, 60]]
-
-
 def test_the_best_checkpoint_is_whole_or_none_is_taken(prepared_run):
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
         save(prepared_run, step, retention=ALL, **{"eval/loss": loss})
