@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from .batches import Cursor
-from .json_codec import if_known
 
 T = TypeVar("T")
 
@@ -89,7 +88,7 @@ class Checkpoint:
     align_version: str
     position: Position
     files: tuple[CheckpointFile, ...]  # in the order of their paths
-    best_so_far: BestSoFar | None = if_known(None)  # where train.best is of held-out rows
+    best_so_far: BestSoFar | None = None  # where train.best is of held-out rows
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,8 @@ class Ending:
     identity: RunIdentity
     changes: tuple[str, ...]  # as in the last checkpoint
     files: tuple[CheckpointFile, ...]  # the journal and the settings
-    reason: str = if_known("")  # why it ended before its last step
-    model_step: int | None = if_known(None)  # whose model was written, if not the last step's
+    reason: str = ""  # why it ended before its last step
+    model_step: int | None = None  # whose model was written, if not the last step's
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ class DataOptions:
         gt=0,
         le=512,
         binds=("cache", "round"),
-        came_later=True,
     )
     workers: int = option(
         0, "tokenizing processes; 0: one per usable core when the data is large", ge=0

@@ -242,4 +242,4 @@ Normalize = Literal["mean", "sum"]
 def sft_normalize() -> Any:
     """The `sft_normalize` field of methods with an `sft_weight`."""
     help_text = "likelihood of sft_weight: a mean per token, or that of the whole chosen branch"
-    return option("mean", help_text, came_later=True)
+    return option("mean", help_text)

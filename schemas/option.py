@@ -48,9 +48,6 @@ class Facts:
     read_by: Commands = ()  # the other commands that read it
     is_path: bool = False  # in a config file it is relative to that file
     binds: Keepers | None = None  # None: what the others of its section bind
-    # Earlier versions kept settings without it, and did what its default says.
-    came_later: bool = False
-    was_whole: bool = False  # earlier versions took, and kept, integers alone
     # What serves there: a sentence, if the command does not read it; the setting or flag that is to
     # be set, if the command sets it itself.
     instead: Mapping[Command, str] = field(default_factory=dict)
@@ -70,8 +67,6 @@ def option(
     read_by: Commands = (),
     is_path: bool = False,
     binds: Keepers | None = None,
-    came_later: bool = False,
-    was_whole: bool = False,
     instead: Mapping[Command, str] = MappingProxyType({}),
 ) -> Any:
     """A field with a default, what `align init` and `--help` say of it, its bounds and its facts.
@@ -79,7 +74,7 @@ def option(
     The flag is the field's name, unless it is given. pydantic reads the metadata, by these names,
     when a value is checked.
     """
-    facts = Facts(flag, run_flag, on, read_by, is_path, binds, came_later, was_whole, instead)
+    facts = Facts(flag, run_flag, on, read_by, is_path, binds, instead)
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {"description": description, **bounds, FACTS: facts}
     if isinstance(default, list | dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
-from .json_codec import if_known, signature
+from .json_codec import signature
 from .samples import Drawing
 
 TABLE_FORMAT = 1
@@ -28,7 +28,7 @@ class TableManifest:
     bytes: int
     sha256: str
     # How the samples of a judged or selected table were drawn; not a part of the root.
-    sampling: Drawing | None = if_known(None)
+    sampling: Drawing | None = None
 
     @property
     def drawing(self) -> Drawing | None:

@@ -53,7 +53,6 @@ class TrainOptions:
         le=1e12,
         on=TRAINING,
         binds=("length", "round"),
-        was_whole=True,
     )
     max_steps: int = option(
         0,
@@ -149,20 +148,17 @@ class TrainOptions:
         "share of prompts whose desirable completions a method of labels learns from",
         ge=0,
         le=1,
-        came_later=True,
     )
     undesirable_share: float = option(
         1.0,
         "share of prompts whose undesirable ones it does; shares that add up to 1 share no prompt",
         ge=0,
         le=1,
-        came_later=True,
     )
     file_weights: dict[str, float] = option(
         {},
         "how often an epoch draws the rows of a data file, for example {prefs.jsonl: 2, old: 0.5}; "
         "0: not at all; files that are not named: once",
-        came_later=True,
     )
     eval_fraction: float = option(
         0.0, "share of prompts held out, chosen by their hash", ge=0, le=1, on=TRAINING
@@ -217,13 +213,11 @@ class TrainOptions:
         "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, nll, "
         "kl, rejected, grad_norm and errors, else the highest; -NAME lowest, +NAME highest",
         binds=("end",),
-        came_later=True,  # as one of these: before, nothing of a run's end followed from it
     )
     write_best: bool = option(
         False,
         "write the model of the best checkpoint (train.best) instead of that of the last step",
         binds=("end", "round"),
-        came_later=True,
     )
     patience: int = option(
         0,
@@ -231,7 +225,6 @@ class TrainOptions:
         "before them, by train.best; 0: never",
         ge=0,
         binds=("end", "round"),
-        came_later=True,
     )
     resume: Literal["never", "auto"] = option(
         "never",

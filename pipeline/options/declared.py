@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -82,47 +82,12 @@ def binds(name: str, *keepers: Keeper) -> bool:
 
 
 def bound(settings: Mapping[str, Any], *keepers: Keeper) -> dict[str, str]:
-    """What one of the keepers keeps of settings, written as earlier versions wrote it.
-
-    Those that came later are kept only if they say more.
-    """
+    """What one of the keepers keeps of settings; a mapping says the same in any order."""
     return {
-        name: _written(name, value)
+        name: repr(dict(sorted(value.items())) if isinstance(value, dict) else value)
         for name, value in settings.items()
-        if binds(name, *keepers) and not (name in _came_later() and value == _came_later()[name])
+        if binds(name, *keepers)
     }
-
-
-def _written(name: str, value: Any) -> str:
-    if name in _were_whole() and value == int(value):
-        return repr(int(value))
-    if name in _came_later() and isinstance(value, dict):  # the same in any order
-        return repr(dict(sorted(value.items())))
-    return repr(value)
-
-
-@cache
-def _came_later() -> Mapping[str, Any]:
-    """The defaults of the settings that came later."""
-    later = {name: each for name, each in _fields() if each.metadata[FACTS].came_later}
-    return {
-        name: each.default if each.default_factory is MISSING else each.default_factory()
-        for name, each in later.items()
-    }
-
-
-@cache
-def _were_whole() -> frozenset[str]:
-    """The settings that earlier versions kept as integers."""
-    return frozenset(name for name, each in _fields() if each.metadata[FACTS].was_whole)
-
-
-def _fields() -> Iterator[tuple[str, Field[Any]]]:
-    """Every setting of a section and its field; the options of methods are declared elsewhere."""
-    for section in fields(Config):
-        options: Any = section.default_factory
-        for each in fields(options) if is_dataclass(options) else ():
-            yield f"{section.name}.{each.name}", each
 
 
 def set_by(command: Command) -> dict[str, str]:

@@ -315,7 +315,7 @@ def job_settings(job: TrainingJob) -> dict[str, str]:
     """The settings known before weights are loaded, with the method's options in force."""
     settings = binding(as_absolute(job.config))
     given = {name: value for name, value in settings.items() if not name.startswith("method.")}
-    options = {f"method.{name}": repr(value) for name, value in job.recipe.kept_values.items()}
+    options = {f"method.{name}": repr(value) for name, value in job.recipe.values.items()}
     held_out = job.held_out[1].root if job.held_out else "none"
     return {**given, **options, **job.policy_identity, "root of train.eval_cache": held_out}
 
@@ -324,7 +324,7 @@ def identity_of(session: Session) -> RunIdentity:
     """Everything that the numbers of a run depend on."""
     job, model = session.job, causal_model(session.policy.model)
     engine = json.loads(json.dumps(masked(session.engine_config), default=str))
-    options = {f"method.{name}": repr(value) for name, value in session.recipe.kept_values.items()}
+    options = {f"method.{name}": repr(value) for name, value in session.recipe.values.items()}
     computed = {
         **options,
         "model.attention": own_attention(model),

@@ -29,9 +29,8 @@ class GrpoOptions:
     std: Literal["sample", "population", "none"] = option(
         "sample",
         "divides by n - 1, by n, or scores are not divided by a standard deviation",
-        came_later=True,
     )
-    std_epsilon: float = option(1e-4, "added to the standard deviation", gt=0, came_later=True)
+    std_epsilon: float = option(1e-4, "added to the standard deviation", gt=0)
 
 
 def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
@@ -144,7 +143,6 @@ class PpoOptions:
     value_target: Literal["gae", "return"] = option(
         "gae",
         "gae: A + V, which trusts later values by lam; return: the discounted score alone",
-        came_later=True,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from ...schemas.methods import (
     State,
     Step,
 )
-from ...schemas.option import FACTS
 from ...schemas.rows import LEAST, PER_TOKEN, Role, rounding_of
 from .modifiers import Modifiers, names_within
 from .rewards import MARGINS, reward_metrics, row_margins
@@ -116,25 +115,15 @@ class Recipe:
     @property
     def values(self) -> dict[str, Any]:
         """Its options by their names in a config, and the modifiers in use."""
-        options = {name: value for name, _, value in self._options()}
-        return {**options, **self.modifiers.active}
-
-    @property
-    def kept_values(self) -> dict[str, Any]:
-        """What a run keeps of them; an option that came later only if it says more."""
+        several = len(self.parts) > 1
         options = {
-            name: value
-            for name, one, value in self._options()
-            if not (one.metadata[FACTS].came_later and value == one.default)
+            f"{part.method.name}.{one.name}" if several else one.name: getattr(
+                part.options, one.name
+            )
+            for part in self.parts
+            for one in dataclasses.fields(part.options)
         }
         return {**options, **self.modifiers.active}
-
-    def _options(self) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-        several = len(self.parts) > 1
-        for part in self.parts:
-            for one in dataclasses.fields(part.options):
-                name = f"{part.method.name}.{one.name}" if several else one.name
-                yield name, one, getattr(part.options, one.name)
 
     @property
     def option_names(self) -> frozenset[str]:

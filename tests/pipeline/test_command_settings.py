@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from align import cli
-from align.pipeline.options.declared import bound, declared, facts_of, reads, set_by
+from align.pipeline.options.declared import bound, facts_of, reads, set_by
 from align.pipeline.options.settings import flatten, load_settings
 from align.pipeline.train.training_job import open_training
 from align.schemas.config import Config
@@ -38,19 +38,6 @@ def test_what_rounds_set_themselves_can_be_set_where_the_refusal_says():
     assert set_by("rounds").keys() <= {*SETTINGS}
 
 
-def test_what_was_kept_before_a_setting_came_is_kept_at_its_default_and_told_otherwise():
-    plain = flatten(Config())
-    for name, facts in declared().items():
-        if not facts.came_later:
-            continue
-        keepers = facts.binds
-        assert keepers, name
-        assert name not in bound(plain, *keepers)
-        other = plain | {name: "another"}
-        assert bound(other, *keepers) == bound(plain, *keepers) | {name: "'another'"}
-    assert bound(plain, "run")["train.lr"] == repr(plain["train.lr"])
-
-
 def test_a_mapping_says_the_same_in_any_order():
     weights = ({"a": 2.0, "b": 0.5}, {"b": 0.5, "a": 2.0})
     first, second = (
@@ -58,13 +45,6 @@ def test_a_mapping_says_the_same_in_any_order():
     )
     assert first == second
     assert "train.file_weights" in first
-
-
-@pytest.mark.parametrize(("epochs", "kept"), [(2, "2"), (2.0, "2"), (0.5, "0.5"), (1.25, "1.25")])
-def test_whole_epochs_are_kept_as_when_there_were_no_others(epochs, kept):
-    """So that a run which was begun then goes on."""
-    found = bound(flatten(Config()) | {"train.epochs": epochs}, "length")
-    assert found["train.epochs"] == kept
 
 
 def test_a_set_is_used_or_refused_by_name():

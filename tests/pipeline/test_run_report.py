@@ -124,7 +124,6 @@ def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(t
     assert "lower <b>train.lr</b>" in said()
     assert "The last good step is 58 of 100." in said()
     write_ending(folder, replace(known, ending="time", reason=""))
-    assert "reason" not in folder.ending.read_text()  # as in those written by an older align
     assert "It stopped after step 60 of 100." in said()
 
 

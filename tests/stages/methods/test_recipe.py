@@ -130,13 +130,3 @@ def test_each_part_sees_and_remembers_its_own_only():
     taken = take_recipe(recipe, whole, state={"bco": (3.0, 0.5)})
     assert taken.state.keys() == {"bco"}
     assert taken.state["bco"][0] == 11.0
-
-
-def test_an_option_that_came_later_is_kept_only_if_it_says_more():
-    """So that a run which was begun then goes on."""
-    assert "std" not in recipe_of("grpo", {}).kept_values
-    assert recipe_of("grpo", {"std": "none"}).kept_values["std"] == "none"
-    assert recipe_of("grpo", {}).values["std"] == "sample"
-    assert recipe_of("kto", {"beta": 0.1}).kept_values == recipe_of("kto", {}).values
-    mixed = recipe_of("kto+bco", {"kto": {"beta": 0.3}})
-    assert mixed.kept_values == mixed.values

@@ -271,7 +271,6 @@ def test_the_root_names_the_content_and_what_it_was_made_from(table_folder, tmp_
 
 def test_how_samples_were_drawn_is_kept_beside_the_root(table_folder):
     plain = published(table_folder)
-    assert "sampling" not in json.loads(table_folder.manifest.read_bytes())  # as in older tables
     told = published(table_folder, sampling=Drawing(0.7, 1.0, 0))
     assert told.root == plain.root
     assert table_folder.find().sampling == Drawing(0.7, 1.0, 0)
