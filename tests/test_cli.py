@@ -97,13 +97,12 @@ print(*sys.modules)
 """
 
 
-@pytest.mark.parametrize("columns", [80, 50])
-def test_every_command_and_option_is_explained_in_a_narrow_terminal(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_every_command_and_option_is_explained(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     for name, command in COMMANDS.items():
         answer = align(name, "--help")
         assert answer.code == 0
-        assert max(map(len, answer.out.splitlines())) <= columns
+        assert max(map(len, answer.out.splitlines())) <= 80
         with command.make_context(name, [], resilient_parsing=True) as context:
             options = command.get_params(context)  # those of methods too
         flags = [word for one in options for word in (*one.opts, *one.secondary_opts)]

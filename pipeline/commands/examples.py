@@ -1,12 +1,8 @@
-"""The help of each command: readable at any width, with an example at its end."""
+"""The example at the end of the help of each command."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-from typer.core import TyperCommand
-
-from ..options.narrow_help import ReadableCommand
 
 if TYPE_CHECKING:
     import typer
@@ -40,9 +36,7 @@ EXAMPLES = {
 
 
 def complete_help(app: typer.Typer) -> None:
-    """Ends the help of each command with its example, and wraps it in a narrow terminal."""
+    """Ends the help of each command with its example."""
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
-        if command.cls is TyperCommand:
-            command.cls = ReadableCommand
         command.epilog = f"Example: {EXAMPLES[name]}"

@@ -8,11 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.abc import MetaPathFinder
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -24,7 +22,6 @@ from ...schemas.safe_text import mask_secrets_of, safe
 from ...stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ...stages.tracking.progress import NoProgress, Progress, make_progress
 from ..executors.cores import HOW_THREADS_WAIT
-from ..options.narrow_help import print_narrow
 from ..options.other_names import hint
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
@@ -59,22 +56,10 @@ def own_process(arguments: Sequence[str]) -> None:
     # A thread may still send to MLflow when the program ends.
     for package in WARNING:
         warnings.filterwarnings("ignore", module=package)
-    if "torch" not in sys.modules and sys.stderr.isatty() and is_first_rank():
-        sys.meta_path.insert(0, TorchToldOf())
     for word in arguments:
         mask_secrets_of(word.partition("=")[2] if "=" in word.partition("://")[0] else word)
     if logging.lastResort:  # Python's handler for records that no other handler takes
         logging.lastResort.setFormatter(SafeFormatter())
-
-
-class TorchToldOf(MetaPathFinder):
-    """Says to a person who waits that torch is loaded, which takes seconds; it finds nothing."""
-
-    def find_spec(self, name: str, *_: Any) -> None:
-        """Is asked for every module that is imported."""
-        if name == "torch":
-            sys.meta_path.remove(self)
-            say("loading torch", err=True)
 
 
 class SafeFormatter(logging.Formatter):
@@ -87,11 +72,6 @@ class SafeFormatter(logging.Formatter):
 
 class SafeGroup(TyperGroup):
     """A group of commands whose error messages are safe to print."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Prints the help, as a table where there is room for one."""
-        if not print_narrow(self, ctx):
-            super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the words up to the command's name."""

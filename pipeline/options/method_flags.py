@@ -7,16 +7,16 @@ from functools import cache
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError, closest, did_you_mean
 from .declared import METHOD, facts_of
-from .narrow_help import ReadableCommand
 
 DESTINATION = "method_"  # before the name of the option; no flag of a setting begins so
 
 
-class MethodCommand(ReadableCommand):
+class MethodCommand(TyperCommand):
     """A command with a flag for every option of a method.
 
     The table of methods is read when the command is, and not for the help of all commands.
