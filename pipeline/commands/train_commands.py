@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +31,6 @@ def add_training_to(app: typer.Typer) -> None:
 @with_flags("train")
 def train(
     flags: dict[str, Any],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print the plan, as `align plan` does.")
-    ] = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
@@ -44,15 +40,6 @@ def train(
 
     settings = load_settings(flags, sets or [], file=config, command="train")
     require_training(settings.config)
-    if dry_run:
-        from ...stages.engine.launchers import world_apart
-        from ..plan.plan_text import plan_text
-        from ..plan.run_plan import PlanRequest, plan_run
-
-        world = world_apart(os.environ)
-        if world.rank == 0:  # the others would work out the same, each for seconds
-            say(plan_text(plan_run(settings, PlanRequest(gpus=world.size))))
-        return
     from ..train.training_job import open_training
 
     job = open_training(settings)
