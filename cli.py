@@ -259,25 +259,6 @@ def mlflow_sync(
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
 
 
-@app.command(rich_help_panel="Look")
-def ui(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port, on this machine.")] = 5000,
-    uri: Annotated[str, typer.Option(help="Another store than your own.")] = "",
-    config: ConfigFile = None,
-) -> None:
-    """Show what is recorded in MLflow in its own pages, to this machine alone."""
-    from dataclasses import replace
-
-    from .pipeline.jobs.mlflow_ui import pages_of
-    from .pipeline.options.settings import load_settings
-
-    own = load_settings({}, [], file=config).config.tracking
-    pages = pages_of(replace(own, uri=uri or own.uri), port=port)
-    say(pages.shown)
-    sys.stdout.flush()
-    pages.serve()
-
-
 complete_help(app)
 
 

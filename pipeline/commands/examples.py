@@ -31,7 +31,6 @@ EXAMPLES = {
     "diff": "align diff runs/dpo runs/kto",
     "register": "align register align-run prefs --alias champion",
     "mlflow-sync": "align mlflow-sync align-run",
-    "ui": "align ui --port 5001",
 }
 
 
