@@ -18,7 +18,7 @@ How = Literal["finished", "signal", "time", "failed"]
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """One file of a checkpoint, or of a run that has ended."""
+    """One file of a checkpoint, or of a model in a store."""
 
     path: str  # relative to the folder, parts joined by /
     bytes: int
@@ -61,7 +61,6 @@ class Position:
     identity: RunIdentity
     made_with: dict[str, str]  # versions and the like: differences are reported
     changes: tuple[str, ...]  # the differences reported so far
-    journal: CheckpointFile  # metrics.jsonl as it was then
     mlflow_run_id: str
     memory: dict[str, tuple[float, ...]]  # the state of the methods
     window: dict[str, tuple[float, ...]]  # sums and counts of the steps since the last line
@@ -96,7 +95,6 @@ class Later:
     """The part of a checkpoint that is measured after it is saved."""
 
     metrics: Mapping[str, float]
-    journal: CheckpointFile  # after the line with these metrics
     best_so_far: BestSoFar | None
     fitted: FittedBatches | None
 
@@ -110,7 +108,6 @@ class Ending:
     total_steps: int  # of the whole run as it was planned
     identity: RunIdentity
     changes: tuple[str, ...]  # as in the last checkpoint
-    files: tuple[CheckpointFile, ...]  # the journal and the settings
     reason: str = ""  # why it ended before its last step
     model_step: int | None = None  # whose model was written, if not the last step's
 

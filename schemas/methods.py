@@ -205,7 +205,6 @@ class Method:
     # before any loss is computed.
     pre_pass: PrePass | None = None
     update_state: UpdateState | None = None  # state so far, pre_pass -> state after this step
-    state_size: int = 0  # numbers in a state, after the first step; 0: any
     # The score of a rejected or undesirable branch whose row has no scores; a good one has 1.
     bad_score: float = 0.0
     # Whether it takes the reference for the policy that generated the data.

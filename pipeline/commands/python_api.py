@@ -141,7 +141,7 @@ def load_run(path: AnyPath) -> TrainingRun:
     >>> run.evaluations.select("step", "eval/loss", "eval/rewards/margins")
     """
     from ...stages.storage.run.run_folder import read_ending
-    from ..options.settings import run_settings
+    from ..options.settings import read_yaml
     from ..train.run_history import read_history
     from ..train.run_report import training_folder
 
@@ -158,7 +158,7 @@ def load_run(path: AnyPath) -> TrainingRun:
         samples=_samples(folder.evaluations()),
         answers=_answers(folder.answers),
         rows=_visits(folder.rows),
-        settings=run_settings(folder),
+        settings=read_yaml(folder.config),
     )
 
 

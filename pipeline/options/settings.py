@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections import Counter
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ...schemas.config import Config
-from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.errors import UsageError
 from ...schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
 from ...schemas.option import Command
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
 from ...stages.storage.bucket.local_copies import keep_copies_in
 from ...stages.storage.bucket.objects import is_remote
 from ...stages.storage.disk import fs
-from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.tracker import require_trackers
 from .declared import facts_of, paths, reads
 from .flags import require_used
@@ -143,29 +141,6 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "://" in (uri := settings.get("tracking.uri") or ""):
         shown["tracking.uri"] = masked_address(uri)
     return shown
-
-
-def signed_settings(config: Config) -> bytes:
-    """The text of a run's config.yaml."""
-    return signed(as_yaml(config))
-
-
-def signed(text: str) -> bytes:
-    """The text after a first line with its digest."""
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
-
-
-def run_settings(folder: RunFolder) -> dict[str, Any]:
-    """The settings of config.yaml by dotted names; CorruptionError if the file was changed."""
-    text = fs.read_bytes(folder.config)
-    _, _, lines = text.partition(b"\n")
-    if text != signed(lines.decode("utf-8", "replace")):
-        raise CorruptionError(
-            f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
-            "then holds to what the checkpoint says, and writes it again."
-        )
-    return read_yaml(folder.config)
 
 
 def write_template(path: Path, *, schema: bool, method: Description | None = None) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.checkpoint import (
-    CheckpointFile,
     FittedBatches,
     Later,
     Peers,
@@ -29,7 +28,7 @@ from ...stages.storage.run.checkpoints import (
     record_of,
     save_checkpoint,
 )
-from ...stages.storage.run.run_folder import RunFolder, described
+from ...stages.storage.run.run_folder import RunFolder
 from ..plan.workload import planned_tokens
 from .resume import Start, identity_of, made_with
 
@@ -68,7 +67,7 @@ class Checkpointer:
             add_checkpoint_metrics(
                 self._start.folder,
                 position.step,
-                Later(metrics, self._journal(), position.best, self._fitted(position)),
+                Later(metrics, position.best, self._fitted(position)),
                 run_id=self._start.run_id,
                 retention=self._retention,
             )
@@ -129,7 +128,6 @@ class Checkpointer:
             identity=self._identity,
             made_with=self._made_with,
             changes=self._start.changes,
-            journal=self._journal(),
             mlflow_run_id=run_id,
             memory=position.state,
             window={name: (one.total, one.count) for name, one in position.window.items()},
@@ -139,13 +137,6 @@ class Checkpointer:
 
     def _fitted(self, position: TrainingPosition) -> FittedBatches | None:
         return FittedBatches(planned_by(self._session), position.fits) if position.fits else None
-
-    def _journal(self) -> CheckpointFile:
-        """The journal as it is now; only rank zero writes it."""
-        folder = self._start.folder
-        if self._session.world.rank:
-            return CheckpointFile(folder.metrics.name, 0, "")
-        return described(folder.root, folder.metrics)
 
 
 def planned_by(session: Session) -> int:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import __version__
-from ...schemas.batches import Cursor, World
+from ...schemas.batches import World
 from ...schemas.checkpoint import Checkpoint, FittedBatches, Position, RunIdentity
-from ...schemas.errors import CorruptionError, FingerprintError, StorageError, UsageError
+from ...schemas.errors import FingerprintError, StorageError, UsageError
 from ...schemas.safe_text import masked
 from ...stages.engine.deepspeed_config import leaves, stage_of
 from ...stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
@@ -28,12 +28,12 @@ from ...stages.model.layouts.flex_attention import why_no_flex
 from ...stages.model.logprobs import ScoringPath, causal_model, own_attention
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
-from ...stages.storage.run.checkpoints import CHECKPOINTS, choose_checkpoint
-from ...stages.storage.run.run_folder import RunFolder, begins_as, forget_ending, read_ending
+from ...stages.storage.run.checkpoints import choose_checkpoint
+from ...stages.storage.run.run_folder import RunFolder, forget_ending, read_ending
 from ...stages.storage.run.run_store import RunStore, run_folder_of, run_store_of
 from ..jobs.differences import differences
 from ..options.declared import binds, bound
-from ..options.settings import as_absolute, run_settings, signed_settings
+from ..options.settings import as_absolute, as_yaml, read_yaml
 from .run_upload import require_one_machine, uploaded
 
 if TYPE_CHECKING:
@@ -88,20 +88,16 @@ def started(job: TrainingJob, world: World) -> Iterator[Start]:
 def held_to_checkpoint(session: Session, start: Start) -> Start:
     """Refuses to resume with another policy or engine; then writes the run's settings."""
     world, folder = session.world, start.folder
-    text = engine_text(session.engine_config)
     changes = start.changes
     if start.checkpoint:
         position = start.checkpoint.position
         changes += run_on_all_ranks(world, lambda: require_same_computing(position, session))
-        run_on_all_ranks(world, lambda: require_reached(position, session, folder))
 
     def begin() -> None:
-        if start.checkpoint:
-            require_same_engine_file(folder, text)
         forget_ending(folder)
         fs.unlink(folder.answers)  # of a policy that learns on from here
-        fs.publish(folder.config, signed_settings(session.job.config), label="config")
-        fs.publish(folder.engine, text, label="config")
+        fs.publish(folder.config, as_yaml(session.job.config).encode(), label="config")
+        fs.publish(folder.engine, engine_text(session.engine_config), label="config")
 
     run_on_rank_zero(world, begin)
     return replace(start, changes=changes)
@@ -124,16 +120,14 @@ def _enter(job: TrainingJob, folder: RunFolder, locks: ExitStack) -> Start:
     if chosen is None:
         # No checkpoint is left, but the folder may be of a run with other settings.
         if folder.config.exists() and folder.metrics.exists():
-            require_same_settings(run_settings(folder), as_absolute(job.config))
+            require_same_settings(read_yaml(folder.config), as_absolute(job.config))
         return Start(folder, run_id, noted=folder.noted_fitting())
     position = chosen.checkpoint.position
     for name, line in require_same_run(position.identity, job).items():
         follows = "; the learning rate follows the new length from here on"
         logger.warning("%s%s.", line, follows if binds(name, "length") else "")
-    if folder.config.exists():
-        run_settings(folder)
-    changes = (*position.changes, *require_whole_records(folder, position))
-    return Start(folder, run_id, chosen.checkpoint, folder.noted_fitting(), changes=changes)
+    known = folder.noted_fitting()
+    return Start(folder, run_id, chosen.checkpoint, known, changes=position.changes)
 
 
 def require_shared(folder: RunFolder, run_id: str) -> None:
@@ -207,14 +201,6 @@ def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]
     return changed
 
 
-def require_reached(begun: Position, session: Session, folder: RunFolder) -> None:
-    """Refuses a position that no run of these rows and this method comes to."""
-    reached = Cursor(*divmod(begun.global_step, session.feed.steps_per_epoch))
-    if begun.cursor != reached or not session.recipe.has_state(begun.memory):
-        path = folder.step(begun.global_step)
-        raise CHECKPOINTS.damaged(path, "its record is of other rows or another method")
-
-
 def spread_of(identity: RunIdentity) -> dict[str, str]:
     """The number of ranks and the ZeRO stage, which may both change when a run resumes."""
     return {"ranks": str(identity.world_size), "ZeRO stage": str(identity.zero_stage)}
@@ -223,55 +209,6 @@ def spread_of(identity: RunIdentity) -> dict[str, str]:
 def _without_spread(computed: Mapping[str, str]) -> dict[str, str]:
     """The settings that change results, without DeepSpeed's that only place the work."""
     return {name: value for name, value in computed.items() if not IS_OF_SPREAD(name)}
-
-
-def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, ...]:
-    """Refuses a metrics.jsonl that differs from the checkpoint's; a missing one is reported.
-
-    Returns what is missing.
-    """
-    known = position.journal
-    if not folder.metrics.exists() and known.bytes:
-        missing = f"{folder.metrics.name} was missing after step {position.global_step}"
-        logger.warning(
-            "%s is missing: what was measured up to step %d is lost. The run continues, and a new "
-            "file begins after that step.",
-            folder.metrics,
-            position.global_step,
-        )
-        return (missing,)
-    if known.bytes and not begins_as(folder.metrics, known):
-        raise CorruptionError(
-            f"{folder.metrics} does not begin with the {known.bytes:,} bytes that it had at the "
-            f"checkpoint of step {position.global_step}: it was cut, edited or damaged. Restore "
-            "it, or remove it to continue without what was measured before."
-        )
-    return ()
-
-
-def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
-    """Refuses a deepspeed.json that this run would not have written, on any number of ranks."""
-    if not folder.engine.exists() or (found := fs.read_bytes(folder.engine)) == text:
-        return
-    if not _differ_in_spread(found, text):
-        raise CorruptionError(
-            f"{folder.engine} is damaged or was edited: this run was given another one. Remove it: "
-            "it is written again, from what the checkpoint says."
-        )
-
-
-def _differ_in_spread(found: bytes, text: bytes) -> bool:
-    """Whether two deepspeed.json are of other ranks or another stage, and the same otherwise."""
-    spreads, others = [], []
-    for content in (found, text):
-        try:
-            config = json.loads(content)
-            spreads.append((config["train_batch_size"], stage_of(config)))
-            every = {f"deepspeed {name}": repr(value) for name, value in leaves(config)}
-        except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
-            return False
-        others.append(_without_spread(every))
-    return spreads[0] != spreads[1] and spreads[0][1] in range(4) and others[0] == others[1]
 
 
 def engine_text(config: dict[str, Any]) -> bytes:

@@ -24,7 +24,7 @@ from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.progress import Progress
 from ...stages.train.memory_backoff import release_cached_memory
 from ..jobs.tracker_sync import owe_again, own_options, require_no_links, send_again
-from ..options.settings import load_settings, run_settings
+from ..options.settings import load_settings
 from ..tables.samplers import LocalSampler
 from .policy_identity import digest_policies
 from .resume import Start, require_same_run
@@ -42,7 +42,6 @@ def answer_again(
     folder = training_folder(root)
     require_no_links(folder)
     ending = require_finished(folder)
-    run_settings(folder)  # refuses a file that was edited
     asked = {"train.answers": count, "train.answer_tokens": most_tokens}
     here = {"train.resume": "auto", "train.output": str(root)}
     settings = load_settings({}, asked | here, file=folder.config)

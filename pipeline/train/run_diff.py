@@ -22,7 +22,7 @@ from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.cache.shards import read_columns
 from ...stages.storage.run.run_folder import RunFolder, read_ending
-from ..options.settings import run_settings
+from ..options.settings import read_yaml
 from .run_report import training_folder
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def _measure(runs: Sequence[_Measured]) -> str:
 
 
 def _measured(folder: RunFolder, step: int | None) -> _Measured:
-    ending = read_ending(folder)  # which refuses tables that are not what the run left
-    tables, settings = folder.evaluations(), run_settings(folder)
+    ending = read_ending(folder)
+    tables, settings = folder.evaluations(), read_yaml(folder.config)
     if not tables:
         raise UsageError(
             f"{folder.root} has no single completions of held-out rows. Train with "

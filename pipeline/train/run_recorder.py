@@ -239,7 +239,6 @@ class RunRecords:
             total_steps=self._total_steps,
             identity=identity_of(self._session),
             changes=self._start.changes,
-            files=(),
             reason=redacted(reason),
             model_step=model_step,
         )

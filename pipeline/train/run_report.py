@@ -29,7 +29,7 @@ from ...stages.storage.run.checkpoints import read_checkpoint, wanted
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
-from ..options.settings import run_settings, without_secrets
+from ..options.settings import read_yaml, without_secrets
 from .run_head import ended_how, head_facts, sentences, trouble
 from .run_history import Curves, Measured, curves, read_history
 
@@ -53,8 +53,8 @@ def write_report(root: Path) -> tuple[Sign, ...]:
     with log_failure("No table of training rows"):
         if parts := folder.rows_written():
             join_parts([*parts], folder.rows)
-    settings, history = run_settings(folder), read_history(folder.metrics)
-    ending = read_ending(folder)  # once: it compares the digest of every file of measurements
+    settings, history = read_yaml(folder.config), read_history(folder.metrics)
+    ending = read_ending(folder)
     measured = history.measured(ending.model_step if ending else None)
     learned, held_out = curves(history.learned), curves(history.held_out)
     cache, signs = _of_cache(folder, settings), _signs(folder, learned, held_out)

@@ -49,7 +49,7 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
 
         def fit() -> None:
             with _refusing(folder):
-                require_fit(saved, engine, order, rank=world.rank, ranks=world.size)
+                require_fit(saved, engine, order)
 
         # All ranks have looked at theirs before one of them enters a collective.
         run_on_all_ranks(world, fit)
@@ -74,7 +74,7 @@ def _refusing(folder: Path) -> Iterator[None]:
         yield
     except AlignError:
         raise
-    except Exception as error:  # a file of a stranger can make the loader raise anything
+    except Exception as error:  # torch's loader raises anything
         # Torch's own words would have it opened with all its code.
         is_pickle = isinstance(error, pickle.UnpicklingError)
         why = "it holds more than tensors" if is_pickle else _first_line(error)

@@ -7,7 +7,6 @@ parameter at a time. Nothing is converted on disk, and no rank has more than its
 from __future__ import annotations
 
 import copy
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,8 @@ from torch import Tensor
 from ...schemas.errors import UsageError
 from .deepspeed_compat import STATE_TYPES, replace_optimizer_state, shapes_of_groups
 from .partitions import (
-    Partition,
     PartitionLayout,
     ScatteredValues,
-    is_finite,
-    require_length,
     split_each,
 )
 
@@ -39,16 +35,7 @@ STATE_KEYS = {
     3: ("optimizer_state_dict", "fp32_flat_groups"),
 }
 PADDINGS = "param_alignment_paddings"
-CLIPPING = "clip_grad"  # DeepSpeed goes on with the norm of the state, not with that of the run
 SHARED = {"loss_scaler", "dynamic_loss_scale", "overflow"}  # every rank has the same
-OF_STEP = {"lr", "params", "step"}  # what a group has anew at each step, or by its numbers
-NUMBERS = {"betas", "eps", "weight_decay"}  # with which torch's optimizers compute
-OF_KERNEL = {"capturable", "differentiable", "foreach", "fused"}  # how the same is computed
-ADAM = ("exp_avg", "exp_avg_sq")
-MOMENTS = {
-    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), ADAM),
-    "Lion": ADAM[:1],
-}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -100,8 +87,6 @@ class ResizedState:
 def read_state(folder: Path) -> SavedState:
     """The mapped files of a state, which may hold tensors and `STATE_TYPES` only."""
     model = _mapped(min(folder.glob("*mp_rank_00_model_states.pt")))
-    if odd := [name for name in COUNTERS if type(model[name]) is not int]:
-        raise ValueError(f"{odd[0]} is not a whole number")
     if model["optimizer"] is not None:
         return SavedState(model, (model["optimizer"],))
     paths = {path.name.removeprefix("bf16_"): path for path in folder.glob("*_optim_states.pt")}
@@ -112,10 +97,6 @@ def read_state(folder: Path) -> SavedState:
 
 
 def _mapped(path: Path) -> Any:
-    with zipfile.ZipFile(path) as archive:
-        # Packed values could be any number of times as large as the file.
-        if sum(one.file_size for one in archive.infolist()) > path.stat().st_size:
-            raise ValueError(f"{path.name} holds more than its size")
     with torch.serialization.safe_globals(list(STATE_TYPES)):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
@@ -124,15 +105,13 @@ def resize(saved: SavedState, engine: Any, order: Order, *, rank: int, ranks: in
     """A state resized for a rank; ValueError if its parameters are not those of the engine."""
     stage, live = int(engine.zero_optimization_stage()), engine.optimizer.state_dict()
     old, new = _saved_layout(saved, order), _live_layout(engine, live, order, ranks)
-    _require_same_making(saved, old, new, live, stage)
-    values, scalars = _collected(saved, engine, old, order)
+    _require_same_sizes(old, new)
+    values, scalars = _collected(saved, old, order)
     shapes = {name: one.shape for name, one in engine.module.named_parameters()}
     flats = []
     for index, group in enumerate(new.groups):
         partition = new.partition(index, rank)
         flat = {key: values.fill(key, partition) for key in values.keys}
-        for key, tensor in flat.items():
-            _require_part(key, partition, tensor)
         if stage == 0:
             flat = {key: tensor.view(shapes[min(group)]) for key, tensor in flat.items()}
         flats.append(flat)
@@ -154,80 +133,15 @@ def put_into(engine: Any, resized: ResizedState) -> None:
         setattr(engine, name, model[name])
 
 
-def require_fit(saved: SavedState, engine: Any, order: Order, *, rank: int, ranks: int) -> None:
-    """ValueError unless a rank may load its part of a state of this stage and number of ranks.
-
-    DeepSpeed repeats a tensor of one value, and fills one that is too short up with zeros. What
-    every rank loads whole is looked at by one of them, tensor by tensor.
-    """
-    stage, live = int(engine.zero_optimization_stage()), engine.optimizer.state_dict()
-    layout = _saved_layout(saved, order)
-    _require_same_making(saved, layout, _live_layout(engine, live, order, saved.ranks), live, stage)
-    _require_sound_weights(saved, engine, range(rank, len(saved.model["module"]), ranks))
-    rank = rank if stage else 0
-    for name in SHARED & live.keys():
-        if type(saved.optimizers[rank].get(name)) is not type(live[name]):
-            raise ValueError(f"{name} is missing, or is another's")
-    if (norm := live.get(CLIPPING)) != (was := saved.optimizers[rank].get(CLIPPING, norm)):
-        raise ValueError(f"gradients were clipped to {was!r:.40}, not {norm}")
-    for index, weight in enumerate(saved.weights(rank, order)):
-        partition = layout.partition(index, rank)
-        _require_part(WEIGHT, partition, weight)
-        for key, moment in _moments(saved, engine, rank, index).items():
-            _require_part(key, partition, moment)
+def require_fit(saved: SavedState, engine: Any, order: Order) -> None:
+    """ValueError unless a state of this stage and number of ranks is of the engine's parameters."""
+    live = engine.optimizer.state_dict()
+    _require_same_sizes(_saved_layout(saved, order), _live_layout(engine, live, order, saved.ranks))
 
 
-def _require_sound_weights(saved: SavedState, engine: Any, numbers: range) -> None:
-    dtypes = {name: one.dtype for name, one in engine.module.named_parameters()}
-    names = [*saved.model["module"]]
-    for name in [names[number] for number in numbers if names[number] in dtypes]:
-        kept = saved.model["module"][name]
-        if kept.numel() * kept.element_size() > kept.untyped_storage().nbytes():
-            raise ValueError(f"{name} has more values than are stored")
-        if kept.dtype != dtypes[name] or not is_finite(kept):
-            raise ValueError(f"{name} is of another dtype, or has values that are not finite")
-
-
-def _moments(saved: SavedState, engine: Any, rank: int, index: int) -> dict[str, Tensor]:
-    """What the engine's optimizer has to have kept for each value of a tensor, if that is known."""
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    names = MOMENTS.get(type(optimizer).__name__, ())
-    state = saved.base(rank)["state"]
-    has_stepped = saved.model["global_steps"] > saved.model["skipped_steps"]
-    # Without ZeRO, a parameter that never had a gradient has none.
-    if names and (index in state or (has_stepped and (saved.stage or not state))):
-        known = state.get(index, {})
-        if not 0 < known.get("step", 1) <= saved.model["global_steps"]:
-            raise ValueError(f"the optimizer has taken {known['step']} steps")
-        return {name: known[name] for name in names}
-    return {}
-
-
-def _require_part(key: str, partition: Partition, flat: Tensor) -> None:
-    require_length(key, partition, flat)
-    if not flat.is_floating_point():
-        raise ValueError(f"{key} is of {flat.dtype}")
-    for fragment in partition.fragments:  # padding may hold anything
-        if not is_finite(flat.reshape(-1)[fragment.at :][: fragment.length]):
-            raise ValueError(f"{key} has values of {fragment.name} that are not finite")
-
-
-def _require_same_making(
-    saved: SavedState,
-    old: PartitionLayout,
-    new: PartitionLayout,
-    live: Mapping[str, Any],
-    stage: int,
-) -> None:
-    """ValueError for parameters of other sizes, or numbers of the optimizer that are others."""
+def _require_same_sizes(old: PartitionLayout, new: PartitionLayout) -> None:
     if odd := sorted(set(old.sizes.items()) ^ set(new.sizes.items())):
         raise ValueError(f"{odd[0][0]} is missing from one of them, or has another size")
-    groups = live.get(STATE_KEYS[stage][0], live)["param_groups"]
-    for now, was in zip(groups, saved.base(0)["param_groups"], strict=True):
-        for name in now.keys() & (was.keys() | NUMBERS) - OF_STEP - OF_KERNEL:
-            if now[name] != was.get(name):
-                told = f"{was[name]!r:.40}" if name in was else "missing"
-                raise ValueError(f"{name} of the optimizer is {told}, not {now[name]}")
 
 
 def _saved_layout(saved: SavedState, order: Order) -> PartitionLayout:
@@ -257,7 +171,7 @@ def _numels(shapes: Mapping[str, torch.Size]) -> dict[str, int]:
 
 
 def _collected(
-    saved: SavedState, engine: Any, layout: PartitionLayout, order: Order
+    saved: SavedState, layout: PartitionLayout, order: Order
 ) -> tuple[ScatteredValues, dict[str, Any]]:
     """Views of all values by key and parameter, and the scalars, such as the step.
 
@@ -270,7 +184,6 @@ def _collected(
         for index, weight in enumerate(saved.weights(rank, order)):
             partition = layout.partition(index, rank)
             values.add(WEIGHT, partition, weight)
-            _moments(saved, engine, rank, index)
             for key, value in state.get(index, {}).items():
                 if isinstance(value, dict):
                     raise UsageError(

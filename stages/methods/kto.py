@@ -262,5 +262,4 @@ BCO = labelled_method(
     options=BcoOptions,
     pre_pass=pre_pass_rewards,
     update_state=update_mean_reward,
-    state_size=2,
 )

@@ -172,15 +172,6 @@ class Recipe:
             if part.method.update_state
         }
 
-    def has_state(self, state: MethodState) -> bool:
-        """Whether a state is one of these methods, after any number of steps."""
-        methods = [part.method for part in self.parts if part.method.update_state]
-        sizes = {method.name: method.state_size for method in methods}
-        return not state or (
-            state.keys() == sizes.keys()
-            and all(sizes[name] in (0, len(values)) for name, values in state.items())
-        )
-
     @property
     def reward_formula(self) -> str:
         """What these rewards are, in the words of the table of methods; empty without any."""

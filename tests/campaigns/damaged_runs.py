@@ -12,7 +12,6 @@ import torch
 from campaigns.damaged_caches import in_its_place, is_object, signed_record
 from campaigns.hostile_settings import value
 
-from align.pipeline.options.settings import signed
 from align.stages.storage.disk.fs import sha256_of
 from support.damaged_models import elsewhere, other_bytes, other_json
 
@@ -167,12 +166,12 @@ def _other_line(file, draw):
 
 
 def _other_setting(file, draw):
-    lines = file.read_text().splitlines()[1:]
+    lines = file.read_text().splitlines()
     at = draw.choice([at for at, line in enumerate(lines) if line.startswith("  ")])
     name = lines[at].partition(":")[0]
     lines[at] = f"{name}: {value(draw, _Anything)}"
     text = "\n".join([*lines, ""])
-    file.write_bytes(signed(text.encode("utf-8", "replace").decode()))
+    file.write_bytes(text.encode("utf-8", "replace"))
     return lines[at][:80]
 
 

@@ -36,7 +36,7 @@ from support.tracked_training import (
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
-FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), (), ())
+FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), ())
 
 
 def held_nothing_up(entered):

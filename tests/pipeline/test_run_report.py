@@ -10,12 +10,11 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.options.settings import signed
 from align.pipeline.train.run_diff import AheadOfAll, diff_runs, known_prompts, standing
 from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import outcome, write_report
 from align.schemas.checkpoint import Ending, RunIdentity
-from align.schemas.errors import CorruptionError, UsageError
+from align.schemas.errors import UsageError
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder, write_ending
 from support.long_runs import write_long_run
@@ -101,9 +100,7 @@ def test_the_head_tells_a_run_from_others(whole_run, course, tmp_path):
 
 def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(tmp_path):
     folder = write_long_run(tmp_path / "run", steps=60, evaluated=2)
-    known = Ending(
-        "failed", 60, 100, RunIdentity("", 1, 0, {}, {}), (), (), "lower <b>train.lr</b>"
-    )
+    known = Ending("failed", 60, 100, RunIdentity("", 1, 0, {}, {}), (), "lower <b>train.lr</b>")
 
     def said():
         write_report(folder.root)
@@ -144,13 +141,13 @@ def test_a_page_shows_no_cache_but_that_of_its_run_and_names_steps_that_were_not
     (run / "nonfinite.jsonl").write_text("\n".join([*whole, '{"step": 9, "ra']))
     shutil.copytree(course.cache, moved)
     root = json.loads((moved / "manifest.json").read_text())["root"]
-    settings = (run / "config.yaml").read_text().partition("\n")[2]
+    settings = (run / "config.yaml").read_text()
     for cache, said in (
         (moved, root),
         (training_world.pairs, f"This run was trained on root {root}."),
     ):
         changed = settings.replace(str(course.cache), str(cache))
-        (run / "config.yaml").write_bytes(signed(changed))
+        (run / "config.yaml").write_text(changed)
         write_report(run)
         assert said in words_of(run)
         assert ("Lineage" in words_of(run)) == (cache == moved)
@@ -207,7 +204,6 @@ def with_margins(run, folder, margins):
         for number, (row_id, margin) in enumerate(margins.items()):
             for role, reward in (("chosen", margin), ("rejected", 0.0)):
                 writer.writerow([number, row_id, role, 5, -1.0, -2.0, 1.0, reward])
-    (folder / "_align" / "ending.json").unlink()  # which has the digest of the table
     return folder
 
 
@@ -233,14 +229,6 @@ def test_what_was_measured_is_of_the_step_whose_model_was_written(whole_run):
         loss = metrics_of(whole_run, step)["eval/loss"]
         assert history.measured(None if step == 6 else step).after["eval/loss"] == loss
     assert history.measured(0).after == {}
-
-
-def test_a_table_that_differs_from_what_its_run_left_is_not_compared(whole_run, tmp_path):
-    run = shutil.copytree(whole_run, tmp_path / "run")
-    table = RunFolder(run).evaluation(6)
-    table.write_text(table.read_text().replace("1", "2", 1))
-    with pytest.raises(CorruptionError, match=f"{table} is damaged"):
-        diff_runs(whole_run, run)
 
 
 def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_run, tmp_path):

@@ -8,11 +8,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from align.schemas.batches import Cursor
 from align.schemas.json_codec import to_signed_json
 from align.stages.storage.run.checkpoints import read_checkpoint
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder, read_ending
-from support.command import align, refusal
+from support.command import align
 from support.mlflow_runs import ledger_of
 from support.stage_one import contents
 from support.trainings import KILLED, learned, refused, require_same, weights
@@ -69,9 +68,6 @@ def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_writte
     """Another torch made it, by its record; a setting that changes no result may change."""
     changes = ("--seed", 1, "--set", "method.beta=0.5", "--set", "train.weight_decay=0.1")
     engine = (broken_run / "deepspeed.json").read_bytes()
-    path = broken_run / "deepspeed.json"  # an edit is no loss
-    path.write_bytes(engine.replace(b"0.001", b"0.003"))
-    assert f"{path} is damaged or was edited" in refused(course, 5, broken_run, *RESUME)
     for name in ("config.yaml", "deepspeed.json", "metrics.jsonl"):
         (broken_run / name).unlink()
     step = broken_run / "checkpoints" / "step-00000004"
@@ -91,14 +87,12 @@ def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_writte
     steps = sorted(path.name for path in (broken_run / "checkpoints").glob("step-*"))
     assert steps == ["step-00000004", "step-00000005", "step-00000006"]
     assert (broken_run / "deepspeed.json").read_bytes() == engine
-    assert "metrics.jsonl is missing: what was measured up to step 4 is lost" in answer.err
     assert {line["step"] for line in learned(broken_run)} == {5, 6}
     torch = f"after step 4: torch 2.0.1 → {known.position.made_with['torch']}"
     assert torch in answer.err
-    changed = {torch, "metrics.jsonl was missing after step 4"}
-    assert set(read_ending(RunFolder(broken_run)).changes) == changed
+    assert read_ending(RunFolder(broken_run)).changes == (torch,)
     newest = read_checkpoint(broken_run / "checkpoints" / "step-00000006")
-    assert set(newest.position.changes) == changed
+    assert newest.position.changes == (torch,)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_run):
@@ -114,16 +108,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     require_same(broken_run, course.whole())
 
 
-def test_a_folder_that_no_run_leaves_is_refused_by_name(course, broken_run):
-    """Its digests are right: whoever hands it over has made them."""
-    step = broken_run / "checkpoints" / "step-00000004"
-    known, whole = read_checkpoint(step), (step / RECORD_NAME).read_bytes()
-    for change in ({"cursor": Cursor(0, 1)}, {"memory": {"kto": (1.0, 2.0)}}):
-        position = dataclasses.replace(known.position, **change)
-        record = dataclasses.replace(known, position=position)
-        (step / RECORD_NAME).write_text(to_signed_json(record))
-        assert f"{step} is damaged: its record is of" in refused(course, 5, broken_run, *RESUME)
-    (step / RECORD_NAME).write_bytes(whole)
+def test_tables_that_are_a_link_are_refused(course, broken_run):
     tables, outside = broken_run / "evaluations", broken_run.with_name("outside")
     tables.rename(outside)
     tables.symlink_to(outside)
@@ -161,10 +146,7 @@ def test_a_finished_run_is_not_touched(course, finished, tmp_path):
     config.write_bytes(b"{")
     assert f"{config}: not valid JSON" in refused(course, 2, run, *RESUME)
     config.write_bytes(described)
-    path = run / "metrics.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"loss":0.', b'"loss":1.', 1))
-    assert f"{path} is damaged: it differs from what the" in refused(course, 5, run, *RESUME)
-    path.unlink()
+    (run / "metrics.jsonl").unlink()
     answer = course.run(run, *RESUME)
     assert "6 steps done already: this run is finished" in answer.out
     assert "metrics.jsonl is missing: what was measured is lost" in answer.err
@@ -179,9 +161,6 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
     ledger.change(status="", ended_ms=0)
     assert "is FINISHED" in course.server.run("mlflow-sync", copy, "--uri", ledger.record.uri).out
     assert "already: this run is finished" in course.run(copy, *RESUME).out
-    journal = copy / "metrics.jsonl"
-    journal.write_bytes(journal.read_bytes().replace(b'"loss":0.', b'"loss":1.', 1))
-    assert f"{journal} is damaged: it differs from what the" in refusal(5, "report", copy)
     (copy / "_align" / "ending.json").unlink()
     assert align("report", copy).code == 0
     assert "6 steps, not finished." in (copy / "report.html").read_text()

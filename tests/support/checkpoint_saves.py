@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from align.schemas.batches import Cursor
-from align.schemas.checkpoint import CheckpointFile, Later, Peers, Position, Retention, RunIdentity
+from align.schemas.checkpoint import Later, Peers, Position, Retention, RunIdentity
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.checkpoints import (
@@ -17,7 +17,6 @@ from align.stages.storage.run.checkpoints import (
 from align.stages.storage.run.run_folder import save_model
 from support.patience import PATIENCE
 
-JOURNAL = CheckpointFile("metrics.jsonl", 3, "0" * 64)
 KEEP = Retention(keep_last=2, best="eval/loss")
 
 
@@ -29,7 +28,6 @@ def position(step, world, metrics):
         identity=RunIdentity("cafe", world, 1, {"train.lr": "0.1"}, {"model.device": "cpu"}),
         made_with={"torch": "2"},
         changes=(),
-        journal=JOURNAL,
         mlflow_run_id="",
         memory={},
         window={},
@@ -95,7 +93,7 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
 def measure(folder, step, retention=KEEP, **metrics):
     """Adds what was measured after the save."""
     add_checkpoint_metrics(
-        folder, step, Later(metrics, JOURNAL, None, None), run_id="run", retention=retention
+        folder, step, Later(metrics, None, None), run_id="run", retention=retention
     )
 
 

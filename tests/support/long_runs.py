@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from align.pipeline.options.settings import signed_settings
+from align.pipeline.options.settings import as_yaml
 from align.schemas.batches import EvalSample
 from align.schemas.config import Config
 from align.schemas.rows import Role
@@ -24,7 +24,7 @@ def write_long_run(root, *, steps, evaluated=8, **train):
     folder = RunFolder(root)
     folder.prepare()
     folder.config.write_bytes(
-        signed_settings(Config(train=TrainOptions(**{"method": "kto", **train})))
+        as_yaml(Config(train=TrainOptions(**{"method": "kto", **train}))).encode()
     )
     lines = []
     for step in range(10, steps + 1, 10):

@@ -354,9 +354,7 @@ def add_checkpoint_metrics(
     """Adds what is measured later to the record of a checkpoint; one rank does this."""
     known = read_checkpoint(folder.step(step))
     every = {**known.position.metrics, **_finite(later.metrics)}
-    position = dataclasses.replace(
-        known.position, metrics=every, journal=later.journal, fitted=later.fitted
-    )
+    position = dataclasses.replace(known.position, metrics=every, fitted=later.fitted)
     grown = dataclasses.replace(known, position=position, best_so_far=later.best_so_far)
     _replace(folder, grown, run_id)
     # A process that was killed may have left a `latest` that a power loss undoes.

@@ -23,18 +23,14 @@ _align/artifacts/               copies of files from elsewhere that trackers hav
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....schemas.checkpoint import CheckpointFile, Ending, FittedBatches
-from ....schemas.errors import StorageError, UsageError, os_errors_as_storage_errors
-from ....schemas.plain_names import is_plain_path
-from ..bucket.objects import Location
+from ....schemas.errors import StorageError, UsageError
 from ..cache.cache_folder import Below, is_output, make_place, refuse_foreign
 from ..disk import fs
 from ..disk.failpoints import reach
@@ -252,14 +248,9 @@ def trash_name(path: Path) -> Path:
     return path.with_name(f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
 
 
-CHUNK = 1 << 20
-
-
 def write_ending(folder: RunFolder, ending: Ending) -> None:
-    """Writes how a run ended, with the digests of its records."""
-    files = tuple(described(folder.root, path) for path in folder.records())
-    vouching = dataclasses.replace(ending, files=files)
-    _endings(folder).replace(folder.ending, vouching)
+    """Writes how a run ended."""
+    _endings(folder).replace(folder.ending, ending)
 
 
 def forget_ending(folder: RunFolder) -> None:
@@ -269,18 +260,8 @@ def forget_ending(folder: RunFolder) -> None:
 
 
 def read_ending(folder: RunFolder) -> Ending | None:
-    """How the run ended; None if it has not, or if it was killed.
-
-    CorruptionError if a file differs from what the run left. A missing file is not damage: what
-    needs it reports it.
-    """
-    endings = _endings(folder)
-    ending = endings.find(folder.ending)
-    for file in ending.files if ending else ():
-        path = folder.root / file.path
-        if path.exists() and not _is_as(folder.root, path, file):
-            raise endings.damaged(path, "it differs from what the run left")
-    return ending
+    """How the run ended; None if it has not, or if it was killed."""
+    return _endings(folder).find(folder.ending)
 
 
 def _endings(folder: RunFolder) -> SignedRecords[Ending]:
@@ -291,36 +272,13 @@ def _endings(folder: RunFolder) -> SignedRecords[Ending]:
             f"Restore it from a copy, or remove {folder.ending}: the run then counts as killed, "
             "and --resume auto continues from its last checkpoint."
         ),
-        faults=_faults,
     )
-
-
-def _faults(ending: Ending, path: Location) -> Iterator[str]:
-    for file in ending.files:
-        if not is_plain_path(file.path):
-            yield f"it names the file {file.path!r}"
-
-
-def _is_as(root: Path, path: Path, known: CheckpointFile) -> bool:
-    # A file may have become too large to read it all.
-    is_as_long = path.stat(follow_symlinks=False).st_size == known.bytes
-    return is_as_long and described(root, path) == known
 
 
 def described(root: Path, path: Path) -> CheckpointFile:
     """A file as it is now: its name below a folder, its length and its digest."""
     size = path.stat(follow_symlinks=False).st_size
     return CheckpointFile(path.relative_to(root).as_posix(), size, fs.sha256_of(path))
-
-
-def begins_as(path: Path, known: CheckpointFile) -> bool:
-    """Whether a file begins with the bytes that it had when it was described."""
-    sha256, left = hashlib.sha256(), known.bytes
-    with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
-        while left and (chunk := source.read(min(left, CHUNK))):
-            sha256.update(chunk)
-            left -= len(chunk)
-    return not left and sha256.hexdigest() == known.sha256
 
 
 def remove_model(target: Path) -> None:
