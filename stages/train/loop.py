@@ -208,7 +208,7 @@ class Loop:
         if self.backoff.times:
             of_now["memory/ran_out"] = float(self.backoff.times)
         metrics = {**reported(self.recipe, {**result.means, **lap}), **of_now}
-        if self._is_due(after.step, self.options.log_every):
+        if self._is_due(after.step, self.options.log_every) or self._may_end_at(after):
             records.stepped(after, metrics, {**reported(self.recipe, window), **of_now})
             return after
         after = replace(after, window=window)
@@ -351,6 +351,12 @@ class Loop:
         if cursor.step + 1 < self.feed.steps_per_epoch:
             return Cursor(cursor.epoch, cursor.step + 1)
         return Cursor(cursor.epoch + 1, 0)
+
+    def _may_end_at(self, position: TrainingPosition) -> bool:
+        """Whether the evaluation after this step may be the last that patience waits for."""
+        best, options = position.best, self.options
+        is_waiting = options.patience and best and best.since + 1 >= options.patience
+        return bool(is_waiting) and self._is_due(position.step, options.eval_every)
 
     def _is_due(self, step: int, every: int) -> bool:
         """Whether this step is a multiple of `every`, or the last."""

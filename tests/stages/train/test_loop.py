@@ -89,6 +89,14 @@ def test_a_run_of_which_nothing_is_learned_ends_when_its_patience_does(run):
     assert (place.step, place.best.since) == (6, 3)
 
 
+def test_a_run_that_ends_by_its_patience_tells_of_its_last_steps(run):
+    still = {"lr": 0.0, "eval_fraction": 0.3, "eval_every": 2, "best": "eval/loss", "patience": 2}
+    every, few = (run(log_every=lines, **still)[0] for lines in (1, 3))
+    assert (steps(every.steps), steps(few.steps)) == ([1, 2, 3, 4], [3, 4])
+    assert few.steps[-1][1]["loss"] == every.steps[-1][1]["loss"]
+    assert few.saves == [4]
+
+
 def test_a_step_is_saved_before_it_is_measured(run):
     """So that a last evaluation that fails costs nothing but itself."""
     order = []
