@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ...schemas.batches import World
 from ...schemas.errors import AlignError, Interrupted, UsageError, counted, log_failure
@@ -26,7 +26,7 @@ from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
 from ..jobs.recorded_work import recorded_work
 from ..jobs.signals import WAY_ON
 from ..options.declared import set_by
-from ..options.settings import Settings
+from ..options.settings import Settings, flatten
 from .policy_identity import PolicyDigests, digest_policies
 from .run_description import data_of
 from .run_diff import standing
@@ -50,7 +50,7 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
     tracking = given.config.tracking
     _require_free(given, trials)
     jobs = [_open(load, trial, output) for trial in trials]
-    _require_different(jobs)
+    require_different(jobs)
     results: list[TrialResult] = []
     known = {"model": model_name(_policy_of(jobs)), "data": _data_of(jobs)}
     facts = {name: value for name, value in known.items() if value}
@@ -114,12 +114,18 @@ def _naming(trial: Trial) -> Iterator[None]:
         raise type(error)(f"{trial.name}: {error}") from error
 
 
-def _require_different(jobs: Sequence[TrainingJob]) -> None:
+def require_different(jobs: Sequence[TrainingJob]) -> None:
     """Refuses values that are written differently but are equal, as 0.1 and 0.10."""
-    for one, other in itertools.combinations([job.config for job in jobs], 2):
-        if replace(one, train=replace(one.train, output=other.train.output)) == other:
-            named = " and ".join(Path(config.train.output).name for config in (one, other))
-            raise UsageError(f"{named} would be the same run. Leave one of them out.")
+    known: dict[frozenset[tuple[str, Any]], str] = {}
+    for config in [job.config for job in jobs]:
+        settings = {**flatten(config), "train.output": ""}
+        values = frozenset(
+            (name, repr(value) if isinstance(value, list | dict) else value)
+            for name, value in settings.items()
+        )
+        name = Path(config.train.output).name
+        if (other := known.setdefault(values, name)) != name:
+            raise UsageError(f"{other} and {name} would be the same run. Leave one of them out.")
 
 
 def _prepare_folder(jobs: Sequence[TrainingJob], output: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.pipeline.train.run_diff import diff_runs, standing
 from align.pipeline.train.run_history import Measured
+from align.pipeline.train.sweep import require_different
 from align.pipeline.train.sweep_page import sweep_page
 from align.pipeline.train.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
-from align.schemas.config import TrackingOptions
+from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import UsageError
+from align.schemas.train_options import TrainOptions
 from align.stages.storage.cache.cache_folder import CacheFolder, OutputFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.run.run_folder import RunFolder
@@ -134,6 +136,15 @@ def test_what_no_run_can_be_is_refused_before_anything_is_trained(journey, tmp_p
         words = ("--method", "dpo", "--cache", journey.cache, "--output", output, *more)
         assert said in refusal(2, "sweep", *words), more
         assert not output.exists()
+
+
+@pytest.mark.timeout(60)
+def test_thousands_of_runs_are_told_apart_at_once():
+    jobs = [SimpleNamespace(config=Config(train=TrainOptions(lr=1 / n))) for n in range(1, 3001)]
+    require_different(jobs)
+    again = Config(train=TrainOptions(lr=1 / 2, output="again"))
+    with pytest.raises(UsageError, match="align-run and again would be the same run"):
+        require_different([*jobs, SimpleNamespace(config=again)])
 
 
 def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
