@@ -231,8 +231,10 @@ def _free_bytes(path: Path) -> str:
 
 @contextmanager
 def log_failure(missing: str) -> Iterator[None]:
-    """Logs the failure to write an informational file, and continues."""
+    """Logs the failure to write an informational file, of whatever kind, and continues."""
     try:
         yield
     except AlignError as error:
         logger.warning("%s: %s", missing, error)
+    except Exception as error:
+        logger.warning("%s: %s: %s", missing, type(error).__name__, error, exc_info=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
+from align.pipeline.train import run_recorder
 from align.pipeline.train.run_diff import AheadOfAll, diff_runs, known_prompts, standing
 from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import outcome, write_report
@@ -17,6 +18,7 @@ from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import UsageError
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder, write_ending
+from support.command import align
 from support.long_runs import write_long_run
 
 
@@ -167,6 +169,17 @@ def test_a_table_or_a_page_that_cannot_be_written_costs_only_itself(course, tmp_
     assert not (run / "report.html").exists()
     course.run(run, "--resume", "auto")
     assert "kto, 6 steps, finished." in words_of(run)
+
+
+def test_a_table_that_fails_in_any_way_ends_no_run(training_world, tmp_path, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise KeyError("token")
+
+    monkeypatch.setattr(run_recorder, "evaluation_csv", broken)
+    words = ("--method", "dpo", "--cache", training_world.pairs, "--output", tmp_path / "run")
+    answer = align("train", *words, "--max-steps", 1, "--eval-fraction", 0.3, "--no-mlflow")
+    assert answer.code == 0, answer
+    assert caplog.text.count("No table of single completions: KeyError: 'token'") == 2
 
 
 def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_reference(
