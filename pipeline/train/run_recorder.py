@@ -175,11 +175,9 @@ class RunRecords:
 
     def not_applied(self, position: TrainingPosition, row_ids: tuple[str, ...]) -> None:
         """Records a step of NaN or infinity, with the ids of this rank's rows in it."""
-        world = self._session.world
-        if world.is_first_of_group:
-            line = {"step": position.step, "rank": world.rank, "row_ids": row_ids}
-            with closing(Lines(self._start.folder.nonfinite)) as lines:
-                lines.append(json.dumps(line).encode())
+        line = {"step": position.step, "rank": self._session.world.rank, "row_ids": row_ids}
+        with closing(Lines(self._start.folder.nonfinite)) as lines:
+            lines.append(json.dumps(line).encode())
         self.say(f"step {position.step:,} gave NaN or infinity and was not applied")
 
     def visited(self, position: TrainingPosition, epoch: int, visits: Visits) -> None:

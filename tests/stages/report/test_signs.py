@@ -76,8 +76,6 @@ def with_ratios(seen, change, step=120):
     return replace(seen, tables={**seen.tables, step: rows})
 
 
-
-
 def fallen_back(seen):
     """Good in the middle, and as by chance at the end."""
     seen = with_ratios(seen, lambda good, old, _: old + pl.when(good).then(6).otherwise(-6), 60)
