@@ -108,7 +108,7 @@ def test_every_command_is_one_that_the_command_line_takes():
     assert not [(name, words, said) for name, words in given if (said := why_refused(*words))]
     # It would pass for nothing if no command were found or none refused.
     assert {"README.md", "docs/getting-started.md", "docs/caches.md"} <= {name for name, _ in given}
-    assert {words[0] for _, words in given} >= {"precompute-ref", "train", "sweep", "score", "gc"}
+    assert {words[0] for _, words in given} >= {"precompute-ref", "train", "sweep", "score"}
     assert "No such option" in why_refused("train", "--methd", "dpo")
     assert "train.lrr" in why_refused("train", "--set", "train.lrr=1")
 

@@ -1,4 +1,4 @@
-"""The commands that look at data and caches: check, verify, inspect, export, gc."""
+"""The commands that look at data and caches: check, verify, inspect, export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Model = Annotated[str | None, typer.Option("--model", help="Folder of the refere
 
 def add_looking_to(app: typer.Typer) -> None:
     """Makes them commands of the app."""
-    for command in (check, verify, inspect, export, gc):
+    for command in (check, verify, inspect, export):
         app.command(rich_help_panel="Data and cache")(command)
 
 
@@ -106,27 +106,3 @@ def export(
     target = output or beside(folder, to)
     rows = run_export(folder.root, target, model=model, overwrite=overwrite)
     say(f"{target}: {counted(rows, 'rows')}")
-
-
-def gc(
-    cache: CacheDir,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Remove what a cache held before it grew; trainings that began on it can then not continue."""
-    from ...schemas.errors import UsageError, counted
-    from ..jobs.object_inputs import cache_at
-    from ..precompute.cache_compatibility import gone_without, remove_earlier
-
-    found = gone_without(folder := cache_at(cache))
-    say(f"{cache}: {counted(len(found.roots), 'earlier roots')}")
-    for root in found.roots:
-        say(f"  {root}")
-    say(f"{counted(len(found.files), 'files')} that only they name, {found.bytes:,} bytes")
-    if dry_run or not found:
-        return
-    if not yes and not sys.stdin.isatty():
-        raise UsageError("A training that began on one of these can then not continue. Pass --yes.")
-    if yes or typer.confirm("A training that began on one of these can then not continue. Remove?"):
-        remove_earlier(folder)
-        say("removed")

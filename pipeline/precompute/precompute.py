@@ -23,7 +23,7 @@ from ...schemas.rows import TIE, Reference
 from ...stages.data.unread_columns import not_read
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder, WorkFolder
-from ...stages.storage.cache.cleanup import collect, is_tidy, superseded
+from ...stages.storage.cache.cleanup import collect, is_tidy
 from ...stages.storage.cache.commits import read_commits
 from ...stages.storage.cache.manifest_file import (
     PLANS,
@@ -40,12 +40,7 @@ from ..executors.executor import Share
 from ..jobs.job import Call, Made, carry_out
 from ..jobs.recorded_work import send_earlier
 from ..jobs.rejected_rows import RejectedRows
-from .cache_compatibility import (
-    candidates,
-    may_have_scores,
-    register_cache,
-    require_same_or_growing,
-)
+from .cache_compatibility import candidates, may_have_scores, register_cache, require_same
 from .early_opening import opened_meanwhile
 from .precompute_plan import STAGE_ONE, CacheJob, make_plan, open_job, remake_ring, ring_of
 from .scoring_worker import ScoreTasks, Tally, lines_of_first
@@ -130,13 +125,13 @@ class PrecomputeJob:
         folder, tracking = self.folder, self.config.tracking
         if self.share:  # it takes no lock, and leaves what others have not sent yet
             if not is_tidy(folder, manifest):
-                collect(folder, [self.cache.work])
+                collect(folder, self.cache.work)
             return
         if is_tidy(folder, manifest) and not unsent_runs(folder.local):
             return
         if lock := try_owner_lock(folder, self.stage):
             with lock:
-                collect(folder, [self.cache.work])
+                collect(folder, self.cache.work)
                 send_earlier(folder.local, tracking)
 
     def make(self, call: Call[Tally]) -> Manifest | None:
@@ -173,8 +168,7 @@ class PrecomputeJob:
         job = self.cache
         is_here = job.config.scoring.executor == "inline" and self.device == "cuda"
         if self.plan is None and is_here:
-            earlier = candidates(job.config.cache, job.folder)
-            if not may_have_scores(earlier, job.reference_key):
+            if not may_have_scores(candidates(job.config.cache), job.reference_key):
                 return opened_meanwhile(job.reference)
         return nullcontext((job.reference, lambda: 0.0))
 
@@ -205,12 +199,10 @@ class PrecomputeJob:
             return _made_by_another(job) if is_over else None
         manifest = build_manifest(plan, commits)
         _require_usable(job, manifest)
-        # Unfinished work on other data, which this cache replaces. Later work is on top of it.
-        others = [work for work in job.folder.works() if work != job.work]
-        if not write_manifest(job.folder, manifest, work=job.work):
+        if not write_manifest(job.folder, manifest):
             return _made_by_another(job)
         self._has_written = True
-        call.has_published = collect(job.folder, [job.work, *others])
+        call.has_published = collect(job.folder, job.work)
         register_cache(job.folder)
         return manifest
 
@@ -236,8 +228,6 @@ class PrecomputeJob:
             lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(each)}")
         if ties := made.quarantined.get(TIE):
             lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
-        if kept := superseded(self.folder, made):
-            lines.append(f"note: {kept}")
         if self.cache.shape.noted:
             lines.append(f"note: {not_read(self.cache.shape.noted)}")
         notes = sorted(made.notes.items())
@@ -256,12 +246,11 @@ def _finished(job: CacheJob) -> Manifest | None:
     folder = job.folder
     if folder.manifest.exists():
         manifest = load_manifest(folder)
-        if manifest.plan_key == job.plan_key:
-            return manifest
-        require_same_or_growing(manifest.fingerprint, job.fingerprint, where=str(folder.root))
+        require_same(manifest.fingerprint, job.fingerprint, where=str(folder.root))
+        return manifest
     for plan in filter(None, map(_plan_in, folder.works())):
         where = f"The unfinished run in {folder.root}"
-        require_same_or_growing(plan.fingerprint, job.fingerprint, where=where)
+        require_same(plan.fingerprint, job.fingerprint, where=where)
     return None
 
 
@@ -280,13 +269,13 @@ def _made_by_another(job: CacheJob) -> Manifest:
     if job.is_published:
         manifest = load_manifest(job.folder)
         if not is_tidy(job.folder, manifest):
-            collect(job.folder, [job.work])
+            collect(job.folder, job.work)
         return manifest
     if not job.folder.store.removes_at_once:
         job.folder.store.retire(job.work.root, first=PLAN_NAME)  # the commits that came late
     raise LockedError(
-        f"{job.folder.root}: another run, on other data, has completed its cache here and taken "
-        "the place of this one. Run the same command again: scores that both need are copied."
+        f"{job.folder.root}: another run, with other settings, has completed its cache here. "
+        "Choose another --output: scores that both need are copied."
     )
 
 

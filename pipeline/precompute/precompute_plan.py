@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,7 @@ from ..executors.cores import usable_cores
 from ..executors.executor import Executor, Runner, Share
 from ..executors.kinds import require_executor
 from ..jobs.rejected_rows import RejectedRows, first_rejected
-from .cache_compatibility import LEARN, TOOLS, candidates, fingerprint, require_growth
+from .cache_compatibility import LEARN, TOOLS, candidates, fingerprint
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
 
 if TYPE_CHECKING:
@@ -91,8 +90,8 @@ class CacheJob:
     @property
     def is_published(self) -> bool:
         """Whether the folder already holds the finished cache of this job."""
-        version = self.folder.store.version(self.folder.manifest)
-        return bool(version) and _published_plan(self.folder, version) == self.plan_key
+        folder = self.folder
+        return folder.manifest.exists() and load_manifest(folder).plan_key == self.plan_key
 
 
 def require_model(config: Config, share: Share | None = None) -> None:
@@ -155,12 +154,6 @@ def _rendering(config: Config, tokenizer: TextTokenizer, first: Sequence[Record]
     return found | ({LEARN: learn} if learn != "all" and any(map(has_turns, first)) else {})
 
 
-@lru_cache(maxsize=1)
-def _published_plan(folder: CacheFolder, version: str) -> str:
-    """The plan key in a manifest, which is read again only when the file is replaced."""
-    return load_manifest(folder).plan_key
-
-
 def _in_order(
     inputs: tuple[InputFile, ...],
 ) -> tuple[tuple[InputFile, ...], tuple[Digested, ...]]:
@@ -195,9 +188,6 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
     _require_usable(job, counts, quarantine)
     ring = _arrange(preparation, runner, progress)
     counts.notes.update(ring.record.notes)
-    if job.folder.manifest.exists():
-        long_form = job.shape.declared.is_long
-        require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
     _require_space(job, ring)
     plan = PLANS.put(job.work.plan, _plan(job, ring, counts, quarantine))
     ring.spool.forget_encoded()
@@ -342,7 +332,7 @@ def _plan(
         quarantine=quarantine,
         quarantined=dict(sorted(counts.reasons.items())),
         notes=_notes(job, counts),
-        reuse=candidates(cache, job.folder),
+        reuse=candidates(cache),
         threads=usable_cores(),
         sampling=_sampling(job),
     )

@@ -17,7 +17,6 @@ from ...schemas.rows import Reference, Rescored, ScoredBlock, Scorer, Tree
 from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.cleanup import superseded
 from ...stages.storage.cache.verify_cache import sample_rows, verify_cache
 from ..jobs.differences import differences
 from ..jobs.object_inputs import local_model
@@ -40,8 +39,6 @@ def verify(
     text = (
         f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
     )
-    if kept := superseded(folder, manifest):
-        text = f"{text}\n{kept}"
     if not rescore:
         return text
     reference = open_reference(_as_recorded(options, manifest, model))

@@ -209,7 +209,7 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
             read_checkpoint(folder.step(step)).position.identity.cache_root
             for step in folder.steps()
         }
-        manifest = load_manifest(cache, min(roots, default=""))
+        manifest = load_manifest(cache)
     except (UsageError, CorruptionError) as error:
         return _CacheFacts({"cache": str(error)}, settings["train.model"])
     if others := roots - {manifest.root}:

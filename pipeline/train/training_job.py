@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from ...schemas.batches import Engine, World
 from ...schemas.cache import Manifest
 from ...schemas.config import Config, ModelOptions
-from ...schemas.errors import CorruptionError, FingerprintError, UsageError
+from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
 from ...stages.engine.deepspeed_config import EngineContext, engine_config, stage_of
 from ...stages.feed.conversions import ReadSpec
@@ -24,8 +23,7 @@ from ...stages.model.policy import Policy
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
-from ...stages.storage.run.checkpoints import read_checkpoint
-from ...stages.storage.run.run_store import run_folder_of, run_store_of
+from ...stages.storage.run.run_store import run_store_of
 from ...stages.tracking.journal import Callback
 from ..jobs.object_inputs import local_model
 from ..options.first_checks import asked_recipe
@@ -76,7 +74,7 @@ def open_training(settings: Settings) -> TrainingJob:
         else:
             store.require_new()
     cache = CacheFolder(location(train.cache or config.cache.output))
-    manifest = load_manifest(cache, _begun_on(train))
+    manifest = load_manifest(cache)
     policy = _policy(settings, manifest)
     zero_stage = _zero_stage(train, policy, world_size=1)
     require_packable(train, config.lora, zero_stage)
@@ -114,15 +112,6 @@ def recipe_asked_for(settings: Settings) -> Recipe:
     if train.answers:
         require_writing(recipe)
     return recipe
-
-
-def _begun_on(train: TrainOptions) -> str:
-    """The root of the cache that the run to resume was begun on; it may have grown since."""
-    folder = run_folder_of(train.output)
-    for step in folder.steps()[::-1] if train.resume == "auto" else []:
-        with suppress(CorruptionError, FingerprintError):
-            return read_checkpoint(folder.step(step)).position.identity.cache_root
-    return ""
 
 
 def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:

@@ -94,7 +94,8 @@ def open_source(
     if spec.mismatched and not index.num_partners:
         raise UsageError(
             f"{folder.root} holds no mismatched completions, and this method needs them. "
-            "Run `align precompute-ref` again with --kl-pairs 1; nothing is scored twice."
+            "Make another with `align precompute-ref … --kl-pairs 1 --output OTHER`; nothing is "
+            "scored twice."
         )
     return source
 
@@ -143,14 +144,14 @@ def _require_numbers(source: TrainSource) -> None:
         raise UsageError(
             f"The method reads scores, and in {scoreless:,} rows of {root} a completion has none. "
             "Score the data with `align score`, or give their scores in the column 'scores' "
-            "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache again; nothing "
-            "is scored by the reference twice."
+            "(of pairs: 'chosen_score' and 'rejected_score'), and make another cache; nothing is "
+            "scored by the reference twice."
         )
     for name in source.spec.columns:
         if missing[name]:
             raise UsageError(
                 f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
-                "the method reads. Fill it in the data, and make the cache again."
+                "the method reads. Fill it in the data, and make another cache."
             )
 
 

@@ -12,7 +12,6 @@ from ...schemas.arrow_columns import arrow_column, flattened, numpy_of
 from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.cleanup import superseded
 from ..storage.cache.manifest_file import load_manifest
 from ..storage.cache.shards import (
     TURNS,
@@ -85,8 +84,6 @@ class Summary:
     tokens: int  # of completions
     shards: int
     bytes: int
-    superseded_files: int  # of earlier roots, kept until `align gc`
-    superseded_bytes: int
     prompts: PromptSummary
     roles: dict[str, RoleSummary]
     kto_weights: KtoWeights | None  # None if a class is missing
@@ -100,7 +97,6 @@ def summarize(folder: CacheFolder) -> Summary:
     """The summary of a finished cache, which is read once, row group by row group."""
     manifest = load_manifest(folder)
     columns = read_columns(folder, manifest)
-    kept = superseded(folder, manifest)
     roles = {role.name.lower(): _role(own) for role in Role if len(own := columns.of_role(role))}
     return Summary(
         name=folder.root.resolve().name,
@@ -116,8 +112,6 @@ def summarize(folder: CacheFolder) -> Summary:
         tokens=manifest.tokens,
         shards=len(manifest.shards),
         bytes=sum(shard.bytes for shard in manifest.shards),
-        superseded_files=len(kept.files),
-        superseded_bytes=kept.bytes,
         prompts=_prompts(columns.prompts),
         roles=roles,
         kto_weights=_kto_weights(roles),

@@ -48,17 +48,9 @@ def _cache(summary: Summary) -> list[str]:
             ("", printable(f"{summary.reference_key[:16]}  {how}").rstrip()),
             *_stops(summary),
             ("shards", f"{summary.shards:,}  ({size(summary.bytes)})"),
-            *_superseded(summary),
             *_inputs(summary),
         ]
     )
-
-
-def _superseded(summary: Summary) -> list[tuple[str, str]]:
-    if not summary.superseded_files:
-        return []
-    files, what = counted(summary.superseded_files, "files"), size(summary.superseded_bytes)
-    return [("earlier", f"{files} of before it grew  ({what}; `align gc` removes them)")]
 
 
 def _stops(summary: Summary) -> list[tuple[str, str]]:

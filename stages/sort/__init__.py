@@ -1,1 +1,1 @@
-"""An external sort: rows are divided by key range, sorted, and read by row, completion or key."""
+"""An external sort: rows are divided by key range, sorted, and read by row or completion."""

@@ -1,4 +1,4 @@
-"""Sorted rows: pages of rows in ring order, and what is read of them by row, completion or key."""
+"""Sorted rows: pages of rows in ring order, and what is read of them by row or completion."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ ROWS_PAGE = np.dtype(
         ("completion", "<i8"),  # one past its last completion
         ("prompt_tokens", "<i8"),
         ("completion_tokens", "<i8"),
-        ("first_key", "<u8"),
-        ("last_key", "<u8"),
-        ("first_id", "S16"),
-        ("last_id", "S16"),
     ]
 )
 
@@ -37,15 +33,12 @@ def write_rows(pages: PageWriter, keyed: KeyedRows) -> None:
     """Writes rows in pages, whose entries count the rows and completions of each page alone."""
     bounds, rows = group_bounds(keyed.rows), keyed.rows
     edges = np.array([0, *(stop for _, stop in bounds)])
-    firsts, lasts = edges[:-1], edges[1:] - 1
     branches = rows.branch_offsets[edges]
     entries = np.zeros(len(bounds), dtype=ROWS_PAGE)
     entries["row"] = np.diff(edges)
     entries["completion"] = np.diff(branches)
     entries["prompt_tokens"] = np.diff(rows.prompts.offsets[edges])
     entries["completion_tokens"] = np.diff(rows.completions.offsets[branches])
-    entries["first_key"], entries["last_key"] = keyed.ring_keys[firsts], keyed.ring_keys[lasts]
-    entries["first_id"], entries["last_id"] = rows.row_id[firsts], rows.row_id[lasts]
     every = to_page(keyed)
     for number, (start, stop) in enumerate(bounds):
         pages.append(every.slice(start, stop - start), entries[number : number + 1])
@@ -97,26 +90,6 @@ class SortedRows:
         ((number, part),) = pages_between(self.directory["row"], row, row + 1)
         branches = self.page(number).rows.branch_offsets
         return first_of(self.directory["completion"], number) + int(branches[part.start])
-
-    def within(
-        self, first_key: int, last_key: int, *, ids: tuple[bytes, bytes] | None = None
-    ) -> Iterator[KeyedRows]:
-        """The rows whose ring keys are between two, both included, page by page.
-
-        With `ids`, pages whose rows are all of one prompt and outside of them are left out.
-        """
-        first, last = np.uint64(first_key), np.uint64(last_key)
-        pages = self.directory
-        wanted = (pages["last_key"] >= first) & (pages["first_key"] <= last)
-        if ids:
-            outside = (pages["last_id"] < ids[0]) | (pages["first_id"] > ids[1])
-            wanted &= ~((pages["first_key"] == pages["last_key"]) & outside)
-        for number in np.flatnonzero(wanted).tolist():
-            rows = self.page(number)
-            start = int(np.searchsorted(rows.ring_keys, first, side="left"))
-            stop = int(np.searchsorted(rows.ring_keys, last, side="right"))
-            if start < stop:
-                yield rows.between(start, stop)
 
     def at(self, completions: NDArray[np.int64]) -> KeyedRows:
         """A row for each of these completions, in that order: with it alone, and no prompt."""

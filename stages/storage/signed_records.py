@@ -53,17 +53,10 @@ class SignedRecords(Generic[T]):
         is_first = store_of(path).put_if_absent(path, payload, label=self.label)
         return record if is_first else self.read(path)
 
-    def replace(
-        self,
-        path: Location,
-        record: T,
-        *,
-        known: bytes | None = None,
-        draft_in: Location | None = None,
-    ) -> None:
+    def replace(self, path: Location, record: T, *, known: bytes | None = None) -> None:
         """Writes a record in place of one with known bytes, as `Store.replace`."""
         payload = to_signed_json(record).encode()
-        store_of(path).replace(path, payload, known=known, label=self.label, draft_in=draft_in)
+        store_of(path).replace(path, payload, known=known, label=self.label)
 
     def names(self, folder: Location) -> list[Location]:
         """The paths in a folder or below a key, sorted; those with a dot are drafts of the dead."""

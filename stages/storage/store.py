@@ -31,13 +31,10 @@ class Store(Protocol[P]):
         """
         ...
 
-    def replace(
-        self, path: P, payload: bytes, *, known: bytes | None, label: str, draft_in: P | None = None
-    ) -> None:
+    def replace(self, path: P, payload: bytes, *, known: bytes | None, label: str) -> None:
         """Writes a file in place of one with known bytes, or of none.
 
-        A bucket refuses if it has other bytes; on a disk the owner's lock sees to that. There the
-        draft is in the folder `draft_in`, without which the file gets no name.
+        A bucket refuses if it has other bytes; on a disk the owner's lock sees to that.
         """
         ...
 
@@ -71,10 +68,6 @@ class Store(Protocol[P]):
 
     def size(self, path: P) -> int | None:
         """The length of a file; None if there is none."""
-        ...
-
-    def version(self, path: P) -> str:
-        """A text that changes when a file is replaced; empty if there is none."""
         ...
 
     def pinned(self, path: P, sha256: str, size: int) -> P:

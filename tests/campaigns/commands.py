@@ -143,7 +143,7 @@ def model_words(draw, here):
 
 
 def cache_words(draw, here):
-    command = draw.choice(("verify", "inspect", "gc", "export"))
+    command = draw.choice(("verify", "inspect", "export"))
     more = ["--output", str(here / "out.parquet")] if command == "export" else []
     return [command, a_path(draw, here), *more]
 

@@ -80,7 +80,6 @@ REFUSED = (
     (2, "verify", "nothing"),
     (2, "inspect", "nothing"),
     (2, "report", "nothing"),
-    (2, "gc", "nothing"),
     (2, "nothing"),
 )
 
@@ -116,7 +115,7 @@ def demo(side):
 
 
 def caches(side):
-    """Parts, ranks, Ray, growth, reuse, rows that are rejected, export; all of labels and pairs."""
+    """Parts, ranks, Ray, reuse, rows that are rejected, export; all of labels and pairs."""
     made = ("precompute-ref", "--model", MODEL, "--rows-per-shard", "64", *QUIET)
     side.align(*made, LABELS, "--output", "one", "--token-logps")
     side.align(*made, LABELS, "--output", "parts", "--token-logps", "--part", "2/2")
@@ -125,10 +124,8 @@ def caches(side):
     side.ranks(*made, LABELS, "--output", "ranks", "--token-logps", is_said=False)
     workers = ("--executor", "ray", "--ray-workers", "2")
     side.align(*made, LABELS, "--output", "actors", "--token-logps", *workers)
-    side.align(*made, CHATS, "--output", "grown", "--set", "cache.reuse_known=false")
-    side.align(*made, CHATS, LABELS, "--output", "grown", "--kl-pairs", "2")
-    side.align("gc", "grown", "--dry-run")
-    side.align("gc", "grown", "--yes")
+    side.align(*made, CHATS, "--output", "chats", "--set", "cache.reuse_known=false")
+    side.align(*made, CHATS, LABELS, "--output", "mixed", "--kl-pairs", "2")
     side.align(*made, PAIRED, "--output", "reused")
     rows = [{"prompt": f"a {n}", "chosen": f"b {n}", "rejected": f"c {n}"} for n in range(40)]
     rows.append({"prompt": "a", "chosen": 1})
@@ -136,8 +133,8 @@ def caches(side):
     side.align(*made, "flawed.jsonl", "--output", "flawed", "--max-bad-frac", "0.1")
     side.align(*made, "flawed.jsonl", "--output", "refused", code=3)
     side.align("export", "one", "--output", "one.parquet")
-    side.align("export", "grown", "--output", "grown.parquet")
-    side.align("inspect", "grown", "--json")
+    side.align("export", "mixed", "--output", "mixed.parquet")
+    side.align("inspect", "mixed", "--json")
 
 
 def tables(side):
@@ -213,20 +210,15 @@ def store(side):
 
 
 def begun_caches(side):
-    """A cache, and a grown one, that were killed at each step of their work."""
+    """A cache that was killed at each step of its work."""
     made = ("precompute-ref", "--model", MODEL, "--rows-per-shard", "64", *QUIET)
-    for at in ("part.before_link@2", "plan.after_link", "commit.done@3", "manifest.before_rename"):
+    for at in ("part.before_link@2", "plan.after_link", "commit.done@3", "gc.started"):
         output = ("--output", at.partition("@")[0])
         side.begin(*made, PAIRED, *output, at=at)
         side.align(*made, PAIRED, *output)
     side.begin(*made, PAIRED, "--output", "parts", "--part", "1/2", at="commit.done@2")
     side.align(*made, PAIRED, "--output", "parts", "--part", "2/2")
     side.align(*made, PAIRED, "--output", "parts")
-    side.align(*made, PAIRED, "--output", "grown")
-    grown = (*made, PAIRED, "../world/data/paired.jsonl", "--output", "grown")
-    side.begin(*grown, at="commit.done")
-    side.begin(*grown, at="root.after_link")
-    side.align(*grown)
 
 
 def begun_trainings(side):

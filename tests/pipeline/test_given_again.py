@@ -32,8 +32,8 @@ STEPS = {
             "plan.after_link",
             "commit.before_link@2",  # between two shards
             "commit.done",
-            "manifest.before_rename",
-            "manifest.after_rename",  # and its work is still there
+            "manifest.before_link",
+            "manifest.after_link",  # and its work is still there
             "gc.forgotten",
         ),
     ),
@@ -43,7 +43,7 @@ STEPS = {
             "config.after_rename",  # its mark, before any lock
             "plan.after_link",
             "commit.done",
-            "manifest.after_rename",  # of the cache in it
+            "manifest.after_link",  # of the cache in it
             "config.before_rename",  # it vouches for the rows that it is about to write
         ),
     ),
@@ -68,7 +68,7 @@ STEPS = {
     ),
     "reward": Step(
         (*JUDGED, "--by", "reward", "--reward-model", "reward"),
-        ("plan.after_link", "commit.done", "manifest.after_rename", *OF_A_TABLE),
+        ("plan.after_link", "commit.done", "manifest.after_link", *OF_A_TABLE),
         needs="sample",
     ),
     "select": Step(
@@ -82,7 +82,7 @@ STEPS = {
             "config.after_rename",
             "answers.after_link",
             "table.after_rename@5",  # prompts, samples and the manifest of them, …
-            "manifest.after_rename",
+            "manifest.after_link",
             "step.updated@2",
             "model.after_rename",
             "round.before_link",

@@ -11,15 +11,20 @@ from unittest import mock
 import pytest
 
 from align.pipeline.executors.executor import Share
+from align.pipeline.precompute.precompute import precompute
 from align.schemas.data_options import DataOptions
-from align.schemas.errors import Interrupted, LockedError
+from align.schemas.errors import FingerprintError, Interrupted, LockedError
 from align.stages.render import render_process
+from align.stages.storage.bucket.objects import location
 from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cleanup import is_tidy
+from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.disk.failpoints import OF_A_CACHE, OF_A_RING
 from support.command import align
 from support.mlflow_runs import open_store, the_run
 from support.patience import PATIENCE
-from support.stage_one import Gate, child, contents, run
+from support.stage_one import Gate, Silent, child, contents, run
+from support.stub_reference import StubReference
 from support.trainings import KILLED
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "16"))
@@ -86,20 +91,37 @@ def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean
     assert contents(config.cache.output) == clean
 
 
-def test_a_part_beside_other_data_in_its_folder_is_refused_once_that_is_published(
-    config, data, tmp_path
+class Meanwhile(Silent):
+    """A progress during whose first task others do something."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def begin(self, task, *, total, unit):
+        """Lets them do it once."""
+        act, self.act = self.act, lambda: None
+        act()
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder_meanwhile(
+    config, tmp_path, request, place
 ):
-    lines = data.paired_jsonl.read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
-    few = replace(config, data=DataOptions(files=[str(tmp_path / "few.jsonl")]))
-    gate = Gate()
-    late = child(config, share=Share(1, 2), reference=gate.reference(), stderr=tmp_path / "said")
-    assert gate.reached.wait(PATIENCE)
-    run(few)
-    gate.opened.set()
-    assert joined(late) == [LockedError.exit_code]
-    assert "another run, on other data, has completed" in (tmp_path / "said").read_text()
-    assert joined(child(config, share=Share(1, 1))) == [0]
+    root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
+    late, other = (
+        replace(config, cache=replace(config.cache, output=f"{root}/cache", seed=seed))
+        for seed in (0, 1)
+    )
+    made = []
+    progress = Meanwhile(lambda: made.append(run(other).manifest))
+    with pytest.raises(LockedError, match="another run, with other settings, has completed"):
+        precompute(late, StubReference(), progress=progress, share=Share(1, 1))
+    folder = CacheFolder(location(f"{root}/cache"))
+    assert load_manifest(folder) == made[0]
+    assert is_tidy(folder, made[0])
+    assert run(other).was_complete
+    with pytest.raises(FingerprintError, match="cache.seed: the cache has 1, now 0"):
+        run(late)
 
 
 def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean):

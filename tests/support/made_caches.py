@@ -102,7 +102,7 @@ def commit_blocks(root, blocks, facts=None):
     return work.cache, commits
 
 
-def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None, rejects=True):
+def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None):
     """Makes or goes on making a cache; `told` hears what may be relied on from now on."""
     folder, plan = CacheFolder(root), plan_of(units)
     is_done = folder.manifest.exists() and load_manifest(folder).plan_key == plan.plan_key
@@ -110,28 +110,26 @@ def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None, rejects=T
         folder.prepare()
     with owner_lock(folder, "run"):
         if not is_done:
-            _make(folder, plan, units, told, rejects)
+            _make(folder, plan, units, told)
             told("manifest", plan.plan_key)
-        collect(folder, folder.works())
+        collect(folder, folder.work(plan.plan_key))
         told("manifest", plan.plan_key)
 
 
-def _make(folder, plan, units, told, rejects):
+def _make(folder, plan, units, told):
     work = folder.work(plan.plan_key)
     work.prepare()
     stored = PLANS.find(work.plan)
     if stored is None:
-        if rejects:
-            lost = [Rejected(0, 7, "null", "no prompt")]
-            entry = write_quarantine(work, "run", 0, lost, FACTS.input_names)
-            rows_in = plan.rows_in + 1
-            plan = replace(plan, rows_in=rows_in, quarantine=(entry,), quarantined={"null": 1})
+        lost = [Rejected(0, 7, "null", "no prompt")]
+        entry = write_quarantine(work, "run", 0, lost, FACTS.input_names)
+        rows_in = plan.rows_in + 1
+        plan = replace(plan, rows_in=rows_in, quarantine=(entry,), quarantined={"null": 1})
         stored = PLANS.put(work.plan, plan)
     told("plan", plan.plan_key)
     commits = read_commits(work, len(units))
     for unit in sorted(set(range(len(units))) - set(commits)):
-        facts = LOSSY if rejects else FACTS
-        commits[unit] = commit_unit(work, "run", unit, block_of(ROWS, units[unit]), facts)
+        commits[unit] = commit_unit(work, "run", unit, block_of(ROWS, units[unit]), LOSSY)
         told(f"commits/{unit:08d}", plan.plan_key)
     write_manifest(folder, build_manifest(stored, commits))
 

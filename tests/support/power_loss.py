@@ -19,7 +19,7 @@ from align.schemas.json_codec import CodecError, from_signed_json
 from align.schemas.preparing import EncodedPart
 from align.schemas.table_manifest import TableManifest
 from align.stages.storage.answers import NAME
-from align.stages.storage.cache.cache_folder import COMMIT_NAME, ROOT_NAME, WORK_NAME
+from align.stages.storage.cache.cache_folder import COMMIT_NAME, WORK_NAME
 from align.stages.storage.disk import failpoints, fs
 from align.stages.storage.run.run_folder import RECORD_NAME
 from align.stages.storage.tables import MANIFEST
@@ -237,14 +237,13 @@ def _site():
     return " < ".join(lines)
 
 
-ROOT = re.compile(rf"_align/roots/{ROOT_NAME.pattern}")
 PLAN = re.compile(rf"_align/{WORK_NAME.pattern}/plan\.json")
 COMMIT = re.compile(rf"_align/{WORK_NAME.pattern}/commits/{COMMIT_NAME.pattern}")
 STEP = re.compile(r"checkpoints/(step-([0-9]{8}))/")
 
 
 def broken_cache(left, promises):
-    """Of a cache; the keys of promises are the plans in their order."""
+    """Of a cache; the keys of promises are its plan."""
     left = {path.removeprefix("cache/"): held for path, held in left.items()}
     if "data/" in left and "_align/" not in left:
         return "the folder is no longer known as ours"
@@ -254,28 +253,21 @@ def broken_cache(left, promises):
             return f"{path} is not what its name says"
         if wrong := _names_what_is_not_there(left, path, held):
             return f"{path} {wrong}"
-    manifest = parsed(Manifest, left.get("manifest.json"))
-    keys = list(dict.fromkeys(promise.key for promise in promises))
-    reached = keys.index(manifest.plan_key) if manifest and keys else -1
     for event, key in promises:
-        kept = f"_align/{key[:16]}/{event}.json" in left
-        if keys.index(key) > reached and not kept:
+        if not {"manifest.json", f"_align/{key[:16]}/{event}.json"} & left.keys():
             return f"{event} was promised and is gone"
-        earlier = [parsed(Manifest, left[path]).plan_key for path in left if ROOT.fullmatch(path)]
-        if event == "manifest" and keys.index(key) < reached and key not in earlier:
-            return "what the cache was before it grew is gone"
     return None
 
 
 def _names_what_is_not_there(left, path, held):
-    """What is wrong with a plan, a commit, a manifest or an earlier one: with what it names."""
+    """What is wrong with a plan, a commit or a manifest: with what it names."""
     if PLAN.fullmatch(path):
         kind, shards = Plan, lambda _: ()
     elif COMMIT.fullmatch(path):
         kind, shards = Commit, lambda commit: (commit,)
         if parsed(Plan, left.get(path.rsplit("/", 2)[0] + "/plan.json")) is None:
             return "has no plan"
-    elif path == "manifest.json" or ROOT.fullmatch(path):
+    elif path == "manifest.json":
         kind, shards = Manifest, lambda manifest: manifest.shards
     else:
         return None

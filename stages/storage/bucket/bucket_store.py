@@ -53,7 +53,6 @@ class BucketStore:
         *,
         known: bytes | None,
         label: str,
-        draft_in: ObjectPath | None = None,  # there are no drafts
     ) -> None:
         """Of two that replace one object with different ones the second is refused."""
         reach(f"{label}.before_rename")
@@ -90,11 +89,6 @@ class BucketStore:
         """As the store says."""
         found = objects.version_of(path)
         return found.size if found else None
-
-    @staticmethod
-    def version(path: ObjectPath) -> str:
-        """As the store says."""
-        return str(objects.version_of(path) or "")
 
     @staticmethod
     def pinned(path: ObjectPath, sha256: str, size: int) -> ObjectPath:

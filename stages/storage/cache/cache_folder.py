@@ -5,9 +5,8 @@ data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
 _align/outbox/<time>-<id>/           a run that a tracker was not sent all of, as a run_folder
-_align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
-    plan.json  commits/<unit>.json  spool-4/  tmp/<run id>/
+    plan.json  commits/<unit>.json  spool/  tmp/<run id>/
 
 Of a cache in an object store LOCK, outbox, spool and tmp are in a local work folder.
 """
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from ....schemas.errors import UsageError
 from ..bucket.objects import Location
 from ..disk import fs
-from ..disk.disk_store import TRASH
 from ..store import Store, store_of
 
 if TYPE_CHECKING:  # it imports numpy
@@ -36,9 +34,6 @@ Root_co = TypeVar("Root_co", Path, Location, covariant=True)
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
-# The number of the format of its files; the columns of rows are part of it.
-SPOOL_NAME = "spool-4"
-ROOT_NAME = re.compile(r"[0-9a-f]{16}\.json")
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -76,7 +71,6 @@ class CacheFolder:
     data = Below("data")
     quarantine = Below("quarantine")  # only there if rows were rejected
     private = Below("_align")
-    roots = Below("_align/roots")  # only there if the cache has grown
 
     when_locked = "Wait for it, or choose another --output."
 
@@ -107,10 +101,6 @@ class CacheFolder:
     def rejected(self, entry: FileEntry) -> Location:
         """The path of a file of rejected rows, likewise."""
         return self.store.pinned(self.root / entry.file, entry.sha256, entry.bytes)
-
-    def earlier(self, root: str) -> Location:
-        """The path of the manifest of an earlier root."""
-        return self.roots / f"{root[:16]}.json"
 
     def work(self, plan_key: str) -> WorkFolder:
         """The work in progress of one plan."""
@@ -159,7 +149,7 @@ class WorkFolder:
     @property
     def spool(self) -> Path:
         """Tokenized rows on their way to the scorer, see spool.py."""
-        return self.local / SPOOL_NAME
+        return self.local / "spool"
 
     def commit(self, unit: int) -> Location:
         """The path of the commit of a unit."""
@@ -174,11 +164,6 @@ class WorkFolder:
         fs.make_folder(self.local)
         fs.fsync_folder(self.local.parent)
         self.cache.store.make_folder(self.commits)
-        for spool in self.local.glob("spool*"):  # one of another version is not read
-            if spool.name != SPOOL_NAME:
-                store_of(self.local).retire(spool, first="ring.json")
-        for gone in self.local.glob(f"{TRASH}*"):
-            fs.remove_tree(gone)
 
     def new_draft(self, run_id: str, name: str) -> Path:
         """A free name in the folder of one run's drafts."""

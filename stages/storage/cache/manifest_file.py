@@ -17,7 +17,7 @@ from ....schemas.json_codec import signed, version_in
 from ..bucket.objects import Location
 from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
-from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, CacheFolder, WorkFolder, part_name
+from .cache_folder import PART_NAME, PLAN_NAME, CacheFolder, part_name
 
 _SECTIONS = {
     "model": ModelOptions,
@@ -60,56 +60,21 @@ def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]
     return (*plan.quarantine, *(entry for shard in shards for entry in shard.quarantine))
 
 
-def write_manifest(
-    folder: CacheFolder, manifest: Manifest, *, work: WorkFolder | None = None
-) -> bool:
-    """Finishes a cache, which readers then see; the manifest it replaces is kept.
-
-    Without effect, and False, once another process has ended the work and taken its plan away; the
-    draft is in the folder of that work.
-    """
+def write_manifest(folder: CacheFolder, manifest: Manifest) -> bool:
+    """Finishes a cache, which readers then see; False if it was finished as another one."""
     reach("manifest.before_write")
-    known = folder.store.read(folder.manifest) if folder.manifest.exists() else None
-    # After that manifest was read: while the plan is there, no other has ended this work.
-    if work and not work.is_planned:
-        return False
-    if known:
-        _keep_earlier(folder, manifest)
-    draft_in = work.root if work else None
-    _MANIFESTS.replace(folder.manifest, manifest, known=known, draft_in=draft_in)
-    return True
+    return _MANIFESTS.put(folder.manifest, manifest).root == manifest.root
 
 
-def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
-    """Keeps the manifest that is about to be replaced."""
-    earlier = load_manifest(folder)
-    if earlier.root != manifest.root:
-        folder.store.make_folder(folder.roots)
-        _EARLIER.put(folder.earlier(earlier.root), earlier)
-
-
-def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
-    """The manifest of a finished cache, or of an earlier root that is still kept.
-
-    Everything the manifest says about itself is checked.
-    """
+def load_manifest(folder: CacheFolder) -> Manifest:
+    """The manifest of a finished cache; everything it says about itself is checked."""
     path = folder.manifest
     if not path.exists() and not path.is_symlink():
         raise UsageError(
             f"{folder.root} is not a finished cache: it has no manifest.json. "
             "Make it with `align precompute-ref`, or let that finish."
         )
-    manifest = _MANIFESTS.read(path)
-    if root and root != manifest.root:
-        kept = (earlier for earlier in earlier_manifests(folder) if earlier.root == root)
-        return next(kept, manifest)
-    return manifest
-
-
-def earlier_manifests(folder: CacheFolder) -> list[Manifest]:
-    """The manifests the cache had before it grew, until `align gc` removes them."""
-    found = _EARLIER.names(folder.roots)
-    return [_EARLIER.read(path) for path in found if ROOT_NAME.fullmatch(path.name)]
+    return _MANIFESTS.read(path)
 
 
 def _total(counts: list[dict[str, int]]) -> dict[str, int]:
@@ -219,5 +184,4 @@ _MANIFESTS = SignedRecords(
     faults=_faults,
     refuse=_refuse_other_version,
 )
-_EARLIER = dataclasses.replace(_MANIFESTS, label="root")
 _DEFAULTS = _defaults()

@@ -53,10 +53,9 @@ class DiskStore:
         *,
         known: bytes | None,  # the owner's lock sees to it
         label: str,
-        draft_in: Path | None = None,
     ) -> None:
         """By a draft that is renamed over the file."""
-        fs.publish(path, payload, label=label, draft_in=draft_in)
+        fs.publish(path, payload, label=label)
 
     @staticmethod
     def install(draft: Path, target: Path, *, label: str) -> None:
@@ -93,14 +92,6 @@ class DiskStore:
         with suppress(FileNotFoundError, NotADirectoryError):
             return path.stat(follow_symlinks=False).st_size
         return None
-
-    @staticmethod
-    def version(path: Path) -> str:
-        """Its inode and when it was last written."""
-        with suppress(FileNotFoundError):
-            found = path.stat()
-            return f"{found.st_ino} {found.st_mtime_ns}"
-        return ""
 
     @staticmethod
     def pinned(path: Path, sha256: str, size: int) -> Path:  # has no copy

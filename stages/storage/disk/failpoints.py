@@ -38,13 +38,12 @@ OF_A_CACHE = (
     "commit.after_link",
     "commit.done",
     "manifest.before_write",
-    "manifest.before_rename",
-    "manifest.after_rename",
+    "manifest.before_link",
+    "manifest.after_link",
     "gc.started",
     "gc.forgotten",
     "gc.done",
 )
-OF_GROWTH = ("root.before_link", "root.after_link", "superseded.forgotten")
 OF_A_RUN = (
     "checkpoint.written",
     "checkpoint.before_json",
@@ -91,7 +90,7 @@ OF_A_TABLE = (
 )
 OF_A_ROUND = ("round.before_link", "round.after_link")
 NAMES = (
-    *(*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE),
+    *(*OF_A_RING, *OF_A_CACHE, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE),
     *OF_A_ROUND,
 )
 

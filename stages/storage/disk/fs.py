@@ -29,12 +29,9 @@ _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 LARGEST = 512 << 20  # bytes of a file read at once; the manifest of a million shards has as many
 
 
-def publish(path: Path, payload: bytes, *, label: str, draft_in: Path | None = None) -> None:
-    """Writes a whole file, in place of any other of this name.
-
-    With `draft_in` it fails if that folder is removed before the file has its name.
-    """
-    with _drafted(draft_in / path.name if draft_in else path, payload) as draft:
+def publish(path: Path, payload: bytes, *, label: str) -> None:
+    """Writes a whole file, in place of any other of this name."""
+    with _drafted(path, payload) as draft:
         reach(f"{label}.before_rename")
         rename(draft, path)
     reach(f"{label}.after_rename")

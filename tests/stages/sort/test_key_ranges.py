@@ -11,7 +11,6 @@ from align.stages.sort import key_ranges, sorted_rows
 from align.stages.sort.key_ranges import sorted_partition
 from align.stages.sort.page_columns import to_page
 from align.stages.sort.pages import PAGE
-from align.stages.storage.cache.cache_folder import SPOOL_NAME
 from support.encoded_rows import encoded, plain, ring_of_files, write_encoded
 from support.marked_rows import MarkedKeys, marked
 
@@ -96,29 +95,3 @@ def test_pages_without_a_column_of_tokens_keep_none():
     page = to_page(keyed)
     assert key_ranges.from_page(MarkedKeys, page).rows.marks is None
     assert "rows.marks" in {each.name for each in page.schema.field("branches").type.value_type}
-
-
-def test_the_folder_is_named_by_the_columns_that_its_files_hold():
-    """Whoever changes them raises the number in SPOOL_NAME: older files are not read then."""
-    page = to_page(key_rows(RECORDS[:1], seed=0, carried=()))
-    of_branches = page.schema.field("branches").type.value_type
-    found = {each.name: str(each.type) for each in [*page.schema, *of_branches]}
-    found.pop("branches")
-    assert SPOOL_NAME == "spool-4"
-    assert found == {
-        "rows.row_id": "fixed_size_binary[16]",
-        "rows.copy": "int32",
-        "rows.file": "uint64",
-        "rows.row": "int64",
-        "rows.prompt_keys.prompt": "fixed_size_binary[16]",
-        "rows.prompt_keys.split": "uint64",
-        "rows.prompts": "list<item: int32>",
-        "rows.prompt_cut": "int32",
-        "ring_keys": "uint64",
-        "rows.completions": "list<item: int32>",
-        "rows.roles": "int8",
-        "rows.scores": "double",
-        "rows.cut": "int32",
-        "rows.turns": "list<item: int16>",
-        "completion_keys": "uint64",
-    }

@@ -1,4 +1,4 @@
-"""Sorted rows are read by row, completion or key as they were written, or not at all."""
+"""Sorted rows are read by row or completion as they were written, or not at all."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -44,7 +44,7 @@ def write_files(folder, parts):
 
 @relaxed
 @given(record_lists(with_scores=True), st.lists(st.integers(0, 99)), st.integers(1, 9), st.data())
-def test_any_range_of_rows_or_places_reads_what_was_written(new_folder, records, cuts, most, data):
+def test_any_range_of_rows_reads_what_was_written(new_folder, records, cuts, most, data):
     rows, expected = write(new_folder(), records, cuts, rows_per_batch=most)
     assert len(rows) == len(records)
     start = data.draw(st.integers(0, len(records) - 1))
@@ -52,10 +52,6 @@ def test_any_range_of_rows_or_places_reads_what_was_written(new_folder, records,
     assert plain(rows.read(start, stop)) == expected[start:stop]
     before = sum(len(row.branches) for row in expected[:start])
     assert rows.first_completion(start) == before
-    edge = st.one_of(st.sampled_from([row.place for row in expected]), st.integers(0, 2**64 - 1))
-    first, last = sorted((data.draw(edge), data.draw(edge)))
-    found = [row for keyed in rows.within(first, last) for row in plain(keyed)]
-    assert found == [row for row in expected if first <= row.place <= last]
 
 
 @relaxed
@@ -73,22 +69,6 @@ def test_completions_are_found_anywhere_and_in_the_order_asked_for(
     assert own.cut.tolist() == [every[index][3] for index in wanted]
     assert found.ring_keys.tolist() == [every[index][4] for index in wanted]
     assert (len(own), own.branch_offsets.tolist()) == (len(wanted), [*range(len(wanted) + 1)])
-
-
-@relaxed
-@given(record_lists(prompts=1), st.integers(1, 9), st.data())
-def test_of_one_prompt_no_row_between_two_ids_is_left_out(new_folder, records, most, data):
-    rows, expected = write(new_folder(), records, rows_per_batch=most)
-    ids = sorted(row.row_id for row in expected)
-    ends = st.integers(0, len(ids) - 1)
-    low, high = sorted((data.draw(ends), data.draw(ends)))
-    parts = rows.within(0, 2**64 - 1, ids=(ids[low].rstrip(b"\0"), ids[high].rstrip(b"\0")))
-    found = [plain_row.row_id for keyed in parts for plain_row in plain(keyed)]
-    assert [each for each in found if ids[low] <= each <= ids[high]] == [
-        each for each in ids if ids[low] <= each <= ids[high]
-    ]
-    alike = ids.count(ids[low]) + ids.count(ids[high])
-    assert len(found) <= high - low + 1 + 2 * (most - 1) + alike
 
 
 def test_names_of_columns_and_ids_of_rows_may_hold_any_byte(tmp_path):

@@ -200,21 +200,3 @@ def test_a_part_that_another_made_and_removed_meanwhile_is_no_longer_needed(plac
     monkeypatch.setattr(fs, "put_if_absent", put_late)
     encode(place)
     assert not [*place.encoded(0).parent.iterdir()]
-
-
-def test_the_spool_of_an_older_version_goes_and_the_rest_of_the_work_stays(tmp_path):
-    work = CacheFolder(tmp_path / "cache").work("c" * 64)
-    work.cache.prepare()
-    work.prepare()
-    commit = spool.Spool(work.spool).encoded(0)
-    kept = [commit, work.root / "plan.json", work.root / "commits" / "00000000.json"]
-    older = work.local / "spool" / "encoded" / "00000000.json"
-    trash = work.local / ".trash-spool-01234567" / "ring.json"  # of one that was killed at it
-    for path in (*kept, older, trash):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    (work.local / "spool" / "link").symlink_to(work.root / "commits")
-    for _ in range(2):
-        work.prepare()
-        assert all(path.exists() for path in kept)
-        assert {path.name for path in work.local.iterdir()} == {"commits", "plan.json", "spool-4"}
