@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .columns import joined_ranges, offsets_of
 from .errors import CorruptionError
-from .json_codec import if_known, signature
+from .json_codec import signature
 from .rows import Role
 from .samples import Drawing
 
@@ -68,7 +68,7 @@ class Plan:
     notes: dict[str, int]  # counted, harmless: rows truncated, boundaries shifted, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
     threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
-    sampling: tuple[Drawing | None, ...] = if_known(())  # as in the manifest
+    sampling: tuple[Drawing | None, ...]  # as in the manifest
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Manifest:
     notes: dict[str, int]  # the plan's and those of all shards
     # How the samples in each of the inputs were drawn; empty if it is known for none. The root
     # does not depend on it.
-    sampling: tuple[Drawing | None, ...] = if_known(())
+    sampling: tuple[Drawing | None, ...]
 
 
 Source: TypeAlias = Literal["template", "tokenizer"]

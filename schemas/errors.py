@@ -4,7 +4,6 @@ AlignError (2)
 ├── UsageError (2)          a flag, a config key, a path, a model folder
 ├── BadDataError (3)        too many rows that cannot be used
 ├── FingerprintError (4)    the cache was made from something else
-│   └── OlderFormatError    or by an older align
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── PeerError (69)          another rank of this run has ended
@@ -68,10 +67,6 @@ class FingerprintError(AlignError):
     """The inputs of the cache differ from those of this command."""
 
     exit_code = 4
-
-
-class OlderFormatError(FingerprintError):
-    """The cache has a format that this align no longer reads."""
 
 
 class CorruptionError(AlignError):

@@ -17,14 +17,6 @@ from .errors import closest, did_you_mean
 T = TypeVar("T")
 
 
-IF_KNOWN = "if known"  # of a field's metadata: written unless it has its default
-
-
-def if_known(default: Any) -> Any:
-    """A field that older records lack: it is written unless it has its default."""
-    return dataclasses.field(default=default, metadata={IF_KNOWN: True})
-
-
 SIGNS_ALL_BUT = "signs all but"  # of a field's metadata
 
 
@@ -43,7 +35,7 @@ class CodecError(ValueError):
 
 def to_json(value: Any) -> str:
     """The canonical JSON of a value: sorted keys, no spaces, a newline at the end."""
-    plain = _plain(value) if hasattr(value, "__dataclass_fields__") else value
+    plain = dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -56,7 +48,8 @@ def signed(record: T) -> T:
     """The record with its digest in the field that is its signature."""
     (field,) = _signatures(type(record))
     left_out = {field.name, *field.metadata[SIGNS_ALL_BUT]}
-    plain = {name: of for name, of in _plain(record).items() if name not in left_out}
+    every = dataclasses.asdict(record)  # type: ignore[call-overload]
+    plain = {name: of for name, of in every.items() if name not in left_out}
     return dataclasses.replace(record, **{field.name: digest(plain)})  # type: ignore[type-var]
 
 
@@ -64,7 +57,7 @@ def to_signed_json(value: Any) -> str:
     """The canonical JSON with a digest: in the record's own field for it, or added over all."""
     if _signatures(type(value)):
         return to_json(signed(value))
-    plain = _plain(value)
+    plain = dataclasses.asdict(value)
     return to_json({**plain, "digest": digest(plain)})
 
 
@@ -79,16 +72,6 @@ def from_signed_json(cls: type[T], text: str | bytes) -> T:
     if isinstance(plain, dict) and not _signatures(cls):
         plain.pop("digest", None)
     return _as_written(cls, plain, text, to_signed_json)
-
-
-def version_in(text: str | bytes) -> int | None:
-    """The `format_version` that a record claims, even if the rest of it is invalid."""
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    version = plain.get("format_version") if isinstance(plain, dict) else None
-    return version if isinstance(version, int) else None
 
 
 def from_plain(cls: type[T], plain: dict[str, Any], *, where: str = "") -> T:
@@ -146,17 +129,6 @@ BOUNDS = {
 
 
 _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    """A dataclass as a dict, without optional fields that have their default."""
-    plain = dataclasses.asdict(record)
-    unknown = [
-        one.name
-        for one in dataclasses.fields(record)
-        if IF_KNOWN in one.metadata and getattr(record, one.name) == one.default
-    ]
-    return {name: value for name, value in plain.items() if name not in unknown}
 
 
 def _signatures(cls: type[Any]) -> list[dataclasses.Field[Any]]:

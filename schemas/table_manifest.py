@@ -28,7 +28,7 @@ class TableManifest:
     bytes: int
     sha256: str
     # How the samples of a judged or selected table were drawn; not a part of the root.
-    sampling: Drawing | None = None
+    sampling: Drawing | None
 
     @property
     def drawing(self) -> Drawing | None:

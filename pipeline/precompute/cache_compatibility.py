@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...schemas.cache import FORMAT_VERSION, Plan
 from ...schemas.config import CacheOptions, Config
-from ...schemas.errors import AlignError, FingerprintError, OlderFormatError, UsageError
+from ...schemas.errors import AlignError, FingerprintError, UsageError
 from ...stages.score.reuse import EarlierCache
-from ...stages.storage.bucket.objects import Location, location
+from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.disk.digest_memory import user_folder
@@ -22,8 +22,6 @@ from ..options.settings import flatten
 logger = logging.getLogger("align")
 
 FILES = "data.files"
-TOOLS = "tool_calls"  # are converted; once they were rendered as given
-LEARN = "tokens.learn"  # of completions of several messages; once every token was learned
 
 
 def fingerprint(
@@ -33,16 +31,16 @@ def fingerprint(
     shape: str,
     tokenizer: Mapping[str, str],
     model: Mapping[str, str],
-    rendering: Mapping[str, str],
+    has_turns: bool,
 ) -> dict[str, str]:
     """Everything that the bytes of the cache depend on, by name."""
-    wrap, settings = config.data.wrap, flatten(config)
+    wrap, learn, settings = config.data.wrap, config.tokens.learn, flatten(config)
     return {
         "format": str(FORMAT_VERSION),
         FILES: files,
         "data.shape": shape,
         **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
-        **rendering,
+        **({"tokens.learn": learn} if has_turns and learn != "all" else {}),
         **tokenizer,
         **{name: _text(settings[name]) for name in bound(settings, "cache")},
         **model,
@@ -78,20 +76,15 @@ def candidates(options: CacheOptions) -> tuple[str, ...]:
 def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     """The readable caches among the folders that the same reference scored."""
     earlier: list[EarlierCache] = []
-    older: list[Location] = []
     for folder in (CacheFolder(location(name)) for name in folders):
-        with _passed_over(folder.root, older):
+        try:
             manifest = load_manifest(folder)
-            if manifest.reference_key == plan.reference_key:
-                same_ring = manifest.fingerprint["cache.seed"] == plan.fingerprint["cache.seed"]
-                earlier.append(EarlierCache(folder, manifest.shards, same_ring))
-    if older:
-        logger.warning(
-            "%d earlier caches were made by an older align and are not reused: %s. `align inspect` "
-            "prints the command that makes one again.",
-            len(older),
-            ", ".join(map(str, older)),
-        )
+        except (AlignError, OSError) as error:
+            logger.warning("%s is not reused: %s", folder.root, error)
+            continue
+        if manifest.reference_key == plan.reference_key:
+            same_ring = manifest.fingerprint["cache.seed"] == plan.fingerprint["cache.seed"]
+            earlier.append(EarlierCache(folder, manifest.shards, same_ring))
     return earlier
 
 
@@ -118,17 +111,6 @@ def register_cache(folder: CacheFolder) -> None:
             lines.write(f"{root}\n")
     except (OSError, UnicodeError) as error:  # the cache is published: nothing may fail now
         logger.warning("%s: %s was not added: %s", path, folder.root, error)
-
-
-@contextmanager
-def _passed_over(root: Location, older: list[Location]) -> Iterator[None]:
-    """Logs a cache that cannot be read, and continues without it."""
-    try:
-        yield
-    except OlderFormatError:
-        older.append(root)
-    except (AlignError, OSError) as error:
-        logger.warning("%s is not reused: %s", root, error)
 
 
 def _lines() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from ...schemas.config import Config
 from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.row_keys import InputCounts
-from ...schemas.rows import Record, Reference
+from ...schemas.rows import Reference
 from ...schemas.samples import Drawing
 from ...stages.data.chat_wrap import template_unused
 from ...stages.data.data_schema import common_shape, require_scores
@@ -47,7 +46,7 @@ from ..executors.cores import usable_cores
 from ..executors.executor import Executor, Runner, Share
 from ..executors.kinds import require_executor
 from ..jobs.rejected_rows import RejectedRows, first_rejected
-from .cache_compatibility import LEARN, TOOLS, candidates, fingerprint
+from .cache_compatibility import candidates, fingerprint
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
         tokenizer=tokenizer_fingerprint(tokenizer),
         model=identity,
-        rendering=_rendering(config, tokenizer, first),
+        has_turns=any(map(has_turns, first)),
     )
     return CacheJob(
         config=config,
@@ -145,13 +144,6 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         plan_key=digest(fields),
         reference_key=digest(identity),
     )
-
-
-def _rendering(config: Config, tokenizer: TextTokenizer, first: Sequence[Record]) -> dict[str, str]:
-    """What an earlier version made otherwise of rows like the first ones, by name."""
-    learn = config.tokens.learn
-    found = {TOOLS: "converted"} if any(map(tokenizer.converts, first)) else {}
-    return found | ({LEARN: learn} if learn != "all" and any(map(has_turns, first)) else {})
 
 
 def _in_order(

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ...schemas.cache import Stops
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import AlignError, UsageError
-from ...schemas.rows import BadRow, Record
+from ...schemas.rows import Record
 from ..model.loading.declared_sizes import require_declared_sizes
 from ..model.loading.folder_check import TOKENIZER_SETTINGS, require_plain_tokenizer
 from ..model.loading.library_errors import refused_as
@@ -62,13 +62,6 @@ class TextTokenizer:
     def fitted(self, record: Record) -> Record:
         """The record with its tool calls in the form that the chat template writes."""
         return self.tool_forms.fit(record) if self.template and uses_tools(record) else record
-
-    def converts(self, record: Record) -> bool:
-        """Whether the record is rendered in another form than given, or not at all."""
-        try:
-            return self.fitted(record) != record
-        except BadRow:
-            return True
 
     def conversation(self, record: Record) -> Conversation | None:
         """A record under the chat template; None if it is plain text."""

@@ -28,8 +28,6 @@ class SignedRecords(Generic[T]):
     label: str = ""  # of the failpoints of writing one, where it is written by itself
     # What a signed one says that cannot be; the first is told.
     faults: Callable[[T, Location], Iterable[str]] = lambda record, path: ()
-    # Raises for one of another format.
-    refuse: Callable[[bytes, Location], None] = lambda text, path: None
 
     def find(self, path: Location) -> T | None:
         """The record; None if there is none."""
@@ -37,10 +35,8 @@ class SignedRecords(Generic[T]):
 
     def read(self, path: Location) -> T:
         """The record; CorruptionError if it is not what was written."""
-        text = store_of(path).read(path)
-        self.refuse(text, path)
         try:
-            record = from_signed_json(self.kind, text)
+            record = from_signed_json(self.kind, store_of(path).read(path))
         except CodecError as error:
             raise self.damaged(path, str(error)) from error
         for fault in self.faults(record, path):

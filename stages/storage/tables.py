@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...schemas.errors import CorruptionError, FingerprintError, UsageError
-from ...schemas.json_codec import signed, to_json, version_in
+from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.json_codec import signed, to_json
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from .bucket.local_copies import origin_of
@@ -148,19 +148,8 @@ def read_manifest(folder: TableFolder) -> TableManifest:
     )
 
 
-def _refuse_other_format(text: bytes, path: Location) -> None:
-    if (version := version_in(text)) not in {None, TABLE_FORMAT}:
-        raise FingerprintError(
-            f"{path} has format {version}, and this align reads {TABLE_FORMAT}. Run the command "
-            "that made it again, with another --output."
-        )
-
-
 _MANIFESTS = SignedRecords(
-    TableManifest,
-    label="table",
-    remedy="Run the command that made it again.",
-    refuse=_refuse_other_format,
+    TableManifest, label="table", remedy="Run the command that made it again."
 )
 
 
@@ -174,7 +163,7 @@ def drawing_of(path: Path, sha256: str) -> Drawing | None:
     try:
         folder = TableFolder(home, kind)
         manifest = folder.find() if folder.manifest.is_file() else None
-    except (CorruptionError, FingerprintError, UsageError):  # it is data all the same
+    except (CorruptionError, UsageError):  # it is data all the same
         return None
     return manifest.drawing if manifest and manifest.sha256 == sha256 else None
 

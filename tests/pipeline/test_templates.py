@@ -1,4 +1,4 @@
-"""Caches under chat templates: of wrapped text, and of calls of tools that are converted."""
+"""Caches under chat templates: of wrapped text."""
 
 import json
 from dataclasses import replace
@@ -11,12 +11,10 @@ from align.pipeline.rounds.round_prompts import split_prompts
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, FingerprintError, UsageError
-from align.stages.data.tool_forms import ToolForms
 from support.byte_tokenizers import CHATML, FAMILIES, byte_tokenizer
 from support.read_rows import user, write_rows
 from support.stage_one import Heard, run
 from support.stub_reference import StubReference
-from support.tool_templates import HERMES
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +23,7 @@ def models(tmp_path_factory):
         family = FAMILIES["qwen base"] | {"template": template}
         return byte_tokenizer(tmp_path_factory.mktemp("tok"), **family)
 
-    return {name: saved(one) for name, one in (("qwen", CHATML), ("bare", None), ("tools", HERMES))}
+    return {name: saved(one) for name, one in (("qwen", CHATML), ("bare", None))}
 
 
 @pytest.fixture
@@ -96,29 +94,3 @@ def test_what_cannot_be_wrapped_is_refused_with_each_way_on_and_each_goes(over):
     with pytest.raises(BadDataError, match=r"data\.wrap=chat.*--map system="):
         run(none)
     assert run(over("wrapped", "qwen", BRIEF, wrap="chat")).manifest.rows == 20
-
-
-def calling(function, first=0):
-    """Ten rows that call this function."""
-    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-    return [
-        {"prompt": [user(f"Weather {n}?")], "chosen": [called], "rejected": "I do not know."}
-        for n in range(first, first + 10)
-    ]
-
-
-AS_OBJECT = {"name": "weather", "arguments": {"city": "Łódź"}}
-AS_TEXT = {"name": "weather", "arguments": json.dumps({"city": "Łódź"})}
-
-
-def test_a_cache_whose_calls_an_earlier_version_rendered_otherwise_is_refused(over, monkeypatch):
-    taken = over("taken", "tools", calling(AS_OBJECT))
-    converted = over("converted", "tools", calling(AS_TEXT))
-    with monkeypatch.context() as earlier_version:
-        earlier_version.setattr(ToolForms, "fit", lambda self, record: record)
-        earlier = [run(one).manifest for one in (taken, converted)]
-    assert all("tool_calls" not in one.fingerprint for one in earlier)
-    again = run(taken)
-    assert (again.was_complete, again.manifest.root) == (True, earlier[0].root)
-    with pytest.raises(FingerprintError, match="tool_calls: the cache has nothing, now converted"):
-        run(converted)

@@ -85,6 +85,7 @@ def plan_of(units):
         notes={"repeats": 1},
         reuse=(),
         threads=1,
+        sampling=(),
     )
 
 

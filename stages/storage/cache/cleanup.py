@@ -35,18 +35,10 @@ def collect(folder: CacheFolder, own: WorkFolder) -> bool:
         folder.store.remove(path)
     if not any(path.parent == folder.quarantine for path in named):
         folder.store.remove_if_empty(folder.quarantine)
-    for draft in _drafts(folder.local):
+    for draft in folder.local.glob(".manifest.json.*.tmp"):  # of a killed process
         fs.unlink(draft)
     reach("gc.done")
     return was_here
-
-
-def _drafts(local: Path) -> list[Path]:
-    """Drafts that killed processes left."""
-    return [
-        *local.glob(".manifest.json.*.tmp"),
-        *(local / "_align").glob("mlflow-run.json"),  # of align 0.1, which kept no outbox
-    ]
 
 
 def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:

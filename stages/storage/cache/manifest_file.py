@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from .... import __version__
 from ....schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
-from ....schemas.config import CacheOptions, ModelOptions, ScoringOptions
-from ....schemas.data_options import TokenOptions
-from ....schemas.errors import FingerprintError, OlderFormatError, UsageError
-from ....schemas.json_codec import signed, version_in
+from ....schemas.errors import UsageError
+from ....schemas.json_codec import signed
 from ..bucket.objects import Location
 from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
-from .cache_folder import PART_NAME, PLAN_NAME, CacheFolder, part_name
-
-_SECTIONS = {
-    "model": ModelOptions,
-    "tokens": TokenOptions,
-    "cache": CacheOptions,
-    "scoring": ScoringOptions,
-}
+from .cache_folder import PART_NAME, CacheFolder, part_name
 
 
 def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
@@ -82,60 +69,9 @@ def _total(counts: list[dict[str, int]]) -> dict[str, int]:
     return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
 
-def _refuse_other_version(text: bytes, path: Location) -> None:
-    version = version_in(text)
-    if version is None or version < 1 or version == FORMAT_VERSION:
-        return
-    if version > FORMAT_VERSION:
-        raise FingerprintError(
-            f"{path} has format version {version}; this align reads up to {FORMAT_VERSION}. "
-            "Install a newer align."
-        )
-    made = f"{path} has format version {version}, made by an older align; this one reads "
-    if path.name == PLAN_NAME:
-        raise OlderFormatError(
-            f"{made}{FORMAT_VERSION} alone. Remove the unfinished work, {path.parent}, and run the "
-            "same command again."
-        )
-    raise OlderFormatError(
-        f"{made}{FORMAT_VERSION} alone. Make the cache again beside it (with the data files' own "
-        "folders, and with --map, data.carry and tokens.chat_template where it had them):\n"
-        f"  {_command(json.loads(text), path)}"
-    )
-
-
-def _command(plain: dict[str, Any], path: Location) -> str:
-    """The command that makes a cache again, from its manifest, with data files by name alone."""
-    made = plain.get("fingerprint")
-    fields = made if isinstance(made, dict) else {}
-    listed = plain.get("inputs")
-    entries = listed if isinstance(listed, list) else []
-    inputs = [entry.get("name", "DATA") for entry in entries if isinstance(entry, dict)]
-    scores = str(fields.get("numerics.head", "")).startswith("score")
-    folder = path.parent.parent if scores else path.parent
-    words = ["score" if scores else "precompute-ref", *inputs]
-    words += ["--reward-model" if scores else "--model", plain.get("model", "MODEL")]
-    words += ["--adapter", plain["adapter"]] if plain.get("adapter") else []
-    words += ["--output", f"{folder}-v{FORMAT_VERSION}"]
-    for name, default in _DEFAULTS.items():
-        if fields.get(name, default) != default:
-            words += ["--set", f"{name}={fields[name]}"]
-    return shlex.join(["align", *map(str, words)])
-
-
-def _defaults() -> dict[str, str]:
-    """The defaults of the settings in a fingerprint, as a fingerprint writes them."""
-    return {
-        f"{section}.{field.name}": str(field.default).lower()
-        for section, options in _SECTIONS.items()
-        for field in dataclasses.fields(options)
-        if (section, field.name) != ("model", "adapter")  # there it is the adapter's digest
-    }
-
-
 def _version_faults(record: Plan | Manifest, path: Location) -> Iterator[str]:
     if record.format_version != FORMAT_VERSION:
-        yield "its format version is unknown"
+        yield f"it has format {record.format_version}, and this align reads {FORMAT_VERSION}"
 
 
 def _faults(manifest: Manifest, path: Location) -> Iterator[str]:
@@ -175,13 +111,10 @@ PLANS = SignedRecords(
     label="plan",
     remedy="Remove this file and run the same command again: no finished shard is lost.",
     faults=_version_faults,
-    refuse=_refuse_other_version,
 )
 _MANIFESTS = SignedRecords(
     Manifest,
     label="manifest",
     remedy="Restore it from a copy, or make the cache again.",
     faults=_faults,
-    refuse=_refuse_other_version,
 )
-_DEFAULTS = _defaults()

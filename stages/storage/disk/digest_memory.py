@@ -26,7 +26,6 @@ from .lines import Lines, read_lines
 logger = logging.getLogger("align")
 
 CHECKSUM_DIGITS = 16
-FORMAT = 2  # of a line; one of another format is passed over like a damaged one
 
 
 def user_folder() -> Path:
@@ -128,4 +127,4 @@ def _parsed(file: Path) -> dict[str, _Line]:
 
 
 def _checksum(text: str) -> str:
-    return hashlib.sha256(f"{FORMAT} {text}".encode()).hexdigest()[:CHECKSUM_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:CHECKSUM_DIGITS]

@@ -36,8 +36,8 @@ from ....schemas.checkpoint import (
     Retention,
     Saved,
 )
-from ....schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
-from ....schemas.json_codec import to_signed_json, version_in
+from ....schemas.errors import AlignError, CorruptionError, StorageError
+from ....schemas.json_codec import to_signed_json
 from ....schemas.plain_names import is_plain_path
 from ..bucket.objects import Location
 from ..disk import fs
@@ -219,21 +219,10 @@ def _faults(checkpoint: Checkpoint, path: Location) -> Iterator[str]:
         yield "its record has means of more than a sum and a count"
 
 
-def _refuse_another_format(text: bytes, path: Location) -> None:
-    version = version_in(text)
-    if version is not None and version != FORMAT_VERSION:
-        newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
-        raise FingerprintError(
-            f"{_of(path)} has format version {version}; this align resumes from {FORMAT_VERSION} "
-            f"only. Install {newer_or_older} align, or begin a new run in another --output."
-        )
-
-
 CHECKPOINTS = SignedRecords(
     Checkpoint,
     remedy="Without it a run resumes from an older one.",
     faults=_faults,
-    refuse=_refuse_another_format,
 )
 
 
@@ -326,7 +315,7 @@ def best_first(values: Mapping[int, float], best: str) -> list[int]:
 def _value(folder: RunFolder, step: int, metric: str) -> float | None:
     try:
         return read_checkpoint(folder.step(step)).position.metrics.get(metric)
-    except (CorruptionError, FingerprintError, StorageError):
+    except (CorruptionError, StorageError):
         return None
 
 

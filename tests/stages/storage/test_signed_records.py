@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from align.schemas.errors import AlignError, CorruptionError, FingerprintError, LockedError
+from align.schemas.errors import AlignError, CorruptionError, LockedError
 from align.schemas.json_codec import signature, signed, to_json, to_signed_json
 from align.stages.storage.signed_records import SignedRecords
 from align.stages.storage.store import store_of
@@ -40,13 +40,8 @@ def faults(record, _):
         yield "and more, which is not said"
 
 
-def refuse(text, path):
-    if b'"version":9' in text:
-        raise FingerprintError(f"{path} is newer.")
-
-
 PLAIN = SignedRecords(Plain, label="round", remedy="Remove it.", faults=faults)
-NAMED = SignedRecords(Named, label="round", remedy="Make it again.", refuse=refuse)
+NAMED = SignedRecords(Named, label="round", remedy="Make it again.")
 
 
 @pytest.fixture(params=["disk", "bucket"])
@@ -127,16 +122,12 @@ def test_a_record_signs_all_but_what_it_says_in_the_field_it_has_for_that(tmp_pa
     assert to_json(one) == to_signed_json(named(1))
 
 
-def test_a_signed_record_that_says_what_cannot_be_and_another_format_are_refused(folder):
+def test_a_signed_record_that_says_what_cannot_be_is_refused(folder):
     path = folder / "one.json"
     PLAIN.put(path, Plain(-3))
     for read in (PLAIN.find, PLAIN.read, lambda path: PLAIN.put(path, Plain(1))):
         with pytest.raises(CorruptionError, match=r"damaged: it has the number -3\. Remove it\.$"):
             read(path)
-    for text in (b'{"version":9', to_signed_json(named(9)).encode()):
-        write(path, text)
-        with pytest.raises(FingerprintError, match=r"one\.json is newer"):
-            NAMED.find(path)
 
 
 def test_a_link_or_a_folder_is_no_record_and_not_none(tmp_path):
