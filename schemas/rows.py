@@ -292,10 +292,6 @@ class Reference(Protocol):
         """Width of the residual stream, for the planner's cost of attention."""
         ...
 
-    def vocabulary(self) -> int:
-        """The number of token ids that it knows."""
-        ...
-
     def open(self) -> Scorer:
         """A scorer with the weights loaded."""
         ...

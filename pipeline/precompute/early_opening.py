@@ -27,10 +27,6 @@ class OpenedBy:
         """Width of the residual stream."""
         return self.reference.hidden_size()
 
-    def vocabulary(self) -> int:
-        """The number of token ids that it knows."""
-        return self.reference.vocabulary()
-
 
 @contextmanager
 def opened_meanwhile(reference: Reference) -> Iterator[tuple[Reference, Callable[[], float]]]:

@@ -44,7 +44,7 @@ def verify(
     reference = open_reference(_as_recorded(options, manifest, model))
     _require_same_reference(manifest, dict(reference.identity()))
     dtype = manifest.fingerprint.get("model.dtype", "float32")
-    sample = sample_rows(folder, manifest, rescore, reference.vocabulary())
+    sample = sample_rows(folder, manifest, rescore)
     worst, branches = _rescore(sample, reference.open(), dtype)
     return f"{text}\n{branches} branches scored again: largest difference {worst:.2e} nats"
 

@@ -25,7 +25,7 @@ from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.heads import stored_value_head
-from ...stages.model.loading.load import resolve, text_config
+from ...stages.model.loading.load import resolve
 from ...stages.model.loading.lora_targets import adapts_experts
 from ...stages.model.logprobs import causal_model
 from ...stages.model.policy import Policy, Sharding, load_policy
@@ -209,11 +209,10 @@ def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:
     """The training rows, and the evaluation rows: held out of them, or of another cache."""
-    read_spec = replace(job.read_spec, vocabulary=int(text_config(job.policy).vocab_size))
-    source = open_source(job.cache, job.manifest, read_spec, columns)
+    source = open_source(job.cache, job.manifest, job.read_spec, columns)
     if job.held_out is None:
         return source, source
-    of_held_out = replace(read_spec, eval_fraction=1.0, file_weights={})
+    of_held_out = replace(job.read_spec, eval_fraction=1.0, file_weights={})
     return source, open_source(*job.held_out, of_held_out, columns)
 
 
@@ -273,9 +272,8 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     if not job.begins_as_reference:
         records.say("The policy is not the reference of the cache: its log-probs are not compared.")
         return
-    known = session.source.spec.vocabulary
     sample = run_on_all_ranks(
-        session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS, known))
+        session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
     )
     is_packed = job.config.lora.quantize != "none"
     gap = largest_gap(

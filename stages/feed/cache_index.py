@@ -151,7 +151,7 @@ def read_table(
     partners = picked.mismatched if spec.mismatched else picked.mismatched[:, :0]
     branches = np.column_stack([picked.own, partners])
     lengths = tokens.values[branches]
-    learned = learned_tokens(columns, source=source)[picked.own]
+    learned = learned_tokens(columns)[picked.own]
     read = RowSizes.of(
         np.arange(len(picked.rows)) - group_offsets[group_of],
         prompt_lengths[picked.rows] + context_lengths(picked, spec),

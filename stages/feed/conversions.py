@@ -24,7 +24,6 @@ from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.methods import RowKind
 from ...schemas.rows import Role
 from ...schemas.score_gaps import ROUNDINGS, further_apart, precision, without_rounding
-from ..storage.cache.shards import MOST_IDS
 from .prompt_split import LabelShares
 
 
@@ -237,4 +236,3 @@ class ReadSpec:
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
     file_weights: Mapping[str, float] = field(default_factory=dict)  # of data files, by name
     label_shares: LabelShares = LabelShares()  # of labelled rows that are not held out
-    vocabulary: int = MOST_IDS  # token ids that the policy knows; rows with others are refused

@@ -211,8 +211,7 @@ def _read_group(
     """Rows of a row group, by their indices among the rows that are read of it."""
     path = source.folder.shard(source.manifest.shards[location.unit])
     with naming_unit(location.unit), open_shard(path) as file:
-        table = file.read_row_group(location.group, use_threads=False)
-        block = read_block(table, source=str(path), vocabulary=source.spec.vocabulary)
+        block = read_block(file.read_row_group(location.group, use_threads=False))
         if block.token_logps is None and source.manifest.fingerprint["cache.token_logps"] == "true":
             raise damaged(path, "it lacks the log-probs of tokens", "Make the cache again.")
         return as_read(block, rows, spec=source.spec, source=str(path))
@@ -222,7 +221,7 @@ def _no_rows(source: TrainSource) -> ScoredBlock:
     """An empty block with the columns of the cache."""
     path = source.folder.shard(source.manifest.shards[0])
     with naming_unit(0), open_shard(path) as file:
-        return read_block(file.schema_arrow.empty_table(), source=str(path))
+        return read_block(file.schema_arrow.empty_table())
 
 
 def step_batch(plan: StepPlan, buffer: NumberedRows, table: RowTable, *, rank: int) -> StepBatch:

@@ -21,7 +21,7 @@ from .compiled_layers import compile_layers
 from .copies import on_host
 from .head.fused_head import HEAD_VERSION
 from .loading.folder_check import require_adapter
-from .loading.load import Resolved, load_causal_lm, resolve, text_config, unused_weights
+from .loading.load import Resolved, load_causal_lm, resolve, unused_weights
 from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity
 from .logprobs import ScoringPath, causal_model, input_device, tree_logps
 from .memory.live_memory import is_out_of_memory
@@ -63,10 +63,6 @@ class HfReference:
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return self._resolved.hidden_size
-
-    def vocabulary(self) -> int:
-        """The number of token ids that it knows."""
-        return int(text_config(self.options).vocab_size)
 
     @property
     def device(self) -> str:

@@ -15,7 +15,6 @@ from ...schemas.cache import Manifest
 from ...schemas.errors import UsageError
 from ...schemas.rows import ScoredBlock
 from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.commits import require_rejected_rows
 from ..storage.cache.shards import iter_row_groups, open_shard, read_rows
 
 LEAST_DIGITS = 6  # of an id that is cut short
@@ -106,7 +105,6 @@ def dropped_rows(folder: CacheFolder, manifest: Manifest) -> Iterator[Dropped]:
     """The rows that could not be used, in the order of the files that list them."""
     for entry in manifest.quarantine:
         with open_shard(folder.rejected(entry)) as file:
-            require_rejected_rows(file.schema_arrow, folder.rejected(entry))
             rows = file.read(use_threads=False).to_pylist()
         for row in rows:
             yield Dropped(row["file_name"], row["row"], row["reason"], row["detail"])

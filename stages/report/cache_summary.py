@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from ...schemas.arrow_columns import arrow_column, flattened, numpy_of
 from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
@@ -17,8 +16,6 @@ from ..storage.cache.shards import (
     TURNS,
     iter_row_groups,
     learned_tokens,
-    require_known_roles,
-    require_same_branches,
 )
 
 
@@ -203,12 +200,9 @@ def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
     """The narrow columns of every row group of every shard; no token ids are read."""
     groups, learned = [], [np.empty(0, np.int32)]
     for shard in manifest.shards:
-        path = folder.shard(shard)
-        for group in iter_row_groups(path, [*SHARD.names(), TURNS]):
-            require_same_branches(group, BRANCHES.values(), str(path))
-            require_known_roles(numpy_of(flattened(arrow_column(group, "role"))), str(path))
+        for group in iter_row_groups(folder.shard(shard), [*SHARD.names(), TURNS]):
             groups.append(pl.DataFrame(pl.from_arrow(group)).select(SHARD.names()))
-            learned.append(learned_tokens(group, source=str(path)))
+            learned.append(learned_tokens(group))
     rows = pl.concat([pl.DataFrame(schema=SHARD), *groups])
     branches = rows.select(**BRANCHES).explode([*BRANCHES])
     return Columns(rows.select(**PROMPTS), branches.with_columns(learned=np.concatenate(learned)))

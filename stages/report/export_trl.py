@@ -24,7 +24,7 @@ from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.manifest_file import load_manifest
-from ..storage.cache.shards import TURNS, carried_names, iter_row_groups, open_shard, read_block
+from ..storage.cache.shards import TURNS, carried_names, iter_row_groups, open_shard
 from ..storage.cache.verify_cache import check_shard
 from ..storage.disk import fs
 from ..storage.store import store_of
@@ -84,7 +84,6 @@ def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
         check_shard(folder, shard)
         path = folder.shard(shard)
         for group in iter_row_groups(path):
-            read_block(group, source=str(path))
             _require_all_learned(group.schema, folder)
             if not len(group):
                 continue

@@ -62,10 +62,6 @@ def name_of(seed):
 class Vocabulary(StubReference):
     """A reference that looks its tokens up, as a model does."""
 
-    def vocabulary(self):
-        """How many it has."""
-        return VOCABULARY
-
     def open(self):
         """There is nothing to load."""
         return VocabularyScorer(StubReference().open().salt)
@@ -89,7 +85,7 @@ def train(cache, name):
     """Every branch that a training reads in an epoch, scored."""
     folder, scorer = CacheFolder(cache), Vocabulary().open()
     spec = ReadSpec(KINDS[name], mismatched=name != "scores", eval_fraction=0.0)
-    spec = replace(spec, needs_scores=name == "scores", vocabulary=VOCABULARY)
+    spec = replace(spec, needs_scores=name == "scores")
     source = open_source(folder, load_manifest(folder), spec, ShardColumns(check_before_reading))
     overlap(source, source)
     feed = CacheFeed(source, source, settings_of())
@@ -277,14 +273,7 @@ def without_digests():
     verify_cache._check = lambda *arguments: None
 
 
-def without_values():
-    """Leaves out that stored values have to be ones that a model can have made."""
-    from align.stages.storage.cache import shards  # noqa: PLC0415
-
-    shards.require_values = lambda *arguments: None
-
-
-PLANTS = {"digests": without_digests, "values": without_values}
+PLANTS = {"digests": without_digests}
 CAMPAIGN = Campaign(__file__, name_of, case, Folders.prepare, PLANTS)
 
 if __name__ == "__main__":

@@ -32,9 +32,6 @@ class Lossy:
     def hidden_size(self):
         return 64
 
-    def vocabulary(self):
-        return 1 << 31
-
     def open(self):
         poison = dict.fromkeys(self.tokens, np.nan)
         return Faulty(poison=poison, room=self.room, pads=False)

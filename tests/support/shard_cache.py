@@ -4,11 +4,9 @@ import hashlib
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from align.schemas.batches import World
 from align.schemas.columns import Ragged, offsets_of
-from align.schemas.file_version import FileVersion
 from align.schemas.rows import PromptKeys, Role, RowBlock, ScoredBlock
 from align.stages.feed.cache_index import RowSizes, RowTable, ShardColumns
 from align.stages.feed.conversions import ReadSpec
@@ -19,7 +17,6 @@ from align.stages.storage.cache.cache_folder import CacheFolder, part_name
 from align.stages.storage.cache.shards import write_shard
 from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.storage.disk.fs import sha256_of
-from support.flips import flips
 
 PAIR = (Role.CHOSEN, Role.REJECTED)
 
@@ -116,28 +113,6 @@ def write_cache(root, blocks):
     keeps = all(block.token_logps is not None for block in blocks)
     fingerprint = {"cache.token_logps": str(keeps).lower()}
     return folder, SimpleNamespace(shards=shards, root=root_digest, fingerprint=fingerprint)
-
-
-def footers(paths):
-    """How many bytes the footers of shards have, with their lengths and marks."""
-    return sum(pq.ParquetFile(path).metadata.serialized_size + 8 for path in paths)
-
-
-def rotting_footers(path, count):
-    """Flips so many bits of a shard's footer, each while the caller looks at the file."""
-    whole, footer = path.read_bytes(), footers([path])
-    for _, byte, bit in flips({"": footer}, count):
-        damaged = bytearray(whole)
-        damaged[byte - footer] ^= 1 << bit
-        path.write_bytes(damaged)
-        yield
-    path.write_bytes(whole)
-
-
-def keep_version(monkeypatch, path):
-    """Lets every file have the version of this one from now on, as rot does not change it."""
-    version = FileVersion.of(path)
-    monkeypatch.setattr(FileVersion, "of", lambda _: version)
 
 
 def opened(cache, *, check=check_shard, **changed):

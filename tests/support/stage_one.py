@@ -82,7 +82,6 @@ class GatedReference:
     def __init__(self, reached, opened):
         self.reached, self.opened = reached, opened
         self.identity, self.hidden_size = StubReference().identity, StubReference().hidden_size
-        self.vocabulary = StubReference().vocabulary
 
     def open(self):
         """Waits here."""

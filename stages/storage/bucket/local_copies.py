@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ....schemas.errors import CorruptionError, StorageError, UsageError, damaged
@@ -31,7 +30,7 @@ from ....schemas.file_version import Remember, digest_anew
 from ....schemas.json_codec import digest
 from ....schemas.plain_names import is_plain_path
 from ..disk import fs
-from ..disk.digest_memory import shard_sha256, user_folder
+from ..disk.digest_memory import remembered_sha256, user_folder
 from ..disk.locks import held
 from . import objects
 from .buckets import Version
@@ -150,7 +149,7 @@ def check_copy(path: ObjectPath, remember: Remember = digest_anew) -> None:
     """Removes a copy that is not what arrived: a disk can damage it."""
     copy = _path_of_copy(path)
     with suppress(StorageError, FileNotFoundError):
-        if shard_sha256(copy, partial(fs.open_regular, copy), remember) != path.sha256:
+        if remembered_sha256(copy, remember) != path.sha256:
             logger.warning("%s, the copy of %s, is damaged: it is fetched again.", copy, path)
             fs.unlink(copy)
     copy_of(path)

@@ -12,15 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ....schemas.arrow_columns import list_column
 from ....schemas.cache import Commit, FileEntry
-from ....schemas.errors import CorruptionError, NonFiniteError, StorageError, damaged
+from ....schemas.errors import NonFiniteError
 from ....schemas.json_codec import signed
 from ....schemas.rows import Rejected, ScoredBlock
 from ..bucket.objects import Location
@@ -29,7 +27,7 @@ from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
 from ..store import store_of
 from .cache_folder import COMMIT_NAME, WorkFolder, part_name
-from .shards import group_bounds, open_shard, schema_of, write_shard
+from .shards import group_bounds, write_shard
 
 logger = logging.getLogger("align")
 
@@ -71,21 +69,6 @@ def commit_unit(
     else:
         _yield_to(kept, ours, final, is_new=is_new)
     return kept
-
-
-def counted(block: ScoredBlock) -> dict[str, Any]:
-    """The fields of a commit that describe the rows of its shard."""
-    logps = block.logps
-    return {
-        "rows": len(block.rows),
-        "branches": len(logps),
-        "tokens": len(block.rows.completions.values),
-        "row_groups": len(group_bounds(block.rows)),
-        "ids_digest": _ids_digest(block),
-        "logp_sum": math.fsum(logps),
-        "logp_min": float(logps.min()) if len(logps) else 0.0,
-        "logp_max": float(logps.max()) if len(logps) else 0.0,
-    }
 
 
 def _ids_digest(block: ScoredBlock) -> str:
@@ -135,16 +118,21 @@ def _describe(
     facts: UnitFacts,
     quarantine: tuple[FileEntry, ...],
 ) -> Commit:
-    """The commit of a shard, once the file is read back and compared."""
-    _require_written(draft, block, len(group_bounds(block.rows)))
-    sha256 = fs.sha256_of(draft)
+    sha256, logps = fs.sha256_of(draft), block.logps
     commit = Commit(
         unit=unit,
         digest="",
         file=part_name(unit, sha256),
         bytes=draft.stat().st_size,
         sha256=sha256,
-        **counted(block),
+        rows=len(block.rows),
+        branches=len(logps),
+        tokens=len(block.rows.completions.values),
+        row_groups=len(group_bounds(block.rows)),
+        ids_digest=_ids_digest(block),
+        logp_sum=math.fsum(logps),
+        logp_min=float(logps.min()) if len(logps) else 0.0,
+        logp_max=float(logps.max()) if len(logps) else 0.0,
         first_key=facts.first_key,
         last_key=facts.last_key,
         tokens_per_batch=facts.tokens_per_batch,
@@ -154,30 +142,6 @@ def _describe(
         numerics=facts.numerics,
     )
     return signed(commit)
-
-
-def _require_written(draft: Path, block: ScoredBlock, num_groups: int) -> None:
-    try:
-        same = _reads_back(draft, block, num_groups)
-    except CorruptionError:
-        same = False
-    if not same:
-        raise StorageError(
-            f"{draft}: what was read back is not what was written. Check the disk and the memory "
-            "of this machine, then run the same command again."
-        )
-
-
-def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
-    with open_shard(draft) as file:
-        # All columns, though one is compared: reading verifies the checksum of every page.
-        table = file.read(use_threads=False)
-        return (
-            file.metadata.num_rows == len(block.rows)
-            and file.num_row_groups == num_groups
-            and file.schema_arrow.equals(schema_of(block))
-            and math.fsum(list_column(table, "ref_logp").values) == math.fsum(block.logps)
-        )
 
 
 def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> None:
@@ -219,7 +183,6 @@ def _require_file(named: Location, size: int, path: Location) -> None:
         raise COMMITS.damaged(path, f"{named} has {found} bytes instead of {size}")
 
 
-_RESTORE = "Restore it from a copy, or make the cache again."
 SCHEMA = pa.schema(
     [
         pa.field("file", pa.string(), nullable=False),
@@ -229,12 +192,6 @@ SCHEMA = pa.schema(
         pa.field("detail", pa.string(), nullable=False),
     ]
 )
-
-
-def require_rejected_rows(schema: pa.Schema, path: Location) -> None:
-    """Refuses a file of rejected rows with other columns."""
-    if not schema.equals(SCHEMA):
-        raise damaged(path, "it has other columns than rejected rows", _RESTORE)
 
 
 def write_quarantine(

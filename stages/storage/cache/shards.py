@@ -5,8 +5,7 @@ Blocks of rows (numpy) become columns (Arrow), and columns blocks, without copie
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from ....schemas.arrow_columns import (
     ragged_of,
 )
 from ....schemas.columns import Column, ColumnTable, offsets_of
-from ....schemas.errors import CorruptionError, damaged, storage_error
-from ....schemas.rows import ID_DIGITS, PromptKeys, Role, RowBlock, ScoredBlock, hex_texts
+from ....schemas.errors import damaged, storage_error
+from ....schemas.rows import ID_DIGITS, PromptKeys, RowBlock, ScoredBlock, hex_texts
 from ....schemas.turns import learned_counts
 from ..bucket.objects import Location
 from ..disk import fs
@@ -37,7 +36,6 @@ from ..store import store_of
 
 ROWS_PER_GROUP = 512
 TOKENS_PER_GROUP = 512 * 1024
-MOST_IDS = 1 << 31  # a token id has 32 bits, and a sign
 
 
 def write_shard(path: Path, block: ScoredBlock) -> None:
@@ -54,16 +52,12 @@ def write_shard(path: Path, block: ScoredBlock) -> None:
 def read_shard(path: Location) -> ScoredBlock:
     """Reads a whole shard."""
     with open_shard(path) as file:
-        table = file.read(use_threads=False)
-    return read_block(table, source=str(path))
+        return read_block(file.read(use_threads=False))
 
 
 def iter_row_groups(path: Location, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yields one table per row group, page checksums verified."""
     with open_shard(path) as file:
-        # A file that says that it has no such column would leave it out.
-        needed = [name for name in columns or () if name not in OPTIONAL]
-        _require_schema(file.schema_arrow, str(path), with_columns=needed)
         for index in range(file.num_row_groups):
             yield file.read_row_group(index, columns=columns, use_threads=False)
 
@@ -76,23 +70,17 @@ def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDAr
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
         sizes = [file.metadata.row_group(group).num_rows for group in groups]
-        # The names and types of columns have no checksum.
-        needed = [name for name in columns if name not in OPTIONAL]
-        _require_schema(file.schema_arrow, str(path), with_columns=needed)
         return file.read(columns=list(columns), use_threads=False), np.array(sizes, np.int64)
 
 
-def read_rows(
-    path: Location, rows: NDArray[np.int64], vocabulary: int = MOST_IDS
-) -> Iterator[ScoredBlock]:
+def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
     """Some rows of a shard, ascending, row group by row group; no other group is read."""
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
         offsets = offsets_of(np.array([file.metadata.row_group(one).num_rows for one in groups]))
         group_of = np.searchsorted(offsets, rows, side="right") - 1
         for group in np.unique(group_of).tolist():
-            table = file.read_row_group(group, use_threads=False)
-            block = read_block(table, source=str(path), vocabulary=vocabulary)
+            block = read_block(file.read_row_group(group, use_threads=False))
             yield block.take(rows[group_of == group] - offsets[group])
 
 
@@ -193,16 +181,6 @@ def shard_schema(optional: Collection[str] = (), carried: Sequence[str] = ()) ->
 RESERVED = frozenset(shard_schema(OPTIONAL).names)
 
 
-def schema_of(block: ScoredBlock) -> pa.Schema:
-    """The columns a block fills."""
-    return _schema_of(_values(block), block.rows)
-
-
-def _schema_of(values: Mapping[str, Any], rows: RowBlock) -> pa.Schema:
-    filled = [name for name, found in values.items() if found is not None]
-    return shard_schema(filled, list(rows.carried))
-
-
 def carried_names(schema: pa.Schema) -> list[str]:
     """The columns of a shard that its data brought along."""
     return [name for name in schema.names if name not in RESERVED]
@@ -223,7 +201,8 @@ def _values(block: ScoredBlock) -> dict[str, Any]:
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, values = block.rows, _values(block)
-    schema = _schema_of(values, rows)
+    filled = [name for name, found in values.items() if found is not None]
+    schema = shard_schema(filled, list(rows.carried))
     values |= rows.carried
     sources = [
         _text(hex_texts(rows.file.astype(">u8"), _FILE_DIGITS)),
@@ -245,135 +224,58 @@ def to_table(block: ScoredBlock) -> pa.Table:
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def read_block(
-    table: pa.Table, *, source: str = "a shard", vocabulary: int = MOST_IDS
-) -> ScoredBlock:
-    """The block behind a table of all shard columns; the table may be a slice of another.
-
-    Token ids that are not below `vocabulary` are refused.
-    """
-    _require_schema(table.schema, source)
-    branch_offsets = offsets_of(lengths_of(arrow_column(table, "completion_ids")))
+def read_block(table: pa.Table) -> ScoredBlock:
+    """The block behind a table of all shard columns; the table may be a slice of another."""
     found: dict[str, Any] = dict.fromkeys(OPTIONAL)
-    for name, each in (_STORED | _COUNTS).items():
+    for name, each in _STORED.items():
         if name in table.column_names:
             values = arrow_column(table, name)
-            if each.per != "row":
-                same = np.array_equal(offsets_of(lengths_of(values)), branch_offsets)
-                _require(same, source, _OTHER_BRANCHES)
-                values = flattened(values)
+            values = values if each.per == "row" else flattened(values)
             found[name] = ragged_of(values) if each.is_list else numpy_of(values)
-    for name, each in _COUNTS.items():
-        counted = np.array_equal(found[name], found[each.stored].lengths)
-        _require(counted, source, f"has {name} that are not the lengths of {each.stored}")
-    for name in [name for name in OPTIONAL if found[name] is not None]:
-        same = np.array_equal(found[name].offsets, found["completion_ids"].offsets)
-        _require(same, source, f"has {name} of other tokens than completion_ids")
-    block = _block_of(table, source, branch_offsets, found)
-    require_values(block, source, vocabulary)
-    return block
-
-
-def require_values(block: ScoredBlock, source: str, vocabulary: int) -> None:
-    """Refuses what no tokenizer and no reference can have made, though it is signed."""
-    rows, logps = block.rows, [block.logps]
-    for name, ids in (("prompt_ids", rows.prompts), ("completion_ids", rows.completions)):
-        # One pass: as an unsigned number a negative id is larger than any other.
-        highest = int(ids.values.view(np.uint32).max(initial=0))
-        if highest >= vocabulary and len(ids.values):
-            odd = ids.values[ids.values.view(np.uint32) >= vocabulary]
-            known = (
-                "" if vocabulary == MOST_IDS else f", and the model knows those to {vocabulary - 1}"
-            )
-            what = f"has {len(odd)} token ids in {name} that cannot be, the first {odd[0]}{known}"
-            _require(False, source, what)
-    if block.token_logps is not None:  # of what is not learned a log-prob may be anything
-        values, is_learned = block.token_logps.values, rows.is_learned
-        logps.append(values if is_learned is None else values[is_learned])
-    for values in logps:
-        _require(bool(np.isfinite(values).all()), source, "has log-probs that are not finite")
-    require_known_roles(rows.roles, source)
-
-
-def require_known_roles(roles: NDArray[np.int8], source: str) -> None:
-    """Refuses roles that there are not."""
-    are_known = bool(((roles >= 0) & (roles <= max(Role))).all())
-    _require(are_known, source, f"has roles other than 0 to {max(Role)}")
-
-
-def require_same_branches(table: pa.Table, names: Iterable[str], source: str) -> None:
-    """Refuses columns with lists over other branches than each other's."""
-    first, *others = (lengths_of(arrow_column(table, name)) for name in names)
-    same = all(np.array_equal(first, lengths) for lengths in others)
-    _require(same, source, _OTHER_BRANCHES)
-
-
-def learned_tokens(table: pa.Table, *, source: str = "a shard") -> NDArray[np.int32]:
-    """The number of learned tokens of each completion, from a shard's narrow columns."""
-    tokens: NDArray[np.int32] = numpy_of(flattened(arrow_column(table, "num_tokens")))
-    if TURNS not in table.column_names:
-        return tokens
-    turns = ragged_of(flattened(arrow_column(table, TURNS)))
-    same = np.array_equal(turns.lengths, tokens)
-    _require(same, source, f"has {TURNS} of other tokens than completion_ids")
-    return learned_counts(turns).astype(np.int32)
-
-
-def _require_schema(schema: pa.Schema, source: str, with_columns: Sequence[str] = ()) -> None:
-    expected = shard_schema(schema.names, carried_names(schema))
-    is_as_made = schema.equals(expected) and {*with_columns} <= {*schema.names}
-    _require(is_as_made, source, "has other columns than a shard")
-
-
-def _block_of(
-    table: pa.Table, source: str, branch_offsets: NDArray[np.int64], found: Mapping[str, Any]
-) -> ScoredBlock:
     keys, of_rows, of_scores = (
         {name: found[each.stored] for name, each in one.columns().items() if each.stored}
         for one in _TABLES
     )
-    ids, copies = parse_row_ids(arrow_column(table, "row_id"), source)
+    ids, copies = _parse_row_ids(arrow_column(table, "row_id"))
     sources = arrow_column(table, "source")
     rows = RowBlock(
         row_id=ids,
         copy=copies,
-        file=_files(sources.field("file"), source),
+        file=_files(sources.field("file")),
         row=numpy_of(sources.field("row")),
         prompt_keys=PromptKeys(**keys),
-        branch_offsets=branch_offsets,
+        branch_offsets=offsets_of(lengths_of(arrow_column(table, "completion_ids"))),
         carried={name: number_column(table, name) for name in carried_names(table.schema)},
         **of_rows,
     )
     return ScoredBlock(rows, **of_scores)
 
 
-def _require(good: bool, source: str, what: str) -> None:
-    if not good:
-        raise CorruptionError(f"{source} {what}. {_RESTORE}")
+def learned_tokens(table: pa.Table) -> NDArray[np.int32]:
+    """The number of learned tokens of each completion, from a shard's narrow columns."""
+    tokens: NDArray[np.int32] = numpy_of(flattened(arrow_column(table, "num_tokens")))
+    if TURNS not in table.column_names:
+        return tokens
+    turns = ragged_of(flattened(arrow_column(table, TURNS)))
+    return learned_counts(turns).astype(np.int32)
 
 
 _RESTORE = "Restore it from a copy, or make the cache again."
-_OTHER_BRANCHES = "has lists over branches of different lengths"
 _FILE_DIGITS = 16  # hex digits of a data file's identity
-_ROW_ID = re.compile(rf"[0-9a-f]{{{ID_DIGITS}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
-_FILE = re.compile(rf"[0-9a-f]{{{_FILE_DIGITS}}}", re.ASCII)
 
 
-def parse_row_ids(ids: pa.Array, source: str) -> tuple[NDArray[np.bytes_], NDArray[np.int32]]:
+def _parse_row_ids(ids: pa.Array) -> tuple[NDArray[np.bytes_], NDArray[np.int32]]:
     """The digest and the copy of each."""
     names = ids.to_pylist()
-    good = all(name is not None and _ROW_ID.fullmatch(name) for name in names)
-    _require(good, source, "holds a malformed row id")
     digests = bytes.fromhex("".join(name[:ID_DIGITS] for name in names))
     copies = np.array([int(name[ID_DIGITS + 1 :] or 0) for name in names], dtype=np.int32)
     return np.frombuffer(digests, dtype="S16"), copies
 
 
-def _files(names: pa.Array, source: str) -> NDArray[np.uint64]:
+def _files(names: pa.Array) -> NDArray[np.uint64]:
     """The identities of data files, of their hex."""
-    text = names.to_pylist()
-    _require(all(map(_FILE.fullmatch, text)), source, "holds a malformed name of a data file")
-    return np.frombuffer(bytes.fromhex("".join(text)), dtype=">u8").astype(np.uint64)
+    digits = bytes.fromhex("".join(names.to_pylist()))
+    return np.frombuffer(digits, dtype=">u8").astype(np.uint64)
 
 
 def _text(lines: Sequence[str]) -> pa.Array:

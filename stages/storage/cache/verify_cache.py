@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
@@ -13,19 +12,15 @@ from ....schemas.errors import CorruptionError
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.rows import ScoredBlock
 from ..bucket.objects import Location
-from .cache_folder import PART_NAME, CacheFolder
-from .commits import counted
+from .cache_folder import CacheFolder
 from .manifest_file import load_manifest
-from .shards import read_rows, read_shard
+from .shards import read_rows
 
 
 def verify_cache(folder: CacheFolder) -> Manifest:
     """Reads every file that the manifest names; a CorruptionError lists all damaged units."""
     manifest = load_manifest(folder)
-    units = damaged_units(folder, manifest)
-    whole = [shard for shard in manifest.shards if shard.unit not in units]
-    wrong = [said for shard in whole if (said := _wrongly_described(folder, shard))]
-    damage = [*units.values(), *wrong, *_damaged_quarantine(folder, manifest)]
+    damage = [*damaged_units(folder, manifest).values(), *_damaged_quarantine(folder, manifest)]
     if damage:
         shown = "\n".join(f"  {what}" for what in damage[:10])
         raise CorruptionError(
@@ -47,20 +42,6 @@ def damaged_units(folder: CacheFolder, manifest: Manifest) -> dict[int, str]:
     return damage
 
 
-def _wrongly_described(folder: CacheFolder, commit: Commit) -> str:
-    """How a shard's rows differ from what its manifest says, though its digest is right."""
-    try:
-        found = counted(read_shard(folder.shard(commit)))
-    except CorruptionError as error:
-        return f"unit {commit.unit}: {error}"
-    lines = [
-        f"{name} {getattr(commit, name)} instead of {value}"
-        for name, value in found.items()
-        if getattr(commit, name) != value
-    ]
-    return f"unit {commit.unit}: its manifest says {', '.join(lines)}." if lines else ""
-
-
 @contextmanager
 def naming_unit(unit: int) -> Iterator[None]:
     """Adds the unit's number to the message of a damaged file."""
@@ -73,7 +54,7 @@ def naming_unit(unit: int) -> Iterator[None]:
 def check_shard(folder: CacheFolder, commit: Commit, remember: Remember = digest_anew) -> None:
     """CorruptionError when the shard is not, byte for byte, what was committed."""
     with naming_unit(commit.unit):
-        _check(folder.shard(commit), commit.file, commit, folder.store.measure, remember)
+        _check(folder.shard(commit), commit, folder.store.measure, remember)
 
 
 def check_before_reading(
@@ -83,15 +64,14 @@ def check_before_reading(
 
     It names no unit: who reads a cache names that of any damage.
     """
-    _check(folder.shard(commit), commit.file, commit, folder.store.measure_read, remember)
+    _check(folder.shard(commit), commit, folder.store.measure_read, remember)
 
 
 def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
     damage = []
     for entry in manifest.quarantine:
-        name = Path(entry.file).name
         try:
-            _check(folder.rejected(entry), name, entry, folder.store.measure, digest_anew)
+            _check(folder.rejected(entry), entry, folder.store.measure, digest_anew)
         except CorruptionError as error:
             damage.append(f"quarantine: {error}")
     return damage
@@ -99,13 +79,10 @@ def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
 
 def _check(
     path: Location,
-    name: str,
     expected: Commit | FileEntry,
     measure: Callable[[Location, int, Remember], tuple[int, str]],
     remember: Remember,
 ) -> None:
-    if not PART_NAME.fullmatch(name):
-        raise CorruptionError(f"{name!r} is not the name of a shard.")
     size, sha256 = measure(path, expected.bytes, remember)
     if size != expected.bytes:
         raise CorruptionError(f"{path} has {size} bytes, not {expected.bytes}.")
@@ -114,12 +91,9 @@ def _check(
 
 
 def sample_rows(
-    folder: CacheFolder, manifest: Manifest, count: int, vocabulary: int
+    folder: CacheFolder, manifest: Manifest, count: int
 ) -> Iterator[tuple[str, ScoredBlock]]:
-    """Yields rows that are spread over the cache, a few at a time, and the name of their shard.
-
-    They are to be scored by a model that knows so many token ids.
-    """
+    """Yields rows that are spread over the cache, a few at a time, and the name of their shard."""
     wanted = np.unique(np.arange(count) * manifest.rows // count)
     first = 0
     for commit in manifest.shards:
@@ -127,5 +101,5 @@ def sample_rows(
         first += commit.rows
         if len(here):
             with naming_unit(commit.unit):
-                for block in read_rows(folder.shard(commit), here, vocabulary):
+                for block in read_rows(folder.shard(commit), here):
                     yield commit.file, block

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass
-from io import BufferedReader
 from pathlib import Path
 
-from ....schemas.errors import StorageError, os_errors_as_storage_errors
+from ....schemas.errors import StorageError
 from ....schemas.file_version import FileVersion, Remember
 from . import fs
 from .lines import Lines, read_lines
@@ -91,28 +90,10 @@ def own_digests() -> DigestMemory:
     return DigestMemory(user_folder())
 
 
-def shard_sha256(path: Path, opened: Callable[[], BufferedReader], remember: Remember) -> str:
-    """The digest of a shard, or nothing if its footer has changed since it was digested.
-
-    A file that rots on a disk keeps its version. Its pages have checksums, its footer has none.
-    """
-
-    def compute() -> list[str]:
-        with opened() as source:
-            return [fs.sha256_of_open(source, path), _footer_sha256(source, path)]
-
-    sha256, footer = remember(path, compute)
-    with opened() as source:
-        return sha256 if _footer_sha256(source, path) == footer else ""
-
-
-def _footer_sha256(source: BufferedReader, path: Path) -> str:
-    with os_errors_as_storage_errors("read", path):
-        end = max(0, source.seek(0, os.SEEK_END) - 8)  # the footer's length and the format's mark
-        source.seek(end)
-        length = int.from_bytes(source.read(4), "little")
-        source.seek(max(0, end - length))
-        return hashlib.sha256(source.read()).hexdigest()
+def remembered_sha256(path: Path, remember: Remember) -> str:
+    """The digest of a file's bytes."""
+    (sha256,) = remember(path, lambda: [fs.sha256_of(path)])
+    return sha256
 
 
 def _parsed(file: Path) -> dict[str, _Line]:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from io import BufferedReader
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from ....schemas.errors import CorruptionError, StorageError, os_errors_as_storage_errors
 from ....schemas.file_version import Remember
 from . import fs
-from .digest_memory import shard_sha256
+from .digest_memory import remembered_sha256
 from .failpoints import reach
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 TRASH = ".trash-"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DiskStore:
@@ -100,13 +96,13 @@ class DiskStore:
 
     @staticmethod
     def measure(path: Path, size: int, remember: Remember) -> tuple[int, str]:
-        """Of a file in that very folder, not of what a link names."""
-        with _opened(path.parent) as folder:
-            # Opened again for a digest: a remembered one is of the version that is there then.
-            opened = partial(_file, path, folder)
-            with opened() as source:
-                found = os.fstat(source.fileno()).st_size
-            return found, shard_sha256(path, opened, remember) if found == size else ""
+        """By its size, and the digest of all its bytes."""
+        try:
+            found = path.stat().st_size
+            return found, remembered_sha256(path, remember) if found == size else ""
+        except (OSError, StorageError) as error:
+            why = error.__cause__ or error
+            raise CorruptionError(f"{path} cannot be opened: {why}.") from error
 
     measure_read = measure
 
@@ -149,22 +145,3 @@ class DiskStore:
     def is_within(path: Path, folder: Path) -> bool:
         """By its absolute path."""
         return path.absolute().is_relative_to(folder)
-
-
-def _file(path: Path, folder: int) -> BufferedReader:
-    try:
-        return fs.open_regular(Path(path.name), folder=folder)
-    except StorageError as error:
-        raise CorruptionError(f"{path} cannot be opened: {error.__cause__}.") from error
-
-
-@contextmanager
-def _opened(parent: Path) -> Iterator[int]:
-    try:
-        descriptor = os.open(parent, _FOLDER)
-    except OSError as error:
-        raise CorruptionError(f"{parent} cannot be opened: {error}.") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

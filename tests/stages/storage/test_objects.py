@@ -9,16 +9,12 @@ import time
 import pytest
 
 from align.schemas.errors import CorruptionError, LockedError, PathError, StorageError, UsageError
-from align.schemas.file_version import FileVersion
 from align.stages.storage.bucket import local_copies, objects
 from align.stages.storage.bucket.bucket_store import AT_ONCE
 from align.stages.storage.bucket.objects import ObjectPath, location
-from align.stages.storage.cache.shards import write_shard
-from align.stages.storage.disk.digest_memory import own_digests
 from align.stages.storage.store import store_of
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
 from support.patience import PATIENCE
-from support.shard_cache import block_of, keep_version, rotting_footers
 from support.store_contract import WRITERS, at_the_same_time
 
 
@@ -253,22 +249,6 @@ def test_an_object_with_other_bytes_than_the_manifest_says_is_never_read(place, 
         with pytest.raises(CorruptionError, match=said):
             content(shard)
     assert held(place).keys() == {shards[3].sha256}
-
-
-def test_a_copy_whose_footer_rots_after_its_digest_is_remembered_is_fetched_again(
-    place, bucket, tmp_path, monkeypatch
-):
-    write_shard(tmp_path / "shard", block_of(1))
-    payload = (tmp_path / "shard").read_bytes()
-    monkeypatch.setattr(local_copies, "_chosen", [(str(place.root), 1)])
-    shard = stored(bucket / "shard", payload)
-    copy, memory = local_copies.copy_of(shard), own_digests()
-    keep_version(monkeypatch, copy)
-    monkeypatch.setattr(FileVersion, "is_settled", lambda *_: True)
-    local_copies.check_copy(shard, memory)
-    for _ in rotting_footers(copy, 20):
-        local_copies.check_copy(shard, memory)
-        assert copy.read_bytes() == payload
 
 
 def test_what_there_is_no_room_for_is_refused_by_the_settings_name(

@@ -160,10 +160,8 @@ def session(training_world, one_rank):
 
 
 def test_the_reference_agrees_with_its_cache_or_is_refused_by_shard_and_row(session):
-    known = session.source.spec.vocabulary
-    assert known == 1024  # its model's: no row may have another token
     # Of several shards.
-    sample = list(sample_rows(session.job.cache, session.job.manifest, 8, known))
+    sample = list(sample_rows(session.job.cache, session.job.manifest, 8))
     assert largest_gap(session.engine, sample, "float32", "float32") < 1e-4
     (first, (name, block), *others) = sample
     for by in (0.05, -0.05, math.nan, math.inf):  # one branch of the second shard
