@@ -168,7 +168,6 @@ _WAYS_ON = {
     errno.EISDIR: "It has to be a file: remove the folder, or choose another path",
     errno.ENOTDIR: "A part of the path is a file: choose another path",
     errno.EEXIST: "Move what is there, or choose another path",
-    errno.ELOOP: "Links are not followed here: name the file itself",
     errno.EINVAL: "It has to be a plain file: choose another path",
     errno.ENAMETOOLONG: "Choose a shorter path",
 }

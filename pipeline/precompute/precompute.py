@@ -178,7 +178,7 @@ class PrecomputeJob:
         if plan is None:
             return make_plan(job, self.run_id, call.executor, call.progress)
         # Damage is reported before hours of work.
-        read_commits(job.work, len(plan.unit_offsets) - 1)
+        read_commits(job.work)
         if not ring_of(job).is_whole:
             remake_ring(job, plan, call.executor, call.progress)
         return plan
@@ -193,7 +193,7 @@ class PrecomputeJob:
     def _published(self, plan: Plan, call: Call[Tally]) -> Manifest | None:
         """Writes the manifest and removes the work, if every unit has its commit."""
         job, num_units = self.cache, len(plan.unit_offsets) - 1
-        commits = read_commits(job.work, num_units)
+        commits = read_commits(job.work)
         if len(commits) < num_units:
             is_over = job.is_published or not job.work.is_planned
             return _made_by_another(job) if is_over else None

@@ -73,7 +73,7 @@ def join_parts(parts: Sequence[Path], path: Path) -> None:
 
 def _read(path: Path) -> pa.Table:
     try:
-        with fs.open_regular(path) as source:
+        with fs.open_file(path) as source:
             table = pq.ParquetFile(source, page_checksum_verification=True).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, str(error).partition("\n")[0]) from error

@@ -108,13 +108,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     require_same(broken_run, course.whole())
 
 
-def test_tables_that_are_a_link_are_refused(course, broken_run):
-    tables, outside = broken_run / "evaluations", broken_run.with_name("outside")
-    tables.rename(outside)
-    tables.symlink_to(outside)
-    before = contents(outside)
-    assert f"{tables} is a link" in refused(course, 2, broken_run, *RESUME)
-    assert contents(outside) == before
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_what_is_said_to_be_kept_when_a_signal_comes_is_what_is_committed(config
     with pytest.raises(Interrupted) as stop:
         run(config, Watched(before=before))
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    commits = read_commits(work, 99)
+    commits = read_commits(work)
     assert len(commits) == 3  # the third was being written
     (said,) = re.findall(r"reused [\d,]+ of ([\d,]+)", str(stop.value))
     assert int(said.replace(",", "")) == sum(one.branches for one in commits.values())
@@ -149,7 +149,7 @@ def test_a_unit_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
     with pytest.raises(Interrupted):
         precompute(config, StubReference(), progress=shown)
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    assert len(shown.rows) == len(read_commits(work, 99))
+    assert len(shown.rows) == len(read_commits(work))
 
 
 def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
@@ -164,7 +164,7 @@ def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
     units = tasks.open(Silent())(range(len(tasks.sizes)))
     next(units)
     units.close()
-    assert len(read_commits(job.work, 99)) == len(scored) < len(tasks.sizes)
+    assert len(read_commits(job.work)) == len(scored) < len(tasks.sizes)
 
 
 @dataclass(frozen=True)

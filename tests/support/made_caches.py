@@ -128,7 +128,7 @@ def _make(folder, plan, units, told):
         plan = replace(plan, rows_in=rows_in, quarantine=(entry,), quarantined={"null": 1})
         stored = PLANS.put(work.plan, plan)
     told("plan", plan.plan_key)
-    commits = read_commits(work, len(units))
+    commits = read_commits(work)
     for unit in sorted(set(range(len(units))) - set(commits)):
         commits[unit] = commit_unit(work, "run", unit, block_of(ROWS, units[unit]), LOSSY)
         told(f"commits/{unit:08d}", plan.plan_key)

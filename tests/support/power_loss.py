@@ -19,7 +19,7 @@ from align.schemas.json_codec import CodecError, from_signed_json
 from align.schemas.preparing import EncodedPart
 from align.schemas.table_manifest import TableManifest
 from align.stages.storage.answers import NAME
-from align.stages.storage.cache.cache_folder import COMMIT_NAME, WORK_NAME
+from align.stages.storage.cache.cache_folder import WORK_NAME
 from align.stages.storage.disk import failpoints, fs
 from align.stages.storage.run.run_folder import RECORD_NAME
 from align.stages.storage.tables import MANIFEST
@@ -238,6 +238,7 @@ def _site():
 
 
 PLAN = re.compile(rf"_align/{WORK_NAME.pattern}/plan\.json")
+COMMIT_NAME = re.compile(r"[0-9]{8}\.json")
 COMMIT = re.compile(rf"_align/{WORK_NAME.pattern}/commits/{COMMIT_NAME.pattern}")
 STEP = re.compile(r"checkpoints/(step-([0-9]{8}))/")
 

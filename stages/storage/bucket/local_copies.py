@@ -110,7 +110,7 @@ def open_copy(path: ObjectPath) -> io.BufferedReader:
     while True:
         copy = copy_of(path)
         try:
-            source = fs.open_regular(copy)
+            source = fs.open_file(copy)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 continue  # another process has made room since

@@ -75,10 +75,6 @@ class ObjectPath:
         """Whether there is an object below this key."""
         return next(iter(_listed(self)), None) is not None
 
-    def is_symlink(self) -> bool:
-        """False: objects are not linked."""
-        return False
-
     def iterdir(self) -> Iterator[ObjectPath]:
         """The keys right below this one, sorted."""
         with _reported("list", self):

@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # it imports numpy
 Root_co = TypeVar("Root_co", Path, Location, covariant=True)
 
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
-COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -239,7 +238,7 @@ def refuse_foreign(root: Path, *, is_ours: Callable[[], bool], what: str) -> Non
 
     What the content is, is asked after it was seen: another process may begin just now.
     """
-    if not root.exists() and not root.is_symlink():
+    if not root.exists():
         return
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder. Choose another --output.")

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ..disk import fs
 from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
 from ..store import store_of
-from .cache_folder import COMMIT_NAME, WorkFolder, part_name
+from .cache_folder import WorkFolder, part_name
 from .shards import group_bounds, write_shard
 
 logger = logging.getLogger("align")
@@ -76,13 +76,10 @@ def _ids_digest(block: ScoredBlock) -> str:
     return hashlib.sha256("".join(f"{name}\n" for name in block.rows.ids()).encode()).hexdigest()
 
 
-def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
+def read_commits(work: WorkFolder) -> dict[int, Commit]:
     """The finished units of a plan, each with its shard in place."""
 
     def read(path: Location) -> Commit:
-        name = COMMIT_NAME.fullmatch(path.name)
-        if name is None or int(name[1]) >= num_units:
-            raise COMMITS.damaged(path, f"none of the {num_units} units of this plan has this name")
         commit = COMMITS.read(path)
         _require_file(work.cache.data / commit.file, commit.bytes, path)
         for entry in commit.quarantine:
@@ -157,21 +154,8 @@ def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) ->
             store_of(final).remove(final)
 
 
-def _faults(commit: Commit, path: Location) -> Iterator[str]:
-    """What it names under other names than its own."""
-    unit = commit.unit
-    if path.name != f"{unit:08d}.json" or commit.file != part_name(unit, commit.sha256):
-        yield f"it names unit {unit} and file {commit.file!r}"
-    for entry in commit.quarantine:
-        if entry.file != f"quarantine/{part_name(unit, entry.sha256)}":
-            yield f"it names the quarantine {entry.file!r}"
-
-
 COMMITS = SignedRecords(
-    Commit,
-    label="commit",
-    remedy="Remove this file and run the same command again.",
-    faults=_faults,
+    Commit, label="commit", remedy="Remove this file and run the same command again."
 )
 
 

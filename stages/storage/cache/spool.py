@@ -20,9 +20,7 @@ from zlib import crc32
 
 from ....schemas.errors import CorruptionError, StorageError, damaged, os_errors_as_storage_errors
 from ....schemas.json_codec import to_signed_json
-from ....schemas.plain_names import is_plain_name
 from ....schemas.preparing import ArrangedPart, Block, EncodedPart, PartFile, RingRecord
-from ..bucket.objects import Location
 from ..disk import fs
 from ..disk.failpoints import operate
 from ..signed_records import SignedRecords
@@ -92,7 +90,7 @@ class NewPart:
     def file(self) -> PartFile:
         """The file as it is written by now."""
         sha256 = self._digest.hexdigest()
-        return PartFile(_name_of(self.commit, sha256), self.size, sha256)
+        return PartFile(f"{self.commit.stem}-{sha256[:16]}.arrows", self.size, sha256)
 
 
 @contextmanager
@@ -128,32 +126,18 @@ def put_commit(commit: Path, record: T) -> None:
 
 def read_commit(kind: type[T], commit: Path) -> T:
     """The record of a finished task."""
-    return _records(kind).read(commit)
+    return SignedRecords(kind, _REMEDY).read(commit)
 
 
 def find_commit(kind: type[T], commit: Path) -> T | None:
     """The record of a task that is done and whose file is there; another may remove both."""
     try:
-        record = _records(kind).find(commit)
+        record = SignedRecords(kind, _REMEDY).find(commit)
     except StorageError:
         if commit.exists():
             raise
         return None
     return record if record and commit.with_name(record.file.name).exists() else None
-
-
-def _records(kind: type[T]) -> SignedRecords[T]:
-    return SignedRecords(kind, _REMEDY, faults=_misnamed)
-
-
-def _misnamed(record: EncodedPart | ArrangedPart | RingRecord, commit: Location) -> Iterator[str]:
-    file = record.file
-    if not is_plain_name(file.name) or file.name != _name_of(commit, file.sha256):
-        yield f"it names the file {file.name!r}"
-
-
-def _name_of(commit: Location, sha256: str) -> str:
-    return f"{commit.name.removesuffix('.json')}-{sha256[:16]}.arrows"
 
 
 def read_part(path: Path, start: int, size: int) -> bytes:

@@ -29,7 +29,7 @@ class DiskStore:
 
     put_if_absent = staticmethod(fs.put_if_absent)
     read = staticmethod(fs.read_bytes)
-    open = staticmethod(fs.open_regular)
+    open = staticmethod(fs.open_file)
     remove = staticmethod(fs.unlink)
     sync_names = staticmethod(fs.fsync_folder)
     remove_if_empty = staticmethod(fs.remove_folder)
@@ -38,7 +38,7 @@ class DiskStore:
     @staticmethod
     def read_part(path: Path, start: int, size: int) -> bytes:
         """Opens the file for each part."""
-        with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
+        with fs.open_file(path) as source, os_errors_as_storage_errors("read", path):
             source.seek(start)
             return source.read(size)
 

@@ -22,11 +22,9 @@ from .failpoints import operate, reach
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-LARGEST = 512 << 20  # bytes of a file read at once; the manifest of a million shards has as many
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
 def publish(path: Path, payload: bytes, *, label: str) -> None:
@@ -116,7 +114,7 @@ def _drop(parent: Path, drafted: str) -> None:
     name = re.compile(rf"\.{drafted}\.[0-9a-f]{{16}}\.tmp")
     for draft in sorted(parent.iterdir()) if os.access(parent, os.R_OK) and parent.is_dir() else []:
         # One without content may not be locked yet, and if we locked it its writer could not.
-        if name.fullmatch(draft.name) and not draft.is_symlink() and _has_content(draft):
+        if name.fullmatch(draft.name) and _has_content(draft):
             with if_unlocked(draft) as is_dead:
                 if is_dead:
                     (remove_tree if draft.is_dir() else unlink)(draft)
@@ -132,7 +130,7 @@ def _has_content(draft: Path) -> bool:
 def if_unlocked(path: Path) -> Iterator[bool]:
     """Whether a file or folder is there and not locked; nobody can lock it during the block."""
     try:
-        descriptor = os.open(path, _READ)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         yield False
         return
@@ -170,43 +168,30 @@ def _put(draft: Path, path: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """The digest of a file's bytes."""
-    with open_regular(path) as source:
-        return sha256_of_open(source, path)
-
-
-def sha256_of_open(source: io.BufferedReader, path: Path) -> str:
-    """The digest of the rest of an open file."""
-    with os_errors_as_storage_errors("read", path):
+    with open_file(path) as source, os_errors_as_storage_errors("read", path):
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of one regular file; one that is too large for memory is refused."""
-    with open_regular(path) as source, os_errors_as_storage_errors("read", path):
-        if (size := os.fstat(source.fileno()).st_size) > LARGEST:
-            why = OSError(f"it has {size:,} bytes, and {LARGEST:,} are the most")
-            raise StorageError(f"{path}: {why}. Restore it, or remove it.") from why
+    """The content of a file."""
+    with open_file(path) as source, os_errors_as_storage_errors("read", path):
         return source.read()
 
 
-def open_regular(path: Path, *, folder: int | None = None) -> io.BufferedReader:
-    """Opens a regular file for reading; links, pipes and devices are refused."""
+def open_file(path: Path) -> io.BufferedReader:
+    """Opens a file for reading."""
     with os_errors_as_storage_errors("open", path):
-        descriptor = os.open(path, _READ, dir_fd=folder)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file")
-        return os.fdopen(descriptor, "rb")
+        return path.open("rb")
 
 
 def create(path: Path) -> io.BufferedWriter:
-    """A new file to write into; an existing file or link is refused."""
+    """A new file to write into; an existing file is refused."""
     descriptor = operate("create", path, lambda: os.open(path, _NEW, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
 
 
 def append(path: Path) -> io.BufferedWriter:
-    """A file to append to, made if it is missing; a link is refused."""
+    """A file to append to, made if it is missing."""
     descriptor = operate("append", path, lambda: os.open(path, _APPEND, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor))
 
@@ -220,7 +205,7 @@ def write_new(path: Path, payload: bytes) -> None:
 
 def fsync(path: Path) -> None:
     """Makes the bytes of a file durable."""
-    operate("fsync", path, lambda: _sync(path, os.O_RDONLY | os.O_NOFOLLOW))
+    operate("fsync", path, lambda: _sync(path, os.O_RDONLY))
 
 
 def touch(path: Path) -> None:
@@ -241,7 +226,7 @@ def rename(path: Path, target: Path) -> None:
 def link(path: Path, target: Path) -> bool:
     """Gives a file a second name; False when the name is taken."""
     try:
-        operate("link", path, lambda: os.link(path, target, follow_symlinks=False), target=target)
+        operate("link", path, lambda: os.link(path, target), target=target)
     except StorageError as error:
         if isinstance(error.__cause__, FileExistsError):
             return False
@@ -256,15 +241,7 @@ def unlink(path: Path) -> None:
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Makes one folder, unless it exists."""
-
-    def make() -> None:
-        try:
-            path.mkdir(mode)
-        except FileExistsError:
-            if path.is_symlink() or not path.is_dir():
-                raise
-
-    operate("make_folder", path, make)
+    operate("make_folder", path, lambda: path.mkdir(mode, exist_ok=True))
 
 
 def share(folder: Path) -> None:
@@ -274,7 +251,7 @@ def share(folder: Path) -> None:
         mode = stat.S_IMODE(os.fstat(sink.fileno()).st_mode)
     unlink(usual)
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
+        if path.is_file():
             with os_errors_as_storage_errors("share", path):
                 path.chmod(mode)
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....schemas.errors import StorageError, os_errors_as_storage_errors
+from ....schemas.errors import os_errors_as_storage_errors
 from . import fs
-
-LONGEST = 64 << 20  # bytes of a line
 
 
 class Lines:
@@ -46,23 +44,18 @@ class Line:
 
 def read_lines(path: Path, start: int = 0) -> Iterator[Line]:
     """The whole lines from a byte on."""
-    with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
+    with fs.open_file(path) as source, os_errors_as_storage_errors("read", path):
         source.seek(start)
-        while (text := source.readline(LONGEST)).endswith(b"\n"):
+        while (text := source.readline()).endswith(b"\n"):
             start += len(text)
             yield Line(text, start)
-        if len(text) == LONGEST:
-            raise StorageError(
-                f"{path}: the line at byte {start:,} has more than {LONGEST:,} bytes. Restore the "
-                "file, or remove it."
-            )
 
 
 def line_start(path: Path, wanted: int) -> int:
     """The byte, if a line begins there; else 0."""
     if wanted <= 0 or wanted > path.stat().st_size:
         return 0
-    with fs.open_regular(path) as source:
+    with fs.open_file(path) as source:
         source.seek(wanted - 1)
         return wanted if source.read(1) == b"\n" else 0
 

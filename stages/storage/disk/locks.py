@@ -68,7 +68,7 @@ def is_owned(folder: Ownable) -> bool:
     """Whether a process works there now; it is asked without becoming the owner."""
     if not folder.lock.exists():
         return False
-    with fs.open_regular(folder.lock) as file:
+    with fs.open_file(folder.lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -82,7 +82,7 @@ class RunFolder:
 
     def ledgers(self) -> list[Path]:
         """What is still to be sent, to whichever tracker."""
-        others = [] if self._ledgers.is_symlink() else sorted(self._ledgers.glob("*.json"))
+        others = sorted(self._ledgers.glob("*.json"))
         return [path for path in (self.mlflow, *others) if path.exists()]
 
     @property
@@ -183,11 +183,6 @@ class RunFolder:
         refuse_foreign(self.root, is_ours=self._is_ours, what="training run")
         make_place(self.root, self.private)
         fs.make_folder(self.checkpoints)
-        for folder in (self.evaluation(0).parent, self.copies, self._ledgers, self.row_parts):
-            if folder.is_symlink():  # what is removed below them would be someone else's
-                raise UsageError(f"{folder} is a link. Put the folder itself in its place.")
-        if self.latest.is_dir():  # no checkpoint could be saved
-            raise UsageError(f"{self.latest} is a folder, and has to be a file. Remove it.")
         fs.fsync_folder(self.root)
 
     def _is_ours(self) -> bool:
@@ -277,7 +272,7 @@ def _endings(folder: RunFolder) -> SignedRecords[Ending]:
 
 def described(root: Path, path: Path) -> CheckpointFile:
     """A file as it is now: its name below a folder, its length and its digest."""
-    size = path.stat(follow_symlinks=False).st_size
+    size = path.stat().st_size
     return CheckpointFile(path.relative_to(root).as_posix(), size, fs.sha256_of(path))
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from ....schemas.checkpoint import Checkpoint, CheckpointFile
 from ....schemas.errors import CorruptionError, UsageError
 from ....schemas.json_codec import to_signed_json
-from ....schemas.plain_names import is_plain_path
 from ..bucket import local_copies, objects
 from ..bucket.objects import ObjectPath, location, object_at
 from ..disk import fs
@@ -159,10 +158,8 @@ class RunStore:
             fs.unlink(path)  # of steps that another machine has trained anew
 
     def _target(self, name: str) -> Path:
-        """A path in the folder, its parents made; a name cannot lead out of it."""
+        """A path in the folder, its parents made."""
         parts = name.split("/")
-        if not is_plain_path(name):
-            raise CorruptionError(f"{self.root}: {name!r} is not a name of a file of a run.")
         for depth in range(1, len(parts)):
             fs.make_folder(self.folder.root.joinpath(*parts[:depth]))
         return self.folder.root.joinpath(*parts)

@@ -1,15 +1,12 @@
 """Folders of caches, runs and preparing: whose they are, who owns them, what the dead left."""
 
-import dataclasses
-import hashlib
 import os
-import re
 import signal
 
 import pytest
 
 from align.schemas.errors import CorruptionError, LockedError, UsageError
-from align.schemas.preparing import Block, EncodedPart, PartFile
+from align.schemas.preparing import Block, EncodedPart
 from align.stages.storage.cache import spool
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk import fs
@@ -106,13 +103,6 @@ def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path
     assert not [*folder.root.rglob(".*.tmp")]
 
 
-def test_a_run_is_refused_whose_newest_checkpoint_could_not_be_named(prepared_run):
-    prepared_run.latest.unlink(missing_ok=True)
-    prepared_run.latest.mkdir()
-    with pytest.raises(UsageError, match="latest is a folder"):
-        prepared_run.prepare()
-
-
 def test_a_machine_takes_a_stores_checkpoint_for_its_own_of_the_same_step(
     prepared_run, bucket, tmp_path
 ):
@@ -169,21 +159,12 @@ def encode(place):
     spool.put_commit(place.encoded(0), EncodedPart(part.file, Block(0, 0, 0), 0, 0, {}, {}, ()))
 
 
-OF_PLAN = hashlib.sha256(b"rows").hexdigest()
-
-
-def test_a_commit_of_a_part_that_is_damaged_or_names_a_file_elsewhere_is_refused(place):
+def test_a_commit_of_a_part_that_is_damaged_is_refused(place):
     commit = place.encoded(0)
-    known, whole = spool.find_commit(EncodedPart, commit), commit.read_bytes()
+    whole = commit.read_bytes()
     commit.write_bytes(whole.replace(b'"rows_in":0', b'"rows_in":1'))
     with pytest.raises(CorruptionError, match=r"00000000\.json is damaged: .* Remove this file"):
         spool.find_commit(EncodedPart, commit)
-    elsewhere = {"../plan.json": OF_PLAN, "00000000-/../../plan.arrows": "/../../plan"}
-    for name, sha256 in elsewhere.items():
-        commit.unlink()
-        spool.put_commit(commit, dataclasses.replace(known, file=PartFile(name, 4, sha256)))
-        with pytest.raises(CorruptionError, match=re.escape(f"'{name}'")):
-            spool.find_commit(EncodedPart, commit)
     commit.write_bytes(whole)
     next(commit.parent.glob("*.arrows")).unlink()
     assert spool.find_commit(EncodedPart, commit) is None  # it is made again

@@ -82,29 +82,6 @@ def test_a_full_disk_is_reported_with_the_bytes_it_lacks(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_would_fill_the_memory_is_refused(tmp_path):
-    path = tmp_path / "large"
-    path.touch()
-    os.truncate(path, fs.LARGEST + 1)  # it takes no room on the disk
-    with pytest.raises(StorageError, match=f"{path}: it has 536,870,913 bytes"):
-        fs.read_bytes(path)
-
-
-def test_neither_a_link_nor_a_pipe_is_taken_for_a_file(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError):
-        fs.create(tmp_path / "link")
-    with pytest.raises(StorageError):
-        fs.open_lock(tmp_path / "link")
-    fs.publish(tmp_path / "link", b"x", label="manifest")
-    assert not fs.put_if_absent(tmp_path / "link", b"y", label="commit")
-    assert not (tmp_path / "elsewhere").exists()
-    assert (tmp_path / "link").read_bytes() == b"x"
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StorageError, match="not a regular file"):  # at once
-        fs.read_bytes(tmp_path / "pipe")
-
-
 @pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664)])
 def test_the_umask_decides_who_may_read_a_file(tmp_path, mask, mode):
     """Whatever the library thought that wrote it: safetensors lets nobody else read its files."""
@@ -128,7 +105,6 @@ def test_each_kind_of_refusal_has_its_own_code_and_way_on(tmp_path):
     for code, number, way_on in (
         (2, errno.ENOENT, "See that the path is right"),
         (2, errno.EACCES, "Give this user the right"),
-        (2, errno.ELOOP, "Links are not followed"),
         (74, errno.EMFILE, "limit on open files"),
         (74, errno.EIO, "Check the disk"),
     ):
@@ -209,15 +185,13 @@ def test_a_commit_describes_its_shard(work):
     assert commit.tokens == sum(map(len, block.rows.completions))
     assert commit.logp_sum == pytest.approx(block.logps.sum(), rel=1e-12)
     assert commit.logp_min <= commit.logp_sum / commit.branches <= commit.logp_max
-    assert read_commits(work, 5) == {4: commit}
-    assert read_commits(work.cache.work("b" * 64), 1) == {}
+    assert read_commits(work) == {4: commit}
+    assert read_commits(work.cache.work("b" * 64)) == {}
     assert not list(work.tmp("run").iterdir())
-    with pytest.raises(CorruptionError, match="none of the 3 units of this plan"):
-        read_commits(work, 3)
     empty = commit_unit(work, "run", 0, block_of(0, 1), FACTS)
     assert (empty.rows, empty.row_groups, empty.logp_sum) == (0, 0, 0.0)
     assert len(read_shard(work.cache.data / empty.file).rows) == 0
-    assert read_commits(work, 5) == {0: empty, 4: commit}
+    assert read_commits(work) == {0: empty, 4: commit}
 
 
 @pytest.fixture
@@ -258,7 +232,7 @@ def test_workers_without_any_lock_end_with_one_commit_per_unit(work, same_bytes)
             commit_unit(work, f"run-{worker}", unit, block, FACTS)
 
     assert at_once(4, compete) == [0] * 4
-    kept = read_commits(work, 6)
+    kept = read_commits(work)
     assert sorted(kept) == list(range(6))
     for commit in kept.values():
         check_shard(work.cache, commit)
@@ -274,9 +248,6 @@ def test_a_log_prob_that_is_not_finite_is_never_stored(work, bad):
     with pytest.raises(NonFiniteError, match=r"unit 7: 1 of \d+ log-probs.*branch 2"):
         commit_unit(work, "run", 7, dataclasses.replace(block, logps=logps), FACTS)
     assert list(work.cache.data.iterdir()) == []
-
-
-ELSEWHERE = {"file": "../x", "bytes": 1, "sha256": "0", "rows": 1}
 
 
 def quarantine_of(work, commit):
@@ -300,10 +271,6 @@ def edited(**fields):
         (lambda work, commit: work.cache.shard(commit).unlink(), "is missing"),
         (lambda work, commit: quarantine_of(work, commit).unlink(), "is missing"),
         (lambda work, commit: os.truncate(quarantine_of(work, commit), 9), "instead of"),
-        (edited(quarantine=[ELSEWHERE]), "names the quarantine '../x'"),
-        (edited(unit=1), "names unit 1"),
-        (edited(file="../../part"), "names unit 0 and file"),
-        (edited(sha256="0" * 64), "names unit 0 and file"),
         (edited(rows="five"), "rows: expected a whole number"),
         (edited(bytes=1), "instead of 1"),
     ],
@@ -311,7 +278,7 @@ def edited(**fields):
 def test_a_commit_of_what_is_not_there_is_refused(work, lossy, harm, said):
     harm(work, commit_unit(work, "run", 0, block_of(5, 1), lossy))
     with pytest.raises(CorruptionError, match=said):
-        read_commits(work, 2)
+        read_commits(work)
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
@@ -319,7 +286,7 @@ def test_a_commit_or_a_plan_with_a_flipped_bit_is_refused(work, lossy, flips):
     commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
     plan = PLANS.put(work.plan, plan_of([1]))
     for path, read, held in [
-        (work.commit(0), lambda: read_commits(work, 1), {0: commit}),
+        (work.commit(0), lambda: read_commits(work), {0: commit}),
         (work.plan, lambda: PLANS.find(work.plan), plan),
     ]:
         good = path.read_bytes()

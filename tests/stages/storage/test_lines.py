@@ -35,15 +35,6 @@ def test_what_is_appended_is_read_from_any_lines_beginning_on(path):
         next(read_lines(path.with_name("nothing")))
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(path, monkeypatch):
-    monkeypatch.setattr("align.stages.storage.disk.lines.LONGEST", 30_000)
-    assert texts(path) == TEXTS
-    with path.open("ab") as file:
-        file.write(b"x" * 30_000)
-    with pytest.raises(StorageError, match=f"{path}: the line at byte "):
-        texts(path)
-
-
 def test_a_torn_last_line_is_passed_over_and_cut_away_with_what_is_not_kept(path):
     whole = path.read_bytes()
     for cut in range(1, len(TEXTS[-1]) + 2):

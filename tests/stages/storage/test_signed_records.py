@@ -130,12 +130,10 @@ def test_a_signed_record_that_says_what_cannot_be_is_refused(folder):
             read(path)
 
 
-def test_a_link_or_a_folder_is_no_record_and_not_none(tmp_path):
-    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
+def test_a_folder_is_no_record_and_not_none(tmp_path):
     (tmp_path / "folder.json").mkdir()
-    for name in ("gone.json", "folder.json"):
-        with pytest.raises(AlignError, match=name):
-            PLAIN.find(tmp_path / name)
+    with pytest.raises(AlignError, match="folder.json"):
+        PLAIN.find(tmp_path / "folder.json")
     (tmp_path / "file").touch()
     assert PLAIN.find(tmp_path / "file" / "one.json") is None
 
