@@ -17,7 +17,6 @@ EXAMPLES = {
     "verify": "align verify align-cache --rescore 64",
     "inspect": "align inspect align-cache --row data.jsonl:17",
     "export": "align export align-cache --output pairs.parquet",
-    "gc": "align gc align-cache --dry-run",
     "sample": "align sample prompts.jsonl --model DIR -n 4",
     "judge": "align judge align-samples --by reward --reward-model DIR",
     "select": "align select align-judged --rows labels",

@@ -14,6 +14,7 @@ from ...stages.score.reuse import EarlierCache
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.disk import fs
 from ...stages.storage.disk.digest_memory import user_folder
 from ..jobs.differences import differences
 from ..options.declared import bound
@@ -98,18 +99,21 @@ def may_have_scores(folders: Sequence[str], reference_key: str) -> bool:
 
 
 def register_cache(folder: CacheFolder) -> None:
-    """Adds a finished cache to this user's registry, unless it is in a store."""
+    """Adds a finished cache to this user's registry, unless it is in a store.
+
+    Caches that are gone leave the registry.
+    """
     if not folder.store.is_near:
         return
     path = _list_of_caches()
     try:
-        root = str(folder.root.resolve())
-        if root in _lines():
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as lines:
-            lines.write(f"{root}\n")
-    except (OSError, UnicodeError) as error:  # the cache is published: nothing may fail now
+        before = _lines()
+        now = [*dict.fromkeys([*filter(_is_there, before), str(folder.root.resolve())])]
+        if now != before:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with fs.new_file(path, replaces=True) as file:
+                file.write("".join(f"{line}\n" for line in now).encode())
+    except (AlignError, OSError, UnicodeError) as error:  # the cache is published: nothing may fail
         logger.warning("%s: %s was not added: %s", path, folder.root, error)
 
 

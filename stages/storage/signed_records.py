@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from ...schemas.errors import CorruptionError, damaged
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from .bucket.objects import Location
+from .disk import fs
 from .store import store_of
 
 T = TypeVar("T")
@@ -49,10 +51,9 @@ class SignedRecords(Generic[T]):
         is_first = store_of(path).put_if_absent(path, payload, label=self.label)
         return record if is_first else self.read(path)
 
-    def replace(self, path: Location, record: T, *, known: bytes | None = None) -> None:
-        """Writes a record in place of one with known bytes, as `Store.replace`."""
-        payload = to_signed_json(record).encode()
-        store_of(path).replace(path, payload, known=known, label=self.label)
+    def replace(self, path: Path, record: T) -> None:
+        """Writes a record on a disk, in place of any other."""
+        fs.publish(path, to_signed_json(record).encode(), label=self.label)
 
     def names(self, folder: Location) -> list[Location]:
         """The paths in a folder or below a key, sorted; those with a dot are drafts of the dead."""

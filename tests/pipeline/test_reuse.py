@@ -302,7 +302,7 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
     assert [output in line for output, line in zip(outputs, warnings(), strict=True)] == [True] * 2
 
 
-def test_a_list_of_caches_may_hold_anything_and_need_not_be_writable(
+def test_a_list_of_caches_may_hold_anything_loses_what_is_gone_and_need_not_be_writable(
     to, tmp_path, monkeypatch, warnings
 ):
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
@@ -312,6 +312,7 @@ def test_a_list_of_caches_may_hold_anything_and_need_not_be_writable(
     cache_compatibility.register_cache(folder)
     offered = cache_compatibility.candidates(to(reuse_known=True).cache)
     assert offered == (str(folder.root.resolve()),)
+    assert (tmp_path / "caches.txt").read_text() == f"{folder.root.resolve()}\n"
     assert warnings() == []
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path / "caches.txt" / "home"))
     assert run(to(output=str(tmp_path / "other"))).manifest.rows == 120

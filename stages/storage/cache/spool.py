@@ -108,7 +108,6 @@ def put_commit(commit: Path, record: T) -> None:
 
     That one may also have ended all tasks of this kind since, and removed what they made.
     """
-    fs.drop_drafts(commit)
     if fs.put_if_absent(commit, to_signed_json(record).encode(), label="part"):
         return
     try:

@@ -54,6 +54,7 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 
     Unless it replaces, a file that exists is an error.
     """
+    drop_drafts(path)
     with locked_draft(path) as (draft, sink):
         yield sink
         sink.flush()
@@ -93,8 +94,7 @@ def draft_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked_draft(path: Path) -> Iterator[tuple[Path, io.BufferedWriter]]:
-    """A draft of a file to write into and rename; those whose writers have died are removed."""
-    drop_drafts(path)
+    """A draft of a file to write into and rename, locked while its writer lives."""
     draft = _draft_of(path)
     with _locked(draft) as sink:
         yield draft, sink

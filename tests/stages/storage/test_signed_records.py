@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from align.schemas.errors import AlignError, CorruptionError, LockedError
+from align.schemas.errors import AlignError, CorruptionError
 from align.schemas.json_codec import signature, signed, to_json, to_signed_json
 from align.stages.storage.signed_records import SignedRecords
 from align.stages.storage.store import store_of
@@ -69,7 +69,7 @@ def test_of_those_who_put_at_the_same_time_one_wins_and_all_are_told_what_counts
     assert [ours for ours, counts in told.values() if counts is ours] == [kept]
 
 
-def test_a_record_is_found_replaced_listed_and_dropped(folder):
+def test_a_record_is_found_listed_and_dropped(folder):
     first, second = folder / "1.json", folder / "2.json"
     assert PLAIN.names(folder / "elsewhere") == PLAIN.names(folder) == []
     assert PLAIN.find(first) is None
@@ -80,21 +80,10 @@ def test_a_record_is_found_replaced_listed_and_dropped(folder):
     write(folder / ".1.json.0123456789abcdef.tmp", b"half")  # of a writer that was killed
     assert PLAIN.names(folder) == [first, second]
     assert PLAIN.put(first, Plain(2)) == Plain(1, ("a",))
-    PLAIN.replace(first, Plain(3), known=store_of(first).read(first))
-    assert PLAIN.read(first) == Plain(3)
     PLAIN.drop(first)
     PLAIN.drop(first)  # which is none
     assert PLAIN.find(first) is None
     assert PLAIN.names(folder) == [second]
-
-
-def test_in_a_bucket_what_another_has_replaced_since_is_not_replaced(bucket):
-    path = bucket / "one.json"
-    known = to_signed_json(PLAIN.put(path, Plain(1))).encode()
-    PLAIN.replace(path, Plain(2), known=known)
-    with pytest.raises(LockedError, match="changed by another process"):
-        PLAIN.replace(path, Plain(3), known=known)
-    assert PLAIN.read(path) == Plain(2)
 
 
 def test_every_flipped_bit_is_loud_with_the_file_and_the_remedy(folder):
