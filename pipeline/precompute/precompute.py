@@ -167,9 +167,9 @@ class PrecomputeJob:
         """
         job = self.cache
         is_here = job.config.scoring.executor == "inline" and self.device == "cuda"
-        if self.plan is None and is_here:
-            if not may_have_scores(candidates(job.config.cache), job.reference_key):
-                return opened_meanwhile(job.reference)
+        is_early = self.plan is None and is_here
+        if is_early and not may_have_scores(candidates(job.config.cache), job.reference_key):
+            return opened_meanwhile(job.reference)
         return nullcontext((job.reference, lambda: 0.0))
 
     def _planned(self, call: Call[Tally]) -> Plan:

@@ -108,8 +108,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     require_same(broken_run, course.whole())
 
 
-
-
 @pytest.fixture(scope="module")
 def finished(course, tmp_path_factory):
     """A run that MLflow was told of; begun with --resume auto where there was nothing."""
