@@ -41,14 +41,6 @@ class DataOptions:
         le=1,
         on=(*SCORERS, "select", "check"),
     )
-    max_cell_mib: float = option(
-        16,
-        "a row of which the cells that are read, or the text of JSON and CSV, hold more MiB than "
-        "this goes to quarantine",
-        gt=0,
-        le=512,
-        binds=("cache", "round"),
-    )
     workers: int = option(
         0, "tokenizing processes; 0: one per usable core when the data is large", ge=0
     )

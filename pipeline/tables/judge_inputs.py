@@ -68,7 +68,7 @@ class Gold:
 
 def read_gold(name: str, data: DataOptions) -> Gold:
     """The pairs of a file or folder: chosen and rejected, or the best and the worst by score."""
-    inputs = open_inputs([name], max_cell_mib=data.max_cell_mib)
+    inputs = open_inputs([name])
     shape = replace(common_shape(inputs, data.map), wrap=Wrapping.of(data.wrap))
     require_whole_prompt(inputs, shape)
     if shape.declared.is_single or shape.lacks_scores:

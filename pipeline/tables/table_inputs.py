@@ -57,7 +57,7 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
         manifest, table = read_table(folder)
         return TableInput(table, kind, manifest.root, sampling=manifest.drawing)
     local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
-    (file,) = open_inputs(local.data.files, max_cell_mib=config.data.max_cell_mib)
+    (file,) = open_inputs(local.data.files)
     return _read_plain(local, file, named, kind)
 
 

@@ -16,7 +16,6 @@ from .data_shape import Cells, Shape
 from .file_formats import ArrowRows, CsvRows, Payload
 from .free_text import Watch
 from .input_files import Chunk, InputFile, iter_chunks
-from .large_rows import LongRows
 from .validate import (
     read_number,
     read_options,
@@ -123,13 +122,14 @@ def read_template(cells: Cells, source: Source, given_prompt: Text, wrap: Wrappi
 
 
 TOO_DEEP = "a value is nested too deeply to be read"
+MOST_BYTES = 16 << 20  # of a row: a tokenizer takes a hundred times as much memory as its text
 
 
 def read_cells(payload: Payload, columns: Collection[str]) -> Iterator[Cells | BadRow]:
     """Yields the cells of each row, or the reason why it cannot be read."""
-    if isinstance(payload, LongRows):
-        return (BadRow("too_large", reason) for reason in payload.reasons)
     if isinstance(payload, ArrowRows):
+        if (size := payload.batch.nbytes) > MOST_BYTES:  # of one row, or it would have been halved
+            return iter([_too_large(size)] * len(payload))
         return _arrow_cells(payload.batch)
     if isinstance(payload, CsvRows):
         return (_or_bad(_csv_row, row, payload.header, columns) for row in payload.rows)
@@ -145,7 +145,13 @@ def _or_bad(read: Callable[..., Cells], *arguments: Any) -> Cells | BadRow:
         return BadRow("schema", TOO_DEEP)
 
 
+def _too_large(size: int) -> BadRow:
+    return BadRow("too_large", f"the row holds {size:,} bytes, and {MOST_BYTES:,} are the most")
+
+
 def _json_object(text: bytes, columns: Collection[str]) -> Cells:
+    if len(text) > MOST_BYTES:
+        raise _too_large(len(text))
     try:
         row = json.loads(text.decode())
     except UnicodeDecodeError as error:
@@ -161,6 +167,8 @@ def _json_object(text: bytes, columns: Collection[str]) -> Cells:
 
 
 def _csv_row(row: Sequence[str], header: Sequence[str], columns: Collection[str]) -> Cells:
+    if (size := sum(map(len, row))) > MOST_BYTES:
+        raise _too_large(size)
     if len(row) != len(header):
         raise BadRow("schema", f"{len(row)} cells under a header of {len(header)}: {shown(row)}")
     cells: Cells = dict(zip(header, row, strict=True))

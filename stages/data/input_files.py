@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +17,6 @@ from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from .data_folders import ENDINGS, data_files
 from .file_formats import FORMATS, WHOLE, FileRange, Limit, Payload, ending_of, json_columns
 from .json_files import keys_among
-from .large_rows import MIB, MOST_ROW_BYTES
 from .packed_files import open_bytes
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
@@ -30,7 +29,6 @@ class InputFile:
     path: Path
     format: str  # the ending of its name, a key of FORMATS
     bytes: int
-    row_bytes: int = MOST_ROW_BYTES  # the most that a row of it may hold
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,7 @@ class Chunk:
         return len(self.payload)
 
 
-def open_inputs(
-    files: Sequence[str], split: str = "", *, max_cell_mib: float = MOST_ROW_BYTES / MIB
-) -> tuple[InputFile, ...]:
+def open_inputs(files: Sequence[str], split: str = "") -> tuple[InputFile, ...]:
     """The data files in these files and folders, each checked to have rows.
 
     Of folders with several splits the one is read that `split` names.
@@ -72,13 +68,13 @@ def open_inputs(
         for path in data_files(Path(name), split):
             if path.resolve() in inputs:
                 raise UsageError(f"{path} is given twice. Name every file once.")
-            inputs[path.resolve()] = _opened(path, int(max_cell_mib * MIB))
+            inputs[path.resolve()] = _opened(path)
     return tuple(inputs.values())
 
 
 def inputs_of(data: DataOptions) -> tuple[InputFile, ...]:
     """The data files that the settings name."""
-    return open_inputs(data.files, data.split, max_cell_mib=data.max_cell_mib)
+    return open_inputs(data.files, data.split)
 
 
 def column_names(file: InputFile) -> tuple[str, ...]:
@@ -246,7 +242,7 @@ def _changed(file: InputFile, how: str) -> FingerprintError:
 def _payloads(
     file: InputFile, columns: Collection[str], limit: Limit, file_range: FileRange
 ) -> Iterator[Payload]:
-    row, limit = 0, replace(limit, row_bytes=file.row_bytes)
+    row = 0
     try:
         for payload in FORMATS[file.format].payloads(file.path, columns, limit, file_range):
             yield payload
@@ -259,11 +255,11 @@ def _payloads(
         ) from error
 
 
-def _opened(path: Path, row_bytes: int) -> InputFile:
+def _opened(path: Path) -> InputFile:
     ending = ending_of(path.name)
     if not ending:
         raise UsageError(f"{path} has an ending that is not known. Known are {ENDINGS}.")
-    file = InputFile(path, ending, path.stat().st_size, row_bytes)
+    file = InputFile(path, ending, path.stat().st_size)
     if not file.bytes:
         raise UsageError(f"{path} is empty (0 bytes). Leave it out or write it again.")
     if _first_two_bytes(file) in {codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE}:

@@ -11,10 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from ...schemas.errors import BadDataError
-from .large_rows import MOST_ROW_BYTES, LongRow
 from .packed_files import BLOCK_BYTES, open_bytes
 
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
@@ -25,10 +22,8 @@ _DATA = re.compile(rf'\s*\{{(?:{_FACT})*\s*"data"\s*:\s*(?=\[)')
 _raw_decode = json.JSONDecoder().raw_decode
 
 
-def json_rows(
-    path: Path, *, start: int = 0, stop: int = sys.maxsize, most: int = MOST_ROW_BYTES
-) -> Iterator[bytes | LongRow]:
-    """Yields each record's raw text, without parsing it; of one longer than `most`, its length.
+def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterator[bytes]:
+    """Yields each record's raw text, without parsing it.
 
     A file that starts with `[` is one array, read through a sliding buffer, and so is one that is
     an object with its rows in `data`; any other holds one record per line, and blank lines are not
@@ -36,7 +31,7 @@ def json_rows(
     always read whole.
     """
     with open_bytes(path) as file:
-        yield from _lines(file, start, stop, most) if is_json_lines(path) else _elements(file, most)
+        yield from _lines(file, start, stop) if is_json_lines(path) else _elements(file)
 
 
 def keys_among(path: Path, names: Collection[str]) -> list[str]:
@@ -46,8 +41,6 @@ def keys_among(path: Path, names: Collection[str]) -> list[str]:
         for name in names
     }
     for text in json_rows(path):
-        if isinstance(text, LongRow):
-            continue
         near = [name for name, written in left.items() if any(form in text for form in written)]
         for name in near:
             if name in keys_of(text):
@@ -94,50 +87,19 @@ def _is_first_of_lines(text: str) -> bool:
     return rest.startswith("\n") and not rest.isspace()
 
 
-def _lines(file: BufferedReader, start: int, stop: int, most: int) -> Iterator[bytes | LongRow]:
+def _lines(file: BufferedReader, start: int, stop: int) -> Iterator[bytes]:
     position = start
     if start:
         file.seek(start - 1)
-        # The rest of a line that begins before the range, which may end behind it.
-        position += _pass_line(file, stop - start + 1)[0] - 1
-    while position < stop and (line := file.readline(most + 1)):
+        position += len(file.readline()) - 1  # the rest of a line that begins before the range
+    while position < stop and (line := file.readline()):
         text = line if position else line.removeprefix(_BYTE_ORDER_MARK)
         position += len(line)
-        is_blank = not text or text.isspace()
-        if len(line) > most and not line.endswith(b"\n"):
-            length, is_rest_blank = _pass_line(file)
-            position += length
-            if not (is_blank and is_rest_blank):
-                yield LongRow(len(line) + length)
-        elif is_blank:
-            position += _pass_blank_lines(file)
-        else:
+        if text and not text.isspace():
             yield text
 
 
-def _pass_blank_lines(file: BufferedReader) -> int:
-    """Passes over the lines ahead that are whole and blank, and returns their length."""
-    passed = 0
-    while block := file.peek():
-        end = block.rfind(b"\n", 0, len(block) - len(block.lstrip())) + 1
-        if not end:
-            break
-        passed += len(file.read(end))
-    return passed
-
-
-def _pass_line(file: BinaryIO, most: int = sys.maxsize) -> tuple[int, bool]:
-    """Passes over the rest of a line, or so much of it: its length, and whether it is blank."""
-    length, is_blank = 0, True
-    while length < most and (piece := file.readline(min(BLOCK_BYTES, most - length))):
-        length += len(piece)
-        is_blank = is_blank and piece.isspace()
-        if piece.endswith(b"\n"):
-            break
-    return length, is_blank
-
-
-def _elements(file: BinaryIO, most: int) -> Iterator[bytes | LongRow]:
+def _elements(file: BinaryIO) -> Iterator[bytes]:
     window = _Window(file)
     is_inside = window.skip(_DATA)
     window.next_character()
@@ -145,7 +107,7 @@ def _elements(file: BinaryIO, most: int) -> Iterator[bytes | LongRow]:
     count = 0
     if window.next_character() != "]":
         while True:
-            yield window.element(count, most)
+            yield window.element(count)
             count += 1
             if (separator := window.next_character()) != ",":
                 break
@@ -191,31 +153,14 @@ class _Window:
             if self.at < len(self._text) or not self._read_more():
                 return self._text[self.at : self.at + 1]
 
-    def element(self, index: int, most: int) -> bytes | LongRow:
-        """Moves past one JSON value and returns its text, or its length if it is longer."""
+    def element(self, index: int) -> bytes:
+        """Moves past one JSON value and returns its text."""
         while (end := self._end_of_value(index)) is None:
-            if len(self._text) - self.at > most:
-                return LongRow(self._pass_value(index))
             if not self._read_more():
                 raise _broken(index, "is cut off")
         text = self._text[self.at : end]
         self.at = end
-        encoded = text.encode("utf-8", "surrogateescape")
-        return encoded if len(encoded) <= most else LongRow(len(encoded))
-
-    def _pass_value(self, index: int) -> int:
-        """Moves past a value without parsing it, and returns its length."""
-        length, state = 0, _Nesting()
-        while True:
-            block = self._text[self.at :].encode("utf-8", "surrogateescape")
-            end = state.end_in(block)
-            length += len(block) if end is None else end
-            if end is not None:
-                self.at += len(block[:end].decode("utf-8", "surrogateescape"))
-                return length
-            self.at = len(self._text)
-            if not self._read_more():
-                raise _broken(index, "is cut off")
+        return text.encode("utf-8", "surrogateescape")
 
     def _end_of_value(self, index: int) -> int | None:
         try:
@@ -241,46 +186,6 @@ class _Window:
         self._text = kept + self._decoder.decode(block, self._ended)
         self.at = 0
         return True
-
-
-class _Nesting:
-    """How deep in brackets a text ends, and whether within quotes; a block at a time."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quotes = 0
-        self._is_escaped = False
-
-    def end_in(self, block: bytes) -> int | None:
-        """The end of the value in this text, which goes on from the one before; or None."""
-        is_text = b'"' not in block and b"\\" not in block
-        if is_text and self._quotes % 2 and not self._is_escaped:
-            return None  # within a string, which has no end here
-        whole = b"\\" + block if self._is_escaped else block
-        plain = _ESCAPED.sub(b"..", whole) if b"\\" in whole else whole
-        self._is_escaped = plain.endswith(b"\\")
-        marks = _MARKS[np.frombuffer(plain, np.uint8)[len(whole) - len(block) :]]
-        places = np.flatnonzero(marks)
-        marks = marks[places]
-        is_quote = marks == _QUOTE
-        is_outside = (np.cumsum(is_quote) + self._quotes) % 2 == 0
-        depths = self._depth + np.cumsum(_STEPS[marks] * is_outside)
-        is_last = is_outside & (depths == 0) & ((marks == _CLOSES) | is_quote)
-        is_behind = is_outside & ((depths < 0) | ((depths == 0) & (marks == _COMMA)))
-        ends = [places[is_last][:1] + 1, places[is_behind][:1]]
-        if found := [int(end[0]) for end in ends if len(end)]:
-            return min(found)
-        if len(marks):
-            self._depth = int(depths[-1])
-            self._quotes += int(is_quote.sum())
-        return None
-
-
-_QUOTE, _OPENS, _CLOSES, _COMMA = range(1, 5)  # what a byte may be; any other is 0
-_MARKS = np.zeros(256, np.uint8)
-_MARKS[[*b'"[{]},']] = _QUOTE, _OPENS, _OPENS, _CLOSES, _CLOSES, _COMMA
-_STEPS = np.array([0, 0, 1, -1, 0])  # how much deeper each leads
-_ESCAPED = re.compile(rb"\\[\s\S]")
 
 
 def _broken(index: int, what: str) -> BadDataError:

@@ -28,7 +28,6 @@ from .decode_rows import read_cells
 from .file_formats import ARROW, ArrowRows, Payload
 from .free_text import ColumnSample, Watch, holds_phrase, is_empty
 from .input_files import InputFile, column_names, iter_chunks, iter_parts
-from .large_rows import LongRows
 from .validate import shown
 
 SAMPLED_PARTS = 16  # of a file that are looked at; fewer where there are many files
@@ -197,7 +196,7 @@ def _cells(
     if "row_id" in names and any(name.startswith("ref_") for name in names):
         names = [name for name in names if not _EXPORTED.fullmatch(name)]
     payloads = (chunk.payload for chunk in iter_chunks([file], names, rows_per_chunk=1))
-    first = next((one for one in payloads if not isinstance(one, LongRows)), None)
+    first = next(payloads, None)
     if isinstance(first, ArrowRows):
         kinds = {column.name: column.type for column in first.batch.schema}
         names = [name for name, kind in kinds.items() if _has_text(kind)]

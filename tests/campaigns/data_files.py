@@ -10,33 +10,19 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from campaigns import damaged_data, large_data, runner  # noqa: E402
+from campaigns import damaged_data, runner  # noqa: E402
 from campaigns.cases import Campaign, End, tried  # noqa: E402
 
-from support.peaks import counted_rows  # noqa: E402
 from support.read_files import read_in_slices  # noqa: E402
-
-LARGE_EVERY = 400  # cases there is one of a file that is not damaged, but large
-
-
-def is_large(seed):
-    """Whether a seed is of a large file."""
-    return seed % LARGE_EVERY == LARGE_EVERY - 1
 
 
 def name_of(seed):
     """The file of a seed."""
-    if is_large(seed):
-        return list(large_data.FILES)[seed // LARGE_EVERY % len(large_data.FILES)]
     return random.Random(f"file {seed}").choice(list(damaged_data.FILES))
 
 
 def case(seed, folder):
-    """Reads a file that is damaged, or large."""
-    return (_large_case if is_large(seed) else _damaged_case)(seed, folder)
-
-
-def _damaged_case(seed, folder):
+    """Reads a damaged file."""
     name = name_of(seed)
     path = folder / "case" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,24 +34,6 @@ def _damaged_case(seed, folder):
             (folder / "case" / other).write_bytes(whole)
     names = (path.name, str(path))
     return tried(lambda: read_in_slices(asked), names, lambda found: _judged(*found, name, content))
-
-
-def _large_case(seed, folder):
-    large = large_data.FILES[name_of(seed)]
-    path = folder / name_of(seed)
-    if not path.exists():
-        large.write(path)
-    end = tried(lambda: counted_rows(path), (path.name,), lambda counts: _counted(counts, large))
-    if end.outcome == "refused" and not large.is_error:
-        return End("wrong", f"nothing is wrong with it: {end.detail}", end.seconds, end.mib)
-    return end
-
-
-def _counted(counts, large):
-    if large.is_error or counts != (large.used, large.refused):
-        what = f"{counts} rows are used and in quarantine, and not {large.used, large.refused}"
-        return End("wrong", what)
-    return End("quarantined" if large.refused else "same")
 
 
 def _judged(records, rejected, name, content):
@@ -113,15 +81,7 @@ def with_any_text():
     )
 
 
-def without_bounds():
-    """Leaves out that a row may hold only so much."""
-    from align.stages.data import file_formats  # noqa: PLC0415
-
-    file_formats.is_undecodable = lambda *arguments: False
-
-
-PLANTS = {"text": with_any_text, "bounds": without_bounds}
-CAMPAIGN = Campaign(__file__, name_of, case, plants=PLANTS)
+CAMPAIGN = Campaign(__file__, name_of, case, plants={"text": with_any_text})
 
 if __name__ == "__main__":
     sys.exit(runner.main(CAMPAIGN))

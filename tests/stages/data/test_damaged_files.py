@@ -1,6 +1,7 @@
 """A damaged file is refused, or all of its rows are read, and from its own bytes alone."""
 
-import multiprocessing
+import csv
+import json
 import struct
 from itertools import product
 
@@ -8,12 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import BadDataError
-from support.patience import PATIENCE
-from support.read_files import read_in_slices, read_with_flips
+from align.schemas.errors import AlignError, BadDataError
+from support.read_files import read_in_slices
 from support.read_rows import write_rows
 
-CHILDREN = multiprocessing.get_context("forkserver")  # of a process that has no threads
 PAIRS = [
     {"prompt": f"{i}. " + "why " * (i % 5), "chosen": f"good {i}", "rejected": "bad" * (1 + i % 3)}
     for i in range(15)
@@ -37,26 +36,6 @@ def test_no_bit_of_a_page_header_loses_rows_without_a_word(tmp_path, version):
         else:
             assert len(records) + len(rejected) == len(rows), (byte, bit)
     assert refused
-
-
-def test_no_bit_of_a_footer_ends_the_process_or_loses_rows(tmp_path):
-    table = pa.Table.from_pylist(PAIRS)
-    pq.write_table(table, tmp_path / "a.parquet", store_schema=False)
-    child = CHILDREN.Process(target=read_with_flips, args=(tmp_path / "a.parquet", len(PAIRS)))
-    child.start()  # which may die of it
-    child.join(PATIENCE)
-    assert child.exitcode == 0
-
-
-def test_a_dictionary_that_holds_a_text_twice_is_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    texts = pa.array([row["prompt"] for row in PAIRS]).dictionary_encode()
-    table = pa.Table.from_pylist(PAIRS).set_column(0, "prompt", texts)
-    pq.write_table(table, path, compression="none")
-    assert len(read_in_slices(path)[0]) == len(PAIRS)
-    path.write_bytes(path.read_bytes().replace(b"7. why why", b"2. why why"))
-    with pytest.raises(BadDataError, match="'prompt' holds a text twice"):
-        read_in_slices(path)
 
 
 def test_a_page_that_is_not_what_its_checksum_says_is_refused(tmp_path):
@@ -125,3 +104,67 @@ def test_offsets_and_indices_that_lead_out_of_their_batch_are_refused(
     path.write_bytes(whole.replace(before, after))
     with pytest.raises(BadDataError, match=r"a\.arrow cannot be read after row 0"):
         read_in_slices(path)
+
+
+def write_feather(path, rows):
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+
+
+def write_indented(path, rows):
+    path.write_text(json.dumps(rows, indent=2))
+
+
+WRITERS = {
+    "a.jsonl": write_rows,
+    "a.json": write_indented,
+    "a.csv": write_rows,
+    "a.parquet": lambda path, rows: write_rows(path, rows, row_group_size=4),
+    "a.arrow": write_rows,
+    "a.feather": write_feather,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_of_a_file_that_is_cut_anywhere_no_row_is_lost_without_a_word(tmp_path, name):
+    path = tmp_path / name
+    WRITERS[name](path, PAIRS)
+    whole = path.read_bytes()
+    is_lines = name in {"a.jsonl", "a.csv"}
+    for length in [*range(len(whole) // 2, len(whole), 97), len(whole) - 3]:
+        path.write_bytes(whole[:length])
+        if not is_lines:
+            with pytest.raises(AlignError, match=rf"{name} cannot be read"):
+                read_in_slices(path)
+            continue
+        records, rejected = read_in_slices(path)
+        if rejected:
+            assert [bad.row for bad in rejected] == [len(records)]
+        assert [one.completions[0] for one in records] == [
+            row["chosen"] for row in PAIRS[: len(records)]
+        ]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_row_over_16_mib_is_rejected_and_the_others_are_read(tmp_path, name):
+    half = "some words " * 800_000
+    large = {"prompt": half, "chosen": half, "rejected": "r"}
+    WRITERS[name](tmp_path / name, [*PAIRS[:2], large, *PAIRS[2:]])
+    records, rejected = read_in_slices(tmp_path / name)
+    assert [bad.reason for bad in rejected] == ["too_large"]
+    assert [record.prompt for record in records] == [row["prompt"] for row in PAIRS]
+
+
+def test_cells_of_csv_keep_their_line_ends_and_may_be_longer_than_python_allows(tmp_path):
+    prompts = ["one\r\ntwo\rthree\nfour", "word " * 40_000, 'a "quoted"\r\n, mark']
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([("prompt", "chosen", "rejected"), *((one, "c", "r") for one in prompts)])
+    records, rejected = read_in_slices(tmp_path / "a.csv")
+    assert [record.prompt for record in records] == prompts
+    assert not rejected
+    with (tmp_path / "a.csv").open("a", newline="") as file:
+        csv.writer(file).writerow(("p", "c" * (17 << 20), "r"))
+    with pytest.raises(BadDataError, match=r"a\.csv cannot be read .*: line 9 "):
+        read_in_slices(tmp_path / "a.csv")
