@@ -29,7 +29,6 @@ from .collector import collector_paused
 from .conversation import Conversation
 from .stop_tokens import NO_STOPS, Added, find_stops
 from .template_probe import Shown, written_around
-from .tokenizer_file import TOKENIZER, require_bounded_tokenizer
 from .tool_forms import ToolForms, uses_tools
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from ..report.eval_table import Decode
 
+TOKENIZER = "tokenizer.json"
 _OTHER_TOKENIZER = "Save the model's tokenizer beside its weights again."
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>(?:(?!\1).)*)\1\s*\)""")
 
@@ -141,6 +141,8 @@ def _loaded(folder: str, options: TokenOptions, hf: Any) -> TextTokenizer:
     # Modified and not copied: a large vocabulary would take as much memory again.
     backend.no_truncation()
     backend.no_padding()
+    if getattr(backend.model, "dropout", None):  # which draws other tokens each time
+        backend.model.dropout = None
     # Post-processors trim blanks off the offsets and add special tokens: both hide the boundary.
     backend.post_processor = None
     chat, added = _chat_template(hf, options, folder), Added.of(hf)
@@ -175,7 +177,6 @@ def _open(folder: str) -> Any:
             "or set model.path in align.yaml."
         )
     require_plain_tokenizer(folder)
-    require_bounded_tokenizer(folder)
     if (Path(folder) / CONFIG).exists():  # from which transformers takes the kind of tokenizer
         require_declared_sizes(Path(folder) / CONFIG, model_config(folder), ())
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

@@ -107,7 +107,6 @@ def read(folder, *, trains=False):
 CHECKS = {
     "sizes": ("require_declared_sizes", [load, tokenizer, folder_check]),
     "parameters": ("require_stored_parameters", [load]),
-    "tokenizer": ("require_bounded_tokenizer", [tokenizer]),
     "experts": ("require_enough_experts", [load]),
     "gaps": ("_require_gapless", [model_folder]),
     "plain files": ("require_plain_files", [folder_check]),

@@ -1,5 +1,6 @@
 """Tokens of rows: the traps of each, and where a turn begins and ends in any family."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Record, Role
 from align.stages.data.tokenizer import decoder, load_tokenizer, tokenizer_fingerprint
+from align.stages.demo.tiny_tokenizer import make_tokenizer
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, byte_tokenizer
 from support.read_rows import (
     USER,
@@ -91,6 +93,20 @@ def test_what_is_too_long_loses_the_stop_or_the_beginning_but_never_its_bos_or_a
     assert right.prompt == full.prompt[:3]
     bad = refusal_of(saved_tokenizer, text(), max_length=len(full.prompt))
     assert bad.reason == "too_long"
+
+
+def test_a_tokenizer_that_was_trained_with_dropout_gives_a_text_the_same_tokens_each_time(tmp_path):
+    make_tokenizer(tmp_path)
+    file, asked = tmp_path / "tokenizer.json", "How far is the moon from here?"
+    before = tokenizer_of(tmp_path)
+    whole = json.loads(file.read_text())
+    whole["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(whole))
+    after = tokenizer_of(tmp_path)
+    assert {tuple(after.backend.encode(asked).ids) for _ in range(9)} == {
+        tuple(before.backend.encode(asked).ids)
+    }
+    assert tokenizer_fingerprint(after) == tokenizer_fingerprint(before)
 
 
 def test_a_token_across_the_boundary_goes_to_the_completion_and_is_counted(saved_tokenizer):
