@@ -44,7 +44,8 @@ def _names_in(source: pa.NativeFile) -> list[str]:
 def _opener(source: pa.NativeFile) -> Callable[..., Any]:
     is_file = source.read(len(_MAGIC)) == _MAGIC
     source.seek(0)
-    return pa.ipc.open_file if is_file else pa.ipc.open_stream
+    opener: Callable[..., Any] = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    return opener
 
 
 def batch_sizes(path: Path) -> list[int]:
