@@ -108,7 +108,7 @@ def noticed_before() -> dict[str, str]:
 
 
 def remember(noticed: dict[str, str]) -> None:
-    """Keeps which test noticed each fault, for the next campaign."""
+    """Keeps which test noticed each fault, for the next run."""
     tests = noticed_before() | {name: by for name, by in noticed.items() if "::" in by}
     known = {fault.name for fault in read_faults()}
     kept = {name: tests[name] for name in sorted(tests) if name in known}

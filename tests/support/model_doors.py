@@ -103,7 +103,7 @@ def read(folder, *, trains=False):
     return reference.open().score(trees).tolist()
 
 
-# Checks that a campaign may leave out, to see that it finds what they are for.
+# Checks that may be left out, to see what they are for.
 CHECKS = {
     "sizes": ("require_declared_sizes", [load, tokenizer, folder_check]),
     "parameters": ("require_stored_parameters", [load]),

@@ -1,0 +1,95 @@
+"""Odd and damaged settings: what is accepted is what is written; the rest is one error of ours."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from align.pipeline.options.settings import flatten, load_settings, template
+from align.schemas.config import Config
+from align.schemas.errors import AlignError
+
+DEFAULTS = flatten(Config())
+BOOLS = {True: {"yes", "true", "on"}, False: {"no", "false", "off"}}
+ODD = (
+    *("0", "-1", "7", "0.25", "1.", ".5", "1e-6", "1e309", "1e-400", ".inf", ".nan", "nan"),
+    *(str(2**63), "9" * 25, "1_000", "0x1F", "010", "1:30", "2026-01-31", "٣", "1e", "1,000"),
+    *("~", "null", "true", "Off", "y", "auto", "'1'", '"true"', "x", "é✓", "a: b", "a #b", ""),
+    *("[]", "[a, b]", "[[1]]", "[~]", "{}", "{a: b}", "{a: {b: c}}", "{1: a}", "*a", "&a [*a]"),
+    *("!!int '1'", "!!python/name:os.system", "[" * 600, "x" * 9999, '"a\\0b"', "- x", "|", "%x"),
+)
+NOTHING = ("", "~", "null", "Null", "NULL")
+DRAWN = settings(derandomize=True, max_examples=40)
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def is_written(value, text):
+    """Whether a value is the one of a text, or a collection of texts, as YAML has them."""
+    if isinstance(value, bool):
+        return text.lower() in BOOLS[value]
+    if isinstance(value, int):
+        return re.fullmatch(r"[-+]?(0|[1-9][\d_]*)", text) is not None and int(text) == value
+    if isinstance(value, float):
+        return float(text.replace("_", "")) == value
+    if isinstance(value, list):
+        return len(value) == len(text) and all(map(is_written, value, text))
+    if isinstance(value, dict):
+        return value.keys() == text.keys() and all(is_written(value[k], text[k]) for k in value)
+    return value == text or value.startswith("/")  # a path, which is made absolute
+
+
+def require_sound(text, sets=()):
+    """The settings of a file and of --set are refused by name, or each is as it is written."""
+    Path("align.yaml").write_bytes(text)
+    refused = ""
+    try:
+        found = flatten(load_settings({}, sets, file=Path("align.yaml")).config)
+    except AlignError as error:
+        refused = str(error)
+    if refused:
+        assert "align.yaml" in refused or "--set" in refused
+        assert len(refused) < 1500
+        return
+    # Of this loader every scalar is the text that is written.
+    sections = yaml.load(text, yaml.BaseLoader) or {}
+    written = {
+        f"{at}.{name}": of for at, one in sections.items() for name, of in (one or {}).items()
+    }
+    written |= dict(word.split("=", 1) for word in sets)
+    for name, value in written.items():
+        if value not in NOTHING:
+            assert is_written(found[name], value), (name, found[name], value)
+    for name in found.keys() - written.keys():
+        assert found[name] == DEFAULTS[name]
+
+
+numbers = st.one_of(st.integers(-(2**65), 2**65), st.floats(width=32)).map(str)
+
+
+@DRAWN
+@given(name=st.sampled_from([*DEFAULTS]), text=st.one_of(st.sampled_from(ODD), numbers))
+def test_a_value_is_read_as_it_is_written_or_refused(name, text):
+    section, _, key = name.partition(".")
+    require_sound(f"{section}:\n  {key}: {text}\n".encode())
+    require_sound(b"", [f"{name}={text}"])
+
+
+@DRAWN
+@given(place=st.integers(0, 10**6), size=st.integers(0, 400), part=st.sampled_from(ODD))
+def test_a_damaged_file_is_read_as_it_stands_or_refused(place, size, part):
+    whole = template(None).encode()
+    at = place % len(whole)
+    require_sound(whole[:at])
+    require_sound(whole[:at] + whole[at + size :])
+    require_sound(whole[:at] + part.encode() + whole[at:])
+    require_sound(whole[:at] + bytes([whole[at] ^ 1 << size % 8]) + whole[at + 1 :])
+
+
+def test_line_ends_and_a_byte_order_mark_change_nothing():
+    whole = b"train:\n  lr: 0.5\n"
+    require_sound(whole.replace(b"\n", b"\r\n"))
+    require_sound(b"\xef\xbb\xbf" + whole)
+    assert load_settings({}, (), file=Path("align.yaml")).config.train.lr == 0.5
