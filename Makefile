@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-kernels test-mutants test-golden test-gpu demo demo-rounds bench gpu-day docs wheel clean
+.PHONY: setup check test test-fast test-long test-kernels test-mutants test-golden test-gpu demo demo-rounds bench bench-gpu docs wheel clean
 
 setup: .venv/ready
 
@@ -100,9 +100,9 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/waiting.py
 	$(BIN)/python tests/bench/trackers.py
 
-# On a machine with one GPU, in 25 minutes, and on where it ended; DAY=--help says what else.
-gpu-day: .venv/bench-ready
-	PYTHONPATH=tests $(BIN)/python -P -m bench.gpu_day $(DAY)
+# On a machine with one GPU; PARTS='small large/dpo' chooses.
+bench-gpu: .venv/bench-ready
+	$(BIN)/python tests/bench/gpu.py $(PARTS)
 
 # A page without a place in the contents, a dead link or anchor, and any other warning is an error.
 docs: .venv/docs-ready

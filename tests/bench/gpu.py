@@ -1,8 +1,13 @@
-"""What one process measures on one GPU, for `gpu_day.py`: align beside TRL, in bfloat16.
+"""What one GPU measures: align beside TRL, in bfloat16, in one table (`make bench-gpu`).
+
+    python tests/bench/gpu.py [PART ...]
+
+A part is named by its beginning (`small`, `large/dpo`); without names all of them run. Figures are
+also in bench-results/gpu.json. Without a GPU a tiny model tries the parts on the CPU.
 
 `small` has the shapes of a model of half a billion parameters, all of which are trained; `large`
-those of one of eight billion, of which a LoRA adapter of every linear layer is trained unless a
-side says otherwise. Weights are random. Pairs differ in length as real ones do. Both sides take as
+those of one of eight billion, of which a LoRA adapter of every linear layer is trained, and in
+`full` all weights. Weights are random. Pairs differ in length as real ones do. Both sides take as
 many pairs in each AdamW step. Speed is that of the median step after the first: loading, compiling
 and scoring the reference are left out, and stand under "first step". MFU counts every prompt and
 completion once: 6 operations for each parameter and token, 4 where the weights are frozen, 2 in
@@ -13,17 +18,20 @@ import gc
 import importlib.util
 import json
 import math
-import os
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from itertools import pairwise
 from pathlib import Path
 
-from bench import gpu_profile, sides
+import gpu_profile
+import sides
 
+sys.path.append(str(Path(__file__).parents[1]))  # support
+RESULTS = Path(__file__).parents[2] / "bench-results"
 DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 # A model, and the size of its vocabulary.
 MODELS = {
@@ -37,6 +45,44 @@ LEARNING_RATES = "1e-7,3e-7,1e-6,3e-6"
 WARM, LAST = 2, 4
 
 
+def main(names):
+    """Measures the named parts, each in a process of its own, and prints the table of them."""
+    chosen = [part for part in PARTS if not names or part.startswith(tuple(names))]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        stages = {f"{shape_of(part)}/stage1" for part in chosen}
+        for part in (one for one in PARTS if one in stages or one in chosen):
+            function, *given = PARTS[part]
+            if not on_gpu():
+                given = [without_gpu(one) for one in given]
+            figures, failed = sides.tried(function, f"{folder}/{shape_of(part)}", *given)
+            found[part] = figures or {"failed": failed.strip().rpartition("\n")[2]}
+            print(f"{part}: {found[part]}", file=sys.stderr, flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "gpu.json").write_text(json.dumps({"on": device(), "parts": found}, indent=1))
+    print(f"On {device()}:\n\n| | {' | '.join(TABLE)} |\n|---{'|---' * len(TABLE)}|")
+    for part, figures in found.items():
+        forms = TABLE.values()
+        cells = [form.format(figures[name]) if figures.get(name) else "" for name, form in forms]
+        print(f"| {part} | {' | '.join(cells)} |")
+
+
+def shape_of(part):
+    return "small" if part.startswith("small") else "large"  # `full` trains the large one too
+
+
+def without_gpu(given):
+    """Settings without what only a GPU can do, or does fast."""
+    slow = (*COMPILED, *IN_BFLOAT16, *OFFLOADED)
+    return [one for one in given if one not in slow] if isinstance(given, tuple) else given
+
+
+def device():
+    import torch
+
+    return torch.cuda.get_device_name() if on_gpu() else "a CPU, with a tiny model"
+
+
 def on_gpu():
     import torch
 
@@ -48,9 +94,9 @@ def made(folder, shape):
     import torch
 
     folder = Path(folder)
-    sizes, vocabulary = MODELS[shape]
-    is_tiny = shape == "tiny"  # a CPU is slow in bfloat16
-    dtype = "float32" if is_tiny else "bfloat16"
+    is_tiny = not on_gpu()
+    sizes, vocabulary = MODELS["tiny" if is_tiny else shape]
+    dtype = "float32" if is_tiny else "bfloat16"  # a CPU is slow in it
     more = {"max_position_embeddings": 4096, "dtype": dtype}
     more["tie_word_embeddings"] = shape != "large"
     torch.set_default_dtype(getattr(torch, dtype))
@@ -108,7 +154,7 @@ def stage_one(folder, shape):
     shutil.rmtree(folder, ignore_errors=True)  # what is scored already would not be timed
     made(folder, shape)
     began = time.perf_counter()
-    small = {"scoring.tokens_per_batch": 1024} if shape == "tiny" else {}
+    small = {} if on_gpu() else {"scoring.tokens_per_batch": 1024}
     tally = sides.score(folder, folder / "cache", small, progress=batches)[0].tally
     seconds = batches.ends[-1][0] - batches.ends[0][0]
     rate = sum(tokens for _, tokens in batches.ends[1:]) / seconds
@@ -290,6 +336,10 @@ def profile(folder, method, sets, flags):
     sets = [*sets, f"train.max_steps={LAST}"]
     policy = learned_unsaved(folder, method, watched, sets, flags)
     found = policy | gpu_profile.by_kind(watched.profiler.events())
+    shares = (
+        f"{kind} {one['seconds'] / found['busy']:.0%}" for kind, one in found["kinds"].items()
+    )
+    found["shares"] = ", ".join(shares)
     waits = watched.waits.taken() if on_gpu() else sides.called(waits_pretended, folder)
     return found | {"waits": waits}
 
@@ -302,20 +352,47 @@ def waits_pretended(folder):
     return found["waits"] if "error" not in found else sys.exit(found["error"])
 
 
-def tests(words):
-    """How a part of the tests ended."""
-    import subprocess
-
-    command = [sys.executable, "-m", "pytest", "--quiet", "--tb=line", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode:
-        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        sys.exit("; ".join([*failed, *lines[-1:]]))
-    return {"outcome": lines[-1]}
-
+KEPT = ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096")
+RECOMPUTED = ("train.gradient_checkpointing=true",)
+COMPILED, PLAIN = ("model.compile=on",), ("model.compile=off",)
+IN_BFLOAT16 = ("train.deepspeed=zero2", "train.optimizer_dtype=bfloat16", "train.beta2=0.95")
+OFFLOADED = ("train.deepspeed=zero2-offload",)
+LORA = {"lora.enabled": True}
+TRL_KEPT = {"gradient_checkpointing": False}
+TRL_PRECOMPUTED = TRL_KEPT | {"precompute_ref_log_probs": True}
+# cuDNN's attention plans each shape anew: a user who knows that switches it off.
+TRL_TUNED = TRL_PRECOMPUTED | {"cudnn": False}
+PARTS = {
+    "large/stage1": (stage_one, "large"),
+    "large/dpo/recomputed": (with_align, "dpo", RECOMPUTED, LORA),
+    "large/dpo/kept": (with_align, "dpo", (*KEPT, *PLAIN), LORA),
+    "large/dpo/kept_compiled": (with_align, "dpo", (*KEPT, *COMPILED), LORA),
+    "large/dpo/profile": (profile, "dpo", KEPT, LORA),
+    "large/dpo/trl": (with_trl, "dpo", {}, True),
+    "full/dpo/bfloat16": (unsaved, "dpo", (*RECOMPUTED, *IN_BFLOAT16), {}, 105),
+    "full/dpo/offload": (unsaved, "dpo", (*RECOMPUTED, *OFFLOADED), {}, 30, 125),
+    "small/stage1": (stage_one, "small"),
+    "small/dpo/align": (with_align, "dpo", (), {}),
+    "small/kto/align": (with_align, "kto", (), {}),
+    "small/orpo/align": (with_align, "orpo", (), {}),
+    "small/dpo/trl": (with_trl, "dpo", {}, False),
+    "small/dpo/trl_kept": (with_trl, "dpo", TRL_KEPT, False),
+    "small/dpo/trl_precomputed": (with_trl, "dpo", TRL_PRECOMPUTED, False),
+    "small/dpo/trl_tuned": (with_trl, "dpo", TRL_TUNED, False),
+    "small/kto/trl": (with_trl, "kto", {}, False),
+    "small/orpo/trl": (with_trl, "orpo", {}, False),
+    "small/dpo/sweep": (sweep, "dpo"),
+}
+TABLE = {  # a figure and its form by the head of its column
+    "tokens/s": ("rate", "{:,.0f}"),
+    "MFU": ("mfu", "{:.1f} %"),
+    "peak": ("peak_gib", "{:.1f} GiB"),
+    "planned": ("planned_gib", "{:.1f} GiB"),
+    "first step": ("first", "{:.0f} s"),
+    "whole": ("whole", "{:.0f} s"),
+    "GPU time": ("shares", "{}"),
+    "failed": ("failed", "{}"),
+}
 
 if __name__ == "__main__":
-    if sys.argv[1] != "tests":
-        os.chdir(os.environ["SCRATCH"])
-    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))
+    main(sys.argv[1:])
