@@ -43,16 +43,9 @@ test-fast: setup
 test-long: setup
 	$(BIN)/pytest $(AT_ONCE) -m 'not gpu'
 
-# As other processors compute: by other instructions, with other threads, and off by three last places.
-KERNELS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
-	ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE ALIGN_TEST_NOISE=3 ALIGN_TEST_THREADS=1 \
-	ALIGN_TEST_THREADS=2 ALIGN_TEST_THREADS=4
-
+# As another processor computes: by other instructions, with other threads.
 test-kernels: setup
-	@for setting in $(KERNELS); do \
-		echo "== $$setting"; \
-		env $$setting $(BIN)/pytest $(AT_ONCE) -m 'numeric and not long and not gpu' || red="$$red $$setting"; \
-	done; test -z "$$red" || { echo "red under$$red" >&2; exit 1; }
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=4 $(BIN)/pytest $(AT_ONCE) -m 'numeric and not long and not gpu'
 
 test-mutants: setup
 	$(BIN)/python tests/mutants/run.py
@@ -97,7 +90,6 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/sort.py
 	$(BIN)/python tests/bench/train.py
 	$(BIN)/python tests/bench/whole.py
-	$(BIN)/python tests/bench/waiting.py
 	$(BIN)/python tests/bench/trackers.py
 
 # On a machine with one GPU; PARTS='small large/dpo' chooses.

@@ -23,7 +23,7 @@ from support.command import Answer
 from support.pace import is_slow
 from support.trainings import Course, Server
 
-os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wants both
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, and every process of a test wants both
 os.environ |= SOON_ASLEEP  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)

@@ -44,7 +44,6 @@ MODELS = {
     "tied 67M": SHAPE | {"hidden_size": 768, "num_hidden_layers": 8, "tie_word_embeddings": True},
 }
 PARTS = ("weights", "optimizer", "gradients", "activations", "head", "peak")
-WITHIN = 0.15
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from align.stages.feed.train_source import open_source
 from align.stages.model.head.fused_head_backward import BUFFER_BYTES
 from align.stages.model.memory import memory_trace
 from align.stages.model.memory.live_memory import LiveMemory
-from bench.memory_plan import WITHIN
 from support.command import align, refusal
-from support.planned_shapes import TINY
+from support.planned_shapes import TINY, WITHIN
 from support.stage_one import Heard
 from support.training_world import ALONE, job_of, learn
 

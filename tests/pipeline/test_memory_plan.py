@@ -26,8 +26,7 @@ from align.stages.model.logprobs import ScoringPath, branch_logps
 from align.stages.model.memory.live_memory import LiveMemory
 from align.stages.model.memory.memory_trace import Moment, Trace, trace
 from align.stages.model.transformers_compat import recompute_activations
-from bench.memory_plan import WITHIN
-from support.planned_shapes import TINY
+from support.planned_shapes import TINY, WITHIN
 
 PACKED = ScoringPath("packed", "fused", 0.0)
 PLAIN, ADAPTER = LoraOptions(), LoraOptions(enabled=True)

@@ -1,5 +1,6 @@
-"""The shape of a model that is planned and trained in no time."""
+"""The shape of a model that is planned and trained in no time, and how near a plan comes."""
 
+WITHIN = 0.15  # of what is measured
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,
