@@ -6,4 +6,3 @@ from align import cli
 
 ROOT = Path(cli.__file__).resolve().parent
 ROOMS = tuple(sorted(path.parent.name for path in ROOT.glob("*/__init__.py")))
-STAGES = {path.parent.name for path in ROOT.glob("stages/*/__init__.py")}
