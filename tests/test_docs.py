@@ -18,12 +18,8 @@ from align.pipeline.jobs.signals import STOPS
 from align.pipeline.options.settings import load_settings
 from align.schemas.cache import Manifest
 from align.schemas.errors import AlignError, Interrupted
-from align.schemas.rows import REASONS, Role
-from align.stages.data.data_schema import common_shape
-from align.stages.data.decode_rows import parse_chunk
-from align.stages.data.input_files import iter_chunks, open_inputs
+from align.schemas.rows import REASONS
 from align.stages.data.known_shapes import DATA_SHAPES
-from align.stages.data.unread_columns import require_read
 from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, recipe_of
@@ -40,7 +36,6 @@ from support.pages import (
     page,
 )
 from support.programs import said_by
-from support.read_rows import user
 from support.rooms import ROOMS, ROOT
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -152,7 +147,7 @@ def test_a_file_of_the_tour_is_there():
     named = [
         text for text in codes(page("docs/tour.md")) if re.fullmatch(r"\w[\w.]*\.(py|j2)", text)
     ]
-    assert len(named) > 50
+    assert len(named) > 20
     assert not {*named} - files
 
 
@@ -256,35 +251,9 @@ def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, 
     assert "24 ['row_id', 'source'" in told
 
 
-def test_every_public_shape_has_an_example_and_all_of_them_say_the_same():
-    """Two rows each, of which the first is right in every pair or label."""
-    formats, shown = page("docs/data-formats.md"), []
-    asked = ((user("Which is larger, 7 or 9?"),), (user("What color is the sky?"),))
-    right, wrong = ("9 is larger.", "Blue."), ("7, of course.", "The sky is far away.")
-    for path in sorted(page("examples/public-data").iterdir()):
-        assert f"../examples/public-data/{path.name}" in links(formats)
-        assert path.read_text(encoding="utf-8") in [block.text for block in blocks(formats)]
-        inputs = open_inputs([str(path)])
-        shape = require_read(inputs, common_shape(inputs, {}))
-        ((records, rejected),) = (parse_chunk(one, shape) for one in iter_chunks(inputs, ()))
-        assert not rejected
-        assert all(name in shape.told for name in shape.declared.columns)
-        shown.append(shape.declared)
-        assert tuple(one.prompt for one in records) == asked, path
-        said = [[text[-1]["content"] for text in one.completions] for one in records]
-        if shape.declared.is_single:
-            assert [one.roles for one in records] == [(Role.DESIRABLE,), (Role.UNDESIRABLE,)]
-            assert said == [[right[0]], [wrong[1]]]
-        else:
-            assert {one.roles for one in records} == {(Role.CHOSEN, Role.REJECTED)}
-            assert said == [[*both] for both in zip(right, wrong, strict=True)]
-    public = [one for one in DATA_SHAPES if one.is_public and not one.refusal]
-    assert [one for one in public if one not in shown] == []
-
-
 def test_the_page_of_data_formats_names_every_shape_that_is_known():
     formats = page("docs/data-formats.md")
     named, text = {*codes(formats)}, formats.read_text()
     for shape in DATA_SHAPES:
-        shown = text if shape.is_foreign else named  # of the foreign ones there are examples
+        shown = text if shape.is_foreign else named
         assert all(name in shown for name in (*shape.columns, *shape.scores)), shape.name
