@@ -89,16 +89,3 @@ class TokenOptions:
     chat_template: str = option(
         "", "file with a chat template to use instead of the tokenizer's", is_path=True, binds=()
     )
-    template_seconds: float = option(
-        2.0,
-        "most seconds of processor time in which a chat template renders a conversation",
-        gt=0,
-        binds=(),
-    )
-    template_mib: float = option(
-        1.0,
-        "most MiB of text that a chat template adds to a conversation; the memory of its process "
-        "is bounded with it",
-        gt=0,
-        binds=(),
-    )

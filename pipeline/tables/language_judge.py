@@ -13,7 +13,6 @@ from ...schemas.json_codec import digest
 from ...schemas.samples import SERVER, OpenSampler, Sampler, Sampling
 from ...stages.judge.judge_template import JudgeTemplate, Question, load_template
 from ...stages.judge.judgments import Asked, LanguageJudge, Readings
-from ...stages.render.render_process import Limits
 from ...stages.tracking.progress import Progress
 from ..executors.executor import WHOLE, one_by_one
 from ..jobs.job import Call
@@ -37,7 +36,7 @@ def judge_sampler(config: Config) -> Sampler:
 
 
 def _template_of(config: Config, kind: Question) -> JudgeTemplate:
-    return load_template(kind, config.judge.template, Limits.of(config.tokens))
+    return load_template(kind, config.judge.template)
 
 
 def _require_named(config: Config) -> None:

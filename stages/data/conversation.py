@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from ...schemas.rows import BadRow, Message, Record
-from .chat_template import ChatTemplate, request_of
+from .chat_template import ChatTemplate, Rendered
 from .validate import ASSISTANT
 
 
 class Conversation:
-    """A record's messages under a chat template, of which each request is packed once."""
+    """A record's messages under a chat template, of which each text is rendered once."""
 
     def __init__(self, record: Record, chat: ChatTemplate) -> None:
         assert not isinstance(record.prompt, str)
         self.record = record
         self.chat = chat
         self._prompt: tuple[Message, ...] = record.prompt
-        self._packed: dict[tuple[object, ...], bytes] = {}
+        self._texts: dict[tuple[object, ...], Rendered] = {}
 
     @cached_property
     def completions(self) -> tuple[tuple[Message, ...], ...]:
@@ -34,8 +34,12 @@ class Conversation:
         """The prompt and each branch's full text."""
         for messages in (self._prompt, *self.completions):
             self.chat.require_roles(messages)
-        texts = tuple(self.chat.answer(request).text for request in self._whole_requests)
-        prompt = self.chat.answer(self._prompt_request).text
+        texts = tuple(map(self.text, self.wholes))
+        if self._prompt[-1]["role"] != ASSISTANT:
+            return self.text(self._prompt, add_generation_prompt=True), texts
+        # The texts of all completions are to begin with that of the prompt.
+        how = {"continue_final_message": True} if self._continues else {}
+        prompt = self.text(self._prompt, **how)
         if self._continues and not all(text.startswith(prompt) for text in texts):
             raise BadRow(
                 "template_error",
@@ -44,45 +48,21 @@ class Conversation:
             )
         return prompt, texts
 
-    def requests(self) -> Iterator[bytes]:
-        """What is asked for the texts."""
-        yield from self._whole_requests
-        yield self._prompt_request
-
-    @cached_property
-    def _whole_requests(self) -> tuple[bytes, ...]:
-        return tuple(map(self.request, self.wholes))
-
-    @cached_property
-    def _prompt_request(self) -> bytes:
-        """What renders the prompt so that the texts of all completions are to begin with it."""
-        if self._prompt[-1]["role"] != ASSISTANT:
-            return self.request(self._prompt, add_generation_prompt=True)
-        how = {"continue_final_message": True} if self._continues else {}
-        return self.request(self._prompt, **how)
-
     def text(self, messages: Sequence[Message], **how: bool) -> str:
         """The text of messages, as the template writes them with the record's tools and options."""
-        return self.chat.answer(self.request(messages, **how)).text
+        return self._rendered(messages, **how).text
 
-    def marked_turns(self, messages: Sequence[Message], text: str) -> Sequence[tuple[int, int]]:
-        """Where the template itself marks what the assistant says in a text; none if it does not.
+    def marked_turns(self, messages: Sequence[Message]) -> Sequence[tuple[int, int]]:
+        """Where the template itself marks what the assistant says; none if it does not."""
+        return self._rendered(messages).spans
 
-        What it marks in a text that is rendered otherwise is not used.
-        """
-        if not self.chat.marks_turns:
-            return ()
-        answer = self.chat.answer(self.request(messages, is_marked=True))
-        return answer.spans if answer.text == text else ()
-
-    def request(self, messages: Sequence[Message], **how: bool) -> bytes:
-        """What renders messages with the record's tools and options."""
+    def _rendered(self, messages: Sequence[Message], **how: bool) -> Rendered:
         key = (*map(id, messages), *how.items())  # the record and `wholes` hold the messages
-        packed = self._packed.get(key)
-        if packed is None:
+        found = self._texts.get(key)
+        if found is None:
             options, tools = self.record.template_options, self.record.tools
-            packed = self._packed[key] = request_of(messages, tools, options, how)
-        return packed
+            found = self._texts[key] = self.chat.rendered(messages, tools, options, **how)
+        return found
 
     def _joined(self, completion: tuple[Message, ...]) -> tuple[Message, ...]:
         *before, last = self._prompt

@@ -17,7 +17,7 @@ from ...schemas.rows import BadRow, Record, Rejected, Role
 from ...schemas.turns import Turn, numbered
 from .conversation_notes import notes_of
 from .stop_tokens import Endings, span_of
-from .turn_spans import Span, common_length, spans_of, turn_requests
+from .turn_spans import Span, common_length, spans_of
 from .validate import ASSISTANT
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # An encoding holds some hundred bytes for each token, until its record has become a row.
 RECORDS_AT_ONCE = 32
 CHARACTERS_AT_ONCE = 1 << 20
-REQUESTED_AT_ONCE = 1 << 20  # bytes that are sent to be rendered; two batches are held
 
 
 @dataclass
@@ -39,13 +38,6 @@ class Encoded:
     rows: list[EncodedRecord] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    given: Record
-    fitted: Record | BadRow
-    conversation: Conversation | None  # None: plain text
 
 
 @dataclass(frozen=True)
@@ -69,54 +61,18 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> Encoded:
         """The encoded records, each as a row or as rejected."""
-        result, batches = Encoded(), self._batches(records)
-        chat = self._tokenizer.chat
-        for asked in chat.ahead(batches) if chat else (each for each, _ in batches):
-            self._encode(asked, result)
+        result = Encoded()
+        for start in range(0, len(records), RECORDS_AT_ONCE):
+            self._encode(records[start : start + RECORDS_AT_ONCE], result)
         return result
 
-    def _encode(self, asked: Sequence[_Asked], result: Encoded) -> None:
-        rendered = [item for item in (self._render(each, result) for each in asked) if item]
+    def _encode(self, records: Sequence[Record], result: Encoded) -> None:
+        rendered = [item for item in (self._render(each, result) for each in records) if item]
         for item, branches in self._with_encodings(rendered):
             try:
                 result.rows.append(self._row(item, branches, result.notes))
             except BadRow as bad:
                 result.rejected.append(_rejected(item.record, bad))
-
-    def _asked(self, given: Record) -> _Asked:
-        """A record before it is rendered, in the form that the chat template takes."""
-        try:
-            fitted = self._tokenizer.fitted(given)
-        except BadRow as bad:
-            return _Asked(given, bad, None)
-        return _Asked(given, fitted, self._tokenizer.conversation(fitted))
-
-    def _ahead(self, asked: _Asked) -> Iterator[bytes]:
-        """What its template will be asked; less of a bad row, which is told when it is rendered."""
-        if asked.conversation is None:
-            return
-        try:
-            yield from asked.conversation.requests()
-            if self._options.learn != "all":
-                yield from turn_requests(asked.conversation)
-        except BadRow:
-            return
-
-    def _batches(self, records: Sequence[Record]) -> Iterator[tuple[list[_Asked], list[bytes]]]:
-        """Records with what is rendered ahead of them, of so many bytes that they have room."""
-        batch, requests, size = list[_Asked](), list[bytes](), 0
-        for asked in map(self._asked, records):
-            batch.append(asked)
-            for request in self._ahead(asked):
-                requests.append(request)
-                size += len(request)
-                if size > REQUESTED_AT_ONCE:
-                    break
-            if len(batch) == RECORDS_AT_ONCE or size > REQUESTED_AT_ONCE:
-                yield batch, requests
-                batch, requests, size = [], [], 0
-        if batch:
-            yield batch, requests
 
     def _with_encodings(
         self, rendered: Sequence[_Rendered]
@@ -128,11 +84,10 @@ class Encoder:
             for item in items:
                 yield item, [next(encodings) for _ in item.texts]
 
-    def _render(self, asked: _Asked, result: Encoded) -> _Rendered | None:
-        given, record, conversation = asked.given, asked.fitted, asked.conversation
+    def _render(self, given: Record, result: Encoded) -> _Rendered | None:
         try:
-            if isinstance(record, BadRow):
-                raise record
+            record = self._tokenizer.fitted(given)
+            conversation = self._tokenizer.conversation(record)
             prompt, texts = _texts(record, conversation)
             boundaries = tuple(common_length(prompt, text) for text in texts)
             spans = tuple(

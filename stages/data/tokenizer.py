@@ -22,7 +22,6 @@ from ..model.loading.declared_sizes import require_declared_sizes
 from ..model.loading.folder_check import TOKENIZER_SETTINGS, require_plain_tokenizer
 from ..model.loading.library_errors import refused_as
 from ..model.loading.model_folder import CONFIG, model_config
-from ..render.render_process import Limits
 from .chat_template import ChatTemplate
 from .chat_wrap import Wrapping
 from .collector import collector_paused
@@ -68,6 +67,7 @@ class TextTokenizer:
         if not record.is_conversation:
             return None
         assert self.chat
+        self.chat.require_sound()
         return Conversation(record, self.chat)
 
     def before_specials(self, text: str) -> str:
@@ -234,7 +234,6 @@ def _chat_template(hf: Any, options: TokenOptions, folder: str) -> ChatTemplate 
         text,
         source=options.chat_template or str(beside),
         specials=hf.special_tokens_map,
-        limits=Limits.of(options),
     )
 
 

@@ -7,7 +7,7 @@ follow (one that drops earlier thinking) has no such place: its row is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ def spans_of(
     first = len(messages) - len(completion)
     turns = [index for index in range(first, len(messages)) if messages[index]["role"] == ASSISTANT]
     marks = [isinstance(each, Unlearned) for each in given.completions[number]]
-    places = fitted.marked_turns(messages, text)
+    places = fitted.marked_turns(messages)
     if len(places) == sum(each["role"] == ASSISTANT for each in messages):
         found = places[len(places) - len(turns) :]
     else:
@@ -67,24 +67,6 @@ def spans_of(
         Span(boundary if index == first else start, stop, marks[index - first])
         for index, (start, stop) in zip(turns, found, strict=True)
     )
-
-
-def turn_requests(conversation: Conversation) -> Iterator[bytes]:
-    """What is rendered to find the turns, beside the texts."""
-    for messages, completion in zip(conversation.wholes, conversation.completions, strict=True):
-        if not _is_several(completion):
-            continue
-        if conversation.chat.marks_turns:
-            yield conversation.request(messages, is_marked=True)
-            continue
-        for index in range(len(messages) - len(completion), len(messages)):
-            if messages[index]["role"] != ASSISTANT:
-                continue
-            if before := messages[:index]:
-                yield conversation.request(before, add_generation_prompt=True)
-                yield conversation.request(before)
-            if index + 1 < len(messages):
-                yield conversation.request(messages[: index + 1])
 
 
 def _place(

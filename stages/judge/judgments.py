@@ -64,8 +64,8 @@ class LanguageJudge:
         """Asks all questions; an answer is durable before it is yielded."""
         wanted: dict[str, Wanted] = {}
         keys: dict[str, list[str]] = {}  # two questions may be the same to the judge
-        filled = self.template.all_filled((one.prompt, one.texts) for one in questions.values())
-        for key, prompt in zip(questions, filled, strict=True):
+        for key, asked in questions.items():
+            prompt = self.template.filled(asked.prompt, asked.texts)
             wanted[prompt.key] = Wanted(prompt, (0,))
             keys.setdefault(prompt.key, []).append(key)
         for group in opened.sample([*wanted.values()]):

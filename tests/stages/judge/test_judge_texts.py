@@ -12,10 +12,7 @@ from align.schemas.round_options import JudgeOptions
 from align.stages.judge.judge_template import answer_text, load_template
 from align.stages.judge.verdicts import SAME, Compared, score_in, verdict_in
 from align.stages.judge.verifiers import verifier_of
-from align.stages.render.render_process import Limits
-from support import hostile_templates as hostile
 
-LIMITS = Limits(2.0, 1 << 20)
 PROMPT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 and 2?"})
 
 
@@ -39,7 +36,7 @@ def parts(text):
     ],
 )
 def test_a_shipped_template_shows_all_texts_whole_whatever_they_imitate(answer):
-    system, user = load_template("pairwise", "", LIMITS).filled(PROMPT, (answer, "5")).text
+    system, user = load_template("pairwise", "").filled(PROMPT, (answer, "5")).text
     assert (system["role"], user["role"]) == ("system", "user")
     assert parts(user["content"]) == [
         ("system", "Be brief."),
@@ -47,13 +44,13 @@ def test_a_shipped_template_shows_all_texts_whole_whatever_they_imitate(answer):
         ("answer A", answer),
         ("answer B", "5"),
     ]
-    (_, user) = load_template("rubric", "", LIMITS).filled("2 and 2?", (answer,)).text
+    (_, user) = load_template("rubric", "").filled("2 and 2?", (answer,)).text
     assert parts(user["content"]) == [("user", "2 and 2?"), ("answer", answer)]
 
 
 def test_a_text_that_knows_the_code_gets_another_one():
     """The code follows from the texts alone, so who writes one of them could look for it."""
-    template = load_template("rubric", "", LIMITS)
+    template = load_template("rubric", "")
 
     def code(answer):
         return re.search(r"the code (\w+);", template.filled("Q", (answer,)).text[1]["content"])[1]
@@ -68,7 +65,7 @@ def own(tmp_path):
 
     def load(text):
         (tmp_path / "own.j2").write_text(text)
-        return load_template("rubric", str(tmp_path / "own.j2"), LIMITS)
+        return load_template("rubric", str(tmp_path / "own.j2"))
 
     return load
 
@@ -77,7 +74,7 @@ def test_a_template_of_ones_own_may_be_one_message(own):
     template = own("{% for m in messages %}{{ m.content }}|{% endfor %}{{ answer }}")
     filled = template.filled(PROMPT, ("4",)).text
     assert filled == ({"role": "user", "content": "Be brief.|2 and 2?|4"},)
-    assert template.digest != load_template("rubric", "", LIMITS).digest
+    assert template.digest != load_template("rubric", "").digest
 
 
 @pytest.mark.parametrize(
@@ -99,38 +96,10 @@ def test_a_template_that_would_hide_or_do_something_is_refused(own, text, messag
         own(text).filled("Q", ("4",))
 
 
-HOSTILE = ("nested loops", "a huge power", "a text doubled", "a percent sign with a width")
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_takes_all_time_or_memory_is_refused_before_anything_is_asked(
-    tmp_path, name
-):
-    file = tmp_path / "own.j2"
-    text = f"{hostile.OVER_TIME_OR_MEMORY[name]}{{{{ messages }}}}{{{{ answer }}}}"
-    for written in (text, f"{{% block user %}}{text}{{% endblock %}}"):
-        file.write_text(written)
-        with pytest.raises(UsageError, match=r"tokens\.template_(seconds|mib)") as caught:
-            load_template("rubric", str(file), Limits(0.1, 1 << 20))
-        assert str(file) in str(caught.value)
-
-
-def test_many_questions_are_filled_as_each_is_alone_up_to_one_that_takes_too_much(own):
-    bomb = "{% if answer == 'go off' %}{{ 'x' * 10 ** 7 }}{% endif %}"
-    template = own(bomb + "{% for m in messages %}{{ m.content }}{% endfor %}{{ answer }}")
-    asked = [(PROMPT, (f"{number}" * number,)) for number in range(200)]
-    alone = [template.filled(*one) for one in asked]
-    assert [*template.all_filled(asked)] == alone
-    sent = pickle.loads(pickle.dumps(template))  # as to another process
-    found = sent.all_filled([*asked[:70], (PROMPT, ("go off",)), *asked[70:]])
-    assert [next(found) for _ in range(70)] == alone[:70]
-    with pytest.raises(UsageError, match=r"own\.j2 cannot be filled: it adds .*template_mib"):
-        next(found)
-
-
-def test_a_template_without_an_end_is_not_read(own):
-    with pytest.raises(UsageError, match="more than 1,048,576 characters"):
-        own("{{ messages }}{{ answer }}" + " " * (1 << 20))
+def test_a_template_travels_to_another_process(own):
+    template = own("{% for m in messages %}{{ m.content }}{% endfor %}{{ answer }}")
+    expected = template.filled(PROMPT, ("4",))
+    assert pickle.loads(pickle.dumps(template)).filled(PROMPT, ("4",)) == expected
 
 
 def test_calls_of_tools_and_several_turns_are_shown():
