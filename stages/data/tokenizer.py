@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2.sandbox import SandboxedEnvironment
 from transformers import AutoConfig, AutoTokenizer
 
 from ...schemas.cache import Stops
@@ -101,6 +102,13 @@ class TextTokenizer:
                 "Pass --set tokens.chat_template=FILE.jinja, or use a model with a template."
             )
         self.chat.require_sound()
+        if _names_the_clock(_DATE.sub("", self.chat.text)):
+            raise UsageError(
+                f"{folder}: the chat template calls strftime_now with something else than a text "
+                "in quotes, which tokens.date cannot replace, so the same data would have other "
+                "tokens tomorrow. Write the text into the call, in a template of your own "
+                "(--set tokens.chat_template=FILE.jinja)."
+            )
         if _DATE.search(self.chat.text):
             raise UsageError(
                 f"{folder}: the chat template asks what day it is, so the same data would have "
@@ -214,6 +222,17 @@ def _dated(template: str, day: str) -> str:
     except ValueError as error:
         raise UsageError(f"tokens.date is {day!r}; expected YYYY-MM-DD.") from error
     return _DATE.sub(lambda call: repr(today.strftime(call["form"])), template)
+
+
+def _names_the_clock(template: str) -> bool:
+    """Whether it names `strftime_now`, but to ask whether there is such a function."""
+    tokens = [(kind, text) for _, kind, text in SandboxedEnvironment().lex(template)]
+    code = [token for token in tokens if token[0] != "whitespace"]
+    following = [*code[1:], ("", "")]
+    return any(
+        this == ("name", "strftime_now") and after != ("name", "is")
+        for this, after in zip(code, following, strict=True)
+    )
 
 
 def _adds_bos(hf: Any, options: TokenOptions, folder: str) -> bool:

@@ -152,6 +152,33 @@ def test_a_template_that_asks_for_the_date_is_given_the_one_in_the_settings(tmp_
         load_tokenizer(folder, TokenOptions(date="tomorrow"))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{% set form = '%d %b' %}{{ strftime_now(form) }}",
+        "{{ strftime_now('%D' | lower) }}",
+        "{{ strftime_now(format='%d %b') }}",
+        "{{ strftime_now('%d' ~ ' %b') }}",
+        "{% set now = strftime_now %}{{ now('%d %b') }}",
+    ],
+)
+def test_a_call_for_the_date_that_cannot_be_replaced_is_refused_with_and_without_one(
+    tmp_path, call
+):
+    folder = save_tokenizer(tmp_path, template=call + "{{ strftime_now('%Y') }}" + TEMPLATE)
+    for date in ("", "2026-02-03"):
+        with pytest.raises(UsageError, match="strftime_now"):
+            load_tokenizer(folder, TokenOptions(date=date)).require_template(folder)
+
+
+def test_a_template_may_ask_whether_there_is_a_date_and_speak_of_it(tmp_path):
+    asks = "{# strftime_now(form) #}{% if strftime_now is defined %}{{ strftime_now('%Y') }}"
+    folder = save_tokenizer(tmp_path, template=asks + "{% endif %} strftime_now" + TEMPLATE)
+    tokenizer = load_tokenizer(folder, TokenOptions(date="2026-02-03"))
+    tokenizer.require_template(folder)
+    assert tokenizer.chat.probed((USER,)).startswith("2026 strftime_now")
+
+
 def test_a_role_that_the_template_does_not_name_is_refused(saved_tokenizer, tmp_path):
     record = replace(chat("a", "b"), prompt=({"role": "chatbot", "content": "hello"},))
     bad = refusal_of(saved_tokenizer, record)
