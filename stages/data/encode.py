@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +104,8 @@ class Encoder:
         kind = "conversations" if record.is_conversation else "plain_text"
         result.notes[f"rows_of_{kind}"] += 1
         result.notes["completions_that_repeat_their_prompt"] += _repeats(record)
-        if self._specials and self._specials.search(_data_text(record)):
+        data_text = "\0".join(_texts_in((record.prompt, record.completions)))
+        if self._specials and self._specials.search(data_text):
             result.notes["rows_with_special_tokens_in_text"] += 1
         is_kept = all(boundary == len(prompt) for boundary in boundaries)
         return _Rendered(record, texts, boundaries, is_kept, spans)
@@ -327,12 +328,15 @@ def _repeats(record: Record) -> int:
     return sum(str(completion).lstrip().startswith(prompt) for completion in record.completions)
 
 
-def _data_text(record: Record) -> str:
-    parts = (record.prompt, *record.completions)
-    return "\0".join(
-        part if isinstance(part, str) else "\0".join(str(message) for message in part)
-        for part in parts
-    )
+def _texts_in(value: Any) -> Iterator[str]:
+    """The texts of messages, at any depth, without the names of their keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_in([*value.values()])
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts_in(entry)
 
 
 def _rejected(record: Record, bad: BadRow) -> Rejected:
