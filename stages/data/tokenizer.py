@@ -276,16 +276,18 @@ def _digest(text: str) -> str:
 
 
 def decoder(model: str, stops: Collection[int]) -> Decode:
-    """A decoder of token ids of a model's folder, without its BOS and the stop tokens."""
+    """A decoder of token ids of a model's folder, without the stop tokens.
+
+    A BOS is left out where the tokenizer adds one itself, so that text comes to the same ids.
+    """
     tokenizer = load_tokenizer(model, TokenOptions(eos="never"))
 
     def decode(ids: Iterable[int], continues: bool) -> str:
         bare = list(ids)
-        if continues and bare and bare[-1] in stops:
-            bare = bare[:-1]
-        if bare and bare[0] == tokenizer.hf.bos_token_id:
-            bare = bare[1:]
-        return tokenizer.continuation(bare) if continues else _decoded(tokenizer, bare)
+        if continues:
+            return tokenizer.continuation(bare[:-1] if bare and bare[-1] in stops else bare)
+        is_added = tokenizer.adds_bos and bare[:1] == [tokenizer.bos]
+        return _decoded(tokenizer, bare[1:] if is_added else bare)
 
     return decode
 

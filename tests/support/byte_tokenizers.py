@@ -5,7 +5,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 
-def byte_tokenizer(folder, specials, *, template, eos, bos=None, adds_bos=False, added=()):
+def byte_tokenizer(
+    folder, specials, *, template, eos, bos=None, pad=None, adds_bos=False, added=()
+):
     """Saves one; `added` are tokens that stand for themselves and are not special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {byte: number for number, byte in enumerate(alphabet)}
@@ -19,7 +21,11 @@ def byte_tokenizer(folder, specials, *, template, eos, bos=None, adds_bos=False,
             single=f"{bos} $A", special_tokens=[(bos, bytes_only.token_to_id(bos))]
         )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only, bos_token=bos, eos_token=eos, chat_template=template
+        tokenizer_object=bytes_only,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        chat_template=template,
     )
     fast.save_pretrained(folder)
     return str(folder)
