@@ -76,7 +76,7 @@ class ChatTemplate:
                 raise ValueError("the conversation is empty")
             # Null entries are left out, as there.
             filled = [{k: v for k, v in one.items() if v is not None} for one in messages]
-            (text,), spans = render_jinja_template(
+            rendered: Any = render_jinja_template(  # texts, and the spans of each
                 [filled],
                 tools=[*tools] if tools else None,
                 chat_template=self.text,
@@ -85,6 +85,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise anything
             raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
+        (text,), spans = rendered
         return Rendered(text, spans[0] if spans else ())
 
     def require_sound(self) -> None:
