@@ -133,7 +133,7 @@ def test_a_router_that_draws_experts_in_training_mode_draws_none_without_dropout
 def test_routers_of_another_form_are_refused():
     model = tiny_model(*MIXTURES["mixtral"])
     for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _router, _inputs, outputs: outputs[::-1])
+        layer.mlp.gate.register_forward_hook(lambda _router, _inputs, outputs: [*outputs])
     with pytest.raises(UsageError, match="train.router_loss"):
         Policy(model, balanced=True)(mixed_trees())
 
