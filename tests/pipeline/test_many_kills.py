@@ -23,7 +23,7 @@ from support.stage_one import run
 
 TEXTS = [f"question {number}" + " more" * (number % 3) for number in range(12)]
 ANSWERS = {f"Number {index}?": [str(index + step) for step in range(3)] for index in range(5)}
-# How many processes a part of the campaign kills at least.
+# How many processes each test kills at least.
 LEAST = {
     "precompute-ref": 120,
     "sample": 100,
@@ -47,7 +47,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def told(request, capsys):
-    """Says how many were killed, and requires them to be as many as the campaign counts on."""
+    """Says how many were killed, and requires them to be at least LEAST."""
 
     def tell(part, kills, *, is_all):
         with capsys.disabled():
