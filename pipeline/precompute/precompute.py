@@ -22,8 +22,8 @@ from ...schemas.errors import (
 from ...schemas.rows import TIE, Reference
 from ...stages.data.unread_columns import not_read
 from ...stages.report.cache_tables import worded
-from ...stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder, WorkFolder
-from ...stages.storage.cache.cleanup import collect, is_tidy
+from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
+from ...stages.storage.cache.cleanup import collect, is_tidy, retire
 from ...stages.storage.cache.commits import read_commits
 from ...stages.storage.cache.manifest_file import (
     PLANS,
@@ -271,8 +271,7 @@ def _made_by_another(job: CacheJob) -> Manifest:
         if not is_tidy(job.folder, manifest):
             collect(job.folder, job.work)
         return manifest
-    if not job.folder.store.removes_at_once:
-        job.folder.store.retire(job.work.root, first=PLAN_NAME)  # the commits that came late
+    retire(job.work)  # what came late
     raise LockedError(
         f"{job.folder.root}: another run, with other settings, has completed its cache here. "
         "Choose another --output: scores that both need are copied."

@@ -25,18 +25,18 @@ def collect(folder: CacheFolder, own: WorkFolder) -> bool:
     reach("gc.started")
     # The run that wrote the manifest may have died before it made the name durable.
     folder.store.sync_names(folder.root)
+    for draft in folder.local.glob(".manifest.json.*.tmp"):  # of a killed process
+        fs.unlink(draft)
     # Commits go before the shards they name: a commit must never name a missing shard.
-    was_here = _retire(own)
+    was_here = retire(own)
     for work in folder.works():
-        _retire(work)
+        retire(work)
     _empty_trash(folder.local / folder.private.name)
     reach("gc.forgotten")
     for path in sorted(_parts(folder) - named, key=str):
         folder.store.remove(path)
     if not any(path.parent == folder.quarantine for path in named):
         folder.store.remove_if_empty(folder.quarantine)
-    for draft in folder.local.glob(".manifest.json.*.tmp"):  # of a killed process
-        fs.unlink(draft)
     reach("gc.done")
     return was_here
 
@@ -65,7 +65,7 @@ def _listed(parent: Location) -> Sequence[Location]:
     return store_of(parent).listed(parent) if parent.is_dir() else []
 
 
-def _retire(work: WorkFolder) -> bool:
+def retire(work: WorkFolder) -> bool:
     """Takes work away, and what of it needs a disk; whether this process did."""
     was_here = work.cache.store.retire(work.root, first=PLAN_NAME)
     if work.local != work.root:
