@@ -83,13 +83,8 @@ class Commit:
     rows: int
     branches: int
     tokens: int  # completion tokens scored or reused
-    row_groups: int
     first_key: str  # hex of the first row's ring key, by which readers find key ranges
     last_key: str
-    ids_digest: str  # sha256 over the row ids in order
-    logp_sum: float
-    logp_min: float
-    logp_max: float
     tokens_per_batch: int  # the final value, after any back-off
     quarantine: tuple[FileEntry, ...]  # the rows dropped while scoring
     quarantined: dict[str, int]  # reason -> rows dropped while scoring

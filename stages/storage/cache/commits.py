@@ -5,9 +5,7 @@ Rejected rows go to the quarantine: where each was and why it cannot be used.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
 from ..store import store_of
 from .cache_folder import WorkFolder, part_name
-from .shards import group_bounds, write_shard
+from .shards import write_shard
 
 logger = logging.getLogger("align")
 
@@ -71,11 +69,6 @@ def commit_unit(
     return kept
 
 
-def _ids_digest(block: ScoredBlock) -> str:
-    """One sha256 over row ids in order, each on its own line."""
-    return hashlib.sha256("".join(f"{name}\n" for name in block.rows.ids()).encode()).hexdigest()
-
-
 def read_commits(work: WorkFolder) -> dict[int, Commit]:
     """The finished units of a plan, each with its shard in place."""
 
@@ -115,7 +108,7 @@ def _describe(
     facts: UnitFacts,
     quarantine: tuple[FileEntry, ...],
 ) -> Commit:
-    sha256, logps = fs.sha256_of(draft), block.logps
+    sha256 = fs.sha256_of(draft)
     commit = Commit(
         unit=unit,
         digest="",
@@ -123,13 +116,8 @@ def _describe(
         bytes=draft.stat().st_size,
         sha256=sha256,
         rows=len(block.rows),
-        branches=len(logps),
+        branches=len(block.logps),
         tokens=len(block.rows.completions.values),
-        row_groups=len(group_bounds(block.rows)),
-        ids_digest=_ids_digest(block),
-        logp_sum=math.fsum(logps),
-        logp_min=float(logps.min()) if len(logps) else 0.0,
-        logp_max=float(logps.max()) if len(logps) else 0.0,
         first_key=facts.first_key,
         last_key=facts.last_key,
         tokens_per_batch=facts.tokens_per_batch,
@@ -144,11 +132,7 @@ def _describe(
 def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> None:
     if theirs.file != ours.file:
         logger.warning(
-            "unit %d: another worker's shard is kept; this worker's has other bytes "
-            "(log-probs sum to %r there, %r here).",
-            ours.unit,
-            theirs.logp_sum,
-            ours.logp_sum,
+            "unit %d: another worker's shard is kept; this worker's has other bytes.", ours.unit
         )
         if is_new:  # else it may belong to the manifest this plan will replace
             store_of(final).remove(final)
