@@ -11,7 +11,7 @@ from ...stages.feed.cache_index import RowSizes, RowTable, ShardColumns, uncheck
 from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.load import DTYPES
-from ...stages.model.loading.model_folder import model_config, stored_dtype
+from ...stages.model.loading.model_folder import model_config, stored_dtype, text_settings
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
@@ -125,7 +125,7 @@ def known_dtype(folder: str, asked: str, *, otherwise: str = "auto") -> str:
         return asked
     if any(Path(folder).glob("*.safetensors")):
         return stored_dtype(folder)
-    config = model_config(folder)
+    config = text_settings(model_config(folder))
     said = str(config.get("dtype") or config.get("torch_dtype") or otherwise)
     if said not in DTYPES:
         raise UsageError(

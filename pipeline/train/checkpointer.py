@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.checkpoint import (
@@ -20,6 +22,7 @@ from ...stages.engine.deepspeed_compat import whole_numel
 from ...stages.engine.deepspeed_config import stage_of
 from ...stages.engine.distributed import gathered, run_on_rank_zero
 from ...stages.engine.optimizers import states_of
+from ...stages.model.loading.model_folder import model_tensors
 from ...stages.model.logprobs import causal_model
 from ...stages.storage.disk import fs
 from ...stages.storage.run.checkpoints import (
@@ -205,7 +208,8 @@ def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
 def model_bytes(session: Session) -> int:
     """The size of the saved model: the adapter, the whole policy, or both."""
     lora, width = session.job.config.lora, _width(session)
-    whole = sum(map(whole_numel, session.policy.parameters()))
+    stored = sum(prod(one.shape) for one in model_tensors(Path(session.job.policy.path)))
+    whole = max(stored, sum(map(whole_numel, session.policy.parameters())))
     adapter = sum(map(whole_numel, _learning(session)))
     counts = (adapter if lora.enabled else 0) + (whole if lora.merge or not lora.enabled else 0)
     return width * counts

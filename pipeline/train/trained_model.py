@@ -138,11 +138,12 @@ def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[st
 def _lineage(session: Session, records: RunRecords, model: ChosenModel) -> Lineage:
     job = session.job
     manifest = job.manifest
+    of_text = causal_model(session.policy.model).config.get_text_config(decoder=True)
     return Lineage(
         method=session.recipe.name,
         formula=session.recipe.formula,
         head=session.recipe.head,
-        padding_token=causal_model(session.policy.model).config.pad_token_id,
+        padding_token=getattr(of_text, "pad_token_id", None),
         options={name: str(value) for name, value in session.recipe.values.items()},
         stops=_stops(manifest),
         settings=used_settings(session, "train"),

@@ -25,6 +25,7 @@ from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
 from .loading.folder_json import read_json
+from .loading.model_folder import text_settings
 from .loading.quiet import quiet
 from .logprobs import causal_model, input_device
 from .memory.live_memory import is_out_of_memory
@@ -248,7 +249,7 @@ def _can_share_prompts(model: Any) -> bool:
 def _sharing_difference(model: Any) -> float | Exception:
     """The largest relative difference of the scores of two tokens, or the error."""
     draw = np.random.default_rng(0)
-    known = ordinary_tokens(model.config.get_text_config(decoder=True))
+    known = ordinary_tokens(model.config)
     prompts = [draw.choice(known, length).tolist() for length in _PROBE_LENGTHS]
     ids, mask = left_padded(prompts, input_device(model))
     how = _plain(max_new_tokens=2, return_dict_in_generate=True, output_logits=True)
@@ -282,7 +283,7 @@ def own_stops(options: ModelOptions) -> frozenset[int]:
 
 def _tokens_in(folder: str, name: str) -> list[int]:
     file = Path(folder) / name
-    given = read_json(file).get("eos_token_id") if file.is_file() else None
+    given = text_settings(read_json(file)).get("eos_token_id") if file.is_file() else None
     tokens = given if isinstance(given, list) else [given]
     if any(token is not None and not (type(token) is int and token >= 0) for token in tokens):
         raise UsageError(

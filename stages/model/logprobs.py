@@ -162,7 +162,9 @@ def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
     """The inputs of the model for a batch; sets its attention to that of the path."""
     _use_attention(model, path)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    # A composite hands on what only its decoder names.
+    takers = (model.forward, model.get_decoder().forward)
+    if any("use_cache" in inspect.signature(taker).parameters for taker in takers):
         inputs["use_cache"] = False
     config = model.config.get_text_config(decoder=True)
     if path.layout != "plain":

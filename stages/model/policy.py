@@ -31,7 +31,7 @@ from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, PathOptions, choose_path
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
-from .transformers_compat import recompute_activations, routers_of
+from .transformers_compat import beside_text, recompute_activations, routers_of
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # The input of a rank without rows, because under ZeRO-3 its peers wait for its collectives.
@@ -91,7 +91,10 @@ def as_it_learns(model: nn.Module, train: TrainOptions, lora: LoraOptions) -> nn
     if not train.dropout:
         turn_dropout_off(model)
     if not lora.enabled:
-        return model.requires_grad_(True)
+        others = beside_text(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in others)
+        return model
     options = lora if train.dropout else replace(lora, dropout=0.0)
     return add_lora(model, options, train.seed)
 

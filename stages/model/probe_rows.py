@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def probe_trees(config: Any) -> list[Tree]:
     elif window:
         logger.info("The model's attention window of %d tokens is longer than the probe.", window)
     random = np.random.default_rng(0)
-    tokens = ordinary_tokens(text_config)
+    tokens = ordinary_tokens(config)
     return [
         Tree(_draw(random, tokens, prompt), tuple(_draw(random, tokens, size) for size in branches))
         for prompt, branches in shapes
@@ -35,9 +36,11 @@ def probe_trees(config: Any) -> list[Tree]:
 
 def ordinary_tokens(config: Any) -> np.ndarray:
     """Token ids without those the config gives a meaning (padding, images, ...)."""
-    special = [value for name, value in vars(config).items() if name.endswith("_token_id")]
+    text = config.get_text_config(decoder=True)
+    named = chain(vars(config).items(), vars(text).items())
+    special = [value for name, value in named if name.endswith(("_token_id", "_token_index"))]
     special = [value for value in special if isinstance(value, int)]
-    return np.setdiff1d(np.arange(config.vocab_size, dtype=np.int32), special)
+    return np.setdiff1d(np.arange(text.vocab_size, dtype=np.int32), special)
 
 
 def _draw(random: np.random.Generator, tokens: np.ndarray, size: int) -> np.ndarray:

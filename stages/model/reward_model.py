@@ -43,7 +43,8 @@ def load_reward_model(
     else:
         model = _with_new_head(options, seed, load)
     _head_of(model, options.path).__class__ = ScalarHead
-    model.config.pad_token_id = _padding_token(options.path, model.config)
+    of_text = model.config.get_text_config(decoder=True)
+    of_text.pad_token_id = _padding_token(options.path, of_text)
     scorer: nn.Module = model
     return scorer
 
@@ -63,9 +64,12 @@ def _with_new_head(options: ModelOptions, seed: int, load: Callable[..., nn.Modu
     # One config for all of it: layers look their attention up in theirs.
     model.config = config
     setattr(model, model.base_model_prefix, causal.base_model)
+    # transformers saves the layers under the names that they were loaded from.
+    model._weight_conversions = getattr(causal, "_weight_conversions", None)
     head = _head_of(model, options.path).to(causal.dtype)
     head.to_empty(device=causal.get_input_embeddings().weight.device)
-    _draw(head, getattr(config, "initializer_range", None), seed)
+    of_text = config.get_text_config(decoder=True)
+    _draw(head, getattr(of_text, "initializer_range", None), seed)
     return model
 
 
@@ -114,9 +118,9 @@ def _padding_token(folder: str, config: Any) -> int:
             ).pad_token_id
     except (OSError, ValueError, KeyError, TypeError):
         own = None
-    eos = config.eos_token_id
+    eos, padding = (getattr(config, name, None) for name in ("eos_token_id", "pad_token_id"))
     first_eos = eos[0] if isinstance(eos, list) and eos else eos
-    for token in (own, config.pad_token_id, first_eos):
+    for token in (own, padding, first_eos):
         if isinstance(token, int) and token >= 0:
             return token
     raise UsageError(
@@ -182,7 +186,8 @@ def batch_scores(
 ) -> Tensor:
     """Scores of rows that are laid out, in the order row, branch: (branches,) float32."""
     inner: Any = causal_model(model)
-    positions = _last_positions(rows, batch, inner.config.pad_token_id)
+    of_text = inner.config.get_text_config(decoder=True)
+    positions = _last_positions(rows, batch, of_text.pad_token_id)
     states = last_states(inner, batch, path)
     scores: Tensor = inner.score(states[on_device(positions, states.device)])
     return scores.squeeze(1)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
+from safetensors import safe_open
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ...schemas.config import ModelOptions
 from .loading.heads import VALUE_HEAD, is_reward_model
 from .loading.load import load_model, merged, with_adapter
+from .loading.model_folder import (
+    INDEX,
+    StoredTensor,
+    model_config,
+    model_tensors,
+    tensors_of,
+    text_settings,
+)
 from .loading.quiet import quiet
 from .logprobs import causal_model
 from .reward_model import load_reward_model
+from .transformers_compat import beside_text, tensor_sources
 
 # What a folder needs for chat and generation in addition to weights and config.json.
 COMPANIONS = (
@@ -29,9 +40,11 @@ COMPANIONS = (
     "*.model",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
     "LICENSE*",
 )
 
+_CAUSAL_HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config that generation uses
 
 
@@ -39,11 +52,7 @@ def save_whole(
     policy: nn.Module, weights: Mapping[str, Tensor], source: Path, target: Path
 ) -> None:
     """Writes all weights, with the config, tokenizer and template of the source folder."""
-    model: Any = causal_model(policy)
-    with quiet():
-        model.save_pretrained(target, state_dict=dict(weights))
-    _write_config(source, target, model)
-    _copy_companions(source, target)
+    _write(causal_model(policy), weights, source, target)
 
 
 def save_adapter(policy: Any, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
@@ -59,10 +68,8 @@ def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool
     # The head for scores that is drawn here is replaced by the adapter's.
     plain = load_reward_model(options, seed=0) if scores else load_model(options)
     with quiet():
-        model: Any = merged(with_adapter(plain, str(adapter)))
-        model.save_pretrained(target)
-    _write_config(source, target, model)
-    _copy_companions(source, target)
+        model = merged(with_adapter(plain, str(adapter)))
+    _write(model, model.state_dict(), source, target)
 
 
 def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> None:
@@ -71,8 +78,8 @@ def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> N
     if path.is_file():
         settings = json.loads(path.read_text(encoding="utf-8"))
     else:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        settings = {name: config[name] for name in _TOKENS if config.get(name) is not None}
+        config = text_settings(model_config(str(source)))
+        settings = {name: config[name] for name in _TOKENS if name in config}
     own = settings.get("eos_token_id")
     known = own if isinstance(own, list) else [] if own is None else [own]
     if missing := sorted(set(tokens).difference(known)):
@@ -93,15 +100,62 @@ def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
     (target / f"{VALUE_HEAD}.safetensors").write_bytes(save(dict(weights)))
 
 
+def _write(model: Any, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
+    """Writes a folder with every tensor of the source: those of text anew, all others as stored."""
+    others = beside_text(model)
+    text = {name: tensor for name, tensor in weights.items() if name not in others}
+    with quiet():
+        model.save_pretrained(target, state_dict=text)
+    if untouched := _untouched(model, others, source):
+        _add_shard(untouched, target)
+    _write_config(source, target, model)
+    _copy_companions(source, target)
+
+
+def _untouched(model: Any, others: Collection[str], source: Path) -> list[StoredTensor]:
+    """The stored tensors of the source that no text runs through, or that the model lacks."""
+    stored = {tensor.name: tensor for tensor in model_tensors(source)}
+    sources = tensor_sources(model, stored)
+    names = {name for one in sources if one.name in others for name in one.stored}
+    config = model_config(str(source))
+    if "quantization_config" not in config:  # whose tensors are of another form
+        names |= stored.keys() - {name for one in sources for name in one.stored}
+    if is_reward_model(model):
+        names = {name for name in names if not name.endswith(_CAUSAL_HEADS)}
+    return [stored[name] for name in sorted(names)]
+
+
+def _add_shard(tensors: Sequence[StoredTensor], target: Path) -> None:
+    """Adds a shard with a copy of stored tensors, and writes an index of all shards."""
+    copies = {}
+    for tensor in tensors:
+        with safe_open(tensor.file, "pt") as file:
+            copies[tensor.name] = file.get_tensor(tensor.name)
+    shards = [*sorted(target.glob("model*.safetensors")), target / "untouched.safetensors"]
+    save_file(copies, shards[-1], metadata={"format": "pt"})
+    index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
+    for number, shard in enumerate(shards, start=1):
+        path = target / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        shard.rename(path)
+        for tensor in tensors_of([path]):
+            index["weight_map"][tensor.name] = path.name
+            index["metadata"]["total_size"] += tensor.num_bytes
+    (target / INDEX).write_text(f"{json.dumps(index, indent=2)}\n", encoding="utf-8")
+
+
 def _write_config(source: Path, target: Path, model: Any) -> None:
     """Writes the source's config: training changes the one in memory (dropout, attention)."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if is_reward_model(model):
-        config["architectures"] = [type(model).__name__]
-        for name in ("id2label", "label2id", "pad_token_id"):
-            config[name] = getattr(model.config, name)
+        # The text of a composite may be loaded by a class of its own.
+        kinds: Any = AutoModelForSequenceClassification._model_mapping
+        kind = kinds[type(AutoConfig.for_model(config["model_type"]))]
+        config["architectures"] = [kind.__name__]
+        config |= {name: getattr(model.config, name) for name in ("id2label", "label2id")}
+        padding = model.config.get_text_config(decoder=True).pad_token_id
+        config.get("text_config", config)["pad_token_id"] = padding
     text = json.dumps(config, indent=2, sort_keys=True)
     (target / "config.json").write_text(f"{text}\n", encoding="utf-8")
 

@@ -23,6 +23,7 @@ __all__ = [
     "AttentionInterface",
     "TensorSource",
     "attention_of",
+    "beside_text",
     "can_recompute",
     "compute_buffers",
     "decoder_layers",
@@ -94,6 +95,17 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     kind = GradientCheckpointingLayer
     found = (layers for layers in lists if all(isinstance(layer, kind) for layer in layers))
     return list(next((layers for layers in found if len(layers)), ()))
+
+
+def beside_text(model: Any) -> set[str]:
+    """The tensors of a composite that no text runs through: its towers and projectors."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return set()
+    parts = (model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None))
+    states = [part.state_dict(keep_vars=True) for part in parts if part is not None]
+    of_text = {id(tensor) for state in states for tensor in state.values()}
+    every: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    return {name for name, tensor in every.items() if id(tensor) not in of_text}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +124,13 @@ def model_config(folder: str) -> dict[str, Any]:
             "config.json and safetensors weights."
         )
     return read_json(root / CONFIG)
+
+
+def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json, with those of a composite's text part that it lacks."""
+    inner = config.get("text_config")
+    parts = (inner if isinstance(inner, dict) else {}, config)
+    return {name: value for part in parts for name, value in part.items() if value is not None}
 
 
 def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:

@@ -65,6 +65,14 @@ def test_every_layout_has_the_numbers_and_the_gradient_of_the_models_own_logits(
         assert worst_parameter(policy.model, exact) < ROUGH.get(name, 1e-5), layout
 
 
+@pytest.mark.parametrize("name", ["llama", "granitemoe"])  # the second names no use_cache
+def test_no_pass_keeps_keys_for_another(name):
+    model, kept = tiny_model(*FAMILIES[name]), []
+    model.get_decoder().register_forward_hook(lambda _, __, made: kept.append(made.past_key_values))
+    TreeScorer(model).score(TREES)
+    assert {*kept} == {None}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
     scorer = TreeScorer(tiny_model("llama", {"initializer_range": 0.1}).to(dtype))

@@ -174,8 +174,12 @@ def test_what_the_folder_asks_of_generation_changes_no_sample(drawing_model, pro
     assert samples(other, prompt_ids) == whole
 
 
-def test_a_saved_model_stops_at_its_own_eos_and_at_what_its_completions_ended_with(tmp_path):
+@pytest.mark.parametrize("is_composite", [False, True])
+def test_a_saved_model_stops_at_its_own_eos_and_at_what_its_completions_ended_with(
+    tmp_path, is_composite
+):
     config = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8}
+    config = {"text_config": config, "eos_token_id": None} if is_composite else config
     (tmp_path / "config.json").write_text(json.dumps(config))
     file = tmp_path / "generation_config.json"
     stop_generation_at([2], tmp_path, tmp_path)

@@ -1,0 +1,100 @@
+"""Models that read images too: what a training writes holds all that its source held."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from align.pipeline.plan.planned_rows import known_dtype
+from support.composites import PROCESSORS, is_text, save_composite
+
+SHORT = ("--method", "dpo", "--batch-size", 8, "--max-steps", 2, "--lr", 1e-2, "--no-mlflow")
+BEST = ("--set", "train.write_best=true", "--set", "train.best=loss", "--save-every", 1)
+
+
+@pytest.fixture(scope="module")
+def trained(server, world, tmp_path_factory):
+    """Gives a family's folder, and what a full training and one of an adapter made of it."""
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizer)
+
+    def train(family):
+        folder = tmp_path_factory.mktemp(family)
+        save_composite(folder / "model", family, tokenizer)
+        made = ("--model", folder / "model", "--output", folder / "cache", "--no-mlflow")
+        answer = server.run("precompute-ref", world.data.paired, *made)
+        assert answer.code == 0, answer
+        of_cache = ("train", "--cache", folder / "cache", *SHORT)
+        runs = [
+            server.start(*of_cache, "--output", folder / name, *more)
+            for name, more in (
+                ("full", BEST),
+                ("lora", ("--lora", "--merge")),
+                ("scorer", ("--method", "reward")),
+            )
+        ]
+        for run in runs:
+            (answer,) = run.answers()
+            assert answer.code == 0, answer
+        return folder
+
+    return train
+
+
+def tensors_of(folder):
+    """Every tensor of a model's folder by name; none lies in two files, and none beside them."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in {*index.values()}}
+    assert {path.name for path in folder.glob("*.safetensors")} == {*files}
+    assert {(one, name) for name in files for one in files[name]} == {*index.items()}
+    return {one: files[name][one] for one, name in index.items()}
+
+
+def require_whole(folder):
+    """Requires that the class its config names loads all of a folder, and nothing else."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    kind = getattr(transformers, name)
+    _, report = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_a_saved_folder_holds_every_tensor_and_file_of_its_source(trained, family):
+    folder = trained(family)
+    source = folder / "model"
+    before = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    for saved in (folder / "full" / "model", folder / "lora" / "model-merged"):
+        after = tensors_of(saved)
+        assert after.keys() == before.keys()
+        same = {name for name in before if before[name].dtype == after[name].dtype}
+        same = {name for name in same if torch.equal(before[name], after[name])}
+        assert {name for name in before if not is_text(name)} <= same
+        assert any(is_text(name) for name in before.keys() - same)
+        for name in (*PROCESSORS, "tokenizer.json"):
+            assert (saved / name).read_bytes() == (source / name).read_bytes()
+        assert json.loads((saved / "config.json").read_text()) == config
+        require_whole(saved)
+    scorer = folder / "scorer" / "model"
+    heads = {name for name in before if "lm_head" in name}
+    assert tensors_of(scorer).keys() == before.keys() - heads | {"score.weight"}
+    require_whole(scorer)
+    adapter = {path.name for path in (folder / "lora" / "model").glob("*.safetensors")}
+    assert adapter == {"adapter_model.safetensors"}
+
+
+def test_the_dtype_of_a_folder_without_weights_may_stand_in_its_text_part(tmp_path):
+    config = {"text_config": {"dtype": "bfloat16"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert known_dtype(str(tmp_path), "auto") == "bfloat16"
+
+
+def test_a_family_that_is_not_read_as_text_is_refused_in_one_message(server, world, tmp_path):
+    save_composite(tmp_path / "model", "mistral3", AutoTokenizer.from_pretrained(world.tokenizer))
+    asked = ("precompute-ref", world.data.paired, "--model", tmp_path / "model", "--no-mlflow")
+    answer = server.run(*asked, "--output", tmp_path / "cache")
+    assert answer.code == 2, answer
+    assert f"{tmp_path / 'model' / 'config.json'}: cannot be built" in answer.err
+    assert "Traceback" not in answer.err
