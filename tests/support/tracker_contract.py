@@ -22,7 +22,7 @@ from support.patience import PATIENCE, wait_until
 # After which call of its name a sender is killed, one sender after the other.
 KILLS = (
     *(("begin", 1), ("label", 1), ("log", 1), ("log", 5), ("end", 1)),
-    *(("artifact", 1), ("artifact", 2), ("model", 1), ("model", 2)),
+    *(("artifact", 1), ("artifact", 2), ("model", 1)),
 )
 STEPS = 40
 POINTS = 10  # of one call
