@@ -26,7 +26,7 @@ def table_of(path: Path) -> dict[str, Any] | None:
         columns = [*lines[0]] if lines else []
         return {"columns": columns, "data": [[line[name] for name in columns] for line in lines]}
     except (ValueError, LookupError, TypeError, AttributeError, csv.Error):
-        return None  # it was damaged or has too long a text, and is sent as it is
+        return None  # it was damaged, and is sent as it is
 
 
 def _answers(path: Path) -> list[dict[str, Any]]:
