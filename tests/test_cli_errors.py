@@ -166,25 +166,6 @@ def test_a_cache_without_a_whole_manifest_is_never_used(copy, here):
         assert f"{here} is not a finished cache" in refusal(2, command, here)
 
 
-def test_a_cache_of_another_format_is_refused_with_a_way_on(copy, world):
-    path = copy / "manifest.json"
-    plain = json.loads(path.read_text())
-    path.write_text(json.dumps(plain | {"format_version": 9}))
-    assert "newer align" in refusal(4, "verify", copy)
-    path.write_text(json.dumps(plain | {"format_version": 1, "a_field_of_then": 3}))
-    anew = f"align precompute-ref data.parquet --model {world.model} --output {copy}-v3"
-    config = ("--set", f"cache.output={copy}")
-    for words in (
-        *((command, copy) for command in ("verify", "inspect", "export")),
-        ("train", "--cache", copy, "--method", "dpo", "--no-mlflow"),
-        ("precompute-ref", world.data.paired, "--model", world.model, "--no-mlflow", *config),
-    ):
-        said = refusal(4, *words)
-        for told in (str(path), anew, "--set cache.rows_per_shard=8"):
-            assert told in said
-    assert json.loads(path.read_text())["format_version"] == 1
-
-
 def test_log_probs_that_never_were_the_references_are_found(world):
     """Every digest holds, and yet the numbers are wrong."""
     config = load_settings({}, [], file=None, data=[str(world.data.paired)]).config
