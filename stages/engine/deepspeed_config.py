@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ...schemas.bounded_json import json_object
 from ...schemas.errors import UsageError, closest, did_you_mean, os_errors_as_storage_errors
 from ...schemas.json_codec import CodecError, require_plain
 from ...schemas.train_options import TrainOptions
@@ -160,16 +160,24 @@ def _read(name: str) -> dict[str, Any]:
     with os_errors_as_storage_errors("read", path):
         content = path.read_bytes()
     try:
-        config = json_object(content)
+        config = json.loads(content, object_pairs_hook=_once)
     except ValueError as error:
         raise UsageError(f"{path}: not readable as JSON: {error}.") from error
-    except TypeError as error:
-        raise UsageError(f"{path}: expected a JSON object, found {content!r:.60}.") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: expected a JSON object, found {content!r:.60}.")
     try:
         require_plain(config)
     except CodecError as error:
         raise UsageError(f"{path}: {error}") from error
     return config
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, of which a name that is there twice is refused: the last would count unnoticed."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ValueError(f"{twice!r} is there twice")
+    return dict(pairs)
 
 
 AUTO = "auto"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 from typing import Any
 
-from ....schemas.bounded_json import json_object
 from ....schemas.errors import UsageError, os_errors_as_storage_errors
 
 LARGEST = 64 << 20  # bytes; the index of a model with 140,000 tensors has 15 MB
@@ -28,11 +28,12 @@ def read_json(file: Path) -> dict[str, Any]:
     with os_errors_as_storage_errors("read", file):
         content = file.read_bytes()
     try:
-        return json_object(content)
+        value = json.loads(content)
     except ValueError as error:
         raise UsageError(f"{file}: not valid JSON ({error}). Copy the file again.") from None
-    except TypeError:
-        raise UsageError(f"{file}: must hold one JSON object. Copy the file again.") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{file}: must hold one JSON object. Copy the file again.")
+    return value
 
 
 # What a tokenizer is made of besides the JSON that is looked at before.

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....schemas.bounded_json import json_object
 from ....schemas.config import ModelOptions
 from ....schemas.errors import FingerprintError, UsageError
 from ....schemas.file_version import FileVersion, Remember, digest_anew
@@ -280,7 +279,9 @@ def _read_header(file: Path) -> list[StoredTensor]:
             raise cut_short(file)
         header = stream.read(length)
     try:
-        entries = json_object(header)
+        entries = json.loads(header)
+        if not isinstance(entries, dict):
+            raise TypeError
         notes = entries.pop("__metadata__", None) or {}
         if not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
             raise ValueError("__metadata__ is not an object of texts")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import AlignError, BadDataError
+from align.schemas.errors import BadDataError
 from support.read_files import read_in_slices
 from support.read_rows import write_rows
 
@@ -124,26 +124,6 @@ WRITERS = {
     "a.arrow": write_rows,
     "a.feather": write_feather,
 }
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_of_a_file_that_is_cut_anywhere_no_row_is_lost_without_a_word(tmp_path, name):
-    path = tmp_path / name
-    WRITERS[name](path, PAIRS)
-    whole = path.read_bytes()
-    is_lines = name in {"a.jsonl", "a.csv"}
-    for length in [*range(len(whole) // 2, len(whole), 97), len(whole) - 3]:
-        path.write_bytes(whole[:length])
-        if not is_lines:
-            with pytest.raises(AlignError, match=rf"{name} cannot be read"):
-                read_in_slices(path)
-            continue
-        records, rejected = read_in_slices(path)
-        if rejected:
-            assert [bad.row for bad in rejected] == [len(records)]
-        assert [one.completions[0] for one in records] == [
-            row["chosen"] for row in PAIRS[: len(records)]
-        ]
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -125,6 +125,7 @@ def test_streams_that_were_joined_are_refused(tmp_path):
         ("a.csv", b'prompt,chosen\n"a', "line 2 is not valid CSV"),
         ("a.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
         ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00", "cannot be read as arrow"),
+        ("a.feather", b"ARROW1\x00\x00 is not enough", "cannot be read as feather"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_at_once_in_one_line(

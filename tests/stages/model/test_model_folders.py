@@ -22,7 +22,6 @@ from support.damaged_models import (
 )
 from support.model_doors import GOOD, Reader, make_bases, without_check
 
-DEEP = b"[" * 100_000 + b"]" * 100_000
 LARGE = 70 << 20  # bytes
 
 
@@ -93,7 +92,6 @@ CASES = [
         ("vocab_size", 10**30),
         ("max_position_embeddings", "x"),
         ("rms_norm_eps", -1),
-        ("rms_norm_eps", float("nan")),
         *(("attention_dropout", wrong) for wrong in (INFINITE, None, 2)),
         ("final_logit_softcapping", 1e-300),
         ("query_pre_attn_scalar", -256),
@@ -101,13 +99,12 @@ CASES = [
     ),
     *sizes(("n_positions", 10**6), ("n_layer", 10**9), base="gpt2"),
     *sizes(("num_experts", 10**9), base="mixture"),
-    ("llama", CONFIG, partial(with_bytes, content=DEEP), "nested"),
     ("llama", CONFIG, partial(with_bytes, content=b" " * LARGE + b"{}"), "bytes"),
     ("llama", "chat_template.jinja", partial(with_bytes, content=b" " * (LARGE + 1)), "bytes"),
     ("llama", CONFIG, as_pipe, "not a plain file"),
     *[
         ("llama", WEIGHTS, partial(with_header, header=header), "not a safetensors file")
-        for header in (b"[]", b"null", DEEP, b"{}", b'{"a":1}')
+        for header in (b"[]", b"null", b"{}", b'{"a":1}')
     ],
     *[
         ("llama", WEIGHTS, partial(with_entry, **{field: value}), field)
@@ -125,14 +122,12 @@ CASES = [
         )
     ],
     ("sharded", INDEX, partial(with_bytes, content=b"[]"), "JSON object"),
-    ("sharded", INDEX, partial(with_bytes, content=DEEP), "nested"),
     # A text that Rust cuts behind its end, whose panic is no exception.
     (
         *("mixture", TOKENIZER),
         *(partial(with_part, part="model", continuing_subword_prefix="a" * 10**5), "tokenizer"),
     ),
     ("llama", TOKENIZER_CONFIG, partial(with_setting, model_max_length=[]), "'list'"),
-    ("llama", TOKENIZER_CONFIG, partial(with_bytes, content=DEEP), "nested"),
     ("llama", GENERATION, partial(with_bytes, content=b"null"), "JSON object"),
     *sizes(("eos_token_id", "x"), of=GENERATION),
     *sizes(("r", 10**9), ("r", "x"), ("use_rslora", 1), of=ADAPTER_CONFIG, base="adapted"),
