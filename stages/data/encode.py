@@ -33,7 +33,7 @@ CHARACTERS_AT_ONCE = 1 << 20
 
 @dataclass
 class Encoded:
-    """The encoded rows, rejected records and notes of a batch of records."""
+    """The encoded rows, their notes, and the rejected records of a batch of records."""
 
     rows: list[EncodedRecord] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -47,6 +47,7 @@ class _Rendered:
     boundaries: tuple[int, ...]  # per branch: character where the completion starts
     prefix_kept: bool  # the rendered prompt is a prefix of every rendered branch
     spans: tuple[tuple[Span, ...] | None, ...]  # per branch; None: one turn, all learned
+    notes: Counter[str]  # counted if the record becomes a row
 
 
 class Encoder:
@@ -70,7 +71,8 @@ class Encoder:
         rendered = [item for item in (self._render(each, result) for each in records) if item]
         for item, branches in self._with_encodings(rendered):
             try:
-                result.rows.append(self._row(item, branches, result.notes))
+                result.rows.append(self._row(item, branches))
+                result.notes.update(item.notes)
             except BadRow as bad:
                 result.rejected.append(_rejected(item.record, bad))
 
@@ -97,18 +99,18 @@ class Encoder:
         except BadRow as bad:
             result.rejected.append(_rejected(given, bad))
             return None
-        learns_all = self._options.learn == "all"
-        result.notes["rows_with_calls_of_tools_converted_for_the_template"] += record != given
+        learns_all, notes = self._options.learn == "all", Counter[str]()
+        notes["rows_with_calls_of_tools_converted_for_the_template"] += record != given
         for note, count in notes_of(record, texts, self._tokenizer, learns_all=learns_all):
-            result.notes[note] += count
+            notes[note] += count
         kind = "conversations" if record.is_conversation else "plain_text"
-        result.notes[f"rows_of_{kind}"] += 1
-        result.notes["completions_that_repeat_their_prompt"] += _repeats(record)
+        notes[f"rows_of_{kind}"] += 1
+        notes["completions_that_repeat_their_prompt"] += _repeats(record)
         data_text = "\0".join(_texts_in((record.prompt, record.completions)))
         if self._specials and self._specials.search(data_text):
-            result.notes["rows_with_special_tokens_in_text"] += 1
+            notes["rows_with_special_tokens_in_text"] += 1
         is_kept = all(boundary == len(prompt) for boundary in boundaries)
-        return _Rendered(record, texts, boundaries, is_kept, spans)
+        return _Rendered(record, texts, boundaries, is_kept, spans, notes)
 
     def _spans(
         self,
@@ -122,7 +124,7 @@ class Encoder:
             return None
         return spans_of(given, conversation, number, text, boundary, self._tokenizer)
 
-    def _row(self, item: _Rendered, branches: list[Encoding], notes: Counter[str]) -> EncodedRecord:
+    def _row(self, item: _Rendered, branches: list[Encoding]) -> EncodedRecord:
         starts = [
             _first_completion_token(encoding, boundary, len(text))
             for encoding, boundary, text in zip(branches, item.boundaries, item.texts, strict=True)
@@ -134,14 +136,14 @@ class Encoder:
             start < len(encoding) and span_of(encoding, start)[0] < boundary
             for encoding, start, boundary in zip(branches, starts, item.boundaries, strict=True)
         )
-        self._report_boundary(item, spans=spans or shared < max(starts), notes=notes)
+        self._report_boundary(item, spans=spans or shared < max(starts))
         tails = [branch[shared:] for branch in ids]
-        ended = self._ended(item, branches, tails, notes)
+        ended = self._ended(item, branches, tails)
         turns = tuple(
             self._turns(item, branch, branches[branch], tails[branch], len(ended[branch]))
             for branch in range(len(tails))
         )
-        return self._fit(item.record, _begin(ids[0][:shared], self._tokenizer), ended, turns, notes)
+        return self._fit(item, _begin(ids[0][:shared], self._tokenizer), ended, turns)
 
     def _turns(
         self, item: _Rendered, branch: int, encoding: Encoding, tail: list[int], length: int
@@ -167,39 +169,35 @@ class Encoder:
             turns[-1] = replace(turns[-1], stop=length)
         return numbered(length, turns, self._options.learn)
 
-    def _report_boundary(self, item: _Rendered, *, spans: bool, notes: Counter[str]) -> None:
+    def _report_boundary(self, item: _Rendered, *, spans: bool) -> None:
         if not item.prefix_kept:
-            notes["rows_whose_template_changes_the_prompt"] += 1
+            item.notes["rows_whose_template_changes_the_prompt"] += 1
         if not spans:
             return
         if self._options.boundary == "strict":
             raise BadRow("boundary", "a token spans the end of the prompt and the completion")
-        notes["rows_with_a_token_across_the_boundary"] += 1
+        item.notes["rows_with_a_token_across_the_boundary"] += 1
 
     def _ended(
-        self,
-        item: _Rendered,
-        branches: list[Encoding],
-        completions: list[list[int]],
-        notes: Counter[str],
+        self, item: _Rendered, branches: list[Encoding], completions: list[list[int]]
     ) -> list[list[int]]:
         ended = []
         for index, ids in enumerate(completions):
             completion, text = item.record.completions[index], item.texts[index]
             whole, is_new = self._endings.end(ids, completion, text, branches[index])
             if is_new:
-                notes["completions_that_end_with_another_special_token"] += 1
+                item.notes["completions_that_end_with_another_special_token"] += 1
             ended.append(whole)
         return ended
 
     def _fit(
         self,
-        record: Record,
+        item: _Rendered,
         prompt: list[int],
         tails: list[list[int]],
         turns: tuple[NDArray[np.int16] | None, ...],
-        notes: Counter[str],
     ) -> EncodedRecord:
+        record, notes = item.record, item.notes
         if not prompt:
             raise BadRow("empty_prompt", "the prompt has no token")
         kept = self._cut_prompt(prompt)

@@ -205,6 +205,14 @@ def test_what_is_odd_about_rows_is_counted(saved_tokenizer):
     assert notes["pairs_whose_rejected_score_is_higher"] == 2
 
 
+def test_nothing_is_counted_of_a_row_that_is_rejected(saved_tokenizer):
+    odd = text(prompt="hello<s> world, " * 9, chosen=" a", rejected=" a")
+    for rejected in (odd, chat("a", "a", asked="hello<s>" * 9)):
+        result = encode(saved_tokenizer, text(), rejected, max_length=40)
+        assert [bad.reason for bad in result.rejected] == ["too_long"]
+        assert +result.notes == +encode(saved_tokenizer, text(), max_length=40).notes
+
+
 def test_special_tokens_are_found_in_the_text_of_messages_and_not_in_their_keys(tmp_path):
     specials = ["<|a\\b|>", "<|c\nd|>", """<|'e"|>"""]
     named = dict(zip(("eos", "bos", "pad"), specials, strict=True))
