@@ -42,7 +42,7 @@ class Digested:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of one file, not yet parsed; cheap to send to another process.
+    """Consecutive rows of one file, not yet parsed.
 
     Rows are counted from 0 within their file, or within a range of it. Blank lines of JSONL and
     CSV and the CSV header are not rows and are not counted.
