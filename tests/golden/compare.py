@@ -4,6 +4,9 @@ Every file that they leave is compared, `_align` included, and every word that t
 that was killed half way is begun by the earlier commit and finished by either. No result is kept:
 another processor has other numbers. It ends with exit code 1 where something differs, or where a
 play does not come to its end.
+
+With `--numbers` only numbers are compared (numbers.py): columns of shards and tables, metrics.jsonl
+but its times, and weights; and only of plays that both trees do from beginning to end.
 """
 
 import argparse
@@ -16,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from plays import BEGUN, PLAYS, WORLD
+from numbers_left import RENAMES, is_same, numbers_in
+from plays import BEGUN, PLAYS, WORLD, words
 from readable import files_in, lines, readable, told_to_mlflow
 from side import PlayError, Side
 
@@ -31,7 +35,10 @@ def main():
     parser.add_argument("plays", nargs="*", help=f"only these of {', '.join(known)}")
     parser.add_argument("--keep", type=Path, help="a new folder, in which what both left stays")
     parser.add_argument("--rows", type=int, default=200, help="of the data")
+    parser.add_argument("--numbers", action="store_true", help="compare numbers alone")
     options = parser.parse_args()
+    if options.numbers:
+        known = {play.__name__: play for play in PLAYS if play is not words}
     for name in ("ALIGN_MODEL", "ALIGN_HOME", "ALIGN_FAILPOINTS"):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="align-golden-") as name:
@@ -48,8 +55,11 @@ def main():
                 place, is_whole = leave(play, links / of, links / "before", folder, options.rows)
                 left.append(place)
                 failed += not is_whole
-            differing += compare(play.__name__, *left)
+            judge = compare_numbers if options.numbers else compare
+            differing += judge(play.__name__, *left)
             print(f"{play.__name__}: {time.monotonic() - began:.0f} s", flush=True)
+        if options.numbers:
+            print("\nrenamed:", RENAMES)
         # What comes after a failure is not compared, though both sides fail alike.
         print(f"\n{differing} different, {failed} plays not played to their end")
         sys.exit(1 if differing or failed else 0)
@@ -102,6 +112,21 @@ def compare(play, left, right):
             print(f"… and {len(diff) - LONGEST_DIFF} more lines")
     print(f"{play}: {len(names) - differing} files equal, {differing} different", flush=True)
     return differing
+
+
+def compare_numbers(play, left, right):
+    """Prints which numbers that two trees left differ; returns how many."""
+    before, now = numbers_in(left, renamed=True), numbers_in(right, renamed=False)
+    differing = [name for name in sorted({*before, *now}) if not _agree(before, now, name)]
+    for name in differing:
+        missing = [side for side, of in (("before", before), ("now", now)) if name not in of]
+        print("differs", name, *(f"missing {side}" for side in missing))
+    print(f"{play}: {len(now) - len(differing)} equal, {len(differing)} different", flush=True)
+    return len(differing)
+
+
+def _agree(before, now, name):
+    return name in before and name in now and is_same(before[name], now[name])
 
 
 if __name__ == "__main__":
