@@ -2,9 +2,10 @@
 
 A side begins with pairs and a model on the disk and ends with a trained model there: one epoch, 32
 pairs in each step, nothing known from before. `--pairs FILE` names pairs of text with `prompt`,
-`chosen` and `rejected`, of which `--rows` are taken; a BPE of 16k is made of their texts. Without
-it the pairs are made, as uneven in length as people's. What counts is the median of the rounds'
-ratios; memory is that of the largest process.
+`chosen` and `rejected`, of which `--rows` are taken; a BPE of 16k is made of their texts, unless
+`--model FOLDER` names a model with a tokenizer of its own. Without it the pairs are made, as uneven
+in length as people's. What counts is the median of the rounds' ratios; memory is that of the
+largest process. align learns again from a cache that is there, which is the line "align again".
 """
 
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 import sides
 
 METHODS = ("dpo", "kto", "orpo")
-TITLES = {"align": "align", "trl": "TRL"}
+TITLES = {"align": "align", "again": "align again", "trl": "TRL"}
 COLUMNS = (("whole s", "seconds", 10, 2), ("peak MiB", "mib", 10, 2))
 TRL = """
 import sides
@@ -23,25 +24,30 @@ sides.train_with_trl(Path(), {!r}, sides.Steps(), sides.ON_CPU)
 
 
 def main():
-    options = sides.options_of(__doc__, pairs=None, rows=256, rounds=1, methods=METHODS)
+    options = sides.options_of(__doc__, pairs=None, model=None, rows=256, rounds=1, methods=METHODS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sides.make_case(folder, options.rows, "spread")
+        if options.model:
+            (folder / "model").symlink_to(options.model.absolute())
+        else:
+            sides.make_case(folder, options.rows, "spread")
         if options.pairs:
-            take_pairs(options.pairs, options.rows, folder)
+            take_pairs(options.pairs, options.rows, folder, has_model=bool(options.model))
         for method in options.methods:
             rounds = [both(folder, method, number) for number in range(options.rounds)]
             print(method, end=": ")
             sides.report(rounds, TITLES, COLUMNS)
 
 
-def take_pairs(path, rows, folder):
-    """Pairs of a file, and a tokenizer of their texts for the model that is there."""
+def take_pairs(path, rows, folder, *, has_model):
+    """Pairs of a file, and a tokenizer of their texts for a model that has none of its own."""
     import polars as pl
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     pairs = pl.read_parquet(path, columns=["prompt", "chosen", "rejected"]).head(rows)
     pairs.write_parquet(folder / "pairs.parquet")
+    if has_model:
+        return
     pieces = Tokenizer(models.BPE())
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces.decoder = decoders.ByteLevel()
@@ -69,7 +75,7 @@ def both(folder, method, number):
     theirs = sides.took(("-c", TRL.format(method)), folder, PYTHONPATH=str(Path(__file__).parent))
     return {
         side: {"seconds": sum(seconds for seconds, _ in found), "mib": max(mib for _, mib in found)}
-        for side, found in (("align", ours), ("trl", [theirs]))
+        for side, found in (("align", ours), ("again", ours[1:]), ("trl", [theirs]))
     }
 
 
