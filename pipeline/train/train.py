@@ -150,7 +150,7 @@ def open_session(
     if fits:
         progress.say(
             f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
-            "Pass another --tokens-per-batch to try that."
+            "A larger or smaller --tokens-per-batch is tried anew."
         )
     pads = not policy.path.packs
     settings = feed_settings(config.train, recipe, world, tokens=fits or planned, pads=pads)

@@ -31,7 +31,7 @@ def test_what_is_learned_by_may_not_change_and_is_named(course, broken_run, worl
         "method.beta: begun with 0.1, now 0.5",
     ):
         assert f"  {line}\n" in said
-    assert said.count(": begun with ") == 8  # two options of KTO are not there any more
+    assert said.count(": begun with ") == 8  # with two options that only KTO has
     said = refused(course, 4, broken_run, *RESUME, "--set", "model.attention=eager")
     assert "  model.attention: begun with sdpa, now eager\n" in said
     assert "Continue it with --resume auto" in refused(course, 2, broken_run)

@@ -108,9 +108,10 @@ def test_a_rank_that_ran_out_of_memory_notes_what_fits_for_all(training_world, p
     )
     with joined_world() as world:
         of_two = replace(session_of(job, world), world=World(1, 2, 1))
-        RunRecords(of_two, start, Run(prepared_run.root), NoProgress()).ran_out(3, 250)
+        for fits in (125, 250):  # of two ranks that run out in one step
+            RunRecords(of_two, start, Run(prepared_run.root), NoProgress()).ran_out(3, fits)
     known = replace(start, noted=prepared_run.noted_fitting())
-    assert (known.fits(500), known.fits(400), start.fits(500)) == (250, 0, 0)
+    assert (known.fits(500), known.fits(400), start.fits(500)) == (125, 0, 0)
     prepared_run.fitting.write_text("0 x")
     assert prepared_run.noted_fitting() is None
 

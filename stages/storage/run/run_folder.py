@@ -158,8 +158,12 @@ class RunFolder:
         return int(name[1]) if name else None
 
     def note_fitting(self, fitted: FittedBatches) -> None:
-        """Notes for the next start of several ranks what fits into the memory of one of them."""
-        fs.publish(self.fitting, f"{fitted.planned} {fitted.fits}\n".encode(), label="latest")
+        """Notes for the next start of several ranks what fits into the memory of each of them."""
+        known = self.noted_fitting()
+        fits = fitted.fits
+        if known and known.planned == fitted.planned:  # of another rank that ran out as well
+            fits = min(fits, known.fits)
+        fs.publish(self.fitting, f"{fitted.planned} {fits}\n".encode(), label="latest")
 
     def noted_fitting(self) -> FittedBatches | None:
         """What was noted; None where nothing was."""
