@@ -15,13 +15,16 @@ LONGEST_CELL = 1 << 24  # characters
 
 def csv_rows(path: Path) -> Iterator[list[str]]:
     """Yields the rows that are not blank, the header first."""
-    csv.field_size_limit(LONGEST_CELL)  # of this process; Python's own ends files with long answers
+    # Python's own limit ends files with long answers; it is the process's, and others keep theirs.
+    usual = csv.field_size_limit(LONGEST_CELL)
     with _open_text(path) as file:
         reader = csv.reader(file, strict=True, delimiter=_delimiter(path))
         try:
             yield from filter(None, reader)
         except csv.Error as error:
             raise BadDataError(f"line {reader.line_num:,} is not valid CSV ({error})") from None
+        finally:
+            csv.field_size_limit(usual)
 
 
 def _delimiter(path: Path) -> str:
