@@ -49,7 +49,6 @@ PrecomputeResult: TypeAlias = Made[Manifest, Tally]
 
 _HINTS = {
     "oom": "oom: score where there is more memory, or lower --max-length.",
-    "nonfinite_logp": "nonfinite_logp: try --dtype bfloat16, and check the weights.",
     "no_mismatch": "no_mismatch: raise --max-length, or pass --kl-pairs 0.",
 }
 
@@ -313,12 +312,13 @@ def _require_usable(job: CacheJob, manifest: Manifest) -> None:
         f"{rejected.listed(job.folder.root)}."
     )
     again = f"To score again, delete {job.work.root} first: it keeps what was scored."
+    is_float16 = job.fingerprint.get("model.dtype") == "float16"
+    remedy = "try --dtype bfloat16, and check the weights" if is_float16 else "check the weights"
+    not_finite = f"nonfinite_logp: the reference's log-prob is not finite; {remedy}."
     if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
-        raise NonFiniteError(
-            f"{what}\nThe reference gives NaN or infinity for them. Try --dtype bfloat16, and "
-            f"check the weights. {again}"
-        )
+        raise NonFiniteError(f"{what}\n{not_finite} {again}")
     reasons = [reason for reason, _ in Counter(manifest.quarantined).most_common()]
-    hints = [_HINTS[reason] for reason in reasons if reason in _HINTS]
+    known = {**_HINTS, "nonfinite_logp": not_finite}
+    hints = [known[reason] for reason in reasons if reason in known]
     more = ["Or allow more with --max-bad-frac."] if manifest.rows else []
     raise BadDataError("\n".join([what, *hints, *more, again]))

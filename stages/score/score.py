@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -87,7 +87,7 @@ def score_unit(
         except OutOfMemory as refusal:
             budget = max(budget // 2, 1)
             logger.warning("Out of memory (%s): again with %d tokens per batch.", refusal, budget)
-    return _collect(rows, known, alike, run, rules)
+    return _collect(rows, known, alike, _spoilt_again(rows, run, scorer), rules)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,29 @@ def _run(
     results.sort(key=lambda result: result[0])
     lists = [logps for _, logps in results]
     return _Run(wanted, Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
+
+
+def _spoilt_again(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
+    """What is not finite, run once more, each branch alone: a kernel may spread a neighbour's NaN.
+
+    FlexAttention weighs what it masks inside a block by 0, and 0 times NaN is NaN.
+    """
+    too_big, tokens = run.too_big, run.tokens
+    is_spoilt = ~np.isfinite(_sums(rows, run)) & ~np.isin(run.branches, too_big)
+    for index in np.flatnonzero(is_spoilt).tolist():
+        branch = int(run.branches[index])
+        row = int(rows.row_of_branch[branch])
+        length = int(rows.prompts.lengths[row] + rows.completions.lengths[branch])
+        batch = _launched(rows, [TreePlan(row, (branch,), length)], scorer())
+        ((_, run.token_logps[index][:]),) = _values(rows, batch)
+        too_big, tokens = too_big + (() if batch.read else (branch,)), tokens + length
+    return replace(run, tokens=tokens, too_big=too_big)
+
+
+def _sums(rows: RowBlock, run: _Run) -> NDArray[np.float64]:
+    """The sum of each branch that was run, of what is learned."""
+    is_learned = None if rows.turns is None else rows.turns.take(run.branches).values > 0
+    return sums_of_branches(run.token_logps, is_learned)
 
 
 def _plan(rows: RowBlock, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
@@ -217,8 +240,7 @@ def _collect(
     wanted = np.flatnonzero(~known.found)
     index = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
-    is_learned = None if rows.turns is None else rows.turns.take(run.branches).values > 0
-    logps[wanted] = sums_of_branches(run.token_logps, is_learned)[index]
+    logps[wanted] = _sums(rows, run)[index]
     token_logps = None
     if rules.keep_token_logps:
         assert known.token_logps is not None
@@ -254,10 +276,7 @@ def _rejected(
         found.setdefault(row, _reject(rows, row, "oom", why))
     for branch in np.flatnonzero(~np.isfinite(logps)).tolist():
         row = int(row_of_branch[branch])
-        why = (
-            f"the log-prob of {_named(rows, branch)} is {logps[branch]}: float16 overflows where "
-            "--dtype bfloat16 does not"
-        )
+        why = f"the log-prob of {_named(rows, branch)} is not finite: {logps[branch]}"
         found.setdefault(row, _reject(rows, row, "nonfinite_logp", why))
     return tuple(found[row] for row in sorted(found))
 

@@ -93,7 +93,7 @@ def test_a_cache_with_too_many_losses_or_without_rows_is_never_published(config,
     end = rows_of(tmp_path / "clean")[0]["completion_ids"][0][-1]  # as of all completions
     for reference, allowed, error, said in (
         # A reference that gives NaN is not reported as bad data.
-        (Lossy((token,)), 0.001, NonFiniteError, "--dtype bfloat16, and check the weights"),
+        (Lossy((token,)), 0.001, NonFiniteError, r"is not finite; check the weights\."),
         (Lossy((end,)), 1.0, NonFiniteError, "0 rows would be left"),
         (Lossy(room=1), 1.0, BadDataError, "0 rows would be left"),
     ):

@@ -18,6 +18,7 @@ class Faulty:
     refused: int = 0  # the batch, counted from 1, for which there is no memory whatever its size
     pads: bool = True
     poison: dict = field(default_factory=dict)  # token: its log-prob
+    spreads: bool = False  # a log-prob that is not finite, to the whole batch
     batches: list = field(default_factory=list)  # tokens of each tree, batch by batch
     events: list = field(default_factory=list)  # which batch was launched, which one read
 
@@ -36,6 +37,8 @@ class Faulty:
         tokens = np.concatenate([branch for tree in trees for branch in tree.branches])
         for token, value in self.poison.items():
             values[tokens == token] = value
+        if self.spreads and not np.isfinite(values).all():
+            values[:] = np.nan
         return values
 
     def describe(self):

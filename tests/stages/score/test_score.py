@@ -149,14 +149,30 @@ def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep
     )
     scorer = Faulty(poison={99: value})
     scores = score(rows, scorer, keep=keep)
-    assert scorer.batches == [[2 + 1 + 1 + 2 + 2 + 1 + 1]]
+    assert scorer.batches == [[2 + 1 + 1 + 2 + 2 + 1 + 1], [2 + 2]]  # and once more, alone
     (bad,) = scores.rejected
     assert (bad.file, bad.row, bad.reason) == (0, 1, "nonfinite_logp")
-    assert f"the log-prob of branch 0 (chosen) is {value}: " in bad.detail
-    assert "--dtype bfloat16" in bad.detail
+    assert bad.detail == f"the log-prob of branch 0 (chosen) is not finite: {value}"
     assert scores.block.rows.row.tolist() == [0, 2]
     assert np.isfinite(scores.block.logps).all()
     assert (scores.block.token_logps is not None) == keep
+
+
+@pytest.mark.parametrize("budget", [20, 100_000])
+def test_a_log_prob_that_is_not_finite_spoils_no_neighbour_in_its_batch(
+    rows, score, one_by_one, budget
+):
+    token = int(rows.completions[0][0])
+    is_bad = np.array([token in branch for branch in rows.completions])
+    bad_rows = np.unique(rows.row_of_branch[is_bad])
+    assert 0 < len(bad_rows) < len(rows) / 2
+    scores = score(rows, Faulty(poison={token: np.inf}, spreads=True), budget=budget)
+    assert reasons(scores) == {"nonfinite_logp": len(bad_rows)}
+    assert scores.block.rows.row.tolist() == np.delete(rows.row, bad_rows).tolist()
+    is_kept = ~np.isin(rows.row_of_branch, bad_rows)
+    kept = [tokens for tokens, keep in zip(one_by_one(rows), is_kept, strict=True) if keep]
+    assert [list(tokens) for tokens in scores.block.token_logps] == list(map(list, kept))
+    assert np.abs(scores.block.logps - sums_of(kept)).max() <= 1e-13
 
 
 def test_one_text_behind_one_prompt_is_scored_once(score, one_by_one):
