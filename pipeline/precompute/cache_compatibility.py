@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ...schemas.cache import FORMAT_VERSION, Plan
+from ...schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan
 from ...schemas.config import CacheOptions, Config
 from ...schemas.errors import AlignError, FingerprintError, UsageError
 from ...stages.score.reuse import EarlierCache
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache.commits import read_commits
+from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digest_memory import user_folder
 from ..jobs.differences import differences
@@ -52,24 +53,28 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def require_same(stored: Mapping[str, str], wanted: Mapping[str, str], *, where: str) -> None:
-    """Refuses settings that would make it another cache."""
+def require_same(
+    stored: Mapping[str, str], wanted: Mapping[str, str], *, where: str, reuse: str = ""
+) -> None:
+    """Refuses settings that would make it another cache; `reuse` is its folder if unfinished."""
     if found := differences(stored, wanted):
         lines = "\n  ".join(found.values())
-        cost = "scores that a finished cache holds are copied, not computed again"
+        other = f"Give --output OTHER --reuse {reuse}" if reuse else "Choose another --output"
+        cost = "scores that both need are copied, not computed again"
         if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
+            other = "Choose another --output"
             cost = "the reference differs, so everything is scored again there"
         raise FingerprintError(
             f"{where} was made with other settings. What differs:\n  {lines}\n"
-            f"Choose another --output ({cost}), or undo the change."
+            f"{other} ({cost}), or undo the change."
         )
 
 
 def candidates(options: CacheOptions) -> tuple[str, ...]:
     """Folders to search: those the user names, then those in the registry."""
-    for name in options.reuse:
-        if not CacheFolder(location(name)).manifest.is_file():
-            raise UsageError(f"{name}: no finished cache to reuse (--reuse). Check the path.")
+    for folder in (CacheFolder(location(name)) for name in options.reuse):
+        if not (folder.manifest.is_file() or any(work.is_planned for work in folder.works())):
+            raise UsageError(f"{folder.root}: no cache to reuse (--reuse). Check the path.")
     known = filter(_is_there, _lines()) if options.reuse_known else ()
     return tuple(dict.fromkeys(str(location(one).resolve()) for one in [*options.reuse, *known]))
 
@@ -79,21 +84,33 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     earlier: list[EarlierCache] = []
     for folder in (CacheFolder(location(name)) for name in folders):
         try:
-            manifest = load_manifest(folder)
+            for made, shards in _scored(folder):
+                if made.reference_key == plan.reference_key:
+                    same_ring = made.fingerprint["cache.seed"] == plan.fingerprint["cache.seed"]
+                    earlier.append(EarlierCache(folder, shards, same_ring))
         except (AlignError, OSError) as error:
             logger.warning("%s is not reused: %s", folder.root, error)
-            continue
-        if manifest.reference_key == plan.reference_key:
-            same_ring = manifest.fingerprint["cache.seed"] == plan.fingerprint["cache.seed"]
-            earlier.append(EarlierCache(folder, manifest.shards, same_ring))
     return earlier
+
+
+def _scored(folder: CacheFolder) -> Iterator[tuple[Manifest | Plan, tuple[Commit, ...]]]:
+    """The shards of a cache, of each plan if it is unfinished, and what they were made by."""
+    works = folder.works()
+    if folder.manifest.is_file() or not works:
+        manifest = load_manifest(folder)
+        yield manifest, manifest.shards
+        return
+    for work in works:
+        if plan := PLANS.find(work.plan):
+            yield plan, tuple(read_commits(work).values())
 
 
 def may_have_scores(folders: Sequence[str], reference_key: str) -> bool:
     """Whether one of the folders is of this reference; nothing is said of those that are broken."""
     for name in folders:
         with suppress(AlignError, OSError):
-            if load_manifest(CacheFolder(location(name))).reference_key == reference_key:
+            scored = _scored(CacheFolder(location(name)))
+            if any(made.reference_key == reference_key for made, _ in scored):
                 return True
     return False
 

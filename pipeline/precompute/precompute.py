@@ -249,7 +249,7 @@ def _finished(job: CacheJob) -> Manifest | None:
         return manifest
     for plan in filter(None, map(_plan_in, folder.works())):
         where = f"The unfinished run in {folder.root}"
-        require_same(plan.fingerprint, job.fingerprint, where=where)
+        require_same(plan.fingerprint, job.fingerprint, where=where, reuse=str(folder.root))
     return None
 
 

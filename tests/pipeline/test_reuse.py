@@ -70,7 +70,7 @@ def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_pa
     run(to(output=str(tmp_path / "sums"), token_logps=False))
     wanted = to(output=str(tmp_path / "tokens"), reuse=[str(tmp_path / "sums")])
     assert run(wanted).tally.reused == alone  # sums alone, where tokens are wanted
-    with pytest.raises(UsageError, match="no finished cache to reuse"):
+    with pytest.raises(UsageError, match="no cache to reuse"):
         run(to(output=str(tmp_path / "c"), reuse=[str(tmp_path / "none")]))
 
 
@@ -212,6 +212,22 @@ def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
     with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.seed"):
         run(to(seed=1))
     assert run(config).manifest.rows == 120
+
+
+def test_an_unfinished_cache_that_is_named_is_reused(config, data_rows, tmp_path):
+    path = tmp_path / "data.jsonl"
+    write(path, data_rows[:100])
+    few = with_data(config, path)
+    child(few, "commit.done=kill@4").join(PATIENCE)
+    write(path, data_rows)
+    output = few.cache.output
+    with pytest.raises(FingerprintError, match=f"Give --output OTHER --reuse {output} "):
+        run(few)
+    beside = replace(few.cache, output=str(tmp_path / "grown"))
+    alone = run(replace(few, cache=replace(beside, output=str(tmp_path / "alone"))))
+    second = run(replace(few, cache=replace(beside, reuse=[output])))
+    assert second.tally.reused > alone.tally.reused
+    assert values(tmp_path / "grown") == values(tmp_path / "alone")
 
 
 def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, clean, tmp_path):
