@@ -116,20 +116,16 @@ def may_have_scores(folders: Sequence[str], reference_key: str) -> bool:
 
 
 def register_cache(folder: CacheFolder) -> None:
-    """Adds a finished cache to this user's registry, unless it is in a store.
-
-    Caches that are gone leave the registry.
-    """
+    """Adds a finished cache to this user's registry, unless it is in a store."""
     if not folder.store.is_near:
         return
     path = _list_of_caches()
     try:
-        before = _lines()
-        now = [*dict.fromkeys([*filter(_is_there, before), str(folder.root.resolve())])]
-        if now != before:
+        root = str(folder.root.resolve())
+        if root not in _lines():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with fs.new_file(path, replaces=True) as file:
-                file.write("".join(f"{line}\n" for line in now).encode())
+            with fs.append(path) as file:
+                file.write(f"{root}\n".encode())
     except (AlignError, OSError, UnicodeError) as error:  # the cache is published: nothing may fail
         logger.warning("%s: %s was not added: %s", path, folder.root, error)
 

@@ -318,17 +318,25 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
     assert [output in line for output, line in zip(outputs, warnings(), strict=True)] == [True] * 2
 
 
-def test_a_list_of_caches_may_hold_anything_loses_what_is_gone_and_need_not_be_writable(
+def test_a_list_of_caches_may_hold_anything_passes_over_what_is_gone_and_need_not_be_writable(
     to, tmp_path, monkeypatch, warnings
 ):
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
     run(to())
     folder = CacheFolder(Path(to().cache.output))
-    (tmp_path / "caches.txt").write_bytes(b"\xff\xfe\n\n/none\n" + b"x" * 5000 + b"\n")
-    cache_compatibility.register_cache(folder)
-    offered = cache_compatibility.candidates(to(reuse_known=True).cache)
-    assert offered == (str(folder.root.resolve()),)
-    assert (tmp_path / "caches.txt").read_text() == f"{folder.root.resolve()}\n"
+    away = CacheFolder(tmp_path / "away")
+    shutil.copytree(folder.root, away.root)
+    known = [str(one.root.resolve()) for one in (away, folder)]
+    held = b"\xff\xfe\n\n/none\n" + b"x" * 5000 + f"\n{known[0]}\n".encode()
+    (tmp_path / "caches.txt").write_bytes(held)
+    away.root.rename(tmp_path / "unmounted")
+    for _ in range(2):
+        cache_compatibility.register_cache(folder)
+    wanted = to(reuse_known=True).cache
+    assert cache_compatibility.candidates(wanted) == (known[1],)
+    assert (tmp_path / "caches.txt").read_bytes() == held + f"{known[1]}\n".encode()
+    (tmp_path / "unmounted").rename(away.root)
+    assert cache_compatibility.candidates(wanted) == (*known,)
     assert warnings() == []
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path / "caches.txt" / "home"))
     assert run(to(output=str(tmp_path / "other"))).manifest.rows == 120
