@@ -25,8 +25,7 @@ def collect(folder: CacheFolder, own: WorkFolder) -> bool:
     reach("gc.started")
     # The run that wrote the manifest may have died before it made the name durable.
     folder.store.sync_names(folder.root)
-    for draft in folder.local.glob(".manifest.json.*.tmp"):  # of a killed process
-        fs.unlink(draft)
+    folder.store.drop_drafts(folder.root, (folder.manifest.name,))
     # Commits go before the shards they name: a commit must never name a missing shard.
     was_here = retire(own)
     for work in folder.works():

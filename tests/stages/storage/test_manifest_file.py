@@ -13,6 +13,7 @@ from align.schemas.samples import Drawing
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.cleanup import collect, is_tidy
 from align.stages.storage.cache.manifest_file import load_manifest, write_manifest
+from align.stages.storage.disk import fs
 from align.stages.storage.tables import TableFolder, read_table
 from support.flips import flipped
 from support.made_caches import make_cache
@@ -127,16 +128,21 @@ def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache, tmp_path):
     (tmp_path / "precious" / "thesis").touch()
     (plans.spool / "link").symlink_to(tmp_path / "precious")
     (cache.private / ".trash-0123456789abcdef").mkdir()
-    (cache.root / ".manifest.json.ab.tmp").touch()
+    dead = cache.root / f".manifest.json.{'0' * 16}.tmp"
+    dead.write_bytes(b"half")
     stray = cache.data / f"part-00000000-{'0' * 16}.parquet"
     stray.touch()
     (cache.data / "notes.txt").touch()
     assert not is_tidy(cache, load_manifest(cache))
-    # Of all who remove the same work one was first.
-    assert [collect(cache, plans) for _ in range(3)] == [True, False, False]
+    with fs.locked_draft(cache.manifest) as (alive, file):
+        file.write(b"half")
+        file.flush()
+        # Of all who remove the same work one was first.
+        assert [collect(cache, plans) for _ in range(3)] == [True, False, False]
+        assert alive.exists()
     assert [path.name for path in cache.private.iterdir()] == ["LOCK"]
     assert not stray.exists()
-    assert not (cache.root / ".manifest.json.ab.tmp").exists()
+    assert not dead.exists()
     assert (cache.data / "notes.txt").exists()
     assert (tmp_path / "precious" / "thesis").exists()
 
