@@ -66,9 +66,12 @@ def from_json(cls: type[T], text: str | bytes) -> T:
     return _as_written(cls, _parsed(text), text, to_json)
 
 
-def from_signed_json(cls: type[T], text: str | bytes) -> T:
+def from_signed_json(cls: type[T], text: str | bytes, version: int | None = None) -> T:
     """The record that `to_signed_json` wrote; any other byte is a CodecError."""
     plain = _parsed(text)
+    made = plain.get("format_version", version) if isinstance(plain, dict) else version
+    if version is not None and isinstance(made, int) and made != version:
+        raise CodecError(f"it has format {made}, and this align reads {version}")
     if isinstance(plain, dict) and not _signatures(cls):
         plain.pop("digest", None)
     return _as_written(cls, plain, text, to_signed_json)

@@ -28,6 +28,7 @@ class SignedRecords(Generic[T]):
     kind: type[T]
     remedy: str  # what to do about a damaged one
     label: str = ""  # of the failpoints of writing one, where it is written by itself
+    format_version: int | None = None  # None: of a kind that has none
     # What a signed one says that cannot be; the first is told.
     faults: Callable[[T, Location], Iterable[str]] = lambda record, path: ()
 
@@ -38,7 +39,7 @@ class SignedRecords(Generic[T]):
     def read(self, path: Location) -> T:
         """The record; CorruptionError if it is not what was written."""
         try:
-            record = from_signed_json(self.kind, store_of(path).read(path))
+            record = from_signed_json(self.kind, store_of(path).read(path), self.format_version)
         except CodecError as error:
             raise self.damaged(path, str(error)) from error
         for fault in self.faults(record, path):

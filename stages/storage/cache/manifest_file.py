@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from .... import __version__
 from ....schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from ....schemas.errors import UsageError
 from ....schemas.json_codec import signed
-from ..bucket.objects import Location
 from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
 from .cache_folder import CacheFolder
@@ -69,20 +68,15 @@ def _total(counts: list[dict[str, int]]) -> dict[str, int]:
     return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
 
-def _faults(record: Plan | Manifest, path: Location) -> Iterator[str]:
-    if record.format_version != FORMAT_VERSION:
-        yield f"it has format {record.format_version}, and this align reads {FORMAT_VERSION}"
-
-
 PLANS = SignedRecords(
     Plan,
     label="plan",
     remedy="Remove this file and run the same command again: no finished shard is lost.",
-    faults=_faults,
+    format_version=FORMAT_VERSION,
 )
 _MANIFESTS = SignedRecords(
     Manifest,
     label="manifest",
     remedy="Restore it from a copy, or make the cache again.",
-    faults=_faults,
+    format_version=FORMAT_VERSION,
 )
