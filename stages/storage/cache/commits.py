@@ -97,7 +97,7 @@ def _require_finite(unit: int, block: ScoredBlock) -> None:
     if len(bad):
         raise NonFiniteError(
             f"unit {unit}: {len(bad)} of {len(block.logps)} log-probs are not finite, the first "
-            f"of branch {bad[0]}. Score with --dtype float32, or quarantine these rows."
+            f"of branch {bad[0]}. Check the weights; with float16, try --dtype bfloat16."
         )
 
 
@@ -134,7 +134,7 @@ def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) ->
         logger.warning(
             "unit %d: another worker's shard is kept; this worker's has other bytes.", ours.unit
         )
-        if is_new:  # else it may belong to the manifest this plan will replace
+        if is_new:  # else another process put it
             store_of(final).remove(final)
 
 
