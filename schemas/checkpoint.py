@@ -10,9 +10,6 @@ from .batches import Cursor
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 4
-
-
 How = Literal["finished", "signal", "time", "failed"]
 
 
@@ -83,7 +80,6 @@ class BestSoFar:
 class Checkpoint:
     """The record of a whole checkpoint, written last: it exists only if all files do."""
 
-    format_version: int
     align_version: str
     position: Position
     files: tuple[CheckpointFile, ...]  # in the order of their paths

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from .... import __version__
 from ....schemas.checkpoint import (
-    FORMAT_VERSION,
     BestSoFar,
     Checkpoint,
     CheckpointFile,
@@ -117,7 +116,7 @@ def _require_all(draft: Path, shares: Sequence[RankFiles]) -> None:
 def record_of(position: Position, best_so_far: BestSoFar | None = None) -> Checkpoint:
     """The record of a checkpoint that has no files yet."""
     known = dataclasses.replace(position, metrics=_finite(position.metrics))
-    return Checkpoint(FORMAT_VERSION, __version__, known, (), best_so_far)
+    return Checkpoint(__version__, known, (), best_so_far)
 
 
 def _commit(
