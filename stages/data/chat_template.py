@@ -83,6 +83,8 @@ class ChatTemplate:
                 return_assistant_tokens_mask=self._marks_turns,
                 **{**self._specials, **options, **how},
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template may raise anything
             raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
         (text,), spans = rendered

@@ -139,6 +139,13 @@ def test_a_row_that_a_template_breaks_on_is_a_bad_row_and_the_others_are_as_ever
     assert not well.rejected
 
 
+def test_memory_that_runs_out_in_a_template_is_not_the_fault_of_a_row(folder_of):
+    endless = "{% if 'go off' in m.content %}{{ 'a' * 10**18 }}{% endif %}"
+    folder = folder_of(CHATML.replace("{{ m.content }}", "{{ m.content }}" + endless))
+    with pytest.raises(MemoryError):
+        load_tokenizer(folder, TokenOptions()).chat.rendered([user("go off!")], None, {})
+
+
 def test_options_of_a_row_cannot_stand_for_its_messages(folder_of):
     chat = load_tokenizer(folder_of(CHATML), TokenOptions()).chat
     for name in ("messages", "tokenize", "add_generation_prompt"):
