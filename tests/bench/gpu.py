@@ -354,7 +354,7 @@ def waits_pretended(folder):
 
 KEPT = ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096")
 RECOMPUTED = ("train.gradient_checkpointing=true",)
-COMPILED, PLAIN = ("model.compile=on",), ("model.compile=off",)
+COMPILED, PLAIN = ("model.compile=true",), ("model.compile=false",)
 IN_BFLOAT16 = ("train.deepspeed=zero2", "train.optimizer_dtype=bfloat16", "train.beta2=0.95")
 OFFLOADED = ("train.deepspeed=zero2-offload",)
 LORA = {"lora.enabled": True}
