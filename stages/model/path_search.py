@@ -7,7 +7,8 @@ agrees.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.config import ModelOptions
+from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .head.fused_head import output_head
 from .layouts.flex_attention import why_no_flex
@@ -27,6 +29,7 @@ from .logprobs import (
     own_attention,
     tree_logps,
 )
+from .memory.live_memory import is_out_of_memory
 from .probe_rows import probe_trees
 
 logger = logging.getLogger("align")
@@ -149,6 +152,21 @@ def announced(model: nn.Module, path: ScoringPath, refused: list[str]) -> Scorin
             "; ".join(refused),
         )
     return path
+
+
+@contextmanager
+def naming_the_way_out() -> Iterator[None]:
+    """Raises an error of torch's compiler, which other rows than the probe's may meet, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if is_out_of_memory(error) or not is_of_compiler:
+            raise
+        raise UsageError(
+            f"torch's compiler failed ({reason(error)}). Start again with --set "
+            "model.compile=false; where FlexAttention fails, with --set model.attention=sdpa."
+        ) from error
 
 
 def reason(difference: float | Exception) -> str:

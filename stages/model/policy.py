@@ -28,7 +28,7 @@ from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
 from .logprobs import ScoringPath, branch_outputs, causal_model, input_device
 from .memory.host_activations import keeps_on_host
-from .path_search import ANY_PATH, PathOptions, choose_path
+from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .transformers_compat import beside_text, recompute_activations, routers_of
@@ -157,6 +157,7 @@ class Policy(nn.Module):
         Scores have a number for every branch. Where experts are balanced the last output holds the
         sums of the routers over all tokens, prompts included. The model runs exactly once for any
         number of trees, zero included: all ranks then run the same collectives.
+    @naming_the_way_out()
         """
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)

@@ -25,7 +25,7 @@ from .loading.load import Resolved, load_causal_lm, resolve, unused_weights
 from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity
 from .logprobs import ScoringPath, causal_model, input_device, tree_logps
 from .memory.live_memory import is_out_of_memory
-from .path_search import ANY_PATH, PathOptions, choose_path
+from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 
 
 class HfReference:
@@ -128,7 +128,7 @@ class TreeScorer:
     def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
         """Queues the passes of a batch on a GPU, for whose values the returned call waits."""
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), naming_the_way_out():
                 read = on_host(self._numbers(trees))
         except RuntimeError as error:
             if not is_out_of_memory(error):

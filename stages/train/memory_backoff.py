@@ -11,6 +11,7 @@ import torch
 from ...schemas.batches import MicroBatch
 from ...schemas.errors import MemoryLimitError
 from ..model.memory.live_memory import is_out_of_memory
+from ..model.path_search import naming_the_way_out
 
 
 class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with less
@@ -25,7 +26,8 @@ class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with
 def catching_out_of_memory(micro: MicroBatch) -> Iterator[None]:
     """Raises MicroBatchTooLarge instead of torch's out-of-memory error."""
     try:
-        yield
+        with naming_the_way_out():  # a graph for learning may be compiled in its backward pass
+            yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -2,9 +2,14 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import InductorError
 
 from align.pipeline.plan.setting_checks import require_compilable
 from align.schemas.config import Config, ModelOptions
@@ -16,6 +21,7 @@ from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from align.stages.model.transformers_compat import decoder_layers
+from align.stages.train.memory_backoff import catching_out_of_memory
 from support.branch_by_branch import num_tokens, slopes_of
 from support.compilations import Compilations, compilations
 from support.families import SLIDING, TREE_FAMILIES, drawn_adapter, drawn_trees, tiny_model
@@ -92,6 +98,7 @@ def test_the_kernel_of_flex_attention_is_a_part_of_the_graph(flex_on_cpu):
         assert compiled.look() == Compilations(graphs=2)  # a window is a part of the kernel
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of inductor
 def test_they_are_compiled_where_that_is_asked_for():
     for asked in (False, True):
         scorer = TreeScorer(four_layers("llama"), options=PathOptions(compile=asked))
@@ -114,6 +121,40 @@ def test_what_is_not_compiled_is_refused():
     ):
         with pytest.raises(UsageError, match="model.compile"):
             require_compilable(config, stage)
+
+
+@register_backend
+def without_tools(_graph, _inputs):
+    raise RuntimeError("there is no C++ compiler here")
+
+
+@register_backend
+def that_fails_backward(graph, inputs):
+    def fails(*_):
+        raise InductorError(ValueError("there is no C++ compiler here"), None)
+
+    return aot_autograd(fw_compiler=lambda made, _: made, bw_compiler=fails)(graph, inputs)
+
+
+def test_a_compiler_that_fails_is_told_with_the_way_out():
+    way_out = "no C.. compiler.*model.compile=false.*model.attention=sdpa"
+    policy, scorer = Policy(four_layers("llama")), TreeScorer(four_layers("llama"))
+    micro = SimpleNamespace(trees=BATCHES[0])
+    for one in (policy, scorer):
+        one.path = replace(one.path, layout="tree")
+        compile_layers(one.model, "without_tools")
+    with compilations():
+        with pytest.raises(UsageError, match=way_out) as refused:
+            scorer.score(BATCHES[0])
+        assert isinstance(refused.value.__cause__, BackendCompilerFailed)
+        with pytest.raises(UsageError, match=way_out):
+            policy(BATCHES[0])
+        compile_layers(policy.model, "that_fails_backward")
+        outputs = policy(BATCHES[0])
+        with pytest.raises(UsageError, match=way_out), catching_out_of_memory(micro):
+            outputs.sum().backward()
+    with pytest.raises(RuntimeError, match="another"), catching_out_of_memory(micro):
+        raise RuntimeError("another one")
 
 
 # On a GPU, by the kernels that torch makes, beside the model's own layers under FlexAttention.
