@@ -115,6 +115,19 @@ def passes(
     return groups_within(path.rows(trees), max_tokens, packed=path.packs)
 
 
+def require_known_ids(model: nn.Module, trees: Sequence[Tree]) -> None:
+    """Refuses token ids that the model has no embedding for."""
+    known = causal_model(model).config.get_text_config(decoder=True).vocab_size
+    parts = (ids for tree in trees for ids in (tree.prompt, *tree.branches))
+    highest = max((int(ids.max(initial=0)) for ids in parts), default=0)
+    if highest >= known:
+        raise UsageError(
+            f"The rows have the token id {highest}, and the model has embeddings for {known} "
+            "tokens, from 0 on. Resize them to its tokenizer (resize_token_embeddings), or use the "
+            "model that the tokenizer is of."
+        )
+
+
 def causal_model(model: Any) -> Any:
     """The transformers model inside a PEFT wrapper, if there is one; its layers stay adapted."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

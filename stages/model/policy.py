@@ -26,7 +26,13 @@ from .loading.heads import read_value_head, stored_value_head, value_head
 from .loading.load import add_lora, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
 from .loading.sharded_load import load_sharded
-from .logprobs import ScoringPath, branch_outputs, causal_model, input_device
+from .logprobs import (
+    ScoringPath,
+    branch_outputs,
+    causal_model,
+    input_device,
+    require_known_ids,
+)
 from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
@@ -151,14 +157,15 @@ class Policy(nn.Module):
         """The dtype it computes in, as settings name it."""
         return str(causal_model(self.model).dtype).removeprefix("torch.")
 
+    @naming_the_way_out()
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 
         Scores have a number for every branch. Where experts are balanced the last output holds the
         sums of the routers over all tokens, prompts included. The model runs exactly once for any
         number of trees, zero included: all ranks then run the same collectives.
-    @naming_the_way_out()
         """
+        require_known_ids(self.model, trees)
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)

@@ -23,7 +23,13 @@ from .head.fused_head import HEAD_VERSION
 from .loading.folder_check import require_adapter
 from .loading.load import Resolved, load_causal_lm, resolve, unused_weights
 from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity
-from .logprobs import ScoringPath, causal_model, input_device, tree_logps
+from .logprobs import (
+    ScoringPath,
+    causal_model,
+    input_device,
+    require_known_ids,
+    tree_logps,
+)
 from .memory.live_memory import is_out_of_memory
 from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 
@@ -127,6 +133,7 @@ class TreeScorer:
 
     def launch(self, trees: Sequence[Tree]) -> Callable[[], NDArray[np.float32]]:
         """Queues the passes of a batch on a GPU, for whose values the returned call waits."""
+        require_known_ids(self.model, trees)
         try:
             with torch.inference_mode(), naming_the_way_out():
                 read = on_host(self._numbers(trees))

@@ -1,15 +1,17 @@
 """What learns of a policy, and from where it starts."""
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
+from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import Policy, load_policy
-from align.stages.model.reference import HfReference
+from align.stages.model.reference import HfReference, TreeScorer
 from support.families import TREE_FAMILIES, learning_names, mixed_trees, saved_adapter, tiny_model
 from support.rounding import NATS
 
@@ -43,6 +45,16 @@ def test_no_trees_give_no_numbers_and_a_gradient_of_zero(llama, head):
     assert (rows.shape, rows.dtype) == ((len(policy.output_names), 0), torch.float32)
     rows.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_a_token_without_an_embedding_is_refused_in_prompts_and_completions(llama):
+    known = causal_model(llama).config.vocab_size
+    last, unknown = (np.array([1, token], np.int32) for token in (known - 1, known))
+    for score in (Policy(llama), TreeScorer(llama).score):
+        score([Tree(last, (last,))])
+        for tree in (Tree(unknown, (last,)), Tree(last, (last, unknown))):
+            with pytest.raises(UsageError, match=f"token id {known}, .* for {known} tokens"):
+                score([Tree(last, (last,)), tree])
 
 
 def test_dropout_is_off_unless_asked_inside_the_attention_too(tmp_path):
