@@ -17,11 +17,7 @@ from torch import Tensor
 
 from ...schemas.errors import UsageError
 from .deepspeed_compat import STATE_TYPES, replace_optimizer_state, shapes_of_groups
-from .partitions import (
-    PartitionLayout,
-    ScatteredValues,
-    split_each,
-)
+from .partitions import PartitionLayout, ScatteredValues, split_each
 
 Order = Sequence[Sequence[str]]  # names of the trained parameters, group by group
 
