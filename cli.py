@@ -42,8 +42,8 @@ def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
-    # Nothing that a model folder names is looked up in the Hub, and no kernel from there is run.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
+    # transformers would fetch code for some layers from the Hub, and run it.
+    os.environ["USE_HUB_KERNELS"] = "0"
     own_process(sys.argv)
     stop_with_launcher()
     for number in stop_signals():

@@ -46,7 +46,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in what Ray says
 # As Ray does by itself on those two; it reads its environment when it is imported.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # What the command sets for itself, for workers on machines where it does not run.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
+NO_KERNELS = {"USE_HUB_KERNELS": "0"}
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _join(ray: Any, address: str, folder: str) -> None:
         "object_store_memory": OBJECT_STORE_BYTES,
     }
     waiting = {name: os.environ[name] for name in HOW_THREADS_WAIT if name in os.environ}
-    elsewhere = {"runtime_env": {"env_vars": {**QUIET, **OFFLINE, **waiting}}}
+    elsewhere = {"runtime_env": {"env_vars": {**QUIET, **NO_KERNELS, **waiting}}}
     try:
         _knock(address)
         ray.init(

@@ -15,8 +15,8 @@ from ...schemas.errors import UsageError
 from ...stages.engine.engine_memory import Elements
 from ...stages.methods.recipe import Recipe
 from ...stages.methods.table import recipe_of
-from ...stages.model.loading.folder_check import require_peft
 from ...stages.model.loading.load import DTYPES
+from ...stages.model.loading.model_folder import require_peft
 from ...stages.model.loading.placement import chosen_device, device_bytes
 from ...stages.storage.run.run_store import run_folder_of
 from ...stages.tracking.journal import entry_batches

@@ -20,8 +20,8 @@ from ...schemas.config import ModelOptions
 from ...schemas.rows import Tree
 from ...stages.engine.engine_memory import CUBLAS
 from ...stages.feed.cache_index import RowSizes
-from ...stages.model.loading.folder_check import require_adapter
 from ...stages.model.loading.load import empty_model
+from ...stages.model.loading.model_folder import require_adapter
 from ...stages.model.loading.quiet import quiet
 from ...stages.model.logprobs import ScoringPath, passes
 from ...stages.model.memory.memory_trace import scoring_trace

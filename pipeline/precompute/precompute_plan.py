@@ -31,7 +31,7 @@ from ...stages.data.slice_encoder import EncodingJob
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ...stages.data.turn_spans import has_turns
 from ...stages.data.unread_columns import not_read, require_read, require_watched_read
-from ...stages.model.loading.folder_check import require_peft
+from ...stages.model.loading.model_folder import require_peft
 from ...stages.pairing.ring import Ring, complete_ring
 from ...stages.pairing.units import unit_offsets
 from ...stages.sort.key_ranges import number_of_ranges

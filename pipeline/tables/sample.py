@@ -59,7 +59,7 @@ def _require_sense(config: Config, share: Share | None) -> None:
     """Refuses what the settings alone get wrong, before data or a model are looked at."""
     require_kept(share, config.sample.output, config.sample.answers, "sample.answers")
     if config.model.adapter and not config.server.url:
-        from ...stages.model.loading.folder_check import require_peft  # noqa: PLC0415 - servers need none
+        from ...stages.model.loading.model_folder import require_peft  # noqa: PLC0415 - servers need none
 
         require_peft()
     require_sampled_model(config.model, config.server)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
-from ...stages.model.loading.folder_json import read_json
+from ...stages.model.loading.model_folder import read_json
 from ...stages.report.axes import plain
 from ...stages.report.cache_tables import grid
 from ...stages.report.charts import Best

@@ -17,8 +17,12 @@ from ...stages.feed.conversions import ReadSpec
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.folder_check import require_peft
-from ...stages.model.loading.model_folder import UNUSED_WEIGHTS, ModelFiles, stored_dtype
+from ...stages.model.loading.model_folder import (
+    UNUSED_WEIGHTS,
+    ModelFiles,
+    require_peft,
+    stored_dtype,
+)
 from ...stages.model.policy import Policy
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder

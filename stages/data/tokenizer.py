@@ -19,10 +19,8 @@ from ...schemas.cache import Stops
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import AlignError, UsageError
 from ...schemas.rows import Record
-from ..model.loading.declared_sizes import require_declared_sizes
-from ..model.loading.folder_check import TOKENIZER_SETTINGS, require_plain_tokenizer
 from ..model.loading.library_errors import refused_as
-from ..model.loading.model_folder import CONFIG, model_config
+from ..model.loading.model_folder import CONFIG
 from .chat_template import ChatTemplate
 from .chat_wrap import Wrapping
 from .collector import collector_paused
@@ -184,9 +182,6 @@ def _open(folder: str) -> Any:
             f"{folder}: no such model folder. Pass --model DIR, set ALIGN_MODEL, "
             "or set model.path in align.yaml."
         )
-    require_plain_tokenizer(folder)
-    if (Path(folder) / CONFIG).exists():  # from which transformers takes the kind of tokenizer
-        require_declared_sizes(Path(folder) / CONFIG, model_config(folder), ())
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
@@ -201,7 +196,7 @@ def _at_fault(folder: str) -> str:
                     read(root, file)
         except AlignError:  # the question is only whether it is this one
             return f"{root / file}: {cannot}"
-    files = (root / TOKENIZER_SETTINGS[0], root / TOKENIZER)
+    files = (root / "tokenizer_config.json", root / TOKENIZER)
     return f"{next((file for file in files if file.exists()), root)}: {cannot}"
 
 

@@ -24,8 +24,7 @@ from ...schemas.errors import UsageError, counted
 from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
-from .loading.folder_json import read_json
-from .loading.model_folder import text_settings
+from .loading.model_folder import read_json, text_settings
 from .loading.quiet import quiet
 from .logprobs import causal_model, input_device
 from .memory.live_memory import is_out_of_memory

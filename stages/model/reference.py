@@ -20,9 +20,8 @@ from ...schemas.rows import OutOfMemory, Tree
 from .compiled_layers import compile_layers
 from .copies import on_host
 from .head.fused_head import HEAD_VERSION
-from .loading.folder_check import require_adapter
 from .loading.load import Resolved, load_causal_lm, resolve, unused_weights
-from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity
+from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity, require_adapter
 from .logprobs import (
     ScoringPath,
     causal_model,

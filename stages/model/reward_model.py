@@ -20,7 +20,6 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
 from .layouts.tree_attention import TreeBatch, single_branches
-from .loading.folder_check import require_plain_tokenizer
 from .loading.heads import SCORES, ScalarHead
 from .loading.load import first_line, load_model, merged
 from .loading.model_folder import model_config
@@ -110,7 +109,6 @@ def _draw(head: nn.Linear, spread: float | None, seed: int) -> None:
 
 def _padding_token(folder: str, config: Any) -> int:
     """The padding token of a saved reward model: the tokenizer's, the config's, or else EOS."""
-    require_plain_tokenizer(folder)
     try:
         with quiet():
             own = AutoTokenizer.from_pretrained(

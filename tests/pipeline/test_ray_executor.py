@@ -33,7 +33,7 @@ LOOPBACK = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
-ONLINE = {"HF_HUB_OFFLINE": "0"}  # as on machines where the command does not run
+KERNELS = {"USE_HUB_KERNELS": "1"}  # as on machines where the command does not run
 AT_ONCE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # else a cluster takes 30 s to end
 
 
@@ -50,7 +50,7 @@ def ray_cluster(folder):
     with (folder / "said").open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *map(str, words)],
-            env=os.environ | LOOPBACK | AT_ONCE | ONLINE | {"PYTHONPATH": os.pathsep.join(found)},
+            env=os.environ | LOOPBACK | AT_ONCE | KERNELS | {"PYTHONPATH": os.pathsep.join(found)},
             stdout=said,
             stderr=said,
         )
@@ -134,7 +134,7 @@ def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, cluster, tmp_pa
     stopped = child_on_ray(on_ray, fails=True, stderr=tmp_path / "said")
     wait_until(lambda: descendants(cluster[1], "MapWorker"))
     (actor,) = descendants(cluster[1], "MapWorker")
-    assert actor.environ()["HF_HUB_OFFLINE"] == "1"
+    assert actor.environ()["USE_HUB_KERNELS"] == "0"
     stopped.join(PATIENCE)
     said = (tmp_path / "said").read_text()
     assert stopped.exitcode == UsageError.exit_code, said

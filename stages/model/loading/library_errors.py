@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ....schemas.errors import AlignError, Interrupted, MemoryLimitError, UsageError
+from ....schemas.errors import AlignError, MemoryLimitError, UsageError
 
 LONGEST = 300  # characters of a library's own words: a damaged value may be in them
 
@@ -14,15 +14,15 @@ LONGEST = 300  # characters of a library's own words: a damaged value may be in 
 def refused_as(message: str | Callable[[], str], remedy: str) -> Iterator[None]:
     """Turns any error of the block into a UsageError: the message, its words, and what to do.
 
-    Memory that runs out is no fault of a file whose sizes were checked before.
+    Memory that runs out is no fault of the file.
 
     A message that takes time to find, as which file of several is at fault, is a function.
     """
     try:
         yield
-    except (AlignError, Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except AlignError:
         raise
-    except BaseException as error:  # files that strangers wrote: also the panics of Rust
+    except Exception as error:  # a library refuses a file in any way it likes
         said = message if isinstance(message, str) else message()
         if _is_of_memory(error):
             raise MemoryLimitError(

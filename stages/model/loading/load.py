@@ -17,14 +17,6 @@ from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
 from ....schemas.train_options import LoraOptions
 from ..transformers_compat import attention_of
-from .declared_sizes import (
-    OTHER_CONFIG,
-    named_sizes,
-    require_declared_sizes,
-    require_enough_experts,
-    require_stored_parameters,
-)
-from .folder_check import require_adapter, require_plain_folder
 from .heads import is_reward_model
 from .library_errors import refused_as
 from .lora_targets import named_targets, require_all_adapted
@@ -34,6 +26,8 @@ from .model_folder import (
     adapter_tensors,
     model_config,
     model_tensors,
+    require_adapter,
+    require_own_weights,
     stored_dtype,
 )
 from .placement import (
@@ -45,6 +39,8 @@ from .placement import (
 from .quiet import quiet
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+OTHER_CONFIG = "Use the config.json that belongs to these weights."
 
 # Constants that models like GPT-2 once stored in each layer; transformers ignores only some.
 _CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
@@ -97,22 +93,17 @@ def nowhere(options: ModelOptions) -> ModelOptions:
 
 def resolve(options: ModelOptions) -> Resolved:
     """The options with dtype, attention and device decided; no weight is read."""
-    folder, settings = Path(options.path), require_plain_folder(options.path)
+    settings = require_own_weights(options.path)
     with quiet():
         config = _config(options, settings)
-        tensors = model_tensors(folder)
-        require_declared_sizes(folder / CONFIG, settings, tensors)
+        tensors = model_tensors(Path(options.path))
         skeleton = _skeleton(config, options)
-    require_stored_parameters(folder / CONFIG, settings, skeleton, tensors)
     of_text = config.get_text_config(decoder=True)
-    require_enough_experts(folder / CONFIG, of_text)
-    with refused_as(f"{folder / CONFIG}: has no hidden_size that is a size", OTHER_CONFIG):
-        hidden_size = int(of_text.hidden_size)
     return Resolved(
         dtype=_dtype(options, tensors),
         attention=_attention(skeleton, of_text, options),
         device=chosen_device(options),
-        hidden_size=hidden_size,
+        hidden_size=int(of_text.hidden_size),
         context=getattr(of_text, "max_position_embeddings", None),
     )
 
@@ -141,7 +132,7 @@ def text_config(options: ModelOptions) -> Any:
 
 def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausalLM) -> nn.Module:
     """The model of config.json on the meta device; the folder needs no weights."""
-    settings, file = require_plain_folder(options.path), Path(options.path) / CONFIG
+    settings, file = require_own_weights(options.path), Path(options.path) / CONFIG
     cannot = f"{file}: no model can be built from it"
     with quiet(), torch.device("meta"), refused_as(cannot, OTHER_CONFIG):
         empty: nn.Module = kind.from_config(
@@ -152,7 +143,6 @@ def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausa
 
 def _config(options: ModelOptions, settings: dict[str, Any]) -> Any:
     """The config as transformers reads it; of some settings it makes one for each layer."""
-    require_declared_sizes(Path(options.path) / CONFIG, settings, ())
     remedy = (
         f"Use an architecture that transformers {transformers.__version__} knows, and settings as "
         "it writes them."
@@ -224,8 +214,7 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
         name, stored, wanted = mismatched[0]
         raise UsageError(
             f"{options.path}: {len(mismatched)} tensors have another shape than config.json asks "
-            f"for. First: {name} is {list(stored)}, not {list(wanted)}"
-            f"{named_sizes(model_config(options.path), [*{*wanted} - {*stored}])}. {OTHER_CONFIG}"
+            f"for. First: {name} is {list(stored)}, not {list(wanted)}. {OTHER_CONFIG}"
         )
     unused = sorted(name for name in report["unexpected_keys"] if not _CAUSAL_MASK.search(name))
     if unused and not options.allow_unused_weights:
@@ -246,8 +235,8 @@ def with_adapter(model: Any, folder: str) -> Any:
     cannot = f"{folder}: the adapter of adapter_config.json cannot be put on the model"
     with refused_as(cannot, "Set model.adapter to a PEFT adapter made for model.path."):
         kind = PeftConfig.from_pretrained(folder, local_files_only=True)
-        if kind.is_prompt_learning:
-            raise ValueError("adapters that add prompt tokens are not supported")
+        if kind.is_prompt_learning or getattr(kind, "alora_invocation_tokens", None):
+            raise ValueError("adapters of prompt tokens, or behind some tokens, are not supported")
         adapted = PeftModel.from_pretrained(
             model, folder, is_trainable=False, local_files_only=True
         )

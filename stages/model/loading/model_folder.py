@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from ....schemas.config import ModelOptions
 from ....schemas.errors import FingerprintError, UsageError
 from ....schemas.file_version import FileVersion, Remember, digest_anew
 from ....schemas.plain_names import is_plain_name
-from .folder_json import read_json
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
@@ -32,15 +33,8 @@ VOLATILE_ADAPTER = frozenset(
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 CONFIG = "config.json"
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ITEM_BITS = {
-    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
-    **{"I64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
-    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
-}
 READ_BYTES = 8 << 20
 _AGAIN = "Leave the folder as it is while a run reads it, then run the same command again."
-LONGEST_HEADER = 100_000_000  # what the safetensors format allows
-LARGEST_SIZE = 2**63
 
 
 @dataclass(frozen=True)
@@ -123,6 +117,50 @@ def model_config(folder: str) -> dict[str, Any]:
             "config.json and safetensors weights."
         )
     return read_json(root / CONFIG)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(
+            f"{file}: the file is missing. Point to a complete folder as save_pretrained writes it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: not valid JSON ({error}). Copy the file again.") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{file}: must hold one JSON object. Copy the file again.")
+    return content
+
+
+def require_own_weights(folder: str) -> dict[str, Any]:
+    """The config.json of a folder from which transformers loads the weights that are digested."""
+    config, root = model_config(folder), Path(folder)
+    if (root / "adapter_config.json").exists():
+        raise UsageError(
+            f"{root / 'adapter_config.json'}: transformers would put this adapter on the model by "
+            "itself. Move it to a folder of its own, and name that by model.adapter."
+        )
+    if other := config.get("transformers_weights"):
+        raise UsageError(
+            f"{root / CONFIG}: transformers_weights is {other!r}: transformers would load that "
+            f"file and not {SINGLE_FILE}. Take the entry out."
+        )
+    return config
+
+
+def require_peft() -> None:
+    """Refuses adapters where the package for them is not installed."""
+    if find_spec("peft") is None:
+        raise UsageError("Adapters and --lora need the package peft. Install it: pip install peft")
+
+
+def require_adapter(folder: str) -> None:
+    """Refuses an adapter that is not whole in its folder: peft would look it up in the Hub."""
+    require_peft()
+    read_json(Path(folder) / "adapter_config.json")
+    adapter_tensors(Path(folder))
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,45 +250,32 @@ def tensor_sha256(tensor: StoredTensor) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files a loader would read, in its order of preference."""
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    names = indexed_files(folder)
-    if names is None:
-        raise UsageError(_no_weights(folder))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing or not names:
-        raise UsageError(
-            f"{folder / INDEX}: {len(missing)} of the {len(names)} files it names are missing. "
-            f"First: {missing[:10]}. Copy the model folder again."
-        )
-    return [folder / name for name in names]
-
-
-def indexed_files(folder: Path) -> list[str] | None:
-    """The files that the index of a folder names; None where there is no index, or none is read.
+    """The files a loader would read, in its order of preference.
 
     A loader follows any path in the index, and takes other suffixes for pickles. The files
     themselves may be links, as in the Hub's cache.
     """
     index = folder / INDEX
-    if (folder / SINGLE_FILE).is_file() or not index.is_file():
-        return None
-    content = read_json(index)
-    for part in ("metadata", "weight_map"):
-        if not isinstance(content.get(part), dict):
-            raise UsageError(
-                f"{index}: {part} is not a JSON object, as transformers writes it. Copy the file "
-                "again, or save_pretrained the model again."
-            )
-    for tensor, name in content["weight_map"].items():
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if not index.is_file():
+        raise UsageError(_no_weights(folder))
+    places = read_json(index).get("weight_map") or {}
+    for tensor, name in places.items():
         if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise UsageError(
                 f"{index}: {tensor} is said to be in {name!r:.100}, which is not the name of a "
                 ".safetensors file in this folder. Load the model you trust and save_pretrained "
                 "it again."
             )
-    return sorted(set(content["weight_map"].values()))
+    names = sorted({*places.values()})
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise UsageError(
+            f"{index}: {len(missing)} of the {len(names)} files it names are missing. "
+            f"First: {missing[:10]}. Copy the model folder again."
+        )
+    return [folder / name for name in names]
 
 
 def _no_weights(folder: Path) -> str:
@@ -272,82 +297,23 @@ def tensors_of(files: list[Path]) -> list[StoredTensor]:
 
 
 def _read_header(file: Path) -> list[StoredTensor]:
-    size = file.stat().st_size
+    try:
+        with safe_open(file, "numpy"):  # which refuses a file that is damaged or cut short
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file}: damaged or cut short ({error}). Copy the file again.") from None
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise cut_short(file)
-        header = stream.read(length)
-    try:
-        entries = json.loads(header)
-        if not isinstance(entries, dict):
-            raise TypeError
-        notes = entries.pop("__metadata__", None) or {}
-        if not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
-            raise ValueError("__metadata__ is not an object of texts")
-        tensors = [_stored(name, entry, file, 8 + length) for name, entry in entries.items()]
-    except (ValueError, TypeError) as error:
-        why = str(error) or "its header is not a JSON object"
-        raise UsageError(f"{file}: not a safetensors file: {why}. Copy the file again.") from None
-    if any(tensor.start + tensor.num_bytes > size for tensor in tensors):
-        raise cut_short(file)
-    _require_gapless(file, tensors, 8 + length, size)
-    return tensors
-
-
-def _stored(name: str, entry: Any, file: Path, base: int) -> StoredTensor:
-    """The tensor of a header's entry; ValueError, with its name and field, if it is not one."""
-    named = f"{name!r:.100}"
-    if not isinstance(entry, dict):
-        raise ValueError(f"{named} is not an object")
-    fields: list[Any] = [entry.get(field) for field in ("dtype", "shape", "data_offsets")]
-    dtype, shape, span = fields
-    if not (isinstance(dtype, str) and _is_text(dtype)):
-        raise ValueError(f"dtype of {named} is not a text")
-    for field, numbers in (("shape", shape), ("data_offsets", span)):
-        if not (isinstance(numbers, list) and all(map(_is_size, numbers))):
-            raise ValueError(f"{field} of {named} is not a list of sizes")
-    if len(span) != 2 or span[0] > span[1]:
-        raise ValueError(f"data_offsets of {named} are not a first and a last byte")
-    if math.prod(shape) >= LARGEST_SIZE:
-        raise ValueError(f"shape of {named} is {shape!r:.60}, larger than any tensor")
-    if dtype in ITEM_BITS and math.prod(shape) * ITEM_BITS[dtype] != 8 * (span[1] - span[0]):
-        raise ValueError(f"data_offsets of {named} hold another number of bytes than its shape")
-    if not _is_text(name):
-        raise ValueError(f"{named} is no name")
-    return StoredTensor(name, dtype, tuple(shape), file, base + span[0], span[1] - span[0])
-
-
-def _is_size(number: Any) -> bool:
-    return type(number) is int and 0 <= number < LARGEST_SIZE
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be written down: JSON may hold half of a character."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _require_gapless(file: Path, tensors: list[StoredTensor], start: int, size: int) -> None:
-    """Refuses tensors that overlap or leave bytes between them, as the safetensors library does.
-
-    A byte that belongs to no tensor would be in no digest.
-    """
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
-        if tensor.start != start:
-            raise UsageError(
-                f"{file}: not a safetensors file: data_offsets of {tensor.name!r:.100} do not "
-                "begin where the tensor before it ends. Copy the file again."
-            )
-        start += tensor.num_bytes
-    if start != size:
-        raise UsageError(
-            f"{file}: not a safetensors file: {size - start:,} bytes at its end belong to no "
-            "tensor. Copy the file again."
+        entries = json.loads(stream.read(length))
+    entries.pop("__metadata__", None)
+    found = []
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        found.append(
+            StoredTensor(name, entry["dtype"], shape, file, 8 + length + begin, end - begin)
         )
+    return found
 
 
 def cut_short(file: Path) -> UsageError:

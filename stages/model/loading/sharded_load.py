@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from ....schemas.batches import Partitions
 from ....schemas.config import ModelOptions
 from ..transformers_compat import TensorSource, compute_buffers, tensor_sources
-from .folder_json import read_json
 from .load import DTYPES, from_folder, load_model, merged, nowhere, resolve, with_adapter
 from .model_folder import (
     READ_BYTES,
@@ -25,6 +24,7 @@ from .model_folder import (
     cut_short,
     model_config,
     model_tensors,
+    read_json,
     tensor_sha256,
 )
 from .quiet import quiet
