@@ -58,8 +58,8 @@ class HfReference:
             "model.dtype": resolved.dtype,
             "model.attention": resolved.attention,
             "model.device": resolved.device,
-            "numerics.torch": ".".join(version("torch").split(".")[:2]),
-            "numerics.transformers": version("transformers"),
+            "numerics.torch": _minor("torch"),
+            "numerics.transformers": _minor("transformers"),
             "numerics.head": HEAD_VERSION,
         }
         files.require_unchanged()
@@ -100,6 +100,11 @@ class HfReference:
     @cached_property
     def _resolved(self) -> Resolved:
         return resolve(self.options)
+
+
+def _minor(package: str) -> str:
+    """The version of a package without its patch, which mends and does not compute otherwise."""
+    return ".".join(version(package).split(".")[:2])
 
 
 class TreeScorer:

@@ -13,6 +13,7 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
+from align.stages.model import reference
 from align.stages.model.loading.load import load_causal_lm
 from align.stages.model.loading.model_folder import (
     adapter_digest,
@@ -82,6 +83,14 @@ def test_the_digests_of_a_folder_are_those_of_caches_that_were_made_of_it(tmp_pa
     assert weights_digest(folder) == WEIGHTS_DIGEST
     assert config_digest(folder) == CONFIG_DIGEST
     assert adapter_digest(folder) == ADAPTER_DIGEST
+
+
+def test_a_patch_of_a_library_scores_nothing_again_and_another_minor_does(saved_llama, monkeypatch):
+    def identity(version):
+        monkeypatch.setattr(reference, "version", lambda package: version)
+        return HfReference(options(saved_llama)).identity()
+
+    assert identity("5.23.0") == identity("5.23.9") != identity("5.24.0")
 
 
 def test_volatile_config_keys_do_not_count_and_others_do(saved_llama, tmp_path):
