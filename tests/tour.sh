@@ -154,7 +154,7 @@ see "memory: settings are chosen to fit" quiet train --method dpo --cache cache 
 # --- trackers ---
 see "MLflow, and a version in its registry" bash -c "python -m align train --method dpo --cache cache --output tracked --lr 1e-3 --max-steps 2 && test -f mlflow.db && python -m align register tracked tour --alias champion"
 see "mlflow-sync" align mlflow-sync tracked
-down() { end_of 0 env MLFLOW_HTTP_REQUEST_MAX_RETRIES=0 python -m align train --method dpo --cache cache --output down "${T[@]}" --max-steps 1 --set tracking.uri=http://127.0.0.1:9 && said -i mlflow; }
+down() { end_of 0 env MLFLOW_HTTP_REQUEST_MAX_RETRIES=0 python -m align train --method dpo --cache cache --output down "${T[@]}" --max-steps 1 --set tracking.uri=http://127.0.0.1:9 && said MLflow; }
 see "a tracker that is down costs a warning" down
 see "TensorBoard and W&B" bash -c "python -m align train --method dpo --cache cache --output boards --lr 1e-3 --max-steps 1 --track tensorboard,wandb && find boards -name 'events.*' | grep -q . && find . -name '*.wandb' | grep -q ."
 
@@ -168,8 +168,6 @@ see "a judge's calibration" quiet judge --calibrate first.jsonl --by function --
 see "select" align select judged --rows best_worst --keep-cut --output selected
 reward() { quiet train --method reward --cache cache --output reward "${T[@]}" && quiet score $P --reward-model reward/model --output rewards; }
 see "a reward model, and scores by it" reward
-private() { [ "$(stat -c %a samples/*.parquet | sort -u)" = 600 ]; }
-see "texts are readable by their owner alone" private
 rounds() {
     printf '%s\n' 'model: {path: world/model}' 'data: {files: [world/data/paired.parquet]}' 'cache: {kl_pairs: 0}' 'sample: {n: 2, max_new_tokens: 8}' \
         'judge: {by: function, function: "grades:grade"}' 'select: {keep_cut: true}' 'train: {method: dpo, lr: 1.0e-3, batch_size: 4, max_steps: 1}' \
@@ -203,6 +201,8 @@ server.stop()
 PY
 }
 see "both stages from and to a bucket, resumed there" bucket
+private() { [ "$(stat -c %a home/objects)" = 700 ]; }
+see "copies of a bucket are their owner's alone" private
 plain() { head -8 all.jsonl > eight.jsonl && python "$here/examples/kto_step.py" world/model eight.jsonl --steps 1; }
 see "a KTO step in plain PyTorch" plain
 see "secrets are masked" bash -c "python -m align config --set tracking.uri=https://me:hunter2@host | grep -v hunter2 | grep -q tracking.uri"
