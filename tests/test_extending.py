@@ -1,22 +1,16 @@
-"""What docs/extending.md tells a person to add works, and keeps to the contract of its seam."""
+"""What docs/extending.md and docs/adding-a-method.md tell a person to add works."""
 
 import json
 import os
 import shutil
 import sys
-from urllib.parse import unquote
 
 from align import load_cache
 from align.stages.storage.tables import TableFolder, read_table
-from support.file_store import FileStore
-from support.mlflow_runs import open_store, stored, the_run
 from support.pages import blocks, page, programs_under
 from support.programs import TESTS, said_by
 from support.rooms import ROOMS, ROOT
 from support.sample_tables import sample_table
-from support.stage_one import contents
-from support.tensorboard_runs import journalled, scalars
-from support.wandb_runs import numbers
 
 EXTENDING = page("docs/extending.md")
 # Commands one after the other in one process: most of a short one is imports.
@@ -50,114 +44,25 @@ class Copy:
         """A new file."""
         (self.package / file).write_text(text)
 
-    def align(self, *commands, **environment):
+    def align(self, *commands):
         """What each command says, which it has to end well."""
-        answers = self.answers(*commands, **environment)
+        answers = self.answers(*commands)
         assert not any(answer["code"] for answer in answers), answers
         return [answer["out"] for answer in answers]
 
-    def answers(self, *commands, **environment):
+    def answers(self, *commands):
         """How each command ends, and what it says."""
         words = json.dumps([[*map(str, words)] for words in commands])
-        said = said_by(
-            sys.executable, "-c", MAIN, words, cwd=self.folder, **self._paths(), **environment
-        )
+        paths = os.pathsep.join((str(self.folder), str(TESTS)))
+        program = (sys.executable, "-c", MAIN, words)
+        said = said_by(*program, cwd=self.folder, PYTHONPATH=paths)
         return json.loads(said.splitlines()[-1])
-
-    def require(self, contract, **environment):
-        """Runs a contract of support/."""
-        program = (sys.executable, "-c", contract)
-        said_by(*program, cwd=self.folder, **self._paths(), **environment)
-
-    def _paths(self):
-        return {"PYTHONPATH": os.pathsep.join((str(self.folder), str(TESTS)))}
 
 
 def precompute(data, model, output, *options):
     """The command that makes a cache with nothing in it that was known before."""
     words = ("precompute-ref", data, "--model", model, "--output", output)
     return (*words, "--set", "cache.reuse_known=false", "--no-mlflow", *options)
-
-
-def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
-    program, line, names = programs_under(EXTENDING, "An executor")
-    copy = Copy(tmp_path)
-    copy.add("pipeline/executors/threads.py", program)
-    copy.put("pipeline/executors/kinds.py", '= {"ray"', f'= {{\n{line}    "ray"')
-    copy.put("schemas/config.py", '"inline", "ray"', names.strip())
-    both = ("threads", "inline")
-    data, model = world.data.paired, world.model
-    copy.align(*(precompute(data, model, name, "--executor", name) for name in both))
-    assert contents(tmp_path / "threads") == contents(tmp_path / "inline")
-    copy.require(
-        "import pathlib; from align.pipeline.executors.threads import Threads; "
-        "from support.executor_contract import require_executor_contract; "
-        "require_executor_contract(Threads(), pathlib.Path('tasks'), survives=False)"
-    )
-
-
-def test_a_tracker_is_added_as_its_page_shows(tmp_path, training_world):
-    """A training is recorded in both, and in the one that had to be told later."""
-    program, line = programs_under(EXTENDING, "A tracker")
-    copy = Copy(tmp_path)
-    copy.add("stages/tracking/file_tracker.py", program)
-    copy.put("stages/tracking/tracker.py", '    "mlflow": "', f'{line}    "mlflow": "')
-    uri, later = f"sqlite:///{tmp_path}/mlflow.db", FileStore(tmp_path / "closed")
-    later.root.touch()  # which is no folder: the store is down
-    words = ("train", "--method", "dpo", "--cache", training_world.pairs, "--max-steps", 2)
-    both = (
-        "--track",
-        "mlflow,files,tensorboard,wandb",
-        "--set",
-        f"tracking.uri={uri}",
-        "--batch-size",
-        4,
-    )
-    copy.align((*words, *both), RUNS_FOLDER=later.address)
-    told = the_run(open_store(uri), "align")
-    assert told.info.status == "FINISHED"
-    (shown,) = (tmp_path / "align-run" / "tensorboard").iterdir()
-    assert scalars(shown) == journalled(tmp_path / "align-run")
-    (offline,) = (tmp_path / "align-run" / "wandb").glob("*/*.wandb")
-    assert [number[:3] for number in numbers(offline)] == stored(uri, told.info.run_id)
-    later.root.unlink()
-    (tmp_path / "config.yaml").write_text(f"tracking:\n  uri: {uri}\n")
-    sync = ("mlflow-sync", "align-run", "--config", "config.yaml")
-    copy.align(sync, RUNS_FOLDER=later.address)
-    (run_id,) = later.runs()
-    same = later.told(run_id)
-    assert (same.status, same.params) == ("FINISHED", told.data.params)
-    assert same.numbers == stored(uri, told.info.run_id)
-    assert {"config.yaml", "report.html", "model/README.md"} <= {*same.files}
-    copy.require(
-        "import pathlib; from align.stages.tracking.file_tracker import KIND; "
-        "from support.file_store import FileStore; "
-        "from support.tracker_contract import require_tracker_contract; "
-        "require_tracker_contract(KIND, FileStore.new, pathlib.Path('contract'))"
-    )
-
-
-def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
-    program, line = programs_under(EXTENDING, "A store of objects")
-    copy = Copy(tmp_path)
-    copy.add("stages/storage/bucket/folder_bucket.py", program)
-    copy.put("stages/storage/bucket/buckets.py", '    "s3": ', f'{line}    "s3": ')
-    here = {"FOLDER_BUCKETS": str(tmp_path)}
-    places = ("folder://bucket/cache", "disk")
-    copy.align(*(precompute(world.data.paired, world.model, one) for one in places), **here)
-    disk = {
-        f"cache/{path.relative_to(tmp_path / 'disk')}": path.read_bytes()
-        for path in (tmp_path / "disk").rglob("*")
-        if path.is_file() and "_align" not in path.parts
-    }
-    bucket = {unquote(path.name): path.read_bytes() for path in (tmp_path / "bucket").iterdir()}
-    assert bucket == disk
-    copy.require(
-        "import pathlib; from align.stages.storage.bucket.objects import location; "
-        "from support.store_contract import require_store_contract; "
-        "require_store_contract(location('folder://bucket/tried'), pathlib.Path.cwd())",
-        **here,
-    )
 
 
 def test_a_judge_is_added_as_its_page_shows(tmp_path):
