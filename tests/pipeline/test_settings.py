@@ -178,7 +178,7 @@ def test_a_mistake_in_the_file_names_the_file_and_the_setting():
 
 def test_a_mistake_in_a_set_names_it_and_the_nearest_name():
     for text, named in (
-        ("modle.path=x", ("'modle'", "Did you mean 'model'?")),
+        ("modle.path=x", ("'modle.path'", "Did you mean 'model.path'?")),
         ("cache=4", ("cache is a section",)),
         ("cache.seed", ("cache.seed: expected NAME=VALUE",)),
         ("cache.seed=", ("cache.seed: ", "None")),

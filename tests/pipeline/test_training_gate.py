@@ -1,7 +1,6 @@
 """A cache is learned from only where it is of the policy's text and of the reference."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 
@@ -100,8 +99,6 @@ def test_a_run_takes_the_file_beside_its_cache_and_a_folder_where_one_failed_to_
     answer = align(*words)
     assert answer.code == 0, answer
     assert "lr: 0.125" in (here / "run" / "config.yaml").read_text()
-    (count,) = re.findall(r"\b(\d+) of \d+ held-out prompts are nearly the same", answer.err)
-    assert int(count) > 0
 
 
 def test_a_finished_adapter_can_be_merged_later(course, here):
