@@ -102,13 +102,19 @@ def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
 
 def _write(model: Any, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
     """Writes a folder with every tensor of the source: those of text anew, all others as stored."""
-    others = beside_text(model)
+    config = model_config(str(source))
+    is_packed = "quantization_config" in config
+    is_unpacked = is_packed and not hasattr(model.config, "quantization_config")
+    others = set() if is_packed else beside_text(model)
     text = {name: tensor for name, tensor in weights.items() if name not in others}
+    if is_unpacked:
+        del config["quantization_config"]
     with quiet():
-        model.save_pretrained(target, state_dict=text)
-    if untouched := _untouched(model, others, source):
+        # transformers would name unpacked weights as their packed halves were named.
+        model.save_pretrained(target, state_dict=text, save_original_format=not is_unpacked)
+    if not is_packed and (untouched := _untouched(model, others, source)):
         _add_shard(untouched, target)
-    _write_config(source, target, model)
+    _write_config(config, target, model)
     _copy_companions(source, target)
 
 
@@ -116,10 +122,7 @@ def _untouched(model: Any, others: Collection[str], source: Path) -> list[Stored
     """The stored tensors of the source that no text runs through, or that the model lacks."""
     stored = {tensor.name: tensor for tensor in model_tensors(source)}
     sources = tensor_sources(model, stored)
-    names = {name for one in sources if one.name in others for name in one.stored}
-    config = model_config(str(source))
-    if "quantization_config" not in config:  # whose tensors are of another form
-        names |= stored.keys() - {name for one in sources for name in one.stored}
+    names = stored.keys() - {n for one in sources if one.name not in others for n in one.stored}
     if is_reward_model(model):
         names = {name for name in names if not name.endswith(_CAUSAL_HEADS)}
     return [stored[name] for name in sorted(names)]
@@ -143,15 +146,14 @@ def _add_shard(tensors: Sequence[StoredTensor], target: Path) -> None:
     (target / INDEX).write_text(f"{json.dumps(index, indent=2)}\n", encoding="utf-8")
 
 
-def _write_config(source: Path, target: Path, model: Any) -> None:
+def _write_config(config: dict[str, Any], target: Path, model: Any) -> None:
     """Writes the source's config: training changes the one in memory (dropout, attention)."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if is_reward_model(model):
         # The text of a composite may be loaded by a class of its own.
         kinds: Any = AutoModelForSequenceClassification._model_mapping
-        kind = kinds[type(AutoConfig.for_model(config["model_type"]))]
+        kind = kinds.get(type(AutoConfig.for_model(config["model_type"])), type(model))
         config["architectures"] = [kind.__name__]
         config |= {name: getattr(model.config, name) for name in ("id2label", "label2id")}
         padding = model.config.get_text_config(decoder=True).pad_token_id

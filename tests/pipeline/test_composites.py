@@ -9,7 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from align.pipeline.plan.planned_rows import known_dtype
-from support.composites import PROCESSORS, is_text, save_composite
+from align.schemas.config import ModelOptions
+from align.stages.model.loading.load import load_causal_lm
+from align.stages.model.save import save_whole
+from support.composites import PROCESSORS, is_text, save_composite, save_packed
 
 SHORT = ("--method", "dpo", "--batch-size", 8, "--max-steps", 2, "--lr", 1e-2, "--no-mlflow")
 BEST = ("--set", "train.write_best=true", "--set", "train.best=loss", "--save-every", 1)
@@ -83,6 +86,16 @@ def test_a_saved_folder_holds_every_tensor_and_file_of_its_source(trained, famil
     require_whole(scorer)
     adapter = {path.name for path in (folder / "lora" / "model").glob("*.safetensors")}
     assert adapter == {"adapter_model.safetensors"}
+
+
+def test_weights_that_were_unpacked_are_saved_as_plain_ones(tmp_path):
+    save_packed(tmp_path / "model")
+    model = load_causal_lm(ModelOptions(path=str(tmp_path / "model")))
+    save_whole(model, model.state_dict(), tmp_path / "model", tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+    require_whole(tmp_path / "saved")
 
 
 def test_the_dtype_of_a_folder_without_weights_may_stand_in_its_text_part(tmp_path):

@@ -1,9 +1,11 @@
-"""Tiny folders of models that read images too, as their publishers store them."""
+"""Tiny folders of models as their publishers store them: with images, or packed."""
+
+import json
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VISION = {
     "hidden_size": 16,
@@ -90,6 +92,26 @@ def save_composite(folder, family, tokenizer):
     tokenizer.save_pretrained(folder)
     for name in PROCESSORS:
         (folder / name).write_text(f'{{"of": "{name}"}}')
+
+
+def save_packed(folder):
+    """The folder of a gpt-oss whose experts are stored in MXFP4, as its publisher stores them."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model("gpt_oss", **sizes, **counts, **experts)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tensors, drawing = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = experts, outputs, inputs // 32
+        drawn = torch.randint(256, (*blocks, 16), dtype=torch.uint8, generator=drawing)
+        scales = torch.full(blocks, 120, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": drawn, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(settings))
 
 
 def is_text(name):
