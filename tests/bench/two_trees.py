@@ -81,8 +81,12 @@ def make_world(folder, options):
         code += f".write_parquet({str(folder / 'pairs.parquet')!r})"
         subprocess.run([sys.executable, "-c", code], check=True)
     else:
-        sides.called(sides.make_case, folder, options.rows, "spread")
+        sides.called(make_pairs, folder, options.rows)
     sides.called(make_rows, folder, options.prepared)
+
+
+def make_pairs(folder, rows):
+    sides.make_case(Path(folder), rows, "spread")
 
 
 def make_rows(folder, rows):
