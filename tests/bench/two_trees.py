@@ -26,10 +26,18 @@ SLOWER = 1.03
 DRAWS = 2000
 BATCH = ("--set", f"train.batch_size={sides.PAIRS_PER_STEP}", "--no-mlflow")
 SCORE = ("precompute-ref", "pairs.parquet", "--model", "model", "--max-length", "1024")
-TRAIN = ("train", "--cache", "{tree}-cache", "--output", "{tree}-run-{number}", "--lr", "1e-6")
-EMPTY = ("--model", "nothing", "--no-mlflow", "--kl-pairs", "1", "--output", "{tree}-{number}")
+TRAIN = ("train", "--cache", "{tree}-cache", "--output", "{tree}-{name}-{number}", "--lr", "1e-6")
+EMPTY = (
+    "--model",
+    "nothing",
+    "--no-mlflow",
+    "--kl-pairs",
+    "1",
+    "--output",
+    "{tree}-{name}-{number}",
+)
 INSTRUMENTS = {
-    "stage 1": (*SCORE, "--no-mlflow", "--output", "{tree}-scored-{number}"),
+    "stage 1": (*SCORE, "--no-mlflow", "--output", "{tree}-{name}-{number}"),
     "DPO": (*TRAIN, "--method", "dpo", *BATCH),
     "KTO": (*TRAIN, "--method", "kto", *BATCH),
     "LoRA": (*TRAIN, "--method", "dpo", "--lora", *BATCH),
@@ -126,7 +134,8 @@ def judge(folder, instrument, options):
     took = {"before": [], "now": []}
     for number in range(options.pairs + 1):  # the first pair warms both up
         for tree in ("before", "now") if number % 2 else ("now", "before"):
-            words = [word.format(tree=tree, number=number) for word in INSTRUMENTS[instrument]]
+            named = {"tree": tree, "number": number, "name": instrument.replace(" ", "-")}
+            words = [word.format(**named) for word in INSTRUMENTS[instrument]]
             spent = run(folder, tree, words, f"{instrument}-{number}")
             if number:
                 took[tree].append(spent)
