@@ -24,7 +24,6 @@ ANSWERS: dict[Question, tuple[str, ...]] = {
     "rubric": ("answer",),
     "pairwise": ("answer_a", "answer_b"),
 }
-KNOWN = {"mark", "messages"}
 ROLES = ("system", "user")
 MARK_LENGTH = 12
 _SANDBOX = ImmutableSandboxedEnvironment(
@@ -79,34 +78,26 @@ def load_template(kind: Question, path: str) -> JudgeTemplate:
     file = Path(path) if path else Path(__file__).parent / f"{kind}.j2"
     try:
         text = file.read_text(encoding="utf-8")
+        blocks = _compiled(text).blocks.keys()
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{file}: not readable as a template: {error}. Name another.") from error
-    try:
-        blocks = _compiled(text).blocks.keys()
     except TemplateSyntaxError as error:
         raise UsageError(
             f"{file}: not a template of jinja: line {error.lineno}: {error.message}. Correct it."
         ) from error
-    _require_variables(file, kind, meta.find_undeclared_variables(_SANDBOX.parse(text)))
+    needed = {*ANSWERS[kind], "messages"}
+    used = meta.find_undeclared_variables(_SANDBOX.parse(text))
+    may = f"A {kind} template may use {', '.join(sorted({*needed, 'mark'}))}"
+    if missing := needed - used:
+        raise UsageError(f"{file} does not show {min(missing)}: the judge would not see it. {may}.")
+    if unknown := used - needed - {"mark"}:
+        raise UsageError(f"{file} asks for {min(unknown)}, which is not known. {may}.")
     if blocks and not {"user"} <= blocks <= {*ROLES}:
         raise UsageError(
             f"{file} has the blocks {', '.join(sorted(blocks))}. Name them user and, if "
             "there is one, system; or write no block: then all of it is the user's message."
         )
     return JudgeTemplate(kind, text, str(file))
-
-
-def _require_variables(file: Path, kind: Question, used: set[str]) -> None:
-    if missing := {*ANSWERS[kind], "messages"} - used:
-        raise UsageError(
-            f"{file} does not show {min(missing)}: the judge would not see it. A {kind} template "
-            f"has to use messages, {' and '.join(ANSWERS[kind])}."
-        )
-    if unknown := used - {*ANSWERS[kind]} - KNOWN:
-        raise UsageError(
-            f"{file} asks for {min(unknown)}, which is not known. A {kind} template may use mark, "
-            f"messages, {' and '.join(ANSWERS[kind])}."
-        )
 
 
 def shown(message: Message) -> str:

@@ -78,22 +78,23 @@ def test_a_template_of_ones_own_may_be_one_message(own):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "name"),
     [
-        ("{{ messages }}", "does not show answer"),
-        ("{{ answer }}", "does not show messages"),
-        ("{{ messages }}{{ answer }}{{ secret }}", "asks for secret"),
-        ("{{ messages }}{{ answer", "not a template"),
-        ("{% block assistant %}{{ messages }}{{ answer }}{% endblock %}", "has the blocks"),
-        ("{% block system %}{{ messages }}{{ answer }}{% endblock %}", "has the blocks"),
+        ("{{ messages }}", "answer"),
+        ("{{ answer }}", "messages"),
+        ("{{ messages }}{{ answer }}{{ secret }}", "secret"),
+        ("{{ messages }}{{ answer", "line 1"),
+        ("{% block assistant %}{{ messages }}{{ answer }}{% endblock %}", "assistant"),
+        ("{% block system %}{{ messages }}{{ answer }}{% endblock %}", "user"),
         # What would leave its sandbox:
-        ("{{ messages }}{{ answer.__class__.__mro__ }}", "cannot be filled"),
-        ("{{ answer }}{{ messages.append(1) }}", "cannot be filled"),
+        ("{{ messages }}{{ answer.__class__.__mro__ }}", "judge.template"),
+        ("{{ answer }}{{ messages.append(1) }}", "judge.template"),
     ],
 )
-def test_a_template_that_would_hide_or_do_something_is_refused(own, text, message):
-    with pytest.raises(UsageError, match=message):
+def test_a_template_that_would_hide_or_do_something_is_refused(own, text, name):
+    with pytest.raises(UsageError, match=rf"\b{name}\b") as refused:
         own(text).filled("Q", ("4",))
+    assert "own.j2" in str(refused.value)
 
 
 def test_a_template_travels_to_another_process(own):
