@@ -65,7 +65,7 @@ class Plan:
     unit_offsets: tuple[int, ...]  # unit u is rows [u] to [u + 1] of the ring
     quarantine: tuple[FileEntry, ...]
     quarantined: dict[str, int]  # reason -> rows
-    notes: dict[str, int]  # counted, harmless: rows truncated, boundaries shifted, ...
+    notes: dict[str, int]  # counted, harmless: rows truncated, repeated, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
     threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
     sampling: tuple[Drawing | None, ...]  # as in the manifest

@@ -73,11 +73,6 @@ class TokenOptions:
         "append: a completion that was not cut ends once with the stop token of its template, or "
         "with EOS where it writes none; never: nothing is added or taken away",
     )
-    boundary: Literal["shift", "strict"] = option(
-        "shift",
-        "a token spanning prompt and completion: shift counts it to the completion, "
-        "strict quarantines the row",
-    )
     learn: Literal["assistant", "last", "all"] = option(
         "assistant",
         "what of a completion of several messages is learned: assistant: the assistant's turns, "

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..options.flags import ConfigFile, Data, Sets, with_flags
 from .terminal import begin_work, say
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
@@ -22,13 +25,18 @@ def add_looking_to(app: typer.Typer) -> None:
         app.command(rich_help_panel="Data and cache")(command)
 
 
-def _say_row(line: str) -> None:
-    """Prints a line of a row, in colours on a terminal unless NO_COLOR is set."""
-    from ...schemas.safe_text import safe
-    from ...stages.data.shown_row import coloured
+def _say_row(line: str | Text) -> None:
+    """Prints a line of a row, in its colours on a terminal unless NO_COLOR is set."""
+    from rich.console import Console
 
-    text, is_terminal = safe(line), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    typer.echo(coloured(text) if is_terminal and not os.environ.get("NO_COLOR") else text)
+    from ...schemas.safe_text import safe
+
+    text, is_terminal = safe(str(line)), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    is_masked = text != str(line)
+    if isinstance(line, str) or is_masked or not is_terminal or os.environ.get("NO_COLOR"):
+        typer.echo(text)
+    else:
+        Console(soft_wrap=True).print(line)
 
 
 @with_flags("check")

@@ -15,6 +15,7 @@ from hashlib import blake2b
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from rich.text import Text
 
 from ...schemas.config import Config
 from ...schemas.errors import counted
@@ -28,7 +29,7 @@ from ...stages.data.decode_rows import parse_chunk
 from ...stages.data.encode import Encoder
 from ...stages.data.free_text import Watch
 from ...stages.data.input_files import InputFile, inputs_of, iter_chunks
-from ...stages.data.shown_row import lines_of
+from ...stages.data.preview import lines_of
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
 from ...stages.data.unread_columns import counts_of, not_read, require_read, require_watched_read
 from ...stages.report.cache_summary import class_weights, spread_of
@@ -98,7 +99,7 @@ class Checked:
     def _lengths_of(self, name: str, lengths: NDArray[np.int64]) -> None:
         self.lengths.setdefault(name, []).append(lengths)
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str | Text]:
         """What there is to say, the rows that a model would read first."""
         names = {file_number: file.path.name for file_number, file in enumerate(self.inputs)}
         if self.tokenizer:
@@ -174,7 +175,7 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
     model = config.model.path
     tokenizer = load_tokenizer(model, config.tokens) if model else None
     wrap = config.data.wrap
-    shape = replace(shape, wrap=tokenizer.wrapping(wrap, model) if tokenizer else Wrapping.of(wrap))
+    shape = replace(shape, wrap=tokenizer.wrapping(wrap) if tokenizer else Wrapping.of(wrap))
     found = Checked(inputs, shape, tokenizer, config)
     encoder = Encoder(tokenizer, config.tokens) if tokenizer else None
     watch = None if shape.unwatched is None else Watch(shape.unwatched)
@@ -184,7 +185,7 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
         found.rows_in += len(chunk)
         found.drop(rejected)
         if tokenizer and records and records[0].is_conversation:
-            tokenizer.require_template(model)
+            tokenizer.require_template()
         if encoder:
             encoded = encoder.encode(records)
             found.drop(encoded.rejected)

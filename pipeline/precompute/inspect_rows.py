@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.text import Text
+
 from ...schemas.cache import Manifest
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import CorruptionError, UsageError, counted
 from ...schemas.json_codec import to_json
 from ...schemas.rows import Role, ScoredBlock
-from ...stages.data.shown_row import lines_of
+from ...stages.data.preview import lines_of
 from ...stages.data.tokenizer import load_tokenizer
 from ...stages.report.cache_rows import Place, dropped_rows, find_row
 from ...stages.report.cache_summary import summarize
@@ -21,7 +23,7 @@ from ..jobs.object_inputs import local_model
 
 def lines_of_inspection(
     folder: CacheFolder, *, row: str | None, rejected: bool, as_json: bool, model: str | None
-) -> Iterator[str]:
+) -> Iterator[str | Text]:
     """The summary of a cache, one of its rows, or those that could not be used."""
     if sum((row is not None, rejected, as_json)) > 1:
         raise UsageError("--row, --rejected and --json show different things: choose one.")
@@ -42,7 +44,7 @@ def lines_of_dropped(folder: CacheFolder) -> Iterator[str]:
     yield from map(str, dropped_rows(folder, manifest))
 
 
-def lines_of_row(folder: CacheFolder, wanted: str, *, model: str | None) -> Iterator[str]:
+def lines_of_row(folder: CacheFolder, wanted: str, *, model: str | None) -> Iterator[str | Text]:
     """A row as the model reads it and what the reference thinks of it; or why it was dropped.
 
     `model` is a folder with the tokenizer, if the reference's own is not there any more.
@@ -65,7 +67,7 @@ def lines_of_row(folder: CacheFolder, wanted: str, *, model: str | None) -> Iter
 
 def _of_scored(
     folder: CacheFolder, block: ScoredBlock, manifest: Manifest, model: str
-) -> Iterator[str]:
+) -> Iterator[str | Text]:
     stored, rows = manifest.fingerprint, block.rows
     options = TokenOptions(bos=stored["tokens.bos"], eos=stored["tokens.eos"])  # type: ignore[arg-type]
     tokenizer = load_tokenizer(local_model(model), options)

@@ -186,7 +186,7 @@ class PrecomputeJob:
         tasks = ScoreTasks.of(replace(self.cache, reference=reference), plan, self.run_id)
         if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
             for line in lines_of_first(tasks, self.cache):
-                call.progress.say(line)
+                call.progress.say(line.plain)
         call.work(tasks)
 
     def _published(self, plan: Plan, call: Call[Tally]) -> Manifest | None:

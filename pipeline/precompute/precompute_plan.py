@@ -18,6 +18,7 @@ from ...stages.data.data_schema import common_shape, require_scores
 from ...stages.data.data_shape import Shape
 from ...stages.data.data_splits import require_one_split
 from ...stages.data.decode_rows import first_records
+from ...stages.data.encode import has_turns
 from ...stages.data.input_files import (
     Digested,
     InputFile,
@@ -29,7 +30,6 @@ from ...stages.data.input_files import (
 )
 from ...stages.data.slice_encoder import EncodingJob
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
-from ...stages.data.turn_spans import has_turns
 from ...stages.data.unread_columns import not_read, require_read, require_watched_read
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.pairing.ring import Ring, complete_ring
@@ -119,10 +119,10 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
     if stage == STAGE_ONE:
         require_scores(inputs, shape)
-    shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap, config.model.path))
+    shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap))
     first = [*first_records(inputs, shape)]
-    if first and first[0].is_conversation:
-        tokenizer.require_template(config.model.path)
+    if any(record.is_conversation for record in first):
+        tokenizer.require_template()
     identity = dict(reference.identity())
     fields = fingerprint(
         config,
@@ -188,7 +188,7 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
 
 def _say_unused_template(job: CacheJob, counts: InputCounts, progress: Progress) -> None:
     texts = counts.notes["rows_of_plain_text"]
-    if texts and job.config.data.wrap == "auto" and job.tokenizer.template:
+    if texts and job.config.data.wrap == "auto" and job.tokenizer.chat:
         progress.say(f"note: {template_unused(texts, 'rows')}")
 
 

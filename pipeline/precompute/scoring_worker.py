@@ -13,12 +13,13 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from rich.text import Text
 
 from ...schemas.cache import Plan
 from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Scorer
-from ...stages.data.shown_row import lines_of
+from ...stages.data.preview import lines_of
 from ...stages.pairing.fitted_partners import CutRule
 from ...stages.pairing.ring import Ring
 from ...stages.pairing.units import Unit, build_unit
@@ -157,7 +158,7 @@ class ScoreTasks:
         )
 
 
-def lines_of_first(tasks: ScoreTasks, job: CacheJob) -> Iterator[str]:
+def lines_of_first(tasks: ScoreTasks, job: CacheJob) -> Iterator[Text]:
     """The model's input for the first row on the ring that has all of its branches.
 
     The lines hold text of the data: they are for who runs the command, and for no record of it.

@@ -62,7 +62,7 @@ def wrapping_of(config: Config) -> Wrapping:
     from ...stages.data.tokenizer import load_tokenizer
 
     folder = local_options(model).path
-    return load_tokenizer(folder, config.tokens).wrapping(wrap, folder)
+    return load_tokenizer(folder, config.tokens).wrapping(wrap)
 
 
 def sampling_of(options: SampleOptions) -> Sampling:
@@ -148,7 +148,7 @@ class LocalSampler(Sampler):
     @property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
-        return self._tokenizer.template is not None
+        return self._tokenizer.chat is not None
 
     def fitted(self, prompt: Prompt) -> Prompt:
         """The prompt with its calls of tools in the form that the chat template writes."""
@@ -163,7 +163,7 @@ class LocalSampler(Sampler):
         from ...stages.data.encode import encode_prompt
 
         if not isinstance(prompt.text, str):
-            self._tokenizer.require_template(self.model.path)
+            self._tokenizer.require_template()
         return encode_prompt(_record(prompt), self._tokenizer)
 
     def tokens_of(self, prompt: Prompt) -> int:

@@ -1,29 +1,26 @@
-"""Text to token ids: where the prompt ends, BOS, EOS, truncation."""
+"""Text to token ids: where the prompt ends, BOS and stops, what is learned, truncation."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.data_options import TokenOptions
 from ...schemas.row_keys import EncodedRecord
-from ...schemas.rows import BadRow, Record, Rejected, Role
-from ...schemas.turns import Turn, numbered
-from .conversation_notes import notes_of
+from ...schemas.rows import BadRow, Message, Record, Rejected, Role, Text
+from .chat_template import Conversation
 from .stop_tokens import Endings, span_of
-from .turn_spans import Span, common_length, spans_of
-from .validate import ASSISTANT
+from .validate import ASSISTANT, Unlearned
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-    from .conversation import Conversation
     from .tokenizer import TextTokenizer
 
 # An encoding holds some hundred bytes for each token, until its record has become a row.
@@ -33,20 +30,33 @@ CHARACTERS_AT_ONCE = 1 << 20
 
 @dataclass
 class Encoded:
-    """The encoded rows, their notes, and the rejected records of a batch of records."""
+    """The encoded rows of some records, the rejected records, and what is noted of the rows."""
 
     rows: list[EncodedRecord] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
+    def reject(self, record: Record, bad: BadRow) -> None:
+        """Keeps why a record cannot be used."""
+        self.rejected.append(Rejected(record.file, record.row, bad.reason, bad.detail))
+
+
+class Turn(NamedTuple):
+    """A turn of the assistant: its start and its end, and whether the data leave it unlearned."""
+
+    start: int
+    stop: int
+    is_marked: bool
+
 
 @dataclass(frozen=True)
 class _Rendered:
+    """A record as text; each tuple has an entry per completion."""
+
     record: Record
-    texts: tuple[str, ...]  # per branch
-    boundaries: tuple[int, ...]  # per branch: character where the completion starts
-    prefix_kept: bool  # the rendered prompt is a prefix of every rendered branch
-    spans: tuple[tuple[Span, ...] | None, ...]  # per branch; None: one turn, all learned
+    texts: Sequence[str]  # of the prompt and the completion
+    boundaries: tuple[int, ...]  # the character at which the completion starts
+    turns: tuple[tuple[Turn, ...] | None, ...]  # in characters; None: one turn, all learned
     notes: Counter[str]  # counted if the record becomes a row
 
 
@@ -62,174 +72,152 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> Encoded:
         """The encoded records, each as a row or as rejected."""
-        result = Encoded()
-        for start in range(0, len(records), RECORDS_AT_ONCE):
-            self._encode(records[start : start + RECORDS_AT_ONCE], result)
+        result, batch, characters = Encoded(), list[_Rendered](), 0
+        for record in records:
+            try:
+                rendered = self._render(record)
+            except BadRow as bad:
+                result.reject(record, bad)
+                continue
+            batch.append(rendered)
+            characters += sum(map(len, rendered.texts))
+            if len(batch) == RECORDS_AT_ONCE or characters > CHARACTERS_AT_ONCE:
+                self._tokenize(batch, result)
+                batch, characters = [], 0
+        self._tokenize(batch, result)
         return result
 
-    def _encode(self, records: Sequence[Record], result: Encoded) -> None:
-        rendered = [item for item in (self._render(each, result) for each in records) if item]
-        for item, branches in self._with_encodings(rendered):
+    def _tokenize(self, batch: Sequence[_Rendered], result: Encoded) -> None:
+        texts = [text for rendered in batch for text in rendered.texts]
+        encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
+        for rendered in batch:
+            branches = [next(encodings) for _ in rendered.texts]
             try:
-                result.rows.append(self._row(item, branches))
-                result.notes.update(item.notes)
+                result.rows.append(self._row(rendered, branches))
+                result.notes.update(rendered.notes)
             except BadRow as bad:
-                result.rejected.append(_rejected(item.record, bad))
+                result.reject(rendered.record, bad)
 
-    def _with_encodings(
-        self, rendered: Sequence[_Rendered]
-    ) -> Iterator[tuple[_Rendered, list[Encoding]]]:
-        """Each with its encodings, of so much text at once that they have room."""
-        for items in _in_parts(rendered):
-            texts = [text for item in items for text in item.texts]
-            encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
-            for item in items:
-                yield item, [next(encodings) for _ in item.texts]
-
-    def _render(self, given: Record, result: Encoded) -> _Rendered | None:
-        try:
-            record = self._tokenizer.fitted(given)
-            conversation = self._tokenizer.conversation(record)
-            prompt, texts = _texts(record, conversation)
-            boundaries = tuple(common_length(prompt, text) for text in texts)
-            spans = tuple(
-                self._spans(given, conversation, number, text, boundary)
-                for number, (text, boundary) in enumerate(zip(texts, boundaries, strict=True))
+    def _render(self, given: Record) -> _Rendered:
+        """The texts of a record, where completions start, and the turns that are learned."""
+        record, notes = self._tokenizer.fitted(given), Counter[str]()
+        conversation, prompt, texts = _texts_of(record, self._tokenizer)
+        boundaries = tuple(common_length(prompt, text) for text in texts)
+        turns: list[tuple[Turn, ...] | None] = [None] * len(texts)
+        if conversation:
+            notes["rows_of_conversations"] += 1
+            if self._options.learn != "all":
+                turns = [
+                    _turns_of(completion, conversation, number, boundaries[number], self._tokenizer)
+                    for number, completion in enumerate(given.completions)
+                ]
+            notes["rows_with_reasoning_that_the_template_never_shows"] += (
+                _has_reasoning(record) and not conversation.chat.shows_reasoning
             )
-        except BadRow as bad:
-            result.rejected.append(_rejected(given, bad))
-            return None
-        learns_all, notes = self._options.learn == "all", Counter[str]()
-        notes["rows_with_calls_of_tools_converted_for_the_template"] += record != given
-        for note, count in notes_of(record, texts, self._tokenizer, learns_all=learns_all):
-            notes[note] += count
-        kind = "conversations" if record.is_conversation else "plain_text"
-        notes[f"rows_of_{kind}"] += 1
-        notes["completions_that_repeat_their_prompt"] += _repeats(record)
+        else:
+            notes["rows_of_plain_text"] += 1
         data_text = "\0".join(_texts_in((record.prompt, record.completions)))
         if self._specials and self._specials.search(data_text):
             notes["rows_with_special_tokens_in_text"] += 1
-        is_kept = all(boundary == len(prompt) for boundary in boundaries)
-        return _Rendered(record, texts, boundaries, is_kept, spans, notes)
+        notes["rows_whose_template_changes_the_prompt"] += any(
+            boundary < len(prompt) for boundary in boundaries
+        )
+        return _Rendered(record, texts, boundaries, tuple(turns), notes)
 
-    def _spans(
-        self,
-        given: Record,
-        conversation: Conversation | None,
-        number: int,
-        text: str,
-        boundary: int,
-    ) -> tuple[Span, ...] | None:
-        if self._options.learn == "all" or conversation is None:
-            return None
-        return spans_of(given, conversation, number, text, boundary, self._tokenizer)
-
-    def _row(self, item: _Rendered, branches: list[Encoding]) -> EncodedRecord:
-        starts = [
-            _first_completion_token(encoding, boundary, len(text))
-            for encoding, boundary, text in zip(branches, item.boundaries, item.texts, strict=True)
-        ]
-        ids = [encoding.ids for encoding in branches]
-        first, *others = [branch[: min(starts)] for branch in ids]
+    def _row(self, rendered: _Rendered, branches: Sequence[Encoding]) -> EncodedRecord:
+        record, texts = rendered.record, rendered.texts
+        # Every completion begins at the same token of its text: the first that holds a character
+        # of any of them, or that differs.
+        start = min(map(_first_token_from, branches, rendered.boundaries, map(len, texts)))
+        ids = [branch.ids for branch in branches]
+        first, *others = [each[:start] for each in ids]
         shared = min((common_length(first, other) for other in others), default=len(first))
-        spans = any(
-            start < len(encoding) and span_of(encoding, start)[0] < boundary
-            for encoding, start, boundary in zip(branches, starts, item.boundaries, strict=True)
-        )
-        self._report_boundary(item, spans=spans or shared < max(starts))
-        tails = [branch[shared:] for branch in ids]
-        ended = self._ended(item, branches, tails)
-        turns = tuple(
-            self._turns(item, branch, branches[branch], tails[branch], len(ended[branch]))
-            for branch in range(len(tails))
-        )
-        return self._fit(item, _begin(ids[0][:shared], self._tokenizer), ended, turns)
+        tails = [each[shared:] for each in ids]
+        ended = [
+            self._endings.end(tail, completion, text, branch)
+            for tail, completion, text, branch in zip(
+                tails, record.completions, texts, branches, strict=True
+            )
+        ]
+        learned = [
+            self._learned(rendered, number, branches[number], tails[number], len(ended[number]))
+            for number in range(len(tails))
+        ]
+        return self._fit(rendered, _begin(first[:shared], self._tokenizer), ended, learned)
 
-    def _turns(
-        self, item: _Rendered, branch: int, encoding: Encoding, tail: list[int], length: int
+    def _learned(
+        self, rendered: _Rendered, number: int, encoding: Encoding, tail: list[int], length: int
     ) -> NDArray[np.int16] | None:
-        """The turns of a completion's tokens, of which the last of `length` may be its stop."""
-        spans, text, completion = (
-            item.spans[branch],
-            item.texts[branch],
-            item.record.completions[branch],
-        )
-        if spans is None:
+        """Which of a completion's tokens are learned; the last of `length` may be its stop."""
+        turns, text = rendered.turns[number], rendered.texts[number]
+        if turns is None:
             return None
-        first, turns, stop = len(encoding) - len(tail), list[Turn](), 0
-        for span in spans:
-            start = _first_completion_token(encoding, span.start, len(text)) - first
-            start = 0 if span.start == item.boundaries[branch] else max(start, stop)
-            after = _first_completion_token(encoding, span.stop, len(text)) - first
-            if after < len(tail) and span_of(encoding, first + after)[0] < span.stop:
+        first, stop, found = len(encoding) - len(tail), 0, list[Turn]()
+        for turn in turns:
+            start = _first_token_from(encoding, turn.start, len(text)) - first
+            start = 0 if turn.start == rendered.boundaries[number] else max(start, stop)
+            after = _first_token_from(encoding, turn.stop, len(text)) - first
+            if after < len(tail) and span_of(encoding, first + after)[0] < turn.stop:
                 after += 1  # a token across the end of a turn belongs to it
             stop = self._endings.turn_end(tail, start, after, text, encoding)
-            turns.append(Turn(start, min(stop, length), span.is_marked))
+            found.append(Turn(start, min(stop, length), turn.is_marked))
+        completion = rendered.record.completions[number]
         if not isinstance(completion, str) and completion[-1]["role"] == ASSISTANT:
-            turns[-1] = replace(turns[-1], stop=length)
-        return numbered(length, turns, self._options.learn)
-
-    def _report_boundary(self, item: _Rendered, *, spans: bool) -> None:
-        if not item.prefix_kept:
-            item.notes["rows_whose_template_changes_the_prompt"] += 1
-        if not spans:
-            return
-        if self._options.boundary == "strict":
-            raise BadRow("boundary", "a token spans the end of the prompt and the completion")
-        item.notes["rows_with_a_token_across_the_boundary"] += 1
-
-    def _ended(
-        self, item: _Rendered, branches: list[Encoding], completions: list[list[int]]
-    ) -> list[list[int]]:
-        ended = []
-        for index, ids in enumerate(completions):
-            completion, text = item.record.completions[index], item.texts[index]
-            whole, is_new = self._endings.end(ids, completion, text, branches[index])
-            if is_new:
-                item.notes["completions_that_end_with_another_special_token"] += 1
-            ended.append(whole)
-        return ended
+            found[-1] = found[-1]._replace(stop=length)
+        if self._options.learn == "last":
+            found = [turn for turn in found if turn.start < turn.stop][-1:]
+        learned = np.zeros(length, dtype=np.int16)
+        for turn in found:
+            learned[turn.start : turn.stop] = not turn.is_marked
+        return learned
 
     def _fit(
         self,
-        item: _Rendered,
+        rendered: _Rendered,
         prompt: list[int],
-        tails: list[list[int]],
-        turns: tuple[NDArray[np.int16] | None, ...],
+        tails: Sequence[list[int]],
+        learned: Sequence[NDArray[np.int16] | None],
     ) -> EncodedRecord:
-        record, notes = item.record, item.notes
+        """The row, truncated: the prompt first, then the completions to what room is left."""
+        record, notes, limit = rendered.record, rendered.notes, self._options.max_length
         if not prompt:
             raise BadRow("empty_prompt", "the prompt has no token")
         kept = self._cut_prompt(prompt)
-        most = self._options.max_length - len(kept)
-        if most < 1:
+        if len(kept) >= limit:
             raise BadRow(
                 "too_long",
-                f"the prompt has {len(kept)} tokens and max_length is {self._options.max_length}: "
-                "no room for a completion; raise max_length or set max_prompt_length",
+                f"the prompt has {len(kept)} tokens and max_length is {limit}: no room for a "
+                "completion; raise max_length or set max_prompt_length",
             )
-        completions = tuple(
-            cut_completion(tail, most, self._tokenizer.stops.tokens) for tail in tails
-        )
+        stops = self._tokenizer.stops.tokens
+        completions = tuple(cut_completion(tail, limit - len(kept), stops) for tail in tails)
         if not all(completions):
-            raise BadRow("zero_completion_tokens", "a completion has no token left")
-        kept_turns = tuple(
+            raise BadRow("empty_completion", "a completion has no token left")
+        learned = [
             None if each is None else each[: len(completion)]
-            for each, completion in zip(turns, completions, strict=True)
-        )
-        for number, each in enumerate(kept_turns):
-            if each is not None and not (each > 0).any():
+            for each, completion in zip(learned, completions, strict=True)
+        ]
+        cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
+        for number, each in enumerate(learned):
+            if each is not None and not each.any():
+                name = record.roles[number].name.lower()
                 raise BadRow(
                     "nothing_learned",
-                    _nothing(record, number, is_cut=len(each) < len(tails[number])),
+                    f"what is learned of the {name} completion is cut off: raise max_length"
+                    if cut[number]
+                    else f"the {name} completion has no turn of an assistant that is learned: its "
+                    "messages are of other roles, or say loss: false or weight: 0",
                 )
-        cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
-        is_pair = record.roles == (Role.CHOSEN, Role.REJECTED)
-        notes["pairs_with_equal_completions"] += is_pair and completions[0] == completions[1]
-        notes["pairs_whose_rejected_score_is_higher"] += _is_against_its_scores(record)
+        if record.roles == (Role.CHOSEN, Role.REJECTED):
+            chosen, rejected = record.scores
+            notes["pairs_with_equal_completions"] += completions[0] == completions[1]
+            notes["pairs_whose_rejected_score_is_higher"] += (
+                chosen is not None and rejected is not None and chosen < rejected
+            )
         notes["rows_with_prompt_truncated"] += len(kept) < len(prompt)
         notes["rows_with_completion_truncated"] += any(cut)
-        return EncodedRecord(record, kept, len(prompt) - len(kept), completions, cut, kept_turns)
+        num_cut = len(prompt) - len(kept)
+        return EncodedRecord(record, kept, num_cut, completions, cut, tuple(learned))
 
     def _cut_prompt(self, prompt: list[int]) -> list[int]:
         limit = self._options.max_prompt_length
@@ -242,33 +230,22 @@ class Encoder:
         return prompt[-limit:]
 
 
-def _in_parts(rendered: Sequence[_Rendered]) -> Iterator[list[_Rendered]]:
-    part, length = list[_Rendered](), 0
-    for item in rendered:
-        own = sum(map(len, item.texts))
-        if part and length + own > CHARACTERS_AT_ONCE:
-            yield part
-            part, length = [], 0
-        part.append(item)
-        length += own
-    if part:
-        yield part
-
-
-def _texts(record: Record, conversation: Conversation | None) -> tuple[str, tuple[str, ...]]:
-    """The prompt and each branch's full text; plain text is joined, conversations rendered."""
-    if conversation:
-        return conversation.texts()
-    prompt = str(record.prompt)
-    return prompt, tuple(prompt + str(completion) for completion in record.completions)
-
-
 def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:
     """The untruncated prompt of a record, as a model that completes it reads it."""
-    fitted = tokenizer.fitted(record)
-    prompt, _ = _texts(fitted, tokenizer.conversation(fitted))
+    _, prompt, _ = _texts_of(tokenizer.fitted(record), tokenizer)
     encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
+
+
+def _texts_of(
+    record: Record, tokenizer: TextTokenizer
+) -> tuple[Conversation | None, str, Sequence[str]]:
+    """The prompt and each full text; plain text is joined, a conversation is rendered."""
+    if isinstance(record.prompt, str):
+        prompt = record.prompt
+        return None, prompt, [prompt + str(completion) for completion in record.completions]
+    conversation = Conversation(record, tokenizer.require_template())
+    return conversation, *conversation.texts()
 
 
 def _begin(prompt: list[int], tokenizer: TextTokenizer) -> list[int]:
@@ -291,39 +268,21 @@ def cut_completion(completion: list[int], most: int, stops: Collection[int]) -> 
     return kept
 
 
-def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> int:
-    """The index of the first token with a character of the completion."""
-    for position in range(boundary, length):
+def _first_token_from(encoding: Encoding, character: int, length: int) -> int:
+    """The index of the first token that holds this or a later one of the text's characters."""
+    for position in range(character, length):
         token = encoding.char_to_token(position)
         if token is not None:
             return int(token)
     return len(encoding)
 
 
-def _nothing(record: Record, number: int, *, is_cut: bool) -> str:
-    """Why a completion has no token that is learned."""
-    name = record.roles[number].name.lower()
-    if is_cut:
-        return f"what is learned of the {name} completion is cut off: raise max_length"
-    return (
-        f"the {name} completion has no turn of an assistant that is learned: its messages are of "
-        "other roles, or say loss: false or weight: 0"
-    )
-
-
-def _is_against_its_scores(record: Record) -> bool:
-    if record.roles != (Role.CHOSEN, Role.REJECTED):
-        return False
-    chosen, rejected = record.scores
-    return chosen is not None and rejected is not None and chosen < rejected
-
-
-def _repeats(record: Record) -> int:
-    """The number of completions that begin with the text of their prompt."""
-    prompt = record.prompt
-    if not isinstance(prompt, str):
-        return 0
-    return sum(str(completion).lstrip().startswith(prompt) for completion in record.completions)
+def common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
+    """How much two sequences share at their start."""
+    if first == second[: len(first)]:
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -337,5 +296,81 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(entry)
 
 
-def _rejected(record: Record, bad: BadRow) -> Rejected:
-    return Rejected(record.file, record.row, bad.reason, bad.detail)
+def _has_reasoning(record: Record) -> bool:
+    texts = (text for text in (record.prompt, *record.completions) if not isinstance(text, str))
+    return any(message.get("reasoning_content") for text in texts for message in text)
+
+
+def has_turns(record: Record) -> bool:
+    """Whether a completion is something else than one turn of the assistant."""
+    return any(map(_is_several, record.completions))
+
+
+def _is_several(completion: Text) -> bool:
+    if isinstance(completion, str):
+        return False
+    first = completion[0]
+    return len(completion) > 1 or first["role"] != ASSISTANT or isinstance(first, Unlearned)
+
+
+def _turns_of(
+    given: Text,
+    conversation: Conversation,
+    number: int,
+    boundary: int,
+    tokenizer: TextTokenizer,
+) -> tuple[Turn, ...] | None:
+    """The assistant's turns in the text of a completion; None if it is one that is learned.
+
+    They are where the template marks them ({% generation %}), or begin and end where the
+    conversation up to there does when it is rendered by itself. `given` says what is learned.
+    """
+    if not _is_several(given):
+        return None
+    messages = conversation.wholes[number]
+    text, spans = conversation.render(messages)
+    first = len(messages) - len(given)
+    turns = [index for index, each in enumerate(messages) if each["role"] == ASSISTANT]
+    is_marked = len(spans) == len(turns)
+    found = list[Turn]()
+    for place, index in enumerate(turns):
+        if index < first:
+            continue
+        if is_marked:
+            start, stop = spans[place]
+        else:
+            start, stop = 0, len(text)
+            before, upto = messages[:index], messages[: index + 1]
+            if before:
+                asked = conversation.render(before, add_generation_prompt=True).text
+                start = max(
+                    _end_of(conversation, before, text, tokenizer), common_length(asked, text)
+                )
+            if len(upto) < len(messages):
+                stop = _end_of(conversation, upto, text, tokenizer)
+        start = boundary if index == first else start
+        found.append(Turn(start, stop, isinstance(given[index - first], Unlearned)))
+    return tuple(found)
+
+
+def _end_of(
+    conversation: Conversation, messages: Sequence[Message], text: str, tokenizer: TextTokenizer
+) -> int:
+    """Where the first messages of a text end: where they do when they are rendered alone."""
+    alone = conversation.render(messages).text
+    shared = common_length(alone, text)
+    if shared == len(alone):
+        return shared
+    # Special tokens and blanks at their end may be others there, as nothing follows.
+    said = alone.rstrip()
+    while ends := [token for token in tokenizer.control if said.endswith(token)]:
+        said = said.removesuffix(max(ends, key=len)).rstrip()
+    if shared < len(said):
+        # As where a template drops earlier thinking.
+        raise BadRow(
+            "template_error",
+            f"the chat template writes the first {len(messages)} messages otherwise once more "
+            "follow, so where their turns end is unknown: mark them with {% generation %} in a "
+            "template of your own (tokens.chat_template), or learn all tokens (tokens.learn=all)",
+        )
+    return len(said)

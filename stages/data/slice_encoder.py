@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError
 from ...schemas.row_keys import EncodedChunk, InputCounts, KeyedRows, key_rows
-from .collector import collector_paused
 from .data_shape import Shape
 from .decode_rows import parse_chunk
 from .encode import Encoder
 from .free_text import Watch
 from .input_files import Chunk, InputFile, Slice, iter_slice
-from .tokenizer import load_tokenizer, tokenizer_fingerprint
+from .tokenizer import collector_paused, load_tokenizer, tokenizer_fingerprint
 from .unread_columns import counts_of
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.cache import Stop, Stops
-from .template_probe import FOUND, MARK, SAID, USER, call_of_tool
+from .chat_template import FOUND, MARK, SAID, USER, made_up_call
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
     from ...schemas.rows import Message, Text
     from .chat_template import ChatTemplate
-
-NO_STOPS = Stops(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -47,80 +45,41 @@ def find_stops(hf: Any, backend: Tokenizer, added: Added, chat: ChatTemplate | N
     eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
     if chat is None:
         return Stops(eos, None, None)
-    probe = _StopProbe(chat, backend, added)
-    turn = probe.stop((USER, SAID), USER, _first_of_run) or eos
-    calls = (probe.stop((USER, call), FOUND, _last_of_run(turn)) for call in _tool_calls())
-    return Stops(eos, turn, next(filter(None, calls), turn))
 
-
-@dataclass(frozen=True)
-class _StopProbe:
-    chat: ChatTemplate
-    backend: Tokenizer
-    added: Added
-
-    def stop(
-        self,
-        turns: tuple[Message, ...],
-        reply: Message,
-        choose: Callable[[Sequence[int], Added], int | None],
-    ) -> Stop | None:
-        text = self.chat.probed(turns)
+    def written(*turns: Message, reply: Message) -> tuple[list[int], int | None]:
+        """The added tokens that end the turns, and the special token that then heads a reply."""
+        text, replied = chat.probe(turns), chat.probe((*turns, reply))
         if MARK not in text:
-            return None
-        end = text.rindex(MARK) + len(MARK)
-        token = choose(list(self._run(text, end)), self.added)
-        if token is None:
-            token = self._next(self.chat.probed((*turns, reply)), text[end:])
-        return None if token is None else Stop(token, self.added.texts[token], "template")
-
-    def _run(self, text: str, end: int) -> Iterator[int]:
-        """The added tokens at the end of the text, with only white space between them."""
-        run: list[int] = []
-        encoding = self.backend.encode(text, add_special_tokens=False)
+            return [], None
+        end, run = text.rindex(MARK) + len(MARK), list[int]()
+        encoding = backend.encode(text, add_special_tokens=False)
         for at in reversed(range(len(encoding.ids))):
             start, stop = span_of(encoding, at)
-            if start < end:
+            is_blank = not text[start:stop].strip()
+            if start < end or not (is_blank or encoding.ids[at] in added.texts):
                 break
-            if encoding.ids[at] in self.added.texts and text[start:stop].strip():
-                run.append(encoding.ids[at])
-            elif text[start:stop].strip():
-                break
-        return reversed(run)
+            run += [] if is_blank else [encoding.ids[at]]
+        run.reverse()
+        behind = replied.rfind(MARK) + len(MARK)
+        if MARK not in replied or not replied[behind:].startswith(text[end:]):
+            return run, None
+        encoding = backend.encode(replied, add_special_tokens=False)
+        next_token = encoding.char_to_token(behind + len(text) - end)
+        head = None if next_token is None else int(encoding.ids[next_token])
+        return run, head if head in added.special else None
 
-    def _next(self, text: str, tail: str) -> int | None:
-        """The special token right after the turn when another turn follows."""
-        end = text.rfind(MARK) + len(MARK)
-        if not text[end:].startswith(tail) or MARK not in text:
-            return None
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        at = encoding.char_to_token(end + len(tail))
-        if at is None or encoding.ids[at] not in self.added.special:
-            return None
-        return int(encoding.ids[at])
-
-
-def _first_of_run(run: Sequence[int], added: Added) -> int | None:
+    run, head = written(USER, SAID, reply=USER)
     special = [token for token in run if token in added.special]
-    return next(iter(special or run), None)
-
-
-def _last_of_run(turn: Stop) -> Callable[[Sequence[int], Added], int | None]:
-    """A choice of the last special token, because tool calls contain others themselves."""
-
-    def choose(run: Sequence[int], added: Added) -> int | None:
-        if turn.token in run:
-            return turn.token
-        return next((token for token in reversed(run) if token in added.special), None)
-
-    return choose
-
-
-def _tool_calls() -> Iterator[Message]:
-    """A tool call in the forms that templates accept."""
-    for content in ("", None):
-        for arguments in ({"query": MARK}, f'{{"query": "{MARK}"}}'):
-            yield call_of_tool(arguments, content)
+    token = next(iter(special or run), head)
+    turn = eos if token is None else Stop(token, added.texts[token], "template")
+    # A tool call contains special tokens itself, so the last one is its stop.
+    for arguments in ({"query": MARK}, f'{{"query": "{MARK}"}}'):
+        run, head = written(USER, made_up_call(arguments), reply=FOUND)
+        special = [token for token in run if token in added.special]
+        token = turn.token if turn.token in run else next(reversed(special), head)
+        if token is not None:
+            return Stops(eos, turn, Stop(token, added.texts[token], "template"))
+    return Stops(eos, turn, turn)
 
 
 class Endings:
@@ -129,74 +88,63 @@ class Endings:
     def __init__(self, stops: Stops, added: Added) -> None:
         self._stops = stops
         self._added = added
-        self._plain = frozenset({stops.text.token}) if stops.text else frozenset()
 
-    def end(
-        self, ids: list[int], completion: Text, text: str, encoding: Encoding
-    ) -> tuple[list[int], bool]:
-        """The ids with their stop, and whether the template wrote one not known before.
+    def end(self, ids: list[int], completion: Text, text: str, encoding: Encoding) -> list[int]:
+        """The ids, which are the last ones of the encoding of `text`, with their stop.
 
-        They are the last ids of the encoding of `text`. What follows the stop is dropped.
+        What follows the stop is dropped.
         """
         if self._stops.text is None:
-            return ids, False
-        if isinstance(completion, str):
-            stop, known, last = self._stops.text, self._plain, None
-        else:
-            last = completion[-1]
-            turn = self._stops.tool_calls if last.get("tool_calls") else self._stops.turn
-            stop, known = turn or self._stops.text, self._stops.written
-        known_at, unknown = self._run(ids, known, text, encoding, len(ids))
-        is_new = known_at is None and unknown is not None and self._is_written(ids[unknown], last)
-        at = unknown if is_new else known_at
-        token = stop.token if at is None else ids[at]
-        end = len(ids) if at is None else at
+            return ids
+        stop, known, said = self._stops.text, {self._stops.text.token}, None
+        if not isinstance(completion, str):
+            turn = self._stops.tool_calls if completion[-1].get("tool_calls") else self._stops.turn
+            stop, known = turn or stop, {*self._stops.written}
+            said = str(completion[-1].get("content") or "").rstrip()
+        at, other = self._run(ids, known, text, encoding, len(encoding) - len(ids))
+        if at is None and other is not None and said is not None:
+            # The template ends only some turns so, unless the data's own text does.
+            at = None if said.endswith(self._added.texts[ids[other]]) else other
+        token, end = (stop.token, len(ids)) if at is None else (ids[at], at)
         while end and ids[end - 1] in self._stops.tokens:
             end -= 1
-        return [*ids[:end], token], is_new
+        return [*ids[:end], token]
 
     def turn_end(self, ids: list[int], start: int, stop: int, text: str, encoding: Encoding) -> int:
         """Where a turn that others follow ends: behind its stop, or before the blanks at its end.
 
         `ids` are the last ones of the encoding of `text`. A stop right behind the turn is its own.
         """
-        known_at, _ = self._run(ids[:stop], self._stops.written, text, encoding, len(ids))
-        if known_at is not None and known_at >= start:
-            return known_at + 1
+        first = len(encoding) - len(ids)
+        at, _ = self._run(ids[:stop], self._stops.written, text, encoding, first)
+        if at is not None and at >= start:
+            return at + 1
         if stop < len(ids) and ids[stop] in self._stops.written:
             return stop + 1
-        first = len(encoding) - len(ids)
-        while stop > start and not _characters(encoding, first + stop - 1, text).strip():
+        while stop > start and not characters_of(encoding, first + stop - 1, text).strip():
             stop -= 1
         return stop
 
     def _run(
-        self,
-        ids: list[int],
-        known: frozenset[int],
-        text: str,
-        encoding: Encoding,
-        count: int,  # of the encoding's last tokens, of which the ids are the first
+        self, ids: Sequence[int], known: Collection[int], text: str, encoding: Encoding, first: int
     ) -> tuple[int | None, int | None]:
-        """Indices of the first stop and of the last other special token at the end."""
-        first = other = None
+        """Indices of the first stop and of the last other special token at the end of the ids.
+
+        They are those of the encoding from its token `first` on.
+        """
+        stop = other = None
         for at in reversed(range(len(ids))):
             if ids[at] in known:
-                first = at
+                stop = at
             elif ids[at] in self._added.special:
                 other = at if other is None else other
-            elif _characters(encoding, len(encoding) - count + at, text).strip():
+            elif characters_of(encoding, first + at, text).strip():
                 break
-        return first, other
-
-    def _is_written(self, token: int, last: Message | None) -> bool:
-        """Whether a special token is from the template and not from the data's own text."""
-        if last is None:
-            return False
-        return not str(last.get("content") or "").rstrip().endswith(self._added.texts[token])
+        return stop, other
 
 
-def _characters(encoding: Encoding, token: int, text: str) -> str:
+def characters_of(encoding: Encoding, token: int, text: str) -> str:
+    """The characters of a token."""
     start, stop = span_of(encoding, token)
     return text[start:stop]
 

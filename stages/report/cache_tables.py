@@ -240,20 +240,7 @@ LEARNED = {  # by tokens.learn
     "last": "the assistant's last turn",
 }
 NOTES = {
-    "completions_that_end_with_another_special_token": (
-        "completions ending with another special token"
-    ),
-    "completions_that_repeat_their_prompt": "completions repeating their prompt",
     "rows_that_repeat_another_row": "duplicate rows",
-    "rows_with_turns_of_others_in_completions": (
-        "rows with turns of users or tools inside a completion"
-    ),
-    "turns_of_others_in_completions": (
-        "turns of users or tools inside completions, scored and learned as the assistant's own"
-    ),
-    "turns_of_others_in_completions_left_out": (
-        "turns of users or tools inside completions, which are not learned (tokens.learn)"
-    ),
     "rows_whose_template_changes_the_prompt": (
         "rows whose prompt changes when the template adds the answer (thinking blocks?)"
     ),

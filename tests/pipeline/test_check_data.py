@@ -55,7 +55,7 @@ def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations)
     assert lengths["prompt"] == summary.prompts.tokens
     for name, role in summary.roles.items():
         assert (lengths[name], lengths[f"{name}, learned"]) == (role.tokens, role.learned)
-    text = "\n".join(checked.lines())
+    text = "\n".join(map(str, checked.lines()))
     assert "(not learned: " in text
     assert "turns.jsonl row 7: empty_completion" in text
     next_one = shlex.split(text.splitlines()[-1])
@@ -71,7 +71,7 @@ def test_without_a_model_the_shape_and_the_balance_are_told(conversations):
     checked = check_data(bare, progress=Silent())
     assert checked.roles == {Role.CHOSEN: 8, Role.REJECTED: 8}
     assert (checked.usable - len(checked.seen), len(checked.prompts)) == (1, 7)
-    text = "\n".join(checked.lines())
+    text = "\n".join(map(str, checked.lines()))
     assert "read as paired rows: prompt, chosen, rejected" in text
     assert "tokens" not in text
 
@@ -86,7 +86,7 @@ def test_ties_and_one_of_several_splits_are_told_as_stage_one_tells_them(convers
     data = DataOptions(files=[str(tmp_path)], split="train")
     bare = replace(conversations, model=replace(conversations.model, path=""), data=data)
     checked = check_data(bare, progress=Silent())
-    text = "\n".join(checked.lines())
+    text = "\n".join(map(str, checked.lines()))
     assert (checked.rows_in, checked.usable, checked.rejected) == (6, 3, [])
     assert "left out: 3 ties" in text
     assert "dropped" not in text

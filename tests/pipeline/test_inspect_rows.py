@@ -22,7 +22,7 @@ def made(flawed):
 
 def shown(folder, row=None, **more):
     options = {"rejected": False, "as_json": False, "model": None} | more
-    return list(lines_of_inspection(folder, row=row, **options))
+    return [*map(str, lines_of_inspection(folder, row=row, **options))]
 
 
 def test_a_row_is_found_by_its_place_or_id_and_a_dropped_one_says_why(made, flawed_file):

@@ -153,7 +153,6 @@ CHANGES = {
     "tokens.prompt_side": "right",
     "tokens.bos": "never",
     "tokens.eos": "never",
-    "tokens.boundary": "strict",
     "tokens.date": "2026-01-01",
     "cache.seed": 1,
     "cache.kl_pairs": 2,

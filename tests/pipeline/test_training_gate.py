@@ -42,7 +42,7 @@ def test_another_tokenizer_or_chat_template_is_refused(course, policy, tmp_path)
 
 
 def test_a_token_setting_that_was_written_down_has_to_be_the_caches(course, tmp_path):
-    for name, known, value in (("max_length", "2048", "64"), ("boundary", "shift", "strict")):
+    for name, known, value in (("max_length", "2048", "64"), ("prompt_side", "left", "right")):
         said = f"tokens.{name}: the cache has {known}, now {value}"
         assert said in refused(course, "--set", f"tokens.{name}={value}")
     (tmp_path / "align.yaml").write_text("tokens:\n  eos: never\n")

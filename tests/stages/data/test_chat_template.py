@@ -1,6 +1,5 @@
 """Chat templates: the text of transformers, and refusals of what cannot be rendered."""
 
-import re
 from dataclasses import replace
 from itertools import product
 
@@ -78,7 +77,7 @@ def test_a_text_is_that_of_transformers(folder_of, name):
     hows = [{}, {"add_generation_prompt": True}, {"continue_final_message": True}]
     texts = 0
     for messages, tools, how in product(CONVERSATIONS, (None, TOOLS), hows):
-        found = text_or_none(tokenizer.chat.rendered, messages, tools, {"extra": [1]}, **how)
+        found = text_or_none(tokenizer.chat.render, messages, tools, {"extra": [1]}, **how)
         expected = text_or_none(
             tokenizer.hf.apply_chat_template,
             *(messages, tools),
@@ -94,7 +93,7 @@ def test_a_text_is_that_of_transformers(folder_of, name):
 def test_marks_of_a_template_are_those_of_transformers(folder_of):
     tokenizer = load_tokenizer(folder_of(TEMPLATES["marked"]), TokenOptions())
     messages = [user("hi"), bot("one"), user("and?"), bot("two ")]
-    text, spans = tokenizer.chat.rendered(messages, None, {})
+    text, spans = tokenizer.chat.render(messages)
     assert [text[slice(*span)] for span in spans] == ["one<|im_end|>", "two <|im_end|>"]
     expected = tokenizer.hf.apply_chat_template(messages, return_assistant_tokens_mask=True)
     starts = [start for start, _ in tokenizer.backend.encode(text).offsets]
@@ -112,12 +111,14 @@ def test_a_template_that_is_not_jinja_is_refused_once_with_its_file_and_line(
     mine.write_text(template)
     for options, file in (({}, folder), ({"chat_template": str(mine)}, str(mine))):
         tokenizer = load_tokenizer(folder, TokenOptions(**options))
-        with pytest.raises(UsageError, match=f"line {line}") as refused:
-            tokenizer.require_template(folder)
-        assert file in str(refused.value)
-        assert ".jinja" in str(refused.value)
-        with pytest.raises(UsageError):
-            encode(folder, conversation((bot("one"),)), **options)
+        for use in (
+            tokenizer.require_template,
+            lambda options=options: encode(folder, conversation((bot("one"),)), **options),
+        ):
+            with pytest.raises(
+                UsageError, match=rf"(?s){file}.*line {line}\b.*tokens.chat_template"
+            ):
+                use()
     # Plain text has no use for it.
     plain = replace(conversation("one", "two"), prompt="hi")
     assert encode(folder, plain) == encode(folder_of(None), plain)
@@ -131,9 +132,10 @@ def test_a_row_that_a_template_breaks_on_is_a_bad_row_and_the_others_are_as_ever
     hit = {7, 33}
     mixed = [replace(row, prompt=(user("go off!"),)) if row.row in hit else row for row in rows]
     result = encode(folder, *mixed)
-    assert [(one.row, one.reason, one.detail) for one in result.rejected] == [
-        (n, "template_error", "TemplateError: off it goes") for n in sorted(hit)
+    assert [(one.row, one.reason) for one in result.rejected] == [
+        (n, "template_error") for n in sorted(hit)
     ]
+    assert all("off it goes" in one.detail for one in result.rejected)
     well = encode(folder_of(CHATML), *[row for row in rows if row.row not in hit])
     assert [*map(repr, result.rows)] == [*map(repr, well.rows)]
     assert not well.rejected
@@ -143,25 +145,14 @@ def test_memory_that_runs_out_in_a_template_is_not_the_fault_of_a_row(folder_of)
     endless = "{% if 'go off' in m.content %}{{ 'a' * 10**18 }}{% endif %}"
     folder = folder_of(CHATML.replace("{{ m.content }}", "{{ m.content }}" + endless))
     with pytest.raises(MemoryError):
-        load_tokenizer(folder, TokenOptions()).chat.rendered([user("go off!")], None, {})
+        load_tokenizer(folder, TokenOptions()).chat.render([user("go off!")])
 
 
 def test_options_of_a_row_cannot_stand_for_its_messages(folder_of):
     chat = load_tokenizer(folder_of(CHATML), TokenOptions()).chat
     for name in ("messages", "tokenize", "add_generation_prompt"):
         with pytest.raises(BadRow, match=name):
-            chat.rendered([user("hi")], None, {name: True})
+            chat.render([user("hi")], None, {name: True})
     marked = Unlearned(bot("A"))
     hi = user("hi")
-    assert chat.rendered([hi, marked], None, {}) == chat.rendered([hi, bot("A")], None, {})
-
-
-def test_specials_at_the_end_of_a_text_are_taken_off_whatever_their_order(folder_of):
-    tokenizer = load_tokenizer(folder_of(CHATML), TokenOptions())
-    special = (tokenizer.added.texts[token] for token in tokenizer.added.special)
-    names = "|".join(re.escape(name) for name in {*special, *tokenizer.specials})
-    for parts in product(["<|im_end|>", "<|endoftext|>", " ", "\n", "a", "<|im_"], repeat=4):
-        text = "a" + "".join(parts)
-        assert tokenizer.before_specials(text) == re.sub(rf"(?:{names}|\s)*\Z", "", text)
-    # In steps as many as characters, though blanks stand in many places.
-    assert tokenizer.before_specials(" " * 10**6 + "a" + " <|im_end|>" * 9) == " " * 10**6 + "a"
+    assert chat.render([hi, marked]) == chat.render([hi, bot("A")])

@@ -70,27 +70,18 @@ def test_there_is_one_bos_and_it_is_first_where_the_tokenizer_or_a_setting_asks(
         assert row.prompt[0] == bos
         assert [*row.prompt, *row.completions[0]].count(bos) == 1
     shy = save_tokenizer(tmp_path, adds_bos=False)
-    assert encode_one(shy, text())[0].prompt[0] != bos
-    whole, short = (encode_one(shy, chat("a", "b"), max_prompt_length=n)[0].prompt for n in (0, 4))
-    assert short == [bos, *whole[-3:]]  # which the template wrote
     assert encode_one(shy, text(), bos="always")[0].prompt[0] == bos
     assert encode_one(saved_tokenizer, text(), bos="never")[0].prompt[0] != bos
 
 
-def test_what_is_too_long_loses_the_stop_or_the_beginning_but_never_its_bos_or_all(
-    saved_tokenizer,
-):
+def test_what_is_too_long_is_cut_and_counted_or_refused(saved_tokenizer):
     full, _ = encode_one(saved_tokenizer, text())
     limit = len(full.prompt) + len(full.completions[0]) - 1  # room for all but EOS
     row, notes = encode_one(saved_tokenizer, text(), max_length=limit)
     assert (row.completions[0], row.cut[0]) == (full.completions[0][:-1], 1)
     assert notes["rows_with_completion_truncated"] == 1
-    row, notes = encode_one(saved_tokenizer, text(), max_prompt_length=3)
-    assert row.prompt == [full.prompt[0], *full.prompt[-2:]]
-    assert row.prompt_cut == len(full.prompt) - 3
+    _, notes = encode_one(saved_tokenizer, text(), max_prompt_length=3)
     assert notes["rows_with_prompt_truncated"] == 1
-    right, _ = encode_one(saved_tokenizer, text(), max_prompt_length=3, prompt_side="right")
-    assert right.prompt == full.prompt[:3]
     bad = refusal_of(saved_tokenizer, text(), max_length=len(full.prompt))
     assert bad.reason == "too_long"
 
@@ -109,74 +100,41 @@ def test_a_tokenizer_that_was_trained_with_dropout_gives_a_text_the_same_tokens_
     assert tokenizer_fingerprint(after) == tokenizer_fingerprint(before)
 
 
-def test_a_token_across_the_boundary_goes_to_the_completion_and_is_counted(saved_tokenizer):
-    # " world" is one token, and the boundary falls inside it.
-    record = text(prompt="hello wor", chosen="ld, how are you", rejected="k is the answer")
-    row, notes = encode_one(saved_tokenizer, record)
-    assert notes["rows_with_a_token_across_the_boundary"] == 1
-    decode = tokenizer_of(saved_tokenizer).backend.decode
-    assert "hello wor".startswith(decode(row.prompt[1:]))
-    for completion, words in zip(row.completions, record.completions, strict=True):
-        assert decode([*row.prompt[1:], *completion[:-1]]) == "hello wor" + words
-    assert refusal_of(saved_tokenizer, record, boundary="strict").reason == "boundary"
-    # A character of several tokens belongs to one side.
-    whole = text(prompt="hello", chosen="😀 you", rejected=" no")
-    (prompt, completion, _), notes = texts_of(saved_tokenizer, whole, boundary="strict")
-    assert (prompt, completion) == ("<s>hello", "😀 you<|im_end|>")
-
-
-def test_a_template_that_rewrites_the_prompt_is_counted_and_one_that_fails_rejects_its_row(
-    tmp_path,
-):
+def test_a_template_that_rewrites_the_prompt_is_counted(tmp_path):
     opened = "<|im_start|>assistant\n{% endif %}"
     thinking = TEMPLATE.replace(opened, opened.replace("{%", "<think>{%"))
     folder = save_tokenizer(tmp_path, template=thinking)
     (_, completion, _), notes = texts_of(folder, chat("how are you", "no-one"))
     assert notes["rows_whose_template_changes_the_prompt"] == 1
     assert completion == "how are you<|im_end|>"
-    picky = "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
-    folder = save_tokenizer(tmp_path, template=picky)
-    result = encode(folder, chat("a", "b", asked="bad"), chat("a", "b"))
-    assert [row.reason for row in result.rejected] == ["template_error"]
-    assert len(result.rows) == 1
 
 
-def test_a_template_that_asks_for_the_date_is_given_the_one_in_the_settings(tmp_path):
-    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
-    folder = save_tokenizer(tmp_path, template=dated)
-    with pytest.raises(UsageError, match=r"tokens\.date"):
-        tokenizer_of(folder).require_template(folder)
-    (prompt, *_), _ = texts_of(folder, chat("a", "b"), date="2026-02-03")
-    assert "03 Feb 2026" in prompt
-    with pytest.raises(UsageError, match="YYYY-MM-DD"):
-        load_tokenizer(folder, TokenOptions(date="tomorrow"))
+DATES = {  # what asks for the date, and what may be made of it
+    "{{ strftime_now('%d %b %Y') }}": "03 Feb 2026",
+    "{# strftime_now(form) #}{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
+    " strftime_now": "2026 strftime_now",
+    "{% set form = '%d %b' %}{{ strftime_now(form) }}": None,
+    "{{ strftime_now('%D' | lower) }}": None,
+    "{{ strftime_now(format='%d %b') }}": None,
+    "{{ strftime_now('%d' ~ ' %b') }}": None,
+    "{% set now = strftime_now %}{{ now('%d %b') }}{{ strftime_now('%Y') }}": None,
+}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "{% set form = '%d %b' %}{{ strftime_now(form) }}",
-        "{{ strftime_now('%D' | lower) }}",
-        "{{ strftime_now(format='%d %b') }}",
-        "{{ strftime_now('%d' ~ ' %b') }}",
-        "{% set now = strftime_now %}{{ now('%d %b') }}",
-    ],
-)
-def test_a_call_for_the_date_that_cannot_be_replaced_is_refused_with_and_without_one(
-    tmp_path, call
-):
-    folder = save_tokenizer(tmp_path, template=call + "{{ strftime_now('%Y') }}" + TEMPLATE)
+@pytest.mark.parametrize("asks", DATES)
+def test_a_template_is_given_the_date_of_the_settings_or_refused(tmp_path, asks):
+    folder = save_tokenizer(tmp_path, template=asks + TEMPLATE)
     for date in ("", "2026-02-03"):
-        with pytest.raises(UsageError, match="strftime_now"):
-            load_tokenizer(folder, TokenOptions(date=date)).require_template(folder)
-
-
-def test_a_template_may_ask_whether_there_is_a_date_and_speak_of_it(tmp_path):
-    asks = "{# strftime_now(form) #}{% if strftime_now is defined %}{{ strftime_now('%Y') }}"
-    folder = save_tokenizer(tmp_path, template=asks + "{% endif %} strftime_now" + TEMPLATE)
-    tokenizer = load_tokenizer(folder, TokenOptions(date="2026-02-03"))
-    tokenizer.require_template(folder)
-    assert tokenizer.chat.probed((USER,)).startswith("2026 strftime_now")
+        if date and DATES[asks]:
+            (prompt, *_), _ = texts_of(folder, chat("a", "b"), date=date)
+            assert prompt.removeprefix("<s>").startswith(DATES[asks])
+            continue
+        # Also where the first rows are plain text.
+        with pytest.raises(UsageError, match=r"tokens\.date") as refused:
+            encode(folder, text(), chat("a", "b"), date=date)
+        assert folder in str(refused.value)
+    with pytest.raises(UsageError, match=r"tokens\.date"):
+        load_tokenizer(folder, TokenOptions(date="tomorrow"))
 
 
 def test_a_role_that_the_template_does_not_name_is_refused(saved_tokenizer, tmp_path):
@@ -188,16 +146,11 @@ def test_a_role_that_the_template_does_not_name_is_refused(saved_tokenizer, tmp_
 
 
 def test_what_is_odd_about_rows_is_counted(saved_tokenizer):
-    for record, note, count in (
-        (text(rejected=" how are you"), "pairs_with_equal_completions", 1),
-        (
-            text(chosen="hello world, how are you", rejected="\nhello world, no"),
-            "completions_that_repeat_their_prompt",
-            2,
-        ),
-        (text(chosen=" how<s>"), "rows_with_special_tokens_in_text", 1),
+    for record, note in (
+        (text(rejected=" how are you"), "pairs_with_equal_completions"),
+        (text(chosen=" how<s>"), "rows_with_special_tokens_in_text"),
     ):
-        assert encode_one(saved_tokenizer, record)[1][note] == count
+        assert encode_one(saved_tokenizer, record)[1][note] == 1
     scores = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (None, None), (-2.0, -1.0)]
     records = [replace(text(), scores=pair) for pair in scores]
     candidates = replace(text(), scores=(1.0, 2.0), roles=(Role.CANDIDATE,) * 2)
@@ -298,9 +251,8 @@ def test_a_completion_ends_with_the_stop_that_its_template_writes_and_text_with_
     families, family
 ):
     folder, (turn, tool_calls, source, yes) = families[family], STOPS[family]
-    (_, *completions), notes = texts_of(folder, said("yes", "a\nno"))
+    (_, *completions), _ = texts_of(folder, said("yes", "a\nno"))
     assert completions == [yes, yes.replace("yes", "a\nno")]
-    assert not notes["completions_that_end_with_another_special_token"]
     stops = stops_of(folder)
     assert (stops.turn.text, stops.tool_calls.text, stops.turn.source) == (turn, tool_calls, source)
     assert stops == load_tokenizer(folder, TokenOptions()).stops
@@ -310,9 +262,8 @@ def test_a_completion_ends_with_the_stop_that_its_template_writes_and_text_with_
     assert texts_of(folder, plain)[0][1:] == [f" yes{eos}", f" no{eos}"]
     if family in CALLS:
         arguments = '{"q": 1}' if family == "deepseek" else {"q": 1}
-        (_, completion), notes = texts_of(folder, conversation(call(arguments)))
+        (_, completion), _ = texts_of(folder, conversation(call(arguments)))
         assert completion == CALLS[family] + tool_calls
-        assert not notes["completions_that_end_with_another_special_token"]
 
 
 @pytest.mark.parametrize("written", ["<|im_end|>", "<|im_end|>\n", "<|endoftext|>"])
@@ -341,13 +292,12 @@ def test_a_completion_that_was_cut_ends_with_no_stop_of_any_kind(families, famil
             assert whole.startswith(tokenizer.hf.decode(ids))
 
 
-def test_a_stop_that_only_some_turns_end_with_is_found_in_the_row_and_counted(tmp_path):
+def test_a_stop_that_only_some_turns_end_with_is_found_in_the_row(tmp_path):
     odd = CHATML.replace("{% endfor %}<|im_end|>", "{% endfor %}{{ m.end or '<|im_end|>' }}")
     specials = [*CHATML_SPECIALS, "<|eom|>"]
     folder = byte_tokenizer(tmp_path, specials, template=odd, eos="<|endoftext|>")
-    (_, text), notes = texts_of(folder, conversation((bot("yes") | {"end": "<|eom|>"},)))
+    (_, text), _ = texts_of(folder, conversation((bot("yes") | {"end": "<|eom|>"},)))
     assert text == "yes<|eom|>"
-    assert notes["completions_that_end_with_another_special_token"] == 1
 
 
 def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
@@ -403,8 +353,7 @@ def test_what_follows_the_prefill_is_written_as_its_template_writes_it(families)
         assert prompt.endswith(f"<|im_start|>assistant\n{opened}")
         assert said == written
     both = prefilled("Sure,", " here", ASKED)
-    bad = refusal_of(families["qwen base"], both)
-    assert (bad.reason, "others answer it" in bad.detail) == ("schema", True)
+    assert refusal_of(families["qwen base"], both).reason == "schema"
 
 
 def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(tmp_path, families):

@@ -13,7 +13,7 @@ from align.schemas.config import ModelOptions
 from align.schemas.data_options import TokenOptions
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.data.shown_row import lines_of
+from align.stages.data.preview import lines_of
 from align.stages.data.tokenizer import decoder, load_tokenizer
 from align.stages.model.generate import own_stops
 from align.stages.model.save import stop_generation_at
@@ -164,16 +164,34 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def folder(kind, tmp_path_factory):
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), **kind.tokenizer)
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), **kind.tokenizer, added=["xyz"])
 
 
 def test_a_prompt_has_its_bos_and_a_completion_ends_once_with_its_stop(kind, folder):
     texts, _ = texts_of(folder, TEXT)
     assert texts == [kind.text, f" yes{kind.text_stop}", f" no{kind.text_stop}"]
-    texts, notes = texts_of(folder, CHAT)
-    assert not notes["completions_that_end_with_another_special_token"]
+    end = ending_of(kind)
+    assert texts_of(folder, CHAT)[0] == [kind.chat, f"yes{end}", f"no{end}"]
+
+
+def ending_of(kind):
+    """What the template and the stop rule put behind an answer."""
     tail = "\n\n" if kind.tokenizer["template"] == ALPACA else ""
-    assert texts == [kind.chat, f"yes{tail}{kind.turn_stop}", f"no{tail}{kind.turn_stop}"]
+    return f"{tail}{kind.turn_stop}"
+
+
+def test_a_token_across_the_boundary_goes_to_the_completions_of_its_row(kind, folder):
+    """The token "xyz", of which one of the completions has the second and the third letter."""
+    bos, stop = kind.text.removesuffix("hello world"), kind.text_stop
+    text = replace(TEXT, prompt="hello x", completions=("yz, yes", "y, no"))
+    assert texts_of(folder, text)[0] == [f"{bos}hello ", f"xyz, yes{stop}", f"xy, no{stop}"]
+    open_turn = (user("hi"), bot("x"))
+    chat = replace(CHAT, prompt=open_turn, completions=((bot("yz"),), (bot("y"),)))
+    end = ending_of(kind)
+    assert texts_of(folder, chat)[0] == [kind.chat, f"xyz{end}", f"xy{end}"]
+    # A character of several tokens belongs to one side.
+    wide = replace(TEXT, prompt="hello", completions=("😀 yes", "é no"))
+    assert texts_of(folder, wide)[0] == [f"{bos}hello", f"😀 yes{stop}", f"é no{stop}"]
 
 
 def test_a_prompt_that_is_cut_keeps_its_bos_and_the_side_that_is_asked_for(kind, folder):
@@ -187,7 +205,7 @@ def test_a_prompt_that_is_cut_keeps_its_bos_and_the_side_that_is_asked_for(kind,
             row, _ = encode_one(folder, record, **options)
             assert row.prompt_cut == whole - 4
             rows = key_rows([row], seed=0, carried=()).rows
-            _, shown, *_ = lines_of(rows, tokenizer, file="x", prompt_side=side)
+            _, shown, *_ = map(str, lines_of(rows, tokenizer, file="x", prompt_side=side))
             missing = f"({whole - 4} tokens cut)"
             if side == "right":
                 assert shown.endswith(missing)

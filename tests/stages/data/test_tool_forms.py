@@ -1,4 +1,4 @@
-"""What templates make of calls of tools and of plain text, and what they leave out of a row."""
+"""What templates make of calls of tools and of plain text."""
 
 import json
 
@@ -9,7 +9,6 @@ from align.schemas.errors import UsageError
 from align.schemas.row_keys import prompt_keys_of
 from align.stages.data.chat_wrap import UNWRAPPED, Wrapping
 from align.stages.data.encode import encode_prompt
-from align.stages.data.template_probe import Shown
 from align.stages.data.tokenizer import load_tokenizer
 from support import tool_templates
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
@@ -24,22 +23,18 @@ from support.read_rows import (
     texts_of,
     user,
 )
-from support.tool_templates import QWEN_2_5, WITHOUT_TOOLS, chat_tokenizer
+from support.tool_templates import WITHOUT_TOOLS, chat_tokenizer
 
 ARGUMENTS = {"city": "Łódź", "days": [1, None], "exact": True}
 AS_JSON = '{"city": "Łódź", "days": [1, null], "exact": true}'
 PYTHON = "{'city': 'Łódź', 'days': [1, None], 'exact': True}"
-# What a call becomes, and in which forms the template writes its arguments as they are meant.
-WRITTEN = {
-    "QWEN_2_5": (f'{{"name": "weather", "arguments": {AS_JSON}}}', Shown(as_object=True)),
-    "QWEN_3": (f'{{"name": "weather", "arguments": {AS_JSON}}}', Shown(True, True)),
-    "HERMES": (f'{{"arguments": {AS_JSON}, "name": "weather"}}', Shown(as_object=True)),
-    "MISTRAL": (
-        f'[{{"name": "weather", "arguments": {AS_JSON}, "id": "call00001"}}]',
-        Shown(as_object=True),
-    ),
-    "DEEPSEEK_R1": (f"call>weather\n{AS_JSON}</call>", Shown(as_text=True)),
-    "CARELESS": (f'{{"name": "weather", "arguments": {AS_JSON}}}', Shown(as_text=True)),
+WRITTEN = {  # what a call becomes
+    "QWEN_2_5": f'{{"name": "weather", "arguments": {AS_JSON}}}',
+    "QWEN_3": f'{{"name": "weather", "arguments": {AS_JSON}}}',
+    "HERMES": f'{{"arguments": {AS_JSON}, "name": "weather"}}',
+    "MISTRAL": f'[{{"name": "weather", "arguments": {AS_JSON}, "id": "call00001"}}]',
+    "DEEPSEEK_R1": f"call>weather\n{AS_JSON}</call>",
+    "CARELESS": f'{{"name": "weather", "arguments": {AS_JSON}}}',
 }
 
 
@@ -62,24 +57,14 @@ FOUND = {"role": "tool", "content": "rain"}
 
 @pytest.mark.parametrize("family", WRITTEN)
 def test_arguments_are_written_once_whether_they_are_given_as_an_object_or_as_text(folders, family):
-    expected, forms = WRITTEN[family]
-    noted = "rows_with_calls_of_tools_converted_for_the_template"
-    for given, is_taken in ((ARGUMENTS, forms.as_object), (AS_JSON, forms.as_text)):
-        (_, said), notes = texts_of(folders[family], conversation(call(given)))
+    for given in (ARGUMENTS, AS_JSON):
+        (_, said), _ = texts_of(folders[family], conversation(call(given)))
         answered = conversation(RAIN, prompt=(USER, *call(given), FOUND))
-        (asked, _), notes_of_prompt = texts_of(folders[family], answered)
-        assert notes[noted] == notes_of_prompt[noted] == (not is_taken)
-        assert expected in said
-        assert expected in asked
-        assert "\\" not in said
-        assert PYTHON not in said
-    assert forms_of(folders[family]) == forms
-
-
-def forms_of(folder):
-    """How a template says that it takes arguments when it is asked."""
-    tokenizer = load_tokenizer(folder, TokenOptions())
-    return tokenizer.tool_forms.arguments
+        (asked, _), _ = texts_of(folders[family], answered)
+        for text in (said, asked):
+            assert WRITTEN[family] in text
+            assert "\\" not in text
+            assert PYTHON not in text
 
 
 def test_one_conversation_is_one_prompt_in_either_form(folders):
@@ -105,7 +90,9 @@ def test_text_that_is_no_object_is_refused_where_the_template_wants_one(folders)
     for given in ("{city: Łódź}", '{"city": ', "[1]", "3", json.dumps(AS_JSON), "[" * 100_000):
         bad = refusal_of(folders["QWEN_2_5"], conversation(call(given)))
         assert (bad.reason, "arguments of weather" in bad.detail) == ("schema", True)
-    assert texts_of(folders["QWEN_3"], conversation(call("{city: Łódź}")))  # as it stands
+    # A template that takes text too writes it as it stands.
+    for given in ("{city: Łódź}", '{"city":"Łódź"}'):
+        assert given in texts_of(folders["QWEN_3"], conversation(call(given)))[0][1]
 
 
 @pytest.mark.parametrize("is_within", [True, False])
@@ -122,85 +109,30 @@ def test_parameters_of_tools_given_as_text_are_written_once(folders, is_within):
 
 
 def test_a_completion_of_calls_that_no_template_writes_is_refused(folders):
-    assert forms_of(folders["WITHOUT_TOOLS"]) == Shown()
     bad = refusal_of(folders["WITHOUT_TOOLS"], conversation(call(ARGUMENTS)))
-    assert (bad.reason, "calls" in bad.detail) == ("template_error", True)
+    assert bad.reason == "template_error"
     spoken = (bot("Let me look.") | call(ARGUMENTS)[0],)
     (_, completion), _ = texts_of(folders["WITHOUT_TOOLS"], conversation(spoken))
     assert completion == "Let me look.<|im_end|>"
 
 
-THINKING = WITHOUT_TOOLS.replace(
-    "{{ m.content }}", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
-    "{% endif %}{{ m.content | trim }}",
-)  # fmt: skip
-LAST_THOUGHTS = THINKING.replace("m.reasoning_content %}", "m.reasoning_content and loop.last %}")
-CUTS_THOUGHTS = WITHOUT_TOOLS.replace("m.content", "m.content.split('</think>')[-1]")
-SPACED = WITHOUT_TOOLS.replace("m.content", "m.content.replace('</think>', '\n</think>\n\n')")
-DUMPED = WITHOUT_TOOLS.replace("m.content", "m.content | tojson")
-SAID = bot("a")
-ANSWERED = {"role": "tool", "content": "found"}
-THOUGHT = bot("Rain.\n") | {"reasoning_content": "Clouds\nare grey."}
-EARLIER = bot("Sun.") | {"reasoning_content": "Birds."}
-THINKS = bot("<think>Clouds.</think>Rain.")
-LOOK = {"tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]}
-DESCRIBED = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
-CALLING = bot("Let me see.") | LOOK
-NOTED = SAID | {"editor's note": "this one is not quite right"}
-KEYED = {"id": "7f3a", "created": "2024-01-01 10:00:00 UTC", "rank": 3}
-NAMED = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "found"}
-NOTHING = (set(), set())
-
-
-@pytest.fixture
-def notes(tmp_path):
-    """What is noted of completions of a prompt under a template."""
-
-    def count(template, *completions, prompt=(USER,), **more):
-        folder = chat_tokenizer(tmp_path, template)
-        found = encode_one(folder, conversation(*completions, prompt=prompt, **more))[1]
-        return {name: count for name, count in found.items() if count}
-
-    return count
-
-
-def test_turns_of_users_and_tools_inside_completions_are_counted(notes):
-    found = notes(WITHOUT_TOOLS, (SAID, USER, SAID), (SAID, ANSWERED, SAID, USER, SAID), (SAID,))
-    assert found["rows_with_turns_of_others_in_completions"] == 1
-    assert found["turns_of_others_in_completions_left_out"] == 3
-    alone = notes(WITHOUT_TOOLS, (SAID,), prompt=(USER, SAID, ANSWERED, SAID, USER))
-    assert alone == {"rows_of_conversations": 1}
+SHOWN = "<think>{{ m.reasoning_content or '' }}</think>{{ m.content }}"
+LAST_SHOWN = SHOWN.replace("or ''", "if loop.last else ''")
 
 
 @pytest.mark.parametrize(
-    ("template", "before", "said", "in_prompt", "in_completion"),
-    [
-        (WITHOUT_TOOLS, (), THOUGHT, set(), {"reasoning_content"}),
-        (THINKING, (THOUGHT, USER), THOUGHT, *NOTHING),
-        (WITHOUT_TOOLS, (), bot("Rain.") | {"thinking": "Clouds."}, set(), {"thinking"}),
-        (LAST_THOUGHTS, (EARLIER, USER), THOUGHT, {"reasoning_content"}, set()),
-        (CUTS_THOUGHTS, (), THINKS, set(), {"content"}),
-        (CUTS_THOUGHTS, (), bot("Rain."), *NOTHING),
-        (SPACED, (), THINKS, *NOTHING),
-        (DUMPED, (), bot('"Rain"\n'), *NOTHING),
-        (WITHOUT_TOOLS, (USER | {"name": "Ann"},), SAID, {"name"}, set()),
-        (WITHOUT_TOOLS, (SAID, NAMED), SAID | KEYED, *NOTHING),
-        (WITHOUT_TOOLS, (), NOTED, set(), {"other keys"}),
-        (WITHOUT_TOOLS, (CALLING, USER), CALLING, {"tools", "tool_calls"}, {"tool_calls"}),
-        (QWEN_2_5, (CALLING, USER), CALLING, *NOTHING),
-    ],
+    ("written", "lost"), [("{{ m.content }}", 1), (SHOWN, 0), (LAST_SHOWN, 0)], ids=str
 )
-def test_what_a_template_leaves_out_of_the_text_of_a_row_is_noted_and_ids_are_not(
-    notes, template, before, said, in_prompt, in_completion
-):
-    tools = DESCRIBED if said is CALLING else None
-    found = notes(template, (said,), prompt=(USER, *before), tools=tools)
-    lost = {
-        f"rows_with_{part}_text_that_the_template_leaves_out_in_'{name}'"
-        for part, names in (("prompt", in_prompt), ("completion", in_completion))
-        for name in names
-    }
-    assert set(found) - {"rows_of_conversations"} == lost
+def test_reasoning_that_a_template_never_shows_is_counted(tmp_path, written, lost):
+    folder = chat_tokenizer(tmp_path, WITHOUT_TOOLS.replace("{{ m.content }}", written))
+    thought = bot("Rain.") | {"reasoning_content": "Clouds are grey."}
+    note = "rows_with_reasoning_that_the_template_never_shows"
+    for record in (
+        conversation((thought,)),
+        conversation(RAIN, prompt=(USER, thought, USER)),
+    ):
+        assert encode_one(folder, record)[1][note] == lost
+    assert not encode_one(folder, conversation(RAIN))[1][note]
 
 
 CHAT = Wrapping(True)
@@ -287,7 +219,7 @@ def qwen_folder(tmp_path_factory):
 
 
 def wrapping(folder):
-    return load_tokenizer(folder, TokenOptions()).wrapping("chat", folder)
+    return load_tokenizer(folder, TokenOptions()).wrapping("chat")
 
 
 def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, tmp_path):
@@ -297,15 +229,14 @@ def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, t
         assert (bad.reason, "<|im_end|>" in bad.detail) == ("already_rendered", True)
         assert repr(name) in bad.detail
         assert wrapped(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
-    # Which need not be a special token.
-    folder = byte_tokenizer(tmp_path, ["<s>", "</s>"], template=LLAMA_2, eos="</s>")
-    for mark in ("[INST]", "[/INST]", "<<SYS>>"):
-        assert refused(PAIR | {"prompt": f"{mark} a"}, wrapping(folder))
-    assert wrapped(PAIR | {"prompt": "<b>a</b> [A] <think>b</think>"}, wrapping(folder))
+    # A special token that the template does not write is text.
+    folder = byte_tokenizer(tmp_path, ["<s>", "</s>", "<unk>"], template=LLAMA_2, eos="</s>")
+    assert refused(PAIR | {"prompt": "a </s>"}, wrapping(folder))
+    assert wrapped(PAIR | {"prompt": "<unk> is [INST]"}, wrapping(folder))
 
 
 def test_wrapping_needs_a_template(tmp_path):
     folder = byte_tokenizer(tmp_path, ["</s>"], template=None, eos="</s>")
-    with pytest.raises(UsageError, match=r"data\.wrap is chat and .* no chat template"):
+    with pytest.raises(UsageError, match=r"(?s)data\.wrap.*tokens\.chat_template"):
         wrapping(folder)
-    assert load_tokenizer(folder, TokenOptions()).wrapping("auto", folder) == UNWRAPPED
+    assert load_tokenizer(folder, TokenOptions()).wrapping("auto") == UNWRAPPED

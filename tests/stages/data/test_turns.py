@@ -7,7 +7,6 @@ import pytest
 
 from align.schemas.data_options import TokenOptions
 from align.schemas.row_keys import key_rows
-from align.schemas.turns import Turn, numbered
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import byte_tokenizer
 from support.read_rows import (
@@ -74,8 +73,7 @@ def test_one_turn_is_learned_as_a_whole_and_so_is_everything_if_that_is_asked_fo
 def test_where_a_template_drops_earlier_thoughts_turns_are_marked_or_the_row_is_refused(folders):
     record = conversation((bot("<think>Hm.</think>A one"), user("and?"), TWO))
     bad = refusal_of(folders["drops thoughts"], record)
-    assert bad.reason == "unclear_turns"
-    assert "generation" in bad.detail
+    assert (bad.reason, "tokens.learn" in bad.detail) == ("template_error", True)
     assert turns_of(folders["marked"], record) == SEVERAL["marked"]
     kept = conversation((ONE, user("and?"), bot("<think>Hm.</think>A two")))
     thought = ("A one<|im_end|>", "<think>Hm.</think>A two<|im_end|>")
@@ -100,10 +98,8 @@ def test_a_message_that_says_so_is_not_learned(folders, mark):
     assert record == plain
     alone = record_of(row | {"completion": [ONE | mark]})
     assert refusal_of(folders["qwen base"], alone).reason == "nothing_learned"
-    last = refusal_of(
-        folders["qwen base"], record_of(row | {"completion": [TWO, USER, ONE | mark]}), learn="last"
-    )
-    assert last.reason == "nothing_learned"
+    last = record_of(row | {"completion": [TWO, USER, ONE | mark]})
+    assert refusal_of(folders["qwen base"], last, learn="last").reason == "nothing_learned"
 
 
 @pytest.mark.parametrize(
@@ -134,11 +130,3 @@ def test_a_completion_that_continues_the_prompts_last_message_is_learned_from_th
     record = conversation((bot(" one"), user("and?"), TWO), prompt=(USER, bot("A")))
     assert turns_of(folders["qwen base"], record) == (" one<|im_end|>", "A two<|im_end|>")
     assert turns_of(folders["marked"], record) == (" one<|im_end|>", "A two<|im_end|>")
-
-
-def test_a_number_says_which_turn_a_token_is_of_and_whether_it_is_learned():
-    """Three turns of two tokens with one between them; the second is marked."""
-    turns = [Turn(0, 2), Turn(3, 5, is_marked=True), Turn(6, 8)]
-    numbers = {learn: numbered(8, turns, learn) for learn in ("assistant", "last")}
-    assert numbers["assistant"].tolist() == [1, 1, 0, -4, -4, 0, 5, 5]
-    assert numbers["last"].tolist() == [-1, -1, 0, -4, -4, 0, 5, 5]

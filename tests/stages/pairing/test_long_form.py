@@ -146,7 +146,7 @@ def test_a_prompt_cut_at_its_end_leaves_no_hole_in_a_completion():
 
 def test_what_a_completion_gets_of_its_prompt_counts_as_its_first_token_does():
     """By hand: 4 and 5 go to completions, one of which begins with a turn that is not learned."""
-    rows = [(SHORT, [7, 8], [-2, 3]), (LONG, [9], [1]), ([BOS, 1, 2, 3], [9, 9], [0, 1])]
+    rows = [(SHORT, [7, 8], [0, 1]), (LONG, [9], [1]), ([BOS, 1, 2, 3], [9, 9], [0, 1])]
     records = [
         replace(
             long_row(prompt, completion, 0.5, row=place),
@@ -158,7 +158,7 @@ def test_what_a_completion_gets_of_its_prompt_counts_as_its_first_token_does():
     keyed = key_rows(records, **PLAIN).in_ring_order()
     (row,) = plain(merge_same_prompts(keyed, Counter(), prompt_side="left"))
     found = dict(zip((ids for ids, *_ in row.branches), row.turns, strict=True))
-    assert found == {(4, 7, 8): (-2, -2, 3), (4, 5, 9): (1, 1, 1), (9, 9): (0, 1)}
+    assert found == {(4, 7, 8): (0, 0, 1), (4, 5, 9): (1, 1, 1), (9, 9): (0, 1)}
 
 
 @settings(max_examples=100)

@@ -83,7 +83,7 @@ def test_the_boundary_is_part_of_what_a_branch_is(rows):
     assert len(keys) == 4
     learned = {
         branch_keys(block_of(encoded([1, 2], [3, 4], turns=[turns])))[0]
-        for turns in (None, np.array([1, 1], np.int16), *np.array([[0, 1], [1, -1]], np.int16))
+        for turns in (None, np.array([1, 1], np.int16), *np.array([[0, 1], [1, 0]], np.int16))
     }
     assert len(learned) == 3  # so is what of it is learned; all of it need not be told
     assert len(keys & learned) == 1

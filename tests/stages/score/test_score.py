@@ -53,7 +53,7 @@ def test_sums_are_float64_of_the_float32_tokens_of_each_branch_alone(
 
 def test_a_sum_leaves_out_what_is_not_learned_though_its_token_is_not_finite(score):
     """The same ids three times: all learned, a part of them, and another part."""
-    ids, numbers = [5, 6, 7], [None, [1, 0, 3], [-1, 0, 3]]
+    ids, numbers = [5, 6, 7], [None, [1, 0, 1], [0, 0, 1]]
     turns = [None if each is None else np.array(each, np.int16) for each in numbers]
     found = score(block_of(encoded([3], ids, ids, ids, turns=turns)), Faulty()).block
     tokens = [float(one) for one in found.token_logps[0]]
