@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -126,6 +126,7 @@ def require_tracker_contract(kind, new_store, folder):
     """
     with _changed(delivery, "POINTS_PER_CALL", POINTS):
         _require_survival(kind, new_store(), folder / "killed")
+        _require_what_was_refused(kind, new_store(), folder / "refused")
         _require_idempotence(kind, new_store(), folder / "again")
         _require_another_run(kind, new_store(), folder / "lost")
         _require_patience(kind, new_store(), folder / "down")
@@ -181,6 +182,24 @@ def ended(action):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, -signal.SIGKILL)
     return code
+
+
+def _require_what_was_refused(kind, store, root):
+    """Numbers that a store refused at the end of a run are sent the next time."""
+    run = Recorded(kind, store.address, root)
+    run.end()
+    with kind.quiet(), suppress(ConnectionError):
+        run.heard_by(Refusing(kind.open(store.address), "log", 1)).deliver()
+        raise AssertionError("a store that refuses ends a delivery")
+    run.deliver()
+    run.require_told(store)
+
+
+class Refusing(Deadly):
+    """A tracker that refuses a call."""
+
+    def _call(self, call, *given, **named):
+        raise ConnectionError
 
 
 def _require_idempotence(kind, store, root):
