@@ -143,11 +143,3 @@ class Saved:
     def succeeded(self) -> bool:
         """Whether the checkpoint exists and is durable."""
         return not self.failure
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The checkpoint to resume from."""
-
-    checkpoint: Checkpoint
-    set_aside: tuple[str, ...]  # newer ones that were damaged, by their new names

@@ -201,7 +201,7 @@ server.stop()
 PY
 }
 see "both stages from and to a bucket, resumed there" bucket
-private() { [ "$(stat -c %a home/objects)" = 700 ]; }
+private() { [ "$(stat -c %a home/remote)" = 700 ]; }
 see "copies of a bucket are their owner's alone" private
 plain() { head -8 all.jsonl > eight.jsonl && python "$here/examples/kto_step.py" world/model eight.jsonl --steps 1; }
 see "a KTO step in plain PyTorch" plain

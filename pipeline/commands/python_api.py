@@ -43,10 +43,9 @@ def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
         >>> cache.select(pl.col("ref_chosen_logps") - pl.col("ref_rejected_logps")).collect()
     """
     from ...stages.report.export_trl import scan_trl
-    from ...stages.storage.bucket.objects import location
-    from ...stages.storage.cache.cache_folder import CacheFolder
+    from ..jobs.object_inputs import cache_at
 
-    folder = CacheFolder(location(path))
+    folder = cache_at(str(path))
     if not text:
         return scan_trl(folder)
     from ..precompute.export import text_of

@@ -8,9 +8,9 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.methods.recipe import Recipe
 from ...stages.methods.table import recipe_of
-from ...stages.storage.bucket.objects import is_remote, location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.locations import is_remote
 
 
 def asked_recipe(config: Config) -> Recipe:
@@ -34,7 +34,7 @@ def require_training(config: Config) -> None:
     asked_recipe(config)
     cache = config.train.cache or config.cache.output
     if not is_remote(cache) and not (Path(cache) / "manifest.json").exists():
-        load_manifest(CacheFolder(location(cache)))  # which says what there is instead
+        load_manifest(CacheFolder(Path(cache)))  # which says what there is instead
     require_policy(config)
 
 

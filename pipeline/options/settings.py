@@ -19,8 +19,8 @@ from ...schemas.json_codec import CodecError, from_plain, json_schema, unknown_k
 from ...schemas.option import Command
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
 from ...stages.storage.bucket.local_copies import keep_copies_in
-from ...stages.storage.bucket.objects import is_remote
 from ...stages.storage.disk import fs
+from ...stages.storage.locations import is_remote
 from ...stages.tracking.tracker import require_trackers
 from .declared import facts_of, paths, reads
 from .flags import require_used

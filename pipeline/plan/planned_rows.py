@@ -12,10 +12,8 @@ from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.load import DTYPES
 from ...stages.model.loading.model_folder import model_config, stored_dtype, text_settings
-from ...stages.storage.bucket.objects import location
-from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
-from ..jobs.object_inputs import local_model
+from ..jobs.object_inputs import cache_at, local_model
 from .method_needs import read_spec_of
 from .scoring_plan import Scoring, ScoringSettings
 from .workload import RowShape, even_rows
@@ -57,7 +55,7 @@ def planned_rows(
 
 
 def _of_cache(config: Config, recipe: Recipe, device: str) -> PlannedRows:
-    cache = CacheFolder(location(config.train.cache or config.cache.output))
+    cache = cache_at(config.train.cache or config.cache.output)
     manifest = load_manifest(cache)
     path = local_model(config.train.model or manifest.model)
     read_spec = read_spec_of(recipe, config.train, path)

@@ -18,7 +18,7 @@ from ...stages.methods.table import recipe_of
 from ...stages.model.loading.load import DTYPES
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.model.loading.placement import chosen_device, device_bytes
-from ...stages.storage.run.run_store import run_folder_of
+from ...stages.storage.run.run_remote import run_folder_of
 from ...stages.tracking.journal import entry_batches
 from ..options.settings import Settings
 from .memory_choice import Budget, Choice, PlanFacts, chosen

@@ -35,12 +35,12 @@ from ...stages.model.loading.model_folder import require_peft
 from ...stages.pairing.ring import Ring, complete_ring
 from ...stages.pairing.units import unit_offsets
 from ...stages.sort.key_ranges import number_of_ranges
-from ...stages.storage.bucket.local_copies import origin_of
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.commits import write_quarantine
 from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.cache.spool import Spool
+from ...stages.storage.copies import origin_of
 from ...stages.storage.tables import drawing_of
 from ..executors.cores import usable_cores
 from ..executors.executor import Executor, Runner, Share

@@ -10,7 +10,7 @@ from ...schemas.errors import UsageError
 from ...stages.methods.recipe import Recipe
 from ...stages.methods.table import recipe_of
 from ...stages.model.loading.model_folder import require_peft
-from ...stages.storage.bucket.objects import require_on_disk
+from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.declared import set_by

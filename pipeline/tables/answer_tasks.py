@@ -13,7 +13,7 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.samples import SERVER
 from ...stages.storage.answers import Answers
-from ...stages.storage.bucket.objects import is_remote
+from ...stages.storage.locations import is_remote
 from ..executors.executor import WHOLE, Share
 
 ANSWERS_PER_TASK = 512  # of a local model: several batches, so that few of them are not full

@@ -38,10 +38,10 @@ from ...stages.data.unread_columns import (
     require_read,
     require_watched_read,
 )
-from ...stages.storage.bucket.objects import require_on_disk
 from ...stages.storage.cache.cache_folder import SCORES, CacheFolder, OutputFolder
 from ...stages.storage.cache.shards import read_shard
 from ...stages.storage.disk import fs
+from ...stages.storage.locations import require_on_disk
 from ...stages.tracking.progress import Progress
 from ..executors.executor import Share
 from ..executors.kinds import require_executor

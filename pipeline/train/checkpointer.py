@@ -9,7 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import __version__
 from ...schemas.checkpoint import (
+    Checkpoint,
     FittedBatches,
     Later,
     Peers,
@@ -28,7 +30,6 @@ from ...stages.storage.disk import fs
 from ...stages.storage.run.checkpoints import (
     add_checkpoint_metrics,
     read_checkpoint,
-    record_of,
     save_checkpoint,
 )
 from ...stages.storage.run.run_folder import RunFolder
@@ -93,16 +94,18 @@ class Checkpointer:
             return saved
         saved = save_checkpoint(
             self._start.folder,
-            record_of(self._position(position, metrics, mlflow_run_id), position.best),
+            Checkpoint(
+                __version__, self._position(position, metrics, mlflow_run_id), (), position.best
+            ),
             session.engine.save_state,
             run_id=self._start.run_id,
             peers=Peers(session.world.rank, lambda mine: gathered(session.world, mine)),
             retention=self._retention,
         )
         self._count(position, saved)
-        if self._start.store and saved.succeeded and session.world.rank == 0:
+        if self._start.remote and saved.succeeded and session.world.rank == 0:
             with log_failure("The checkpoint is on this machine alone until the next one"):
-                self._start.store.push()
+                self._start.remote.push()
         if session.world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
             logger.warning(
                 "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "

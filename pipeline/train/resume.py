@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,18 +24,17 @@ from ...schemas.checkpoint import Checkpoint, FittedBatches, Position, RunIdenti
 from ...schemas.errors import FingerprintError, StorageError, UsageError
 from ...schemas.safe_text import masked
 from ...stages.engine.deepspeed_config import leaves, stage_of
-from ...stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
+from ...stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank_zero
 from ...stages.model.layouts.flex_attention import why_no_flex
 from ...stages.model.logprobs import ScoringPath, causal_model, own_attention
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
-from ...stages.storage.run.checkpoints import choose_checkpoint
+from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
 from ...stages.storage.run.run_folder import RunFolder, forget_ending, read_ending
-from ...stages.storage.run.run_store import RunStore, run_folder_of, run_store_of
+from ...stages.storage.run.run_remote import RunRemote, run_folder_of, run_remote_of
 from ..jobs.differences import differences
 from ..options.declared import binds, bound
 from ..options.settings import as_absolute, as_yaml, read_yaml
-from .run_upload import require_one_machine, uploaded
 
 if TYPE_CHECKING:
     from .training_job import Session, TrainingJob
@@ -55,7 +55,7 @@ class Start:
     is_finished: bool = False  # nothing is left to do
     changes: tuple[str, ...] = ()  # differences from when the run began
     began: float = 0.0  # on this rank's monotonic clock
-    store: RunStore | None = None  # where the folder is uploaded
+    remote: RunRemote | None = None  # where the folder is uploaded
 
     @property
     def checkpoint_step(self) -> int:
@@ -73,16 +73,22 @@ class Start:
 def started(job: TrainingJob, world: World) -> Iterator[Start]:
     """Owns the run's folder while the block runs; rank zero does it for all ranks."""
     output = job.config.train.output
-    folder, store = run_folder_of(output), run_store_of(output)
+    folder, remote = run_folder_of(output), run_remote_of(output)
     began = time.monotonic()  # each machine counts from a moment of its own
-    with ExitStack() as locks:
-        if store:
-            require_one_machine(world, store)
-        start = run_on_rank_zero(world, lambda: _enter(job, folder, locks))
+    with ExitStack() as stack:
+        if remote and (machines := len({*gathered(world, socket.gethostname())})) > 1:
+            raise UsageError(
+                f"{output}: the ranks are on {machines} machines, and checkpoints need a folder "
+                "that all of them share. Choose an --output there, and upload it afterwards."
+            )
+        start = run_on_rank_zero(world, lambda: _enter(job, folder, stack))
         if not start.is_finished:
             run_on_all_ranks(world, lambda: require_shared(folder, start.run_id))
-        with uploaded(store if world.rank == 0 else None):
-            yield replace(start, began=began, store=store)
+            if job.config.train.resume == "auto":
+                start = _resumed(job, world, start)
+        if remote and world.rank == 0:
+            stack.enter_context(remote.pushed_at_end())
+        yield replace(start, began=began, remote=remote)
 
 
 def held_to_checkpoint(session: Session, start: Start) -> Start:
@@ -103,7 +109,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
     return replace(start, changes=changes)
 
 
-def _enter(job: TrainingJob, folder: RunFolder, locks: ExitStack) -> Start:
+def _enter(job: TrainingJob, folder: RunFolder, stack: ExitStack) -> Start:
     run_id = uuid.uuid4().hex[:12]
     folder.prepare()
     if job.config.train.resume == "auto" and _is_finished(job, folder):
@@ -111,23 +117,50 @@ def _enter(job: TrainingJob, folder: RunFolder, locks: ExitStack) -> Start:
             with owner_lock(folder, run_id):
                 folder.sweep()
         return Start(folder, run_id, is_finished=True)
-    locks.enter_context(owner_lock(folder, run_id))
+    stack.enter_context(owner_lock(folder, run_id))
     folder.sweep()
     if job.config.train.resume == "never":
         folder.require_new()
-        return Start(folder, run_id)
-    chosen = choose_checkpoint(folder)
-    if chosen is None:
-        # No checkpoint is left, but the folder may be of a run with other settings.
-        if folder.config.exists() and folder.metrics.exists():
+    return Start(folder, run_id)
+
+
+def _resumed(job: TrainingJob, world: World, start: Start) -> Start:
+    """The start with the checkpoint to resume from, if there is one that these settings match."""
+    folder, checkpoint = start.folder, _whole_checkpoint(world, start.folder)
+
+    def match() -> FittedBatches | None:
+        if checkpoint:
+            lines = require_same_run(checkpoint.position.identity, job)
+            for name, line in lines.items():
+                follows = "; the learning rate follows the new length from here on"
+                logger.warning("%s%s.", line, follows if binds(name, "length") else "")
+        elif folder.config.exists() and folder.metrics.exists():
+            # No checkpoint is left, but the folder may be of a run with other settings.
             require_same_settings(read_yaml(folder.config), as_absolute(job.config))
-        return Start(folder, run_id, noted=folder.noted_fitting())
-    position = chosen.checkpoint.position
-    for name, line in require_same_run(position.identity, job).items():
-        follows = "; the learning rate follows the new length from here on"
-        logger.warning("%s%s.", line, follows if binds(name, "length") else "")
-    known = folder.noted_fitting()
-    return Start(folder, run_id, chosen.checkpoint, known, changes=position.changes)
+        return folder.noted_fitting()
+
+    noted = run_on_rank_zero(world, match)
+    changes = checkpoint.position.changes if checkpoint else ()
+    return replace(start, checkpoint=checkpoint, noted=noted, changes=changes)
+
+
+def _whole_checkpoint(world: World, folder: RunFolder) -> Checkpoint | None:
+    """The newest whole checkpoint; rank zero chooses, for ranks could see different ones."""
+    candidates = whole_checkpoints(folder)
+    while checkpoint := run_on_rank_zero(world, lambda: next(candidates, None)):
+        path = folder.step(checkpoint.position.global_step)
+        why = damage_on_ranks(world, path, checkpoint)
+        if not why:
+            return checkpoint
+        if world.rank == 0:
+            logger.warning("%s", CHECKPOINTS.damaged(path, why))
+    return None
+
+
+def damage_on_ranks(world: World, path: Path, checkpoint: Checkpoint) -> str:
+    """The first damage of a checkpoint, of whose files each rank reads its share."""
+    found = gathered(world, damage(path, checkpoint, world.rank, world.size))
+    return next(filter(None, found), "")
 
 
 def require_shared(folder: RunFolder, run_id: str) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ...schemas.errors import counted
 from ...stages.report.signs import Sign
-from ...stages.storage.bucket.objects import is_remote
+from ...stages.storage.copies import origin_of
+from ...stages.storage.locations import is_remote
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journaled_run import Run, inherited
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
@@ -35,7 +36,7 @@ def describe_training(session: Session, params: Mapping[str, str], folder: RunFo
     output = job.config.train.output
     places = {
         "run": output if is_remote(output) else str(folder.root.absolute()),
-        "cache": str(job.cache.root.resolve()),
+        "cache": origin_of(str(job.cache.root.resolve())),
         "policy": job.policy.path,
         "reference": job.manifest.model,
     }
@@ -54,7 +55,7 @@ def record_inputs(run: Run, job: TrainingJob) -> None:
     caches |= {"evaluation": job.held_out} if job.held_out else {}
     for context, (cache, made) in caches.items():
         root = cache.root.resolve()
-        run.log_dataset(root.name, digest=made.root, source=str(root), context=context)
+        run.log_dataset(root.name, digest=made.root, source=origin_of(str(root)), context=context)
 
 
 def record_signs(run: Run, signs: Sequence[Sign]) -> None:

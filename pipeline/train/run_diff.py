@@ -17,11 +17,10 @@ from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
 from ...stages.report.two_runs import SURE, Difference, TwoRuns, compare, measure_of, right_rows
-from ...stages.storage.bucket.objects import location
-from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.cache.shards import read_columns
 from ...stages.storage.run.run_folder import RunFolder, read_ending
+from ..jobs.object_inputs import cache_at
 from ..options.settings import read_yaml
 from .run_report import training_folder
 
@@ -145,7 +144,7 @@ def known_prompts(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, 
     given = settings["train.eval_cache"] or settings["train.cache"] or settings["cache.output"]
     wanted, known = pa.array([*{*ids}]), dict[str, str]()
     try:
-        folder = CacheFolder(location(given))
+        folder = cache_at(given)
         manifest = load_manifest(folder)
         for shard in manifest.shards:
             table, _ = read_columns(folder.shard(shard), ["row_id", "prompt_key"])

@@ -21,6 +21,7 @@ from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.report.eval_table import Decode, Kind, evaluation_csv
 from ...stages.report.signs import Sign
 from ...stages.report.visited_rows import PendingVisits
+from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
 from ...stages.storage.run.run_folder import RunFolder, write_ending
@@ -307,7 +308,7 @@ def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
         "align.stage": "train",
         "align.method": session.recipe.name,
         "align.cache_root": job.manifest.root,
-        "align.cache": str(job.cache.root.resolve()),
+        "align.cache": origin_of(str(job.cache.root.resolve())),
         "align.reference_weights": job.manifest.fingerprint["model.weights"],
         "align.policy": job.policy.path,
         "align.world_size": str(session.world.size),
@@ -349,7 +350,7 @@ def used_settings(session: Session, *sections: str) -> dict[str, str]:
         "model.path": policy.path,
         "model.adapter": policy.adapter,
         "model.device": session.policy.device.type,
-        "train.cache": str(session.job.cache.root),
+        "train.cache": origin_of(str(session.job.cache.root)),
         "train.model": policy.path,
         "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
         "train.dtype": session.policy.dtype,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.cache import Manifest
-from ...schemas.errors import CorruptionError, UsageError, counted, log_failure
+from ...schemas.errors import CorruptionError, StorageError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
 from ...stages.model.loading.model_folder import read_json
 from ...stages.report.axes import plain
@@ -21,10 +21,11 @@ from ...stages.report.run_curves import BEST, further_curves, learning_curves
 from ...stages.report.side_by_side import Answered, read_answers
 from ...stages.report.signs import Evidence, Sign, look_for_signs
 from ...stages.report.visited_rows import join_parts, learned_rows, read_visits
-from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.copies import fetch_folder
 from ...stages.storage.disk import fs
+from ...stages.storage.locations import is_remote
 from ...stages.storage.run.checkpoints import read_checkpoint, wanted
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
@@ -203,22 +204,28 @@ class _CacheFacts:
 
 def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
     """The origin of the reference's log-probs, as far as the cache still has it."""
-    cache = CacheFolder(location(settings["train.cache"] or settings["cache.output"]))
+    given = settings["train.cache"] or settings["cache.output"]
     try:
+        cache = CacheFolder(fetch_folder(given, _manifest) if is_remote(given) else Path(given))
         roots = {
             read_checkpoint(folder.step(step)).position.identity.cache_root
             for step in folder.steps()
         }
         manifest = load_manifest(cache)
-    except (UsageError, CorruptionError) as error:
+    except (UsageError, CorruptionError, StorageError) as error:
         return _CacheFacts({"cache": str(error)}, settings["train.model"])
     if others := roots - {manifest.root}:
-        gone = f"{cache.root} holds another cache now. This run was trained on root {min(others)}."
+        gone = f"{given} holds another cache now. This run was trained on root {min(others)}."
         return _CacheFacts({"cache": gone}, settings["train.model"])
-    lineage = _lineage(cache, manifest, settings)
+    lineage = _lineage(given, manifest, settings)
     name = data_name([entry.name for entry in manifest.inputs])
     policy = settings["train.model"] or manifest.model
     return _CacheFacts(_data(manifest), policy, name, lineage, manifest.fingerprint)
+
+
+def _manifest(names: list[str]) -> list[str]:
+    """The one file of a cache that a report reads."""
+    return [name for name in names if name == "manifest.json"]
 
 
 def _data(manifest: Manifest) -> dict[str, str]:
@@ -234,14 +241,14 @@ def _data(manifest: Manifest) -> dict[str, str]:
     return {**files, "in the cache": f"{kept}, {completions}", **dropped, **notes}
 
 
-def _lineage(cache: CacheFolder, manifest: Manifest, settings: dict[str, Any]) -> dict[str, str]:
+def _lineage(cache: str, manifest: Manifest, settings: dict[str, Any]) -> dict[str, str]:
     began = settings["train.model"] or f"{manifest.model}, the reference"
     adapter = {"its adapter": manifest.adapter} if manifest.adapter else {}
     return {
         "policy began as": began,
         "reference": manifest.model,
         **adapter,
-        "cache": str(cache.root),
+        "cache": cache,
         "cache root": manifest.root,
         "reference weights": manifest.fingerprint["model.weights"],
     }

@@ -14,10 +14,11 @@ from ...schemas.batches import World
 from ...schemas.errors import AlignError, Interrupted, UsageError, counted, log_failure
 from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
 from ...stages.feed.cache_index import ShardColumns
-from ...stages.storage.bucket.objects import require_on_disk
 from ...stages.storage.cache.cache_folder import OutputFolder
+from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journaled_run import Run, tagged
 from ...stages.tracking.progress import Progress
@@ -171,7 +172,8 @@ def _describe(
     parent.describe(description(sentence, {**facts, **params}))
     for root, job in {job.manifest.root: job for job in jobs}.items():
         cache = job.cache.root.resolve()
-        parent.log_dataset(cache.name, digest=root, source=str(cache), context="training")
+        source = origin_of(str(cache))
+        parent.log_dataset(cache.name, digest=root, source=source, context="training")
 
 
 def _policy_of(jobs: Sequence[TrainingJob]) -> str:

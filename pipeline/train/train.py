@@ -98,8 +98,8 @@ def _trained(
     job: TrainingJob, world: World, columns: ShardColumns, progress: Progress, start: Start
 ) -> Trained:
     forget_peak()
-    if start.store and world.rank == 0:
-        progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
+    if start.remote and world.rank == 0:
+        progress.say(f"working in {start.folder.root}; uploaded to {start.remote.remote.url}")
     session = open_session(job, world, columns, progress, start)
     checked = held_to_checkpoint(session, start)
     # Named here too, so that the report says it.

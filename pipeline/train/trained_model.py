@@ -24,11 +24,11 @@ from ...stages.model.save import (
     stop_generation_at,
 )
 from ...stages.report.model_card import Lineage, model_card
-from ...stages.storage.bucket.local_copies import origin_of
-from ...stages.storage.run.checkpoints import best_checkpoint, best_first, wanted
+from ...stages.storage.copies import origin_of
+from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, best_first, wanted
 from ...stages.storage.run.run_folder import RunFolder, remove_model, save_model
 from .checkpointer import require_space_for_model
-from .resume import Start, versions
+from .resume import Start, damage_on_ranks, versions
 from .run_recorder import RunRecords, used_settings
 from .training_job import Session
 
@@ -54,16 +54,18 @@ def chosen_model(
     train = session.job.config.train
     if not train.write_best:
         return ChosenModel(position.step, records.metrics)
-    best = run_on_rank_zero(session.world, lambda: _best_of(start.folder, train.best))
-    name = wanted(train.best).metric
+    folder, name = start.folder, wanted(train.best).metric
+    best = run_on_rank_zero(session.world, lambda: _best_of(folder, train.best))
     if best is None:
         raise UsageError(
             f"train.write_best: no checkpoint has {name}, so none is the best. Write the model of "
             "the last step: the same command with --set train.write_best=false --resume auto."
         )
     step, metrics = best.position.global_step, best.position.metrics
+    if why := damage_on_ranks(session.world, folder.step(step), best):
+        raise _unusable(CHECKPOINTS.damaged(folder.step(step), why))
     if step != position.step:
-        session.engine.load_state(start.folder.step(step))
+        session.engine.load_state(folder.step(step))
     records.say(f"the model is that of step {step:,}, whose checkpoint has the best {name}")
     known = position.best
     if known and known.metric == train.best and known.value is not None:
@@ -77,10 +79,14 @@ def _best_of(folder: RunFolder, best: str) -> Checkpoint | None:
     try:
         return best_checkpoint(folder, best)
     except CorruptionError as error:
-        raise CorruptionError(
-            f"{error} train.write_best needs it, for it may be the best: remove or restore it, or "
-            "give the same command with --set train.write_best=false --resume auto."
-        ) from error
+        raise _unusable(error) from error
+
+
+def _unusable(error: CorruptionError) -> CorruptionError:
+    return CorruptionError(
+        f"{error} train.write_best needs it, for it may be the best: remove or restore it, or "
+        "give the same command with --set train.write_best=false --resume auto."
+    )
 
 
 def write_model(session: Session, start: Start, records: RunRecords, model: ChosenModel) -> None:
@@ -150,7 +156,7 @@ def _lineage(session: Session, records: RunRecords, model: ChosenModel) -> Linea
         policy=origin_of(job.policy.path),
         reference=manifest.model,
         reference_weights=manifest.fingerprint["model.weights"],
-        cache=str(job.cache.root),
+        cache=origin_of(str(job.cache.root)),
         cache_root=manifest.root,
         data={entry.name: entry.sha256 for entry in manifest.inputs},
         steps=model.step,

@@ -24,12 +24,11 @@ from ...stages.model.loading.model_folder import (
     stored_dtype,
 )
 from ...stages.model.policy import Policy
-from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
-from ...stages.storage.run.run_store import run_store_of
+from ...stages.storage.run.run_remote import run_remote_of
 from ...stages.tracking.journal import Callback
-from ..jobs.object_inputs import local_model
+from ..jobs.object_inputs import cache_at, local_model
 from ..options.first_checks import asked_recipe
 from ..options.settings import Settings
 from ..plan.best_metric import require_measured
@@ -72,12 +71,12 @@ def open_training(settings: Settings) -> TrainingJob:
     """Checks everything that a user can get wrong before any slow work."""
     recipe = recipe_asked_for(settings)
     config, train = settings.config, settings.config.train
-    if store := run_store_of(train.output):
+    if remote := run_remote_of(train.output):
         if train.resume == "auto":
-            store.pull()
+            remote.pull()
         else:
-            store.require_new()
-    cache = CacheFolder(location(train.cache or config.cache.output))
+            remote.require_new()
+    cache = cache_at(train.cache or config.cache.output)
     manifest = load_manifest(cache)
     policy = _policy(settings, manifest)
     zero_stage = _zero_stage(train, policy, world_size=1)
@@ -164,7 +163,7 @@ def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest
     name = config.train.eval_cache
     if not name:
         return None
-    folder = CacheFolder(location(name))
+    folder = cache_at(name)
     other = load_manifest(folder)
     require_same_making(manifest, other, name)
     return folder, other

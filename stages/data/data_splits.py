@@ -6,10 +6,9 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...schemas.errors import UsageError
-from ..storage.bucket.local_copies import origin_of
+from ..storage.copies import origin_of
 from .data_folders import ORDER, Split, split_in
 from .input_files import InputFile
 
@@ -18,7 +17,7 @@ def require_one_split(inputs: Sequence[InputFile], command: str, output: str) ->
     """Refuses files that are several splits of one data set; `output` is where `command` writes."""
     sets: defaultdict[str, dict[Split, list[_Part]]] = defaultdict(dict)
     for file in inputs:
-        for part in _parts(_given(file.path)):
+        for part in _parts(origin_of(str(file.path))):
             sets[part.of].setdefault(part.split, []).append(part)
     for splits in sets.values():
         if len(splits) > 1:
@@ -33,14 +32,6 @@ class _Part:
     split: Split
     path: str
     pattern: str  # a shell pattern of all files of the split
-
-
-def _given(path: Path) -> str:
-    """The path that the user gave, if this is a copy of it or of its folder."""
-    for copied in (path, path.parent):
-        if (origin := origin_of(str(copied))) != str(copied):
-            return origin if copied == path else f"{origin}/{path.name}"
-    return str(path)
 
 
 def _parts(path: str) -> Iterator[_Part]:

@@ -20,9 +20,9 @@ from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.json_codec import signed, to_json
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
-from .bucket.local_copies import origin_of
 from .bucket.objects import Location, location
 from .cache.cache_folder import OutputFolder
+from .copies import origin_of
 from .signed_records import SignedRecords
 from .store import Store, store_of
 
@@ -158,8 +158,7 @@ def drawing_of(path: Path, sha256: str) -> Drawing | None:
     kind = next((kind for kind in NAMES if path.name == f"{kind}.parquet"), None)
     if kind is None:
         return None
-    origin = origin_of(str(path))
-    home = location(origin).parent if origin != str(path) else location(origin_of(str(path.parent)))
+    home = location(origin_of(str(path))).parent
     try:
         folder = TableFolder(home, kind)
         manifest = folder.find() if folder.manifest.is_file() else None

@@ -2,8 +2,8 @@
 
 import pytest
 
-from align.stages.storage.run.checkpoints import choose_checkpoint
 from align.stages.storage.run.run_folder import RunFolder
+from support.checkpoint_saves import chosen_in
 from support.trainings import KILLED, learned, require_same
 
 # Where a rank is killed, and what has to be there already. Six steps, a save after 2, 4 and 6.
@@ -87,8 +87,8 @@ def test_a_line_of_five_steps_has_their_mean(course):
 
 def step_of(run):
     """The step of the checkpoint that the next run resumes from."""
-    chosen = choose_checkpoint(RunFolder(run))
-    return chosen.checkpoint.position.global_step if chosen else 0
+    chosen = chosen_in(RunFolder(run))
+    return chosen.position.global_step if chosen else 0
 
 
 def names(run):

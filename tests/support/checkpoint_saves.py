@@ -4,15 +4,23 @@ import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from align import __version__
 from align.schemas.batches import Cursor
-from align.schemas.checkpoint import Later, Peers, Position, Retention, RunIdentity
+from align.schemas.checkpoint import (
+    Checkpoint,
+    Later,
+    Peers,
+    Position,
+    Retention,
+    RunIdentity,
+)
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.checkpoints import (
     add_checkpoint_metrics,
-    choose_checkpoint,
-    record_of,
+    damage,
     save_checkpoint,
+    whole_checkpoints,
 )
 from align.stages.storage.run.run_folder import save_model
 from support.patience import PATIENCE
@@ -78,7 +86,7 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
             gate.wait()
             return everybody
 
-        record = record_of(position(step, len(writes), metrics or {}))
+        record = Checkpoint(__version__, position(step, len(writes), metrics or {}), ())
         peers = Peers(rank, gather)
         return save_checkpoint(
             folder, record, writes[rank], run_id="run", peers=peers, retention=retention
@@ -97,17 +105,24 @@ def measure(folder, step, retention=KEEP, **metrics):
     )
 
 
+def chosen_in(folder):
+    """The checkpoint that one rank resumes from; None if no one is whole."""
+    found = whole_checkpoints(folder)
+    is_whole = lambda one: not damage(folder.step(one.position.global_step), one)  # noqa: E731
+    return next(filter(is_whole, found), None)
+
+
 def train(folder, told, steps=8, keep=KEEP):
     """Begins a run or goes on with it, saves every second step, and ends with its model."""
     folder.prepare()
     with owner_lock(folder, "run"):
         folder.sweep()
-        chosen = choose_checkpoint(folder)
-        done = chosen.checkpoint.position.global_step if chosen else 0
+        chosen = chosen_in(folder)
+        done = chosen.position.global_step if chosen else 0
         for step in range(done, steps + 1, 2):
             if step > done:
                 assert save(folder, step, retention=keep).succeeded
-            if step > done or (chosen and not chosen.checkpoint.position.metrics):
+            if step > done or (chosen and not chosen.position.metrics):
                 # Step 2 is the best of all.
                 measure(folder, step, keep, **{"eval/loss": abs(step - 2.0)})
             if step > done:

@@ -27,10 +27,10 @@ from align.schemas.samples import Sample
 from align.stages.storage import answers
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk import failpoints
-from align.stages.storage.run.checkpoints import choose_checkpoint
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
+from support.checkpoint_saves import chosen_in
 from support.patience import PATIENCE
 from support.sampling import BATCH, CountingSampler, config_of, run_sampling
 from support.stage_one import CHILDREN, Silent, contents, run
@@ -361,8 +361,8 @@ class Training:
 
     def kept(self, before, now):
         """The steps that it need not make again."""
-        chosen = choose_checkpoint(RunFolder(self.root)) if self.root.exists() else None
-        return {*range(chosen.checkpoint.position.global_step if chosen else 0)}
+        chosen = chosen_in(RunFolder(self.root)) if self.root.exists() else None
+        return {*range(chosen.position.global_step if chosen else 0)}
 
     def outcome(self):
         """All that was learned, and the bytes of the model."""

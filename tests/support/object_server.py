@@ -13,6 +13,7 @@ import boto3
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
+from align.stages.storage import remote
 from align.stages.storage.bucket import buckets
 
 BUCKET = "bucket"
@@ -48,7 +49,10 @@ def s3_server():
             forget()
 
 
-forget = buckets.open_bucket.cache_clear  # of the servers that were open
+def forget():
+    """Closes the servers that were open."""
+    buckets.open_bucket.cache_clear()
+    remote.open_bucket.cache_clear()
 
 
 def client(url):

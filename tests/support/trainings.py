@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from align.stages.report.visited_rows import read_visits
-from align.stages.storage.run.checkpoints import choose_checkpoint
 from align.stages.storage.run.run_folder import RunFolder
+from support.checkpoint_saves import chosen_in
 from support.command import Answer
 from support.patience import PATIENCE
 from support.programs import TESTS, program
@@ -237,7 +237,7 @@ def require_same(run, whole):
 
 def saved(run):
     """The step of the newest checkpoint, and how many ranks saved it under which stage."""
-    position = choose_checkpoint(RunFolder(run)).checkpoint.position
+    position = chosen_in(RunFolder(run)).position
     identity = position.identity
     return position.global_step, identity.world_size, identity.zero_stage
 

@@ -1,13 +1,10 @@
 """Local copies of objects: bounded, checked as they arrive, shared by all processes of a machine.
 
 shards/<sha256>                files of caches, named by their content
-folders/<key>/                 a model or data files, named by the versions of their objects
-folders/.<key>.lock            locked by each process that reads the folder
 used/<name>                    touched by each use of a copy, whose own times stay as they are
 work/<key>/                    what a command keeps on a disk while its output is in a store
 
-What was used longest ago is removed to make room. A file that is open can still be read then; a
-folder in use is not removed.
+What was used longest ago is removed to make room. A file that is open can still be read then.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from pathlib import Path
 from ....schemas.errors import CorruptionError, StorageError, UsageError, damaged
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.json_codec import digest
-from ....schemas.plain_names import is_plain_path
 from ..disk import fs
 from ..disk.digest_memory import remembered_sha256, user_folder
 from ..disk.locks import held
@@ -62,17 +58,12 @@ class CopyFolder:
         """An empty file for each copy, as old as the last use of that."""
         return self.root / "used"
 
-    @property
-    def folders(self) -> Path:
-        """Models and data."""
-        return self.root / "folders"
-
     def prepare(self) -> None:
         """Makes the folders; what they hold may be private."""
         above = [path for path in self.root.parents if not path.exists()]
         for path in (*reversed(above), self.root):
             fs.make_folder(path, 0o700)
-        for path in (self.shards, self.folders, self.used, self.root / "work"):
+        for path in (self.shards, self.used, self.root / "work"):
             fs.make_folder(path, 0o700)
 
 
@@ -210,56 +201,6 @@ def _sha256_of(path: ObjectPath, version: Version, take: Callable[[bytes], objec
     return sha256.hexdigest()
 
 
-_held: dict[Path, int] = {}  # locks of the folders that this process reads
-
-
-def local_folder(root: ObjectPath, wanted: dict[str, Version]) -> Path:
-    """A folder with copies of these objects below a key, by the rest of their keys.
-
-    It is fetched once for these versions, and stays while this process lives.
-    """
-    here = copies_here()
-    here.prepare()
-    key = digest([str(root), sorted((name, vars(one)) for name, one in wanted.items())])[:16]
-    folder = here.folders / key
-    with held(here.root / f".fetch-{key[:2]}.lock"):
-        if folder not in _held:
-            descriptor = fs.open_lock(here.folders / f".{key}.lock")
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            _held[folder] = descriptor
-        if not folder.exists():
-            _fetch_folder(root, wanted, folder, here)
-    fs.touch(here.used / folder.name)
-    return folder / root.name
-
-
-def _fetch_folder(
-    root: ObjectPath, wanted: dict[str, Version], folder: Path, here: CopyFolder
-) -> None:
-    total = sum(version.size for version in wanted.values())
-    if odd := next((name for name in wanted if name and not is_plain_path(name)), None):
-        raise UsageError(f"{root}: {odd!r} is not a name of a file. Copy it to another key.")
-    with _room(here, total), fs.new_folder(folder) as draft:
-        fs.write_new(draft / ORIGIN, str(root).encode())
-        for name, version in sorted(wanted.items()):
-            target = draft / root.name / name
-            for above in reversed(target.relative_to(draft).parents):
-                fs.make_folder(draft / above)
-            with fs.new_file(target, replaces=True) as sink:
-                for chunk in objects.read_chunks(root / name if name else root, version):
-                    sink.write(chunk)
-
-
-ORIGIN = ".origin"
-
-
-def origin_of(path: str) -> str:
-    """The location that a local folder is a copy of; the path itself if it is not a copy."""
-    origin = Path(path).parent / ORIGIN
-    is_copy = Path(path).parent.parent == copies_here().folders and origin.is_file()
-    return fs.read_bytes(origin).decode() if is_copy else path
-
-
 @contextmanager
 def _room(here: CopyFolder, needed: int) -> Iterator[None]:
     """Reserves so many bytes of the limit while the block fills them."""
@@ -294,9 +235,9 @@ def _make_room(here: CopyFolder, needed: int) -> bool:
     held = sum(entry.bytes for entry in entries)
     while entries and (taken + held + needed > here.limit or _is_full(here, taken + needed)):
         oldest = entries.pop(0)
-        if _remove(oldest.path):
-            fs.unlink(here.used / oldest.path.name)
-            held -= oldest.bytes
+        fs.unlink(oldest.path)
+        fs.unlink(here.used / oldest.path.name)
+        held -= oldest.bytes
     if held + needed > here.limit:
         raise UsageError(
             f"{here.root}: {needed:,} bytes more are needed for local copies of objects, "
@@ -335,25 +276,11 @@ class _Entry:
 
 def _entries(here: CopyFolder) -> Iterator[_Entry]:
     """Every whole copy; drafts of dead processes are removed, living ones have reserved room."""
-    for path in [*here.shards.iterdir(), *here.folders.iterdir()]:
+    for path in here.shards.iterdir():
         with suppress(FileNotFoundError):
             if path.name.endswith(".tmp"):
                 fs.drop_drafts(path.with_name(path.name[1:-21]))
             elif not path.name.startswith("."):
-                inside = [path, *path.rglob("*")] if path.is_dir() else [path]
-                size = sum(one.stat().st_size for one in inside if one.is_file())
                 used = here.used / path.name
                 since = used if used.exists() else path
-                yield _Entry(path, since.stat().st_mtime_ns, size)
-
-
-def _remove(path: Path) -> bool:
-    """Removes a copy, unless it is a folder in use."""
-    if not path.is_dir():
-        fs.unlink(path)
-        return True
-    with fs.if_unlocked(path.with_name(f".{path.name}.lock")) as is_unused:
-        if is_unused and path not in _held:
-            fs.remove_tree(path)
-            return True
-    return False
+                yield _Entry(path, since.stat().st_mtime_ns, path.stat().st_size)

@@ -1,38 +1,22 @@
-"""Buckets of S3, Google Cloud Storage and Azure, by obstore, with credentials of the usual chain.
-
-Credentials are never kept or shown. Variables of the environment come first, then the profile in
-`~/.aws`, then what the machine is given: a web identity, a container's role, or its instance
-metadata. The store asks for these itself when it first needs them.
-"""
+"""Buckets of S3, Google Cloud Storage and Azure, by obstore."""
 
 from __future__ import annotations
 
-import configparser
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import obstore
 from obstore import exceptions
-from obstore.store import AzureStore, GCSStore, S3Store
 
-from ....schemas.errors import UsageError
-from ....schemas.safe_text import mask_secret, mask_secrets_of
+from ..remote import ObjectStore, open_bucket
 from .buckets import NoBucketError, Seen, Version
 
 if TYPE_CHECKING:
     from obstore import PutMode
-    from obstore.store import S3Credential
-
-    ObjectStore: TypeAlias = AzureStore | GCSStore | S3Store
-
-ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
-READ_AGAIN = timedelta(minutes=5)  # a tool may have renewed the keys of a profile
 
 
 @dataclass(frozen=True)
@@ -115,9 +99,8 @@ class S3Bucket(ObstoreBucket):
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """With the endpoint, the region and the keys of the environment, or of a profile."""
-        _mask_endpoints()
-        return cls(S3Store(name, **_s3_settings()))
+        """With the credentials of the environment, of a profile, or of the machine."""
+        return cls(open_bucket("s3", name))
 
 
 class GoogleBucket(ObstoreBucket):
@@ -126,8 +109,7 @@ class GoogleBucket(ObstoreBucket):
     @classmethod
     def open(cls, name: str) -> Self:
         """With the credentials of the environment."""
-        _mask_endpoints()
-        return cls(GCSStore(name))
+        return cls(open_bucket("gs", name))
 
 
 class AzureBucket(ObstoreBucket):
@@ -135,67 +117,5 @@ class AzureBucket(ObstoreBucket):
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """In the storage account of the environment, without which there is none."""
-        _mask_endpoints()
-        if not os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"):
-            raise UsageError(
-                f"az://{name}: the storage account is not known. Set AZURE_STORAGE_ACCOUNT_NAME."
-            )
-        return cls(AzureStore(name))
-
-
-def _mask_endpoints() -> None:
-    for name in ENDPOINTS:
-        mask_secrets_of(os.environ.get(name, ""))
-
-
-def _s3_settings() -> dict[str, Any]:
-    config: dict[str, str] = {}
-    if _endpoint().startswith("http://"):  # written out by the user, as for a server beside them
-        config["aws_allow_http"] = "true"
-    profile = _profile()
-    if not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys() and "region" in profile:
-        config["aws_region"] = profile["region"]
-    if os.environ.get("AWS_ACCESS_KEY_ID") or "aws_access_key_id" not in profile:
-        return {"config": config}
-    return {"config": config, "credential_provider": _keys_of_profile}
-
-
-def _endpoint() -> str:
-    return os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
-
-
-def _keys_of_profile() -> S3Credential:
-    """The keys of the profile, read again every few minutes."""
-    profile = _profile()
-    secret, token = profile["aws_secret_access_key"], profile.get("aws_session_token")
-    for value in (profile["aws_access_key_id"], secret, token or ""):
-        mask_secret(value)
-    return {
-        "access_key_id": profile["aws_access_key_id"],
-        "secret_access_key": secret,
-        "token": token,
-        "expires_at": datetime.now(UTC) + READ_AGAIN,
-    }
-
-
-def _profile() -> dict[str, str]:
-    """The entries of the chosen profile in both files of `~/.aws`; empty without such files."""
-    name = os.environ.get("AWS_PROFILE") or "default"
-    home = Path.home() / ".aws"
-    keys = _section(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials", name)
-    section = name if name == "default" else f"profile {name}"
-    return {**_section(os.environ.get("AWS_CONFIG_FILE") or home / "config", section), **keys}
-
-
-def _section(path: str | Path, name: str) -> dict[str, str]:
-    parser = configparser.RawConfigParser()
-    try:
-        parser.read(path, encoding="utf-8")
-    except (configparser.Error, UnicodeError, OSError) as error:
-        # Without its text: the parser's message quotes the line, which may be a key.
-        raise UsageError(
-            f"{path}: not readable as a file of AWS profiles ({type(error).__name__}). Correct it, "
-            "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
-        ) from None
-    return dict(parser[name]) if parser.has_section(name) else {}
+        """In the storage account of the environment."""
+        return cls(open_bucket("az", name))

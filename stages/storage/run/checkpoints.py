@@ -1,11 +1,11 @@
-"""Saves, restores and prunes checkpoints: all files are durable before one rename commits them.
+"""Saves, finds and prunes checkpoints: all files are durable before one rename commits them.
 
-Every rank writes into one draft folder and reports the length and digest of its files; rank 0
-compares the folder with the reports, adds the record, and gives the folder its name.
+Every rank writes into one draft folder and reports the length and digest of its files. Rank zero
+compares the folder with the reports, adds the record, and gives the folder its name. A checkpoint
+counts if its record is there and the sizes match; before a run resumes from it, each rank compares
+the digests of its share of the files.
 
-A run resumes from the checkpoint that `latest` names if it is whole, else from the newest whole
-one. One rank chooses for all: ranks that looked for themselves could find different ones. The
-newest few are kept, the best, and always the one that `latest` names.
+The newest few checkpoints are kept, the best one, and always the one that `latest` names.
 """
 
 from __future__ import annotations
@@ -13,21 +13,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .... import __version__
 from ....schemas.checkpoint import (
-    BestSoFar,
     Checkpoint,
-    CheckpointFile,
-    Chosen,
     Later,
     Peers,
-    Position,
     RankFiles,
     Retention,
     Saved,
@@ -40,6 +34,8 @@ from ..signed_records import SignedRecords
 from .run_folder import RECORD_NAME, RunFolder, described, trash_name
 
 logger = logging.getLogger("align")
+
+CHECKPOINTS = SignedRecords(Checkpoint, remedy="Without it a run resumes from an older one.")
 
 
 def save_checkpoint(
@@ -58,73 +54,52 @@ def save_checkpoint(
     """
     step = record.position.global_step
     draft = folder.draft(step, run_id)
-    shares = peers.gather(_write_share(draft, write))
-    failure = _finish(folder, draft, record, shares, retention) if peers.rank == 0 else ""
-    return Saved(step, peers.gather(failure)[0])
-
-
-def _write_share(draft: Path, write: Callable[[Path], Iterable[str]]) -> RankFiles:
-    """Writes this rank's files; returns an OSError, because the other ranks wait for this one."""
     try:
         fs.make_folder(draft)
         names = sorted(write(draft))
         reach("checkpoint.written")
         for name in names:
             fs.fsync(draft / name)
-        return RankFiles(tuple(described(draft, draft / name) for name in names))
+        mine = RankFiles(tuple(described(draft, draft / name) for name in names))
     except (AlignError, OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
-        said = str(error).partition("\n")[0]
-        return RankFiles((), said or type(error).__name__)
+        # Not raised: the other ranks wait for this one.
+        mine = RankFiles((), str(error).partition("\n")[0] or type(error).__name__)
+    reports = peers.gather(mine)
 
-
-def _finish(
-    folder: RunFolder,
-    draft: Path,
-    record: Checkpoint,
-    shares: Sequence[RankFiles],
-    retention: Retention,
-) -> str:
-    """Commits the checkpoint and prunes old ones; returns the failure, or nothing."""
-    try:
-        _require_all(draft, shares)
-        _commit(folder, draft, record, shares)
-        prune(folder, retention, newest=record.position.global_step)
-    except StorageError as error:
-        _abandon(folder, draft)
-        return str(error)
-    return ""
-
-
-def _require_all(draft: Path, shares: Sequence[RankFiles]) -> None:
-    failures = {rank: share.failure for rank, share in enumerate(shares) if share.failure}
-    if failures:
-        raise StorageError("; ".join(f"rank {rank}: {said}" for rank, said in failures.items()))
-    vouched = [(file.path, file.bytes) for share in shares for file in share.files]
-    found = [
-        (path.relative_to(draft).as_posix(), path.stat().st_size)
-        for path in draft.rglob("*")
-        if not path.is_dir()
-    ]
-    if odd := sorted(set(vouched) ^ set(found)):
-        raise StorageError(
-            f"{draft} differs from what the ranks wrote: {odd[0][0]} ({odd[0][1]} bytes)."
-        )
-    if len(set(vouched)) < len(vouched):
-        raise StorageError(f"{draft}: two ranks wrote the same file.")
-
-
-def record_of(position: Position, best_so_far: BestSoFar | None = None) -> Checkpoint:
-    """The record of a checkpoint that has no files yet."""
-    known = dataclasses.replace(position, metrics=_finite(position.metrics))
-    return Checkpoint(__version__, known, (), best_so_far)
+    failure = ""
+    if peers.rank == 0:
+        try:
+            _commit(folder, draft, record, reports)
+            prune(folder, retention, newest=step)
+        except StorageError as error:
+            failure = str(error)
+            with suppress(StorageError):  # else the next start removes the draft
+                if draft.exists():
+                    fs.rename(draft, trash_name(draft))
+                folder.empty_trash()
+    return Saved(step, peers.gather(failure)[0])
 
 
 def _commit(
-    folder: RunFolder, draft: Path, record: Checkpoint, shares: Sequence[RankFiles]
+    folder: RunFolder, draft: Path, record: Checkpoint, reports: Sequence[RankFiles]
 ) -> None:
-    files = sorted((file for share in shares for file in share.files), key=lambda file: file.path)
+    """Adds the record to a draft that is what the ranks reported, and gives it its name."""
+    if failed := [f"rank {n}: {one.failure}" for n, one in enumerate(reports) if one.failure]:
+        raise StorageError("; ".join(failed))
+    files = sorted((file for one in reports for file in one.files), key=lambda file: file.path)
+    reported = [(file.path, file.bytes) for file in files]
+    if len({*reported}) < len(reported):
+        raise StorageError(f"{draft}: two ranks wrote the same file.")
+    written = {
+        (path.relative_to(draft).as_posix(), path.stat().st_size)
+        for path in draft.rglob("*")
+        if not path.is_dir()
+    }
+    if odd := sorted({*reported} ^ written):
+        raise StorageError(f"{draft} differs from what the ranks wrote: {odd[0][0]}.")
+
     reach("checkpoint.before_json")
-    write_record(draft, dataclasses.replace(record, files=tuple(files)))
+    _write_record(draft, dataclasses.replace(record, files=tuple(files)))
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
         fs.fsync_folder(path)
     final = folder.step(record.position.global_step)
@@ -137,44 +112,31 @@ def _commit(
     fs.publish(folder.latest, f"{final.name}\n".encode(), label="latest")
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+def _write_record(draft: Path, record: Checkpoint) -> None:
+    finite = {name: one for name, one in record.position.metrics.items() if math.isfinite(one)}
+    position = dataclasses.replace(record.position, metrics=finite)
+    record = dataclasses.replace(record, position=position)
+    fs.write_new(draft / RECORD_NAME, to_signed_json(record).encode())
 
 
-def write_record(draft: Path, checkpoint: Checkpoint) -> None:
-    """Writes the record of a checkpoint into the draft of its folder."""
-    fs.write_new(draft / RECORD_NAME, to_signed_json(checkpoint).encode())
-
-
-def _abandon(folder: RunFolder, draft: Path) -> None:
-    with suppress(StorageError):  # the next start removes it
-        if draft.exists():
-            fs.rename(draft, trash_name(draft))
-        folder.empty_trash()
-
-
-def choose_checkpoint(folder: RunFolder) -> Chosen | None:
-    """The newest checkpoint that is whole; every byte is read, and damaged ones are renamed."""
-    set_aside: list[str] = []
-    for step in _in_order(folder):
-        path = folder.step(step)
-        try:
-            return Chosen(verify_checkpoint(path), tuple(set_aside))
-        except CorruptionError as error:
-            bad = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
-            fs.rename(path, bad)
-            logger.warning("%s It is now called %s; an older one is tried.", error, bad.name)
-            set_aside.append(bad.name)
-    return None
-
-
-def verify_checkpoint(path: Path) -> Checkpoint:
-    """The record of a checkpoint; CorruptionError if one of its files is not whole."""
-    checkpoint = read_checkpoint(path)
-    for file in checkpoint.files:
-        if fault := _fault_of(path, file):
-            raise CHECKPOINTS.damaged(path, fault)
-    return checkpoint
+def add_checkpoint_metrics(
+    folder: RunFolder, step: int, later: Later, *, run_id: str, retention: Retention
+) -> None:
+    """Adds what is measured later to the record of a checkpoint; one rank does this."""
+    known = read_checkpoint(folder.step(step))
+    every = {**known.position.metrics, **later.metrics}
+    position = dataclasses.replace(known.position, metrics=every, fitted=later.fitted)
+    record = dataclasses.replace(known, position=position, best_so_far=later.best_so_far)
+    # Not in the checkpoint: a draft left there would be a file that the record does not name.
+    draft = folder.draft(step, run_id)
+    fs.make_folder(draft)
+    _write_record(draft, record)
+    fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
+    # Not synced: a run that resumes from a checkpoint without its evaluation evaluates again.
+    fs.remove_folder(draft)
+    # A process that was killed may have left a `latest` that a power loss undoes.
+    fs.fsync_folder(folder.checkpoints)
+    prune(folder, retention, newest=step)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -186,7 +148,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CHECKPOINTS.damaged(path, why) from error
 
 
-CHECKPOINTS = SignedRecords(Checkpoint, remedy="Without it a run resumes from an older one.")
+def whole_checkpoints(folder: RunFolder) -> Iterator[Checkpoint]:
+    """The checkpoints by their records and sizes: the one that `latest` names, then the newest."""
+    for step in _in_order(folder):
+        path = folder.step(step)
+        try:
+            checkpoint = read_checkpoint(path)
+            for file in checkpoint.files:
+                found = path / file.path
+                if not found.is_file() or found.stat().st_size != file.bytes:
+                    raise CHECKPOINTS.damaged(path, f"{file.path} has not {file.bytes} bytes")
+        except CorruptionError as error:
+            logger.warning("%s", error)
+        else:
+            yield checkpoint
 
 
 def _in_order(folder: RunFolder) -> list[int]:
@@ -195,22 +170,19 @@ def _in_order(folder: RunFolder) -> list[int]:
     if named in steps:
         return [named, *(step for step in steps if step != named)]
     if steps:
-        logger.warning(
-            "%s does not name a checkpoint that exists; the newest is tried.", folder.latest
-        )
+        logger.warning("%s names no checkpoint; the newest is tried.", folder.latest)
     return steps
 
 
-def _fault_of(path: Path, expected: CheckpointFile) -> str:
-    """Why a file of a checkpoint is not whole; empty if it is."""
-    file = path / expected.path
-    try:
-        if (found := file.stat().st_size) != expected.bytes:
-            return f"{expected.path} has {found} bytes, not {expected.bytes}"
-        if fs.sha256_of(file) != expected.sha256:
-            return f"{expected.path} is not what was written (sha256 differs)"
-    except (OSError, StorageError) as error:
-        return f"{expected.path} cannot be opened: {error.__cause__ or error}"
+def damage(path: Path, checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> str:
+    """The first damaged file in a rank's share of a checkpoint; empty if there is none."""
+    by_size = sorted(checkpoint.files, key=lambda file: -file.bytes)
+    for file in by_size[rank::ranks]:
+        try:
+            if fs.sha256_of(path / file.path) != file.sha256:
+                return f"{file.path} has another sha256"
+        except StorageError as error:
+            return f"{file.path} cannot be read: {error.__cause__ or error}"
     return ""
 
 
@@ -234,6 +206,24 @@ def wanted(best: str) -> WantedMetric:
     return WantedMetric(metric, not LOWEST.isdisjoint(metric.split("/")))
 
 
+def best_first(values: Mapping[int, float], best: str) -> list[int]:
+    """Steps by their value, the best first, and of equals the earliest."""
+    sign = 1.0 if wanted(best).is_lowest else -1.0
+    return sorted(values, key=lambda step: (sign * values[step], step))
+
+
+def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
+    """The checkpoint with the best value; None where none has a value.
+
+    One without a readable record is refused: it may be the best.
+    """
+    metric = wanted(best).metric
+    records = {step: read_checkpoint(folder.step(step)) for step in folder.steps()}
+    measured = {step: record.position.metrics for step, record in records.items()}
+    values = {step: found[metric] for step, found in measured.items() if metric in found}
+    return records[best_first(values, best)[0]] if values else None
+
+
 def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
     """Removes checkpoints that are not kept, and any later than the newest."""
     reach("prune.started")
@@ -253,63 +243,10 @@ def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[i
     kept = {*past[-retention.keep_last :], newest, *([] if named is None else [named])}
     if not retention.best:
         return kept
-    metric = wanted(retention.best).metric
-    values = {step: _value(folder, step, metric) for step in past}
-    known = {step: value for step, value in values.items() if value is not None}
+    metric, known = wanted(retention.best).metric, dict[int, float]()
+    for step in past:
+        with suppress(CorruptionError):  # a damaged one has no known value
+            metrics = read_checkpoint(folder.step(step)).position.metrics
+            if metric in metrics:
+                known[step] = metrics[metric]
     return {*kept, *best_first(known, retention.best)[:1]}
-
-
-def best_first(values: Mapping[int, float], best: str) -> list[int]:
-    """Steps by their value, the best first, and of equals the earliest."""
-    sign = 1.0 if wanted(best).is_lowest else -1.0
-    return sorted(values, key=lambda step: (sign * values[step], step))
-
-
-def _value(folder: RunFolder, step: int, metric: str) -> float | None:
-    try:
-        return read_checkpoint(folder.step(step)).position.metrics.get(metric)
-    except (CorruptionError, StorageError):
-        return None
-
-
-def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
-    """The checkpoint with the best value, every byte of it read; None where none has a value.
-
-    A damaged one is refused, whatever its value: it may have been the best.
-    """
-    metric = wanted(best).metric
-    measured = {
-        step: read_checkpoint(folder.step(step)).position.metrics for step in folder.steps()
-    }
-    values = {step: found[metric] for step, found in measured.items() if metric in found}
-    return verify_checkpoint(folder.step(best_first(values, best)[0])) if values else None
-
-
-def add_checkpoint_metrics(
-    folder: RunFolder,
-    step: int,
-    later: Later,
-    *,
-    run_id: str,
-    retention: Retention,
-) -> None:
-    """Adds what is measured later to the record of a checkpoint; one rank does this."""
-    known = read_checkpoint(folder.step(step))
-    every = {**known.position.metrics, **_finite(later.metrics)}
-    position = dataclasses.replace(known.position, metrics=every, fitted=later.fitted)
-    grown = dataclasses.replace(known, position=position, best_so_far=later.best_so_far)
-    _replace(folder, grown, run_id)
-    # A process that was killed may have left a `latest` that a power loss undoes.
-    fs.fsync_folder(folder.checkpoints)
-    prune(folder, retention, newest=step)
-
-
-def _replace(folder: RunFolder, checkpoint: Checkpoint, run_id: str) -> None:
-    step = checkpoint.position.global_step
-    # Not in the checkpoint: a draft left there would be a file that the record does not name.
-    draft = folder.draft(step, run_id)
-    fs.make_folder(draft)
-    write_record(draft, checkpoint)
-    fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
-    # Not synced: a run that resumes from a checkpoint without its evaluation evaluates again.
-    fs.remove_folder(draft)

@@ -1,4 +1,4 @@
-"""The layout of the folder of rounds.
+"""The folder of rounds.
 
 prompts.parquet             the prompts that rounds train on
 held-out/prompts.parquet    those that no round trains on
@@ -9,71 +9,60 @@ round-001/prompts.parquet   its slice of the prompts, where it does not take all
 round-001/samples, judged, selected, cache, run
 round-001/eval-samples, eval-judged, eval-against-first, eval-against-previous
 round-001/round.json        written last
-_align/LOCK                 held by the process that works here
+_align/LOCK                 locked by the process that works here
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from ....schemas.round_record import RoundRecord
-from ..cache.cache_folder import Below, OutputFolder
+from ..cache.cache_folder import OutputFolder
 from ..disk import fs
 from ..signed_records import SignedRecords
 from .run_folder import RunFolder
 
-
-@dataclass(frozen=True)
-class OneRound:
-    """The folder of one round."""
-
-    root: Path
-    number: int
-
-    prompts = Below("prompts.parquet")
-    samples = Below("samples")
-    judged = Below("judged")
-    selected = Below("selected")
-    cache = Below("cache")
-    eval_samples = Below("eval-samples")
-    eval_judged = Below("eval-judged")
-    against_first = Below("eval-against-first")
-    against_previous = Below("eval-against-previous")
-    record = Below("round.json")
-
-    @property
-    def run(self) -> RunFolder:
-        """The training of the round."""
-        return RunFolder(self.root / "run")
-
-
 ROUNDS = SignedRecords(
     RoundRecord,
     label="round",
-    remedy=(
-        "Remove it and run the same command again: what the round has made stays, and the record "
-        "is written again."
-    ),
+    remedy="Remove it and run the same command again: what the round has made stays.",
 )
 
 
-@dataclass(frozen=True)
+class OneRound:
+    """The folder of one round."""
+
+    def __init__(self, root: Path, number: int) -> None:
+        self.root = root
+        self.number = number
+        self.prompts = root / "prompts.parquet"
+        self.samples = root / "samples"
+        self.judged = root / "judged"
+        self.selected = root / "selected"
+        self.cache = root / "cache"
+        self.run = RunFolder(root / "run")
+        self.eval_samples = root / "eval-samples"
+        self.eval_judged = root / "eval-judged"
+        self.against_first = root / "eval-against-first"
+        self.against_previous = root / "eval-against-previous"
+        self.record = root / "round.json"
+
+
 class RoundsFolder:
     """The folder of all rounds, on a disk."""
 
-    root: Path
-
-    prompts = Below("prompts.parquet")
-    held_out = Below("held-out")
-    held_out_prompts = Below("held-out/prompts.parquet")
-    first_samples = Below("held-out/samples")
-    first_judged = Below("held-out/judged")
-    sample_answers = Below("answers/samples")
-    judgments = Below("answers/judgments")
-    lock = Below("_align/LOCK")
-
     when_locked = "Wait for it, or choose another --output."
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.prompts = root / "prompts.parquet"
+        self.held_out = root / "held-out"
+        self.held_out_prompts = self.held_out / "prompts.parquet"
+        self.first_samples = self.held_out / "samples"
+        self.first_judged = self.held_out / "judged"
+        self.sample_answers = root / "answers" / "samples"
+        self.judgments = root / "answers" / "judgments"
+        self.lock = root / "_align" / "LOCK"
 
     def round(self, number: int) -> OneRound:
         """The folder of a round, counted from 1."""

@@ -12,7 +12,8 @@ from align.schemas.errors import UsageError
 from align.stages.data.data_schema import common_shape, detect_shape
 from align.stages.data.data_splits import require_one_split
 from align.stages.data.input_files import InputFile, open_inputs
-from align.stages.storage.bucket.local_copies import ORIGIN, copies_here
+from align.stages.storage.copies import ORIGIN
+from align.stages.storage.disk.digest_memory import user_folder
 from support.read_rows import write_rows
 
 BATCH = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})
@@ -287,8 +288,9 @@ def test_the_commands_take_the_files_of_a_split_and_no_others_into_two_folders(t
 def test_files_of_a_store_are_known_by_where_they_were_copied_from():
     names = []
     for split in ("train", "test"):
-        folder = copies_here().folders / split[::-1]
+        folder = user_folder() / "remote" / split[::-1]
         folder.mkdir(parents=True)
         (folder / ORIGIN).write_text(f"s3://b/data/{split}-0.jsonl")
+        (folder / f"{split}-0.jsonl").touch()
         names.append(str(folder / f"{split}-0.jsonl"))
     assert "\n  align precompute-ref s3://b/data/test-0.jsonl --output" in refusal_of(*names)

@@ -12,9 +12,8 @@ from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import owner_lock, try_owner_lock
 from align.stages.storage.run.rounds_folder import RoundsFolder
-from align.stages.storage.run.run_folder import RunFolder, trash_name
-from align.stages.storage.run.run_store import RunStore
-from support.checkpoint_saves import content, save, writer
+from align.stages.storage.run.run_folder import trash_name
+from support.checkpoint_saves import save
 from support.made_caches import in_child
 
 
@@ -34,13 +33,12 @@ def test_a_second_owner_is_refused_with_the_name_of_the_first(prepared_run):
     prepared_run.lock.write_text('{"host":"here","pid":1}')  # of one that died: it locks nothing
     with owner_lock(prepared_run, "early-run"):
         assert "early-run" in prepared_run.lock.read_text()
-        said = rf"process {os.getpid()} on .*early-run"
-        with pytest.raises(LockedError, match=said) as refused:
+        with pytest.raises(LockedError, match=rf"{os.getpid()}.*early-run") as refused:
             owner_lock(prepared_run, "late-run")
         assert refused.value.exit_code == 75
         assert try_owner_lock(prepared_run, "late-run") is None
         prepared_run.lock.write_text("scribble")
-        with pytest.raises(LockedError, match="in use by another process"):
+        with pytest.raises(LockedError, match=str(prepared_run.root)):
             owner_lock(prepared_run, "late-run")
     owner_lock(prepared_run, "late-run").release()
     assert prepared_run.lock.read_bytes() == b""
@@ -65,17 +63,17 @@ def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(prepared_run):
 
 
 @pytest.mark.parametrize(
-    ("begin", "said"),
+    "begin",
     [
-        (lambda folder: save(folder, 7), "unfinished run, with a checkpoint of step 7"),
-        (lambda folder: folder.metrics.touch(), "unfinished run without a checkpoint"),
-        (lambda folder: folder.model.mkdir(), "finished run"),
+        lambda folder: save(folder, 7),
+        lambda folder: folder.metrics.touch(),
+        lambda folder: folder.model.mkdir(),
     ],
 )
-def test_a_run_that_was_begun_is_not_begun_anew(prepared_run, begin, said):
+def test_a_run_that_was_begun_is_not_begun_anew(prepared_run, begin):
     prepared_run.require_new()
     begin(prepared_run)
-    with pytest.raises(UsageError, match=rf"{said}.*--resume auto.*--output"):
+    with pytest.raises(UsageError, match=rf"{prepared_run.root} .*--resume auto.*--output"):
         prepared_run.require_new()
 
 
@@ -85,12 +83,11 @@ def test_what_killed_runs_left_is_swept_up(prepared_run):
     draft.mkdir()
     (draft / "state-0.pt").write_bytes(b"half")
     trash_name(prepared_run.step(9)).mkdir()
-    (prepared_run.checkpoints / ".bad-step-00000003-0badcafe").mkdir()
     (prepared_run.checkpoints / ".latest.0123456789abcdef.tmp").touch()
     (prepared_run.root / ".metrics.jsonl.0123456789abcdef.tmp").touch()
     prepared_run.sweep()
     left = {path.name for path in prepared_run.checkpoints.iterdir()}
-    assert left == {".bad-step-00000003-0badcafe", "latest", "step-00000001"}
+    assert left == {"latest", "step-00000001"}
     assert {path.name for path in prepared_run.root.iterdir()} == {"_align", "checkpoints"}
 
 
@@ -101,45 +98,6 @@ def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path
         path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(b"half")
     folder.prepare()
     assert not [*folder.root.rglob(".*.tmp")]
-
-
-def test_a_machine_takes_a_stores_checkpoint_for_its_own_of_the_same_step(
-    prepared_run, bucket, tmp_path
-):
-    """As of a run that was begun anew since; what it has already it does not fetch."""
-    store = RunStore(bucket, prepared_run)
-    save(prepared_run, 2)
-    prepared_run.metrics.write_text("{}\n")
-    store.push()
-    other = RunFolder(tmp_path / "other")
-    other.prepare()
-    save(other, 2, write=writer(9))
-    RunStore(bucket, other).pull()
-    assert (other.step(2) / "state-0.pt").read_bytes() == content(2, "state-0.pt")
-
-
-def test_a_store_keeps_no_answers_of_an_earlier_model_and_no_rows_of_steps_trained_anew(
-    prepared_run, bucket, tmp_path
-):
-    store = RunStore(bucket, prepared_run)
-    fs.make_folder(prepared_run.row_parts)
-    made = (prepared_run.answers, prepared_run.rows, prepared_run.row_part(30, 1))
-    for path in (prepared_run.metrics, *made):
-        path.write_text("{}\n")
-    store.push()
-    other = RunFolder(tmp_path / "other")
-    other.prepare()
-    fs.make_folder(other.row_parts)
-    other.row_part(40, 1).write_text("of a machine that was killed then")
-    RunStore(bucket, other).pull()
-    assert other.answers.exists()
-    assert [*other.rows_written()] == [other.row_part(30, 1)]
-    for path in made:
-        path.unlink()
-    store.push()
-    left = {path.name for path in bucket.iterdir()}
-    assert not left & {path.name for path in made[:2]}
-    assert not [*(bucket / "_align" / "rows").iterdir()]
 
 
 @pytest.fixture

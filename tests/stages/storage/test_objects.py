@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from align.schemas.errors import CorruptionError, LockedError, PathError, StorageError, UsageError
+from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
 from align.stages.storage.bucket import local_copies, objects
 from align.stages.storage.bucket.bucket_store import AT_ONCE
-from align.stages.storage.bucket.objects import ObjectPath, location
 from align.stages.storage.store import store_of
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
 from support.patience import PATIENCE
@@ -125,32 +124,6 @@ def test_paths_of_objects_are_as_those_of_files(bucket):
     objects.remove_below(place / "data")
     objects.remove(place / "data" / "part-1")
     assert [*place.iterdir()] == [place / "manifest.json"]
-
-
-def test_a_missing_object_and_a_missing_bucket_are_told_apart(bucket):
-    with pytest.raises(PathError, match=f"{bucket}/none: there is no such object"):
-        objects.read(bucket / "none")
-    elsewhere = ObjectPath("s3", "elsewhere", "none")
-    for ask in (objects.read, lambda path: objects.put_new(path, b"")):
-        with pytest.raises(PathError, match="there is no bucket 'elsewhere'"):
-            ask(elsewhere)
-
-
-def test_a_location_is_a_bucket_and_a_key_and_nothing_else(tmp_path):
-    for text in (
-        "http://host/key",
-        "s3://me:canary-password@bucket/key",
-        "s3://bucket/key?X-Amz-Signature=canary",
-        "s3://bucket/key#part",
-        "s3:///key",
-        "s3://bucket/../other",
-    ):
-        with pytest.raises(UsageError):
-            location(text)
-    assert location(str(tmp_path)) == tmp_path
-    assert location("s3/bucket") == location("s3") / "bucket"
-    for scheme in ("s3", "gs", "az"):
-        assert location(f"{scheme}://bucket//a/b/") == ObjectPath(scheme, "bucket", "a/b")
 
 
 SIZE = 1000
@@ -293,26 +266,3 @@ def test_a_reservation_of_a_process_that_died_holds_no_room(place, shards):
     (place.root / ".reserved-1-dead").write_text("3400")
     assert content(shards[0]) == bytes(SIZE)
     assert not list(place.root.glob(".reserved-*"))
-
-
-def test_a_folder_is_fetched_once_for_its_versions_and_stays_while_it_is_used(
-    place, bucket, shards
-):
-    root = bucket / "model"
-
-    def wanted():
-        return {key.removeprefix(f"{root.key}/"): one for key, one in objects.below(root).items()}
-
-    objects.put(root / "config.json", b"{}")
-    objects.put(root / "code" / "model.py", b"pass")
-    first = local_copies.local_folder(root, wanted())
-    assert first.name == "model"
-    assert (first / "code" / "model.py").read_bytes() == b"pass"
-    assert local_copies.origin_of(str(first)) == str(root)
-    assert local_copies.origin_of("/models/mine") == "/models/mine"
-    for shard in shards:
-        content(shard)
-    assert local_copies.local_folder(root, wanted()) == first
-    assert (first / "config.json").exists()
-    objects.put(root / "config.json", b'{"a": 1}')
-    assert local_copies.local_folder(root, wanted()) != first

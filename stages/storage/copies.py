@@ -1,0 +1,126 @@
+"""Local copies of models, data and caches that are in a bucket. Any of them may be deleted.
+
+~/.cache/align/remote/<key>/<name>    a copy; the key is made of the versions of its objects
+~/.cache/align/remote/<key>/.origin   the location it is a copy of, written last
+~/.cache/align/remote/work/<key>      the folder of a command whose --output is in a bucket
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.json_codec import digest
+from ...schemas.plain_names import is_plain_path
+from .disk import fs
+from .disk.digest_memory import user_folder
+from .disk.locks import held
+from .locations import is_remote, parts_of
+
+if TYPE_CHECKING:
+    from .remote import Remote
+
+ORIGIN = ".origin"
+FILES_AT_ONCE = 16
+
+
+def work_folder(url: str) -> Path:
+    """The local folder of a command whose output is in a bucket."""
+    folder = _copies() / "work" / digest(parts_of(url))[:16]
+    for path in (folder.parent, folder, folder / "_align"):
+        fs.make_folder(path)
+    return folder
+
+
+def fetch_folder(url: str, choose: Callable[[list[str]], list[str]]) -> Path:
+    """A local copy of an object, or of the chosen objects below it; made once for each version."""
+    from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
+
+    remote = Remote(url)
+    version = remote.version()
+    found = {"": version} if version else remote.list()
+    wanted = [""] if version else choose([*found])
+    if not wanted:
+        raise UsageError(f"{remote.url}: no such file or folder. Check the location.")
+    if odd := next((name for name in wanted if name and not is_plain_path(name)), None):
+        raise UsageError(f"{remote.url}: {odd!r} is not a file name. Copy it to another key.")
+    versions = sorted((name, found[name].size, found[name].etag) for name in wanted)
+    return _fetched(remote, versions, [(name, "", etag) for name, _, etag in versions])
+
+
+def local_cache(text: str) -> Path:
+    """The folder of a finished cache, or of its copy if it is in a bucket."""
+    return fetch_cache(text) if is_remote(text) else Path(text)
+
+
+def fetch_cache(url: str) -> Path:
+    """A local copy of a finished cache; its manifest is written last."""
+    from .remote import Remote  # noqa: PLC0415 - as above
+
+    remote = Remote(url)
+    payload = remote.get("manifest.json")
+    if payload is None:
+        raise UsageError(
+            f"{remote.url} is not a finished cache: it has no manifest.json. Make it with "
+            "`align precompute-ref`, or let that finish."
+        )
+    try:
+        listed = json.loads(payload)
+        files = [(f"data/{one['file']}", one["sha256"], "") for one in listed["shards"]]
+        files += [(one["file"], one["sha256"], "") for one in listed["quarantine"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(
+            f"{remote.at('manifest.json')} is damaged: {error}. Restore it from a copy, or make "
+            "the cache again."
+        ) from error
+    folder = _fetched(remote, hashlib.sha256(payload).hexdigest(), files)
+    if not (folder / "manifest.json").exists():
+        fs.publish(folder / "manifest.json", payload, label="config")
+    return folder
+
+
+def _fetched(remote: Remote, key: object, files: list[tuple[str, str, str]]) -> Path:
+    """The copy of these objects (name, sha256, ETag) that this key names."""
+    place = _copies() / digest([remote.url, key])[:16]
+    folder = place / remote.name
+    fs.make_folder(place)
+
+    def fetch(file: tuple[str, str, str]) -> None:
+        name, sha256, etag = file
+        target = folder / name if name else folder
+        if not target.exists():  # by a command that was killed
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remote.fetch(name, target, sha256=sha256, etag=etag)
+
+    with held(place / ".lock"):
+        if not (place / ORIGIN).exists():
+            with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
+                for _ in pool.map(fetch, files):
+                    pass
+            fs.publish(place / ORIGIN, remote.url.encode(), label="config")
+    return folder
+
+
+def origin_of(path: str) -> str:
+    """The location that a local file or folder is a copy of; the path itself if it is not one."""
+    copies, absolute = (user_folder() / "remote").resolve(), Path(path).resolve()
+    if not absolute.is_relative_to(copies):
+        return path
+    key, *inside = absolute.relative_to(copies).parts or ("",)
+    origin = copies / key / ORIGIN
+    if not (inside and origin.is_file()):
+        return path
+    return "/".join([fs.read_bytes(origin).decode(), *inside[1:]])
+
+
+def _copies() -> Path:
+    """The folder of copies, which may be private: only its owner can read it."""
+    folder = user_folder() / "remote"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fs.make_folder(folder, 0o700)
+    return folder

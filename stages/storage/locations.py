@@ -1,0 +1,47 @@
+"""Locations of models, data, caches and runs: paths, or keys of a bucket (`s3://`, `gs://`, `az://`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...schemas.errors import UsageError
+from ...schemas.safe_text import mask_secrets_of
+
+SCHEMES = ("s3", "gs", "az")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", re.ASCII)
+
+
+def is_remote(text: str | Path) -> bool:
+    """Whether a text names a location of a bucket, and not a path."""
+    return isinstance(text, str) and _URL.fullmatch(text) is not None
+
+
+def require_on_disk(text: str, what_is: str) -> Path:
+    """The path of an output; refuses a bucket."""
+    if is_remote(text):
+        raise UsageError(f"{text}: {what_is} written to a disk. Choose an --output there.")
+    return Path(text)
+
+
+def parts_of(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and key of a location."""
+    found = _URL.fullmatch(url)
+    assert found, url
+    mask_secrets_of(url)
+    scheme, rest = found[1].lower(), found[2]
+    bucket, _, key = rest.partition("/")
+    parts = [part for part in key.split("/") if part]
+    if scheme not in SCHEMES:
+        raise UsageError(
+            f"{url}: {scheme}:// is not supported. Give a path, s3://, gs:// or az://."
+        )
+    if set(rest) & set("@?#"):
+        raise UsageError(
+            f"{url}: a location is a bucket and a key. Give credentials by the environment or "
+            "~/.aws, the server by AWS_ENDPOINT_URL."
+        )
+    if not _BUCKET.fullmatch(bucket) or {".", ".."} & {*parts} or not rest.isprintable():
+        raise UsageError(f"{url}: not a bucket and a key. Write {scheme}://BUCKET/KEY.")
+    return scheme, bucket, "/".join(parts)

@@ -1,0 +1,216 @@
+"""A run whose --output is in a bucket: it works in a local folder, and is pushed from there.
+
+The bucket holds the same files under the same names as the folder of a run. Of a checkpoint
+`align_checkpoint.json` is written after all other files and removed before them, and
+`_align/ending.json` is the last file of all. Any machine resumes from what the bucket holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from ....schemas.checkpoint import Checkpoint
+from ....schemas.errors import CorruptionError, UsageError, damaged, log_failure
+from ....schemas.json_codec import CodecError, from_signed_json
+from ..copies import FILES_AT_ONCE, work_folder
+from ..disk import fs
+from ..disk.locks import held
+from ..locations import is_remote
+from .checkpoints import read_checkpoint, whole_checkpoints
+from .run_folder import RECORD_NAME, RunFolder, trash_name
+
+if TYPE_CHECKING:
+    from ..remote import Remote, Version
+
+MODELS = ("model", "model-merged")
+OURS = {
+    *("metrics.jsonl", "nonfinite.jsonl", "evaluations", "rows.parquet", "answers.jsonl"),
+    *("report.html", "config.yaml", "deepspeed.json", "checkpoints", "_align", *MODELS),
+}
+RECORD = re.compile(rf"checkpoints/step-[0-9]{{8,}}/{re.escape(RECORD_NAME)}")
+ENDING = "_align/ending.json"
+LOCAL = ("_align/LOCK", "_align/PULL", "checkpoints/latest", "checkpoints/fitted")
+
+
+def run_folder_of(output: str) -> RunFolder:
+    """The folder that a run works in: its output, or one on this machine for a bucket."""
+    return RunFolder(work_folder(output) if is_remote(output) else Path(output))
+
+
+def run_remote_of(output: str) -> RunRemote | None:
+    """Where a run is pushed; None if its output is on a disk."""
+    if not is_remote(output):
+        return None
+    from ..remote import Remote  # noqa: PLC0415 - its library takes a while to import
+
+    return RunRemote(Remote(output), run_folder_of(output))
+
+
+class RunRemote:
+    """A run in a bucket, and the folder it works in on this machine."""
+
+    def __init__(self, remote: Remote, folder: RunFolder) -> None:
+        self.remote = remote
+        self.folder = folder
+        self._pushed: dict[str, tuple[int, int, int]] = {}  # inode, size and time of each file
+
+    def require_new(self) -> None:
+        """Refuses to begin a run where one is."""
+        if self._listed():
+            raise UsageError(
+                f"{self.remote.url} holds a run. Continue it with --resume auto, or choose another "
+                "--output."
+            )
+
+    @contextmanager
+    def pushed_at_end(self) -> Iterator[None]:
+        """Pushes the run however the block ends; a failure to do so does not hide another."""
+        try:
+            yield
+        except BaseException:
+            with log_failure("Not all of the run was uploaded"):
+                self.push()
+            raise
+        self.push()
+
+    def push(self) -> None:
+        """Uploads the files that changed, then removes those that the folder has no more."""
+        folder = self.folder
+        if not folder.metrics.exists():
+            return  # it ended before it measured anything
+        stored = self._listed()
+        if not folder.ending.exists():
+            self.remote.delete({ENDING} & stored.keys())  # the run is being continued
+        files = dict(self._files())
+        for name, path in files.items():
+            if not name.startswith("checkpoints/"):
+                self._push_file(name, path)
+        for checkpoint in whole_checkpoints(folder):
+            self._push_checkpoint(folder.step(checkpoint.position.global_step), checkpoint)
+        gone = {name for name in stored.keys() - files.keys() if name != ENDING}
+        records = {name for name in gone if name.endswith(RECORD_NAME)}
+        self.remote.delete(records)
+        self.remote.delete(gone - records)
+        if folder.ending.exists():
+            self._push_file(ENDING, folder.ending)
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        """The files of the folder that the bucket holds too; `_align/ending.json` is left out."""
+        for path in sorted(self.folder.root.rglob("*")):
+            name = path.relative_to(self.folder.root).as_posix()
+            is_draft = "/." in f"/{name}"
+            if path.is_file() and not is_draft and name not in (*LOCAL, ENDING):
+                yield name, path
+
+    def _push_file(self, name: str, path: Path) -> None:
+        if not self._is_pushed(name, path):
+            self.remote.put(name, path)
+            self._pushed[name] = _state(path)
+
+    def _is_pushed(self, name: str, path: Path) -> bool:
+        return self._pushed.get(name) == _state(path)
+
+    def _push_checkpoint(self, source: Path, checkpoint: Checkpoint) -> None:
+        name, record = f"checkpoints/{source.name}/{RECORD_NAME}", source / RECORD_NAME
+        if self._is_pushed(name, record):
+            return
+        stored = self.remote.get(name)
+        if stored is None or not _is_of(stored, checkpoint):
+            # The bucket holds none, or one of this run at an earlier time.
+            self.remote.delete([] if stored is None else [name])
+            for file in checkpoint.files:
+                self.remote.put(f"checkpoints/{source.name}/{file.path}", source / file.path)
+        self._push_file(name, record)
+
+    def pull(self) -> None:
+        """Brings the folder to what the bucket holds; one rank of a machine does it."""
+        folder, stored = self.folder, self._listed()
+        records = [name for name in stored if RECORD.fullmatch(name)]
+        with held(folder.private / "PULL"):
+            fs.make_folder(folder.checkpoints)
+            newest = max((PurePosixPath(name).parts[1] for name in records), default="")
+            is_behind = newest > max(
+                (folder.step(step).name for step in folder.steps()), default=""
+            )
+            if is_behind or not folder.metrics.exists():
+                self._pull_records(stored)
+            pulled = [self._pull_checkpoint(name) for name in records]
+            if any(pulled):
+                latest = folder.step(folder.steps()[-1])
+                fs.publish(folder.latest, f"{latest.name}\n".encode(), label="latest")
+            if ENDING in stored:  # else its models may be half uploaded
+                models = [name for name in MODELS if not (folder.root / name).exists()]
+                for model in models:
+                    names = [name for name in stored if name.startswith(f"{model}/")]
+                    self._fetch({name: folder.root / f".tmp-{name}" for name in names})
+                    if names:
+                        fs.rename(folder.root / f".tmp-{model}", folder.root / model)
+
+    def _pull_records(self, stored: Iterable[str]) -> None:
+        folder = self.folder
+        fs.unlink(folder.ending)  # of what this machine had; the bucket has its own, if any
+        apart = tuple(f"{name}/" for name in ("checkpoints", *MODELS))
+        targets = {name: folder.root / name for name in stored if not name.startswith(apart)}
+        self._fetch(targets)
+        for path in folder.rows_written().keys() - {*targets.values()}:
+            fs.unlink(path)  # of steps that another machine has trained anew
+
+    def _pull_checkpoint(self, name: str) -> bool:
+        """Fetches a checkpoint, by its record, that this machine does not have; whether it did."""
+        payload = self.remote.get(name) or b""
+        try:
+            checkpoint = from_signed_json(Checkpoint, payload)
+        except CodecError as error:
+            raise damaged(self.remote.at(name), str(error), "Remove it, or restore it.") from error
+        prefix = name.removesuffix(f"/{RECORD_NAME}")
+        final = self.folder.root / prefix
+        if final.exists():
+            with suppress(CorruptionError):
+                if read_checkpoint(final).files == checkpoint.files:  # its metrics may be newer
+                    return False
+            fs.rename(final, trash_name(final))
+        draft = final.with_name(f".tmp-{final.name}-pulled")
+        fs.remove_tree(draft)
+        targets = {f"{prefix}/{file.path}": draft / file.path for file in checkpoint.files}
+        self._fetch(targets, {f"{prefix}/{file.path}": file.sha256 for file in checkpoint.files})
+        fs.write_new(draft / RECORD_NAME, payload)
+        fs.rename(draft, final)
+        fs.fsync_folder(final.parent)
+        return True
+
+    def _fetch(self, targets: Mapping[str, Path], sha256: Mapping[str, str] | None = None) -> None:
+        def fetch(name: str) -> None:
+            targets[name].parent.mkdir(parents=True, exist_ok=True)
+            self.remote.fetch(name, targets[name], sha256=(sha256 or {}).get(name, ""))
+
+        with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
+            for _ in pool.map(fetch, targets):
+                pass
+
+    def _listed(self) -> dict[str, Version]:
+        """The objects of the run; refuses a place that holds something else."""
+        stored = self.remote.list()
+        if foreign := {name.partition("/")[0] for name in stored} - OURS:
+            raise UsageError(
+                f"{self.remote.url} holds '{min(foreign)}' and is not a training run. Choose "
+                "another --output."
+            )
+        return stored
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _is_of(stored: bytes, checkpoint: Checkpoint) -> bool:
+    """Whether a stored record names the files of this checkpoint; its metrics may differ."""
+    try:
+        return bool(from_signed_json(Checkpoint, stored).files == checkpoint.files)
+    except CodecError:
+        return False
