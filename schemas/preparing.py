@@ -31,11 +31,10 @@ class EncodedPart:
 
     file: PartFile
     directory: Block
-    rows_passed: int  # all rows of the slice's file range, which other slices may share
     rows_in: int  # read, good and bad
     notes: dict[str, int]
     reasons: dict[str, int]  # why rows cannot be used -> rows
-    rejected: tuple[Rejected, ...]  # by row, up to a limit; rows count from the file range's first
+    rejected: tuple[Rejected, ...]  # by row, up to a limit; rows count from the slice's first
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,6 @@ MOST_REJECTED_KEPT = 100_000
 class InputCounts:
     """Counts of the input's rows, and the first of the rejected ones."""
 
-    rows_passed: int = 0  # rows that a slice had to read, those of other slices included
     rows_per_file: Counter[int] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -197,7 +196,7 @@ class InputCounts:
         self._keep(chunk.rejected)
 
     def add(self, part: EncodedPart, *, file: int, first_row: int) -> None:
-        """Adds the counts of one slice of a file, whose file range begins with this row."""
+        """Adds the counts of one slice of a file, which begins with this row."""
         self.rows_per_file[file] += part.rows_in
         self.notes.update(part.notes)
         self.reasons.update(part.reasons)

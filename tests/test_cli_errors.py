@@ -54,15 +54,11 @@ def test_what_is_not_named_is_asked_for(world, model):
 ROWS = {
     "columns that fit nothing": (
         [{"promt": "a", "chosen_text": "b", "rejected": "c"}],
-        ("data.jsonl", "'promt', 'chosen_text', 'rejected'", "--map chosen=chosen_text"),
-    ),
-    "text behind thousands of rows": (
-        [*map(pair, range(3000)), pair(3000, input="What is the number after this?")],
-        ("data.jsonl row 3,000", "--map input="),
+        ("data.jsonl", "'promt', 'chosen_text', 'rejected'", "--map prompt=", "'chosen_text'?"),
     ),
     "completions without scores": (
         [{"prompt": f"Why {n}?", "completions": [" so", " no"]} for n in range(3)],
-        ("no scores", "--map scores=YOURS", "align score data.jsonl"),
+        ("data.jsonl", "--map scores=", "align score"),
     ),
     "a prompt under no name": ([pair()], ("Did you mean 'prompt'? Change --map",), "prompt=promtp"),
     "a map of nothing": ([pair()], ("OURS=YOURS",), "prompt"),

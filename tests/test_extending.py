@@ -88,9 +88,9 @@ def test_a_data_shape_is_added_as_its_page_shows(tmp_path, world):
     program, line = programs_under(EXTENDING, "A data shape")
     copy = Copy(tmp_path)
     copy.add("stages/data/ranked_rows.py", program)
-    begun = "DATA_SHAPES = (\n"
-    added = f"from .ranked_rows import read_ranking\n\n{begun}{line}"
-    copy.put("stages/data/known_shapes.py", begun, added)
+    begun = "SHAPES = (\n"
+    added = f"from .ranked_rows import behind\n\n{begun}{line}"
+    copy.put("stages/data/shapes.py", begun, added)
     answers = [" nine.", " seven, of course.", " the sky is blue."]
     of_shape = {
         "scored": {"completions": answers, "scores": [2.0, 1.0, 0.0]},
@@ -105,7 +105,7 @@ def test_a_data_shape_is_added_as_its_page_shows(tmp_path, world):
         commands.append(precompute(f"{name}.jsonl", world.model, name, *words))
     *taken, refused = copy.answers(*commands)
     assert [answer["code"] for answer in (*taken, refused)] == [0, 0, 2], taken
-    assert "(ranked: prompt, ranking; paired: chosen, rejected; " in refused["err"]
+    assert "'choices'" in refused["err"]
     scored, ranked = (load_cache(tmp_path / name).collect() for name in ("scored", "ranked"))
     assert ranked.equals(scored)
     assert ranked["scores"].to_list() == [[2.0, 1.0, 0.0]] * 2

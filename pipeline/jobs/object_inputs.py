@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from ...schemas.config import Config, ModelOptions
-from ...stages.data.data_folders import HUB_FOLDER
-from ...stages.data.file_formats import ending_of
+from ...stages.data.files import HUB_FOLDER
+from ...stages.data.readers import ending_of
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.copies import fetch_folder, local_cache
 from ...stages.storage.locations import is_remote

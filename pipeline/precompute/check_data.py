@@ -21,17 +21,14 @@ from ...schemas.config import Config
 from ...schemas.errors import counted
 from ...schemas.row_keys import KeyedRows, key_rows, prompt_keys_of
 from ...schemas.rows import TIE, Record, Rejected, Role
-from ...stages.data.chat_wrap import Wrapping
-from ...stages.data.data_schema import common_shape, require_scores
-from ...stages.data.data_shape import Shape
-from ...stages.data.data_splits import require_one_split
-from ...stages.data.decode_rows import parse_chunk
+from ...stages.data.cells import Wrapping
+from ...stages.data.columns import common_shape, not_read, require_scores, require_whole
 from ...stages.data.encode import Encoder
-from ...stages.data.free_text import Watch
-from ...stages.data.input_files import InputFile, inputs_of, iter_chunks
+from ...stages.data.files import InputFile, inputs_of, require_one_split
 from ...stages.data.preview import lines_of
+from ...stages.data.records import in_batches, read_records
+from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
-from ...stages.data.unread_columns import counts_of, not_read, require_read, require_watched_read
 from ...stages.report.cache_summary import class_weights, spread_of
 from ...stages.report.cache_tables import facts, grid, heading, share, spreads, weight_facts, worded
 from ...stages.tracking.progress import Progress
@@ -129,8 +126,8 @@ class Checked:
         yield from self._of_labels()
         for note, count in sorted((+self.notes).items()):
             yield f"note: {counted(count, worded(note))}"
-        if self.shape.noted:
-            yield f"note: {not_read(self.shape.noted)}"
+        if self.shape.unread:
+            yield f"note: {not_read(self.shape.unread)}"
         yield f"next: align precompute-ref {shlex.join(self._given())}"
 
     def _given(self) -> Iterator[str]:
@@ -169,8 +166,9 @@ class Checked:
 def check_data(config: Config, *, progress: Progress) -> Checked:
     """Reads all rows of the data; refuses what `precompute-ref` would refuse before it scores."""
     inputs = inputs_of(config.data)
-    require_one_split(inputs, "check", config.cache.output)
-    shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
+    require_one_split(inputs)
+    shape = common_shape(inputs, config.data.map, config.data.carry)
+    require_whole(inputs, shape)
     require_scores(inputs, shape)
     model = config.model.path
     tokenizer = load_tokenizer(model, config.tokens) if model else None
@@ -178,12 +176,11 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
     shape = replace(shape, wrap=tokenizer.wrapping(wrap) if tokenizer else Wrapping.of(wrap))
     found = Checked(inputs, shape, tokenizer, config)
     encoder = Encoder(tokenizer, config.tokens) if tokenizer else None
-    watch = None if shape.unwatched is None else Watch(shape.unwatched)
     progress.begin("reading", total=None, unit="rows")
-    for chunk in iter_chunks(inputs, shape.columns):
-        records, rejected = parse_chunk(chunk, shape, watch)
-        found.rows_in += len(chunk)
-        found.drop(rejected)
+    for batch in in_batches(read_records(inputs, shape)):
+        records = [one for one in batch if isinstance(one, Record)]
+        found.rows_in += len(batch)
+        found.drop([one for one in batch if isinstance(one, Rejected)])
         if tokenizer and records and records[0].is_conversation:
             tokenizer.require_template()
         if encoder:
@@ -193,10 +190,6 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
             found.add_tokens(key_rows(encoded.rows, seed=0, carried=shape.carried))
         else:
             found.add(records)
-        progress.advance(len(chunk))
+        progress.advance(len(batch))
     progress.end()
-    if watch:
-        found.notes.update(counts_of(watch))
-        late = require_watched_read(inputs, shape, found.notes)
-        found.shape = replace(shape, noted=(*shape.noted, *late))
     return found

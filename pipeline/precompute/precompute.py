@@ -20,7 +20,6 @@ from ...schemas.errors import (
     counted,
 )
 from ...schemas.rows import TIE, Reference
-from ...stages.data.unread_columns import not_read
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.cleanup import collect, is_tidy, retire
@@ -227,8 +226,6 @@ class PrecomputeJob:
             lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(each)}")
         if ties := made.quarantined.get(TIE):
             lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
-        if self.cache.shape.noted:
-            lines.append(f"note: {not_read(self.cache.shape.noted)}")
         notes = sorted(made.notes.items())
         lines += [f"note: {counted(count, worded(name))}" for name, count in notes]
         return lines + self._following()

@@ -13,24 +13,23 @@ from ...schemas.json_codec import digest
 from ...schemas.row_keys import InputCounts
 from ...schemas.rows import Reference
 from ...schemas.samples import Drawing
-from ...stages.data.chat_wrap import template_unused
-from ...stages.data.data_schema import common_shape, require_scores
-from ...stages.data.data_shape import Shape
-from ...stages.data.data_splits import require_one_split
-from ...stages.data.decode_rows import first_records
+from ...stages.data.cells import template_unused
+from ...stages.data.columns import common_shape, not_read, require_scores, require_whole
 from ...stages.data.encode import has_turns
-from ...stages.data.input_files import (
+from ...stages.data.files import (
     Digested,
     InputFile,
     data_bytes,
     digested,
     inputs_of,
+    require_one_split,
     require_unchanged,
     slices_of,
 )
+from ...stages.data.records import first_records
+from ...stages.data.shapes import Shape
 from ...stages.data.slice_encoder import EncodingJob
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
-from ...stages.data.unread_columns import not_read, require_read, require_watched_read
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.pairing.ring import Ring, complete_ring
 from ...stages.pairing.units import unit_offsets
@@ -112,11 +111,12 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     """
     opened = inputs_of(config.data)
     if stage == STAGE_ONE:
-        require_one_split(opened, stage, config.cache.output)
+        require_one_split(opened)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
     reference.hidden_size()  # before bytes are digested: a device or a config may be missing
     inputs, before = _in_order(opened)
-    shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
+    shape = common_shape(inputs, config.data.map, config.data.carry)
+    require_whole(inputs, shape)
     if stage == STAGE_ONE:
         require_scores(inputs, shape)
     shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap))
@@ -164,6 +164,8 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
     runner = _of_preparing(job, executor)
     more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
     progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
+    if job.shape.unread:
+        progress.say(not_read(job.shape.unread))
     _encode(job, preparation, runner, progress)
     try:
         counts = preparation.input_counts()
@@ -173,8 +175,6 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
             preparation.ring.spool.forget_encoded()
             return plan
         raise
-    if late := require_watched_read(job.inputs, job.shape, counts.notes):
-        progress.say(f"note: {not_read(late)}; the first rows have none")
     _say_unused_template(job, counts, progress)
     quarantine = _quarantine(job, run_id, counts)
     _require_usable(job, counts, quarantine)
@@ -339,8 +339,7 @@ def _sampling(job: CacheJob) -> tuple[Drawing | None, ...]:
 
 def _notes(job: CacheJob, counts: InputCounts) -> dict[str, int]:
     """The counts of the input rows; the kinds of rows only if there are two."""
-    unread = {f"rows_with_scores_not_read_in_{name!r}": counts.rows_in for name in job.shape.unread}
-    notes = {**counts.notes, **unread}
+    notes: dict[str, int] = dict(counts.notes)
     if not all(notes.get(kind) for kind in KINDS):
         notes = {name: count for name, count in notes.items() if name not in KINDS}
     return {name: count for name, count in sorted(notes.items()) if count}

@@ -14,7 +14,7 @@ from functools import cached_property
 from ...schemas.errors import CorruptionError
 from ...schemas.preparing import ArrangedPart, EncodedPart
 from ...schemas.row_keys import InputCounts
-from ...stages.data.input_files import Digested, InputFile, Slice, require_same_version
+from ...stages.data.files import Digested, InputFile, Slice, require_same_version
 from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
 from ...stages.pairing.long_form import merge_same_prompts
 from ...stages.pairing.ring import Ring, write_range
@@ -45,20 +45,16 @@ class Preparation:
     prompt_side: str
 
     def encoded_parts(self) -> Iterator[tuple[Slice, int, EncodedPart]]:
-        """Each slice with the first row of its file range, and what was committed of it."""
-        first_row = passed = 0
-        before = self.slices[0]
+        """Each slice with its first row in its file, and what was committed of it."""
+        first_row, file = 0, 0
         for number, part in enumerate(self.slices):
             commit = self.ring.spool.encoded(number)
             found = find_commit(EncodedPart, commit)
             if found is None:
                 raise damaged_part(commit)
-            if part.file != before.file:
-                first_row = 0
-            elif part.file_range != before.file_range:
-                first_row += passed
-            passed, before = found.rows_passed, part
+            first_row = first_row if part.file == file else 0
             yield part, first_row, found
+            first_row, file = first_row + found.rows_in, part.file
 
     def input_counts(self) -> InputCounts:
         """The counts of all encoded slices."""
@@ -116,7 +112,6 @@ def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
     record = EncodedPart(
         file=file.file,
         directory=directory,
-        rows_passed=counts.rows_passed,
         rows_in=counts.rows_in,
         notes=dict(counts.notes),
         reasons=dict(counts.reasons),
@@ -174,7 +169,7 @@ def _partitions(preparation: Preparation) -> list[PartitionedRows]:
     for part, first_row, found in preparation.encoded_parts():
         if part.file != file:
             file, start = part.file, stop
-        stop = start + first_row + found.rows_passed
+        stop = start + first_row + found.rows_in
         path = folder / found.file.name
         files.append(PartitionedRows(path, found.directory, num_ranges, start + first_row, start))
     return files

@@ -15,9 +15,8 @@ from ...schemas.json_codec import digest
 from ...schemas.row_keys import prompt_keys_of
 from ...schemas.rows import Record
 from ...schemas.samples import Prompt
-from ...stages.data.data_splits import require_one_split
-from ...stages.data.input_files import inputs_of
-from ...stages.data.prompt_rows import read_prompts
+from ...stages.data.files import inputs_of, require_one_split
+from ...stages.data.records import read_prompts
 from ...stages.feed.prompt_split import held_out
 from ...stages.sample.prompts import asked_once
 from ...stages.sample.sample_table import prompt_table
@@ -68,7 +67,7 @@ def split_prompts(config: Config) -> PromptSplit:
 
 def _read(config: Config) -> list[Prompt]:
     inputs = inputs_of(config.data)
-    require_one_split(inputs, "rounds", config.rounds.output)
+    require_one_split(inputs)
     found = read_prompts(inputs, config.data.map, wrapping_of(config))
     rejected = RejectedRows(
         counts=Counter(row.reason for row in found.rejected),

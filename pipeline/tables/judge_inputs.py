@@ -12,13 +12,11 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Record, Text
 from ...schemas.samples import Prompt
 from ...schemas.score_gaps import is_above
-from ...stages.data.chat_wrap import Wrapping
-from ...stages.data.data_schema import common_shape
-from ...stages.data.data_shape import Shape
-from ...stages.data.decode_rows import parse_chunk, read_cells
-from ...stages.data.input_files import InputFile, column_names, iter_chunks, open_inputs
-from ...stages.data.unread_columns import require_whole_prompt
-from ...stages.data.validate import read_text
+from ...stages.data.cells import Wrapping, read_text
+from ...stages.data.columns import common_shape, require_whole
+from ...stages.data.files import InputFile, open_inputs, rows_of
+from ...stages.data.records import record_of
+from ...stages.data.shapes import Shape
 from ...stages.judge.judge_template import answer_text
 from ...stages.judge.judged_rows import ADDED, SampleRows
 from ...stages.judge.judgments import Candidate
@@ -70,7 +68,7 @@ def read_gold(name: str, data: DataOptions) -> Gold:
     """The pairs of a file or folder: chosen and rejected, or the best and the worst by score."""
     inputs = open_inputs([name])
     shape = replace(common_shape(inputs, data.map), wrap=Wrapping.of(data.wrap))
-    require_whole_prompt(inputs, shape)
+    require_whole(inputs, shape)
     if shape.declared.is_single or shape.lacks_scores:
         raise UsageError(
             f"--calibrate {name}: a judge is measured on pairs (prompt, chosen, rejected) or on "
@@ -80,7 +78,7 @@ def read_gold(name: str, data: DataOptions) -> Gold:
     candidates: list[Candidate] = []
     seen: Counter[str] = Counter()
     left_out = 0
-    columns = tuple(dict.fromkeys(column for file in inputs for column in column_names(file)))
+    columns = tuple(dict.fromkeys(column for file in inputs for column in file.columns))
     for cells, record in _records(inputs, shape, columns):
         pair = _pair(record) if record else None
         if not record or not pair:
@@ -101,10 +99,11 @@ def _records(
     inputs: tuple[InputFile, ...], shape: Shape, columns: tuple[str, ...]
 ) -> Iterator[tuple[dict[str, Any], Record | None]]:
     """The cells of each row, and its record unless it cannot be used."""
-    for chunk in iter_chunks(inputs, columns):
-        records = {record.row: record for record in parse_chunk(chunk, shape)[0]}
-        for row, cells in enumerate(read_cells(chunk.payload, columns), start=chunk.row):
-            yield {} if isinstance(cells, BadRow) else cells, records.get(row)
+    for number, file in enumerate(inputs):
+        for row, cells in enumerate(rows_of(file, columns)):
+            found = record_of(cells, shape, number, row)
+            known = {} if isinstance(cells, BadRow) else cells
+            yield known, found if isinstance(found, Record) else None
 
 
 def _pair(record: Record) -> tuple[Text, Text] | None:

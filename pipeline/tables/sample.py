@@ -14,10 +14,9 @@ from ...schemas.errors import BadDataError, UsageError, counted
 from ...schemas.json_codec import digest
 from ...schemas.samples import Prompt, Sample, Sampler, Sampling
 from ...schemas.table_manifest import TableManifest
-from ...stages.data.chat_wrap import template_unused
-from ...stages.data.data_splits import require_one_split
-from ...stages.data.input_files import InputFile, inputs_of
-from ...stages.data.prompt_rows import PromptRows, read_prompts
+from ...stages.data.cells import template_unused
+from ...stages.data.files import InputFile, inputs_of, require_one_split
+from ...stages.data.records import PromptRows, read_prompts
 from ...stages.sample.prompts import asked_once, by_length
 from ...stages.sample.sample_table import sample_table
 from ...stages.storage.cache.cache_folder import CacheFolder
@@ -231,7 +230,7 @@ def _opened(config: Config, share: Share | None) -> SampleJob:
     sampling = sampling_of(config.sample)
     _refuse_caches(config.data.files)
     inputs = inputs_of(config.data)
-    require_one_split(inputs, "sample", config.sample.output)
+    require_one_split(inputs)
     rows = read_prompts(inputs, config.data.map, wrapping_of(config))
     asked = asked_once(map(sampler.fitted, rows.prompts))
     prompts, too_long = _usable(config, inputs, rows, asked.by_key, sampler, sampling)

@@ -21,7 +21,7 @@ from ...schemas.samples import (
     Sampling,
     Wanted,
 )
-from ...stages.data.chat_wrap import Wrapping
+from ...stages.data.cells import Wrapping
 from ...stages.storage.disk.digest_memory import own_digests
 from ..jobs.object_inputs import local_options
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,26 +17,18 @@ from ...schemas.columns import Ragged
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
 from ...schemas.rows import Record, Reference, ScoredBlock, Text
-from ...stages.data.chat_wrap import Wrapping
-from ...stages.data.data_schema import common_shape
-from ...stages.data.data_shape import Shape
-from ...stages.data.data_splits import require_one_split
-from ...stages.data.decode_rows import parse_chunk
-from ...stages.data.free_text import Watch
-from ...stages.data.input_files import (
+from ...stages.data.cells import Wrapping
+from ...stages.data.columns import common_shape, not_read, require_whole
+from ...stages.data.files import (
     Digested,
     InputFile,
     digested,
     inputs_of,
-    iter_chunks,
+    require_one_split,
     require_unchanged,
 )
-from ...stages.data.unread_columns import (
-    counts_of,
-    not_read,
-    require_read,
-    require_watched_read,
-)
+from ...stages.data.records import read_records
+from ...stages.data.shapes import Shape
 from ...stages.storage.cache.cache_folder import SCORES, CacheFolder, OutputFolder
 from ...stages.storage.cache.shards import read_shard
 from ...stages.storage.disk import fs
@@ -119,11 +110,11 @@ class _Data:
 
 def _opened(config: Config) -> _Data:
     inputs = inputs_of(config.data)
-    require_one_split(inputs, "score", config.rewards.output)
+    require_one_split(inputs)
     before = tuple(map(digested, inputs))
     shape = common_shape(inputs, config.data.map, config.data.carry)
-    shape = replace(require_read(inputs, shape), wrap=Wrapping.of(config.data.wrap))
-    return _Data(inputs, before, shape)
+    require_whole(inputs, shape)
+    return _Data(inputs, before, replace(shape, wrap=Wrapping.of(config.data.wrap)))
 
 
 def _require_writable(config: Config) -> None:
@@ -147,22 +138,19 @@ def _written(
     scores_of: Callable[[Record], Sequence[float] | None],
 ) -> Rewarded:
     """Reads the data again, because the shards hold token ids and no text."""
-    rows_in, watch = 0, Watch(data.shape.unwatched or frozenset())
-    unread = [*data.shape.noted]
+    rows_in = 0
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
         nonlocal rows_in
-        for chunk in iter_chunks(data.inputs, data.shape.columns):
-            rows_in += len(chunk)
-            for record in parse_chunk(chunk, data.shape, watch)[0]:
-                scores = scores_of(record)
-                if scores is not None:
-                    yield record, scores
+        for record in read_records(data.inputs, data.shape):
+            rows_in += 1
+            scores = scores_of(record) if isinstance(record, Record) else None
+            if isinstance(record, Record) and scores is not None:
+                yield record, scores
         require_unchanged(data.inputs, data.digested)
-        unread.extend(require_watched_read(data.inputs, data.shape, Counter(counts_of(watch))))
 
     rows, completions = write_rewarded(output, rewarded())
-    return Rewarded(output.root / ROWS, rows, completions, rows_in - rows, tuple(unread))
+    return Rewarded(output.root / ROWS, rows, completions, rows_in - rows, data.shape.unread)
 
 
 ROWS = "rows.jsonl"

@@ -14,7 +14,7 @@ from ...schemas.json_codec import digest
 from ...schemas.round_options import SelectOptions
 from ...schemas.rows import BadRow, Text
 from ...schemas.table_manifest import TableManifest
-from ...stages.data.validate import read_completion, read_prompt
+from ...stages.data.cells import read_completion, read_prompt
 from ...stages.select.selection import select_rows
 from ...stages.storage.bucket.objects import Location
 from ...stages.storage.disk.locks import owner_lock

@@ -13,20 +13,12 @@ from ...schemas.errors import UsageError, counted, logger
 from ...schemas.rows import Record, Rejected
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TableKind
-from ...stages.data.chat_wrap import Wrapping
-from ...stages.data.data_schema import common_shape, foreign_shape
-from ...stages.data.data_shape import Shape
-from ...stages.data.decode_rows import parse_chunk
-from ...stages.data.file_formats import ending_of
-from ...stages.data.input_files import (
-    InputFile,
-    column_names,
-    digested,
-    iter_chunks,
-    open_inputs,
-    require_unchanged,
-)
-from ...stages.data.unread_columns import free_text_in, require_whole_prompt
+from ...stages.data.cells import Wrapping
+from ...stages.data.columns import common_shape, not_read, require_whole
+from ...stages.data.files import InputFile, digested, open_inputs, require_unchanged
+from ...stages.data.readers import ending_of
+from ...stages.data.records import read_records
+from ...stages.data.shapes import Shape
 from ...stages.select.plain_rows import samples_of
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.tables import TableFolder, read_table
@@ -70,9 +62,8 @@ def _folder_of(named: str, kind: TableKind) -> TableFolder:
 def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) -> TableInput:
     before = digested(file)
     shape = _shape(config, file, named)
-    if lost := free_text_in(file, {*shape.columns, *shape.left_out}):
-        names = " and ".join(map(repr, lost))
-        logger.warning("%s: free text that is neither read nor carried: %s", named, names)
+    if shape.unread:
+        logger.warning("%s: %s", named, not_read(shape.unread))
     rows = _Rows(file, shape)
     table = samples_of(rows.records())
     require_unchanged([file], [before])
@@ -93,11 +84,8 @@ def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) ->
 
 
 def _shape(config: Config, file: InputFile, named: str) -> Shape:
-    renamed = config.data.map
-    if foreign := foreign_shape(column_names(file), renamed):
-        return foreign
-    shape = common_shape([file], renamed)
-    require_whole_prompt([file], shape)
+    shape = common_shape([file], config.data.map)
+    require_whole([file], shape)
     if shape.declared.has_labels:
         raise UsageError(
             f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "
@@ -116,8 +104,9 @@ class _Rows:
 
     def records(self) -> Iterator[Record]:
         """The usable records."""
-        for chunk in iter_chunks([self._file], self._shape.columns):
-            records, bad = parse_chunk(chunk, self._shape)
-            self.read += len(chunk)
-            self.rejected += bad
-            yield from records
+        for one in read_records([self._file], self._shape):
+            self.read += 1
+            if isinstance(one, Rejected):
+                self.rejected.append(one)
+            else:
+                yield one

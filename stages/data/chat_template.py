@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record, Text
-from .validate import ASSISTANT, is_blank, parse_json, shown
+from .cells import ASSISTANT, is_blank, parse_json, shown
 
 # A made-up conversation, which shows how a template writes things.
 MARK = "PROBE"

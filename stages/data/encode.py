@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ...schemas.data_options import TokenOptions
 from ...schemas.row_keys import EncodedRecord
 from ...schemas.rows import BadRow, Message, Record, Rejected, Role, Text
+from .cells import ASSISTANT, Unlearned
 from .chat_template import Conversation
 from .stop_tokens import Endings, span_of
-from .validate import ASSISTANT, Unlearned
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

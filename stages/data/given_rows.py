@@ -13,12 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from ...schemas.errors import UsageError
-from ...schemas.rows import BadRow
-from .decode_rows import read_cells
-from .file_formats import ArrowRows
-from .validate import shown
+from .cells import shown
+from .readers import batch_rows
 
-NAME = "rows.jsonl"
 _AT_ONCE = 1000
 
 
@@ -35,13 +32,18 @@ def files_of(data: Any) -> Iterator[list[str]]:
         yield [*map(str, data)]
     else:
         with TemporaryDirectory(prefix="align-rows-") as folder:
-            path = Path(folder) / NAME
+            path = Path(folder) / "rows.jsonl"
             with path.open("w", encoding="utf-8") as file:
-                file.writelines(f"{_line(row)}\n" for row in _rows(data))
+                for number, row in enumerate(_rows(data)):
+                    if not isinstance(row, Mapping):
+                        raise UsageError(
+                            f"Row {number:,} of the data has no columns: {shown(row)}."
+                        )
+                    file.write(f"{json.dumps(dict(row), default=_plain)}\n")
             yield [str(path)]
 
 
-def _rows(data: Any) -> Iterator[Mapping[str, Any]]:
+def _rows(data: Any) -> Iterator[Any]:
     """The rows of a list, a data set of `datasets`, or a frame of polars, pandas or Arrow."""
     if isinstance(data, Mapping):
         raise UsageError(
@@ -49,34 +51,22 @@ def _rows(data: Any) -> Iterator[Mapping[str, Any]]:
             "or one split of a data set."
         )
     if hasattr(data, "with_format"):  # of `datasets`
-        for table in data.with_format("arrow").iter(batch_size=_AT_ONCE):
-            yield from _of_table(table)
+        tables = data.with_format("arrow").iter(batch_size=_AT_ONCE)
     elif type(data).__module__.partition(".")[0] == "pandas":
-        yield from _of_table(pa.Table.from_pandas(data, preserve_index=False))
+        tables = [pa.Table.from_pandas(data, preserve_index=False)]
     elif hasattr(data, "__arrow_c_stream__"):
-        yield from _of_table(pa.table(data))
+        tables = [pa.table(data)]
     elif isinstance(data, Iterable):
-        for number, row in enumerate(data):
-            if not isinstance(row, Mapping):
-                raise UsageError(f"Row {number:,} of the data has no columns: {shown(row)}.")
-            yield row
+        yield from data
+        return
     else:
         raise UsageError(
             f"The data are of the type {type(data).__name__}. Give files, a list of rows, a frame "
             "or a data set."
         )
-
-
-def _of_table(table: pa.Table) -> Iterator[Mapping[str, Any]]:
-    for batch in table.to_batches(max_chunksize=_AT_ONCE):
-        for cells in read_cells(ArrowRows(batch), ()):
-            if isinstance(cells, BadRow):
-                raise UsageError(f"A row of the data cannot be read: {cells}.")
-            yield cells
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(dict(row), default=_plain)
+    for table in tables:
+        for batch in table.to_batches(max_chunksize=_AT_ONCE):
+            yield from batch_rows(batch)
 
 
 def _plain(value: Any) -> Any:

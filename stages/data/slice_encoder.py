@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError
 from ...schemas.row_keys import EncodedChunk, InputCounts, KeyedRows, key_rows
-from .data_shape import Shape
-from .decode_rows import parse_chunk
+from ...schemas.rows import Record, Rejected
 from .encode import Encoder
-from .free_text import Watch
-from .input_files import Chunk, InputFile, Slice, iter_slice
+from .files import InputFile, Slice
+from .records import in_batches, records_in
+from .shapes import Shape
 from .tokenizer import collector_paused, load_tokenizer, tokenizer_fingerprint
-from .unread_columns import counts_of
 
 
 @dataclass(frozen=True)
@@ -41,28 +40,19 @@ class SliceEncoder:
     def rows(
         self, inputs: Sequence[InputFile], part: Slice, counts: InputCounts
     ) -> Iterator[KeyedRows]:
-        """The usable rows of a slice, numbered from the first row of its file range."""
+        """The usable rows of a slice, numbered from its first row."""
         if not self._is_same:
             raise FingerprintError(
                 f"{self._job.model}: the tokenizer or its template changed after this run began. "
                 "Run the same command again."
             )
-        unwatched = self._job.shape.unwatched
-        watch = None if unwatched is None else Watch(unwatched)
-        for chunk, is_own in iter_slice(inputs, part, self._job.shape.columns):
-            counts.rows_passed += len(chunk)
-            if is_own:
-                encoded = self._encode(chunk, watch)
-                counts.count(encoded)
-                yield encoded.keyed
-        if watch:
-            counts.notes.update(counts_of(watch))
-
-    def _encode(self, chunk: Chunk, watch: Watch | None) -> EncodedChunk:
-        named = replace(chunk, file=self._job.files[chunk.file])
-        with collector_paused():
-            records, rejected = parse_chunk(named, self._job.shape, watch)
-            encoded = self._encoder.encode(records)
-            keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
-        refused = [*rejected, *encoded.rejected]
-        return EncodedChunk(chunk.file, keyed, refused, dict(encoded.notes))
+        job, file = self._job, inputs[part.file]
+        found = records_in(file, job.shape, job.files[part.file], part.part)
+        for batch in in_batches(found):
+            with collector_paused():
+                records = [one for one in batch if isinstance(one, Record)]
+                encoded = self._encoder.encode(records)
+                keyed = key_rows(encoded.rows, seed=job.seed, carried=job.shape.carried)
+            rejected = [*(one for one in batch if isinstance(one, Rejected)), *encoded.rejected]
+            counts.count(EncodedChunk(part.file, keyed, rejected, dict(encoded.notes)))
+            yield keyed

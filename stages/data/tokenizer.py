@@ -20,8 +20,8 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import Record
 from ..model.loading.library_errors import refused_as
 from ..model.loading.model_folder import CONFIG
+from .cells import Wrapping
 from .chat_template import SAID, USER, ChatTemplate, dated
-from .chat_wrap import Wrapping
 from .stop_tokens import Added, find_stops
 
 if TYPE_CHECKING:

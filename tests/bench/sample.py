@@ -18,8 +18,8 @@ from align.pipeline.tables.samplers import LocalSampler
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import TokenOptions
 from align.schemas.samples import Sampling
-from align.stages.data.input_files import open_inputs
-from align.stages.data.prompt_rows import read_prompts
+from align.stages.data.files import open_inputs
+from align.stages.data.records import read_prompts
 from align.stages.demo.tiny_world import make_world
 from align.stages.model.generate import Generator, PromptTokens
 from align.stages.model.keyed_noise import stream_of

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from align.pipeline.tables import score_rewards
-from align.stages.data.input_files import iter_chunks
+from align.stages.data.records import read_records
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
 from support.sample_tables import sample_table
@@ -104,10 +104,10 @@ def test_data_edited_while_they_are_scored_are_refused(world, reward_model, tmp_
     data.write_bytes(Path(world.data.paired).read_bytes())
 
     def edited(*arguments):
-        yield from iter_chunks(*arguments)
+        yield from read_records(*arguments)
         pq.write_table(pq.read_table(data).slice(1), data)
 
-    monkeypatch.setattr(score_rewards, "iter_chunks", edited)
+    monkeypatch.setattr(score_rewards, "read_records", edited)
     words = ("--reward-model", reward_model, "--output", tmp_path / "out", "--no-mlflow")
     assert "data.parquet" in refusal(4, "score", data, *words)
     assert not (tmp_path / "out" / "rows.jsonl").exists()

@@ -10,13 +10,14 @@ import polars as pl
 
 from align.schemas.data_options import DataOptions
 from align.schemas.samples import Drawing, Prompt
-from align.stages.data.data_schema import common_shape
-from align.stages.data.decode_rows import parse_chunk
-from align.stages.data.input_files import iter_chunks, open_inputs
+from align.stages.data.columns import common_shape
+from align.stages.data.files import open_inputs
+from align.stages.data.records import read_records
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
+from support.read_rows import parted
 from support.stage_one import run
 
 # What each is to stage 1, and its columns, as TRL's page of formats has them for the first three.
@@ -75,9 +76,9 @@ def records_of(path):
     """What stage 1 reads of a file or folder."""
     inputs = open_inputs([str(path)])
     shape = common_shape(inputs, {})
-    parsed = [parse_chunk(chunk, shape) for chunk in iter_chunks(inputs, shape.columns)]
-    assert not [bad for _, rejected in parsed for bad in rejected]
-    return shape.kind, [record for records, _ in parsed for record in records]
+    records, rejected = parted(read_records(inputs, shape))
+    assert not rejected
+    return shape.kind, records
 
 
 def test_a_judged_table_becomes_pairs_that_name_what_they_came_from(here):
@@ -171,9 +172,7 @@ def test_ultrafeedback_becomes_conversations(here):
     answers = [said("assistant", f"Answer {number}") for number in range(3)]
     table, _ = selected("data.parquet", "--rows", "groups")
     assert table.rows() == [(said("user", "Question"), answers, [4.75, 1.5, 5.0])]
-    fine, told = selected("data.parquet", "--map", "score=fine-grained_score")
-    assert fine["chosen"].to_list() == [answers[0]]
-    assert left_out(told) == ["1 sample without a score"]
+    assert selected("data.parquet")[0]["chosen"].to_list() == [answers[2]]
 
 
 DRAWN = {"temperature": 0.7, "top_p": 1.0, "top_k": 20}

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from align.schemas.row_keys import InputCounts, KeyedRows, key_rows
-from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.encode import Encoder
-from align.stages.data.input_files import iter_chunks
+from align.stages.data.records import records_in
 from align.stages.pairing.kl_partners import choose_partners
 from align.stages.pairing.long_form import merge_same_prompts
 from align.stages.storage.cache.commits import printable
 from support.encoded_rows import plain
+from support.read_rows import parted
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ def prepared_at_once(job):
     """Reads all rows, sorts them with Python's sort, pairs them and cuts them into units."""
     config, intake, parts = job.config, InputCounts(), []
     encoder = Encoder(job.tokenizer, config.tokens)
-    for chunk in iter_chunks(job.inputs, job.shape.columns):
-        records, rejected = parse_chunk(replace(chunk, file=job.files[chunk.file]), job.shape)
+    for number, file in enumerate(job.inputs):
+        records, rejected = parted(records_in(file, job.shape, job.files[number]))
         encoded = encoder.encode(records)
         parts.append(key_rows(encoded.rows, seed=config.cache.seed, carried=job.shape.carried))
-        intake.rows_per_file[chunk.file] += len(chunk)
+        intake.rows_per_file[number] += len(records) + len(rejected)
         intake.rejected += [*rejected, *encoded.rejected]
     keyed = _sorted(KeyedRows.concat(parts))
     if job.shape.kind == "scored_long":

@@ -3,7 +3,7 @@
 import random
 import shutil
 
-from align.stages.data import input_files
+from align.stages.data import files as data_files
 from align.stages.sort import key_ranges
 from support.read_rows import write_rows
 
@@ -15,8 +15,8 @@ ENDINGS = (".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 def small_sizes(draw: random.Random):
     """Sizes of slices, ranges and portions, most of them tiny: module, name and size."""
     return [
-        (input_files, "LEAST_SLICE", draw.choice([300, 2000, 1 << 21])),
-        (input_files, "SLICES", draw.choice([2, 64, 10**6])),
+        (data_files, "LEAST_SLICE", draw.choice([300, 2000, 1 << 21])),
+        (data_files, "SLICES", draw.choice([2, 64, 10**6])),
         (key_ranges, "BYTES_PER_RANGE", draw.choice([500, 3000, 8 << 20])),
         (key_ranges, "MOST_RANGES", draw.choice([3, 20])),
         (key_ranges, "TOKENS_PER_PORTION", draw.choice([300, 3000, 1 << 22])),

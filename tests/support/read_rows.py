@@ -2,18 +2,20 @@
 
 import csv
 import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from align.schemas.data_options import TokenOptions
-from align.schemas.rows import Record, Role
-from align.stages.data.chat_wrap import UNWRAPPED
-from align.stages.data.data_schema import detect_shape
-from align.stages.data.decode_rows import parse_chunk
+from align.schemas.rows import Record, Rejected, Role
+from align.stages.data.cells import UNWRAPPED
+from align.stages.data.columns import common_shape, detect_shape
 from align.stages.data.encode import Encoder
-from align.stages.data.file_formats import JsonRows
-from align.stages.data.input_files import Chunk
+from align.stages.data.files import InputFile, open_inputs
+from align.stages.data.records import read_records
 from align.stages.data.tokenizer import load_tokenizer
 
 
@@ -49,17 +51,32 @@ def write_rows(path, rows, **options):
     return str(path)
 
 
-def shape_of(columns, *, wrap=UNWRAPPED, rename=None, carry=()):
+def shape_of(columns, *, wrap=UNWRAPPED, mapped=None, carry=()):
     """The shape of a file with these columns."""
-    shape = detect_shape(list(columns), rename or {}, carry, where="test")
-    vars(shape)["wrap"] = wrap
-    return shape
+    return replace(detect_shape([*columns], mapped or {}, carry, where="a.csv"), wrap=wrap)
+
+
+def parted(found):
+    """The records, and the rejected rows."""
+    every = [*found]
+    rejected = [one for one in every if isinstance(one, Rejected)]
+    return [one for one in every if isinstance(one, Record)], rejected
+
+
+def read_file(path, mapped=None, wrap=UNWRAPPED):
+    """The records and the rejected rows of a file."""
+    inputs = open_inputs([str(path)])
+    return parted(read_records(inputs, replace(common_shape(inputs, mapped or {}), wrap=wrap)))
 
 
 def read_lines(*rows, columns=None, **options):
-    """What becomes of lines of JSON, the first of which is row 10; bytes stand as they are."""
+    """What becomes of lines of JSON; bytes stand as they are."""
     texts = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    return parse_chunk(Chunk(0, 10, JsonRows(texts)), shape_of(columns or rows[0], **options))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.jsonl"
+        path.write_bytes(b"\n".join(texts))
+        file = InputFile(path, ".jsonl", 1)
+        return parted(read_records([file], shape_of(columns or rows[0], **options)))
 
 
 def record_of(row, **options):

@@ -8,8 +8,8 @@ import pytest
 from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import BadRow
+from align.stages.data.cells import Unlearned
 from align.stages.data.tokenizer import load_tokenizer
-from align.stages.data.validate import Unlearned
 from support import tool_templates
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, byte_tokenizer
 from support.read_rows import bot, conversation, encode, user

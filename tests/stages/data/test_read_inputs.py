@@ -1,7 +1,6 @@
 """Files and folders are found and opened, of one shape and one split, or refused at once."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,9 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import UsageError
-from align.stages.data.data_schema import common_shape, detect_shape
-from align.stages.data.data_splits import require_one_split
-from align.stages.data.input_files import InputFile, open_inputs
+from align.stages.data.columns import common_shape, detect_shape
+from align.stages.data.files import InputFile, open_inputs, require_one_split
 from align.stages.storage.copies import ORIGIN
 from align.stages.storage.disk.digest_memory import user_folder
 from support.read_rows import write_rows
@@ -48,7 +46,7 @@ def test_a_folder_is_read_in_sorted_order_and_a_saved_dataset_in_the_order_of_it
     saved_dataset(tmp_path, "data-1.arrow", "data-0.arrow")
     assert names_in(tmp_path) == ["data-1.arrow", "data-0.arrow"]
     (tmp_path / "data-0.arrow").unlink()
-    with pytest.raises(UsageError, match=r"lacks data-0\.arrow"):
+    with pytest.raises(UsageError, match=r"data-0\.arrow"):
         names_in(tmp_path)
 
 
@@ -58,25 +56,16 @@ def test_a_dataset_of_one_split_is_that_split_and_of_several_one_is_asked_for(tm
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["test"]}')
     assert names_in(tmp_path) == ["test.arrow"]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UsageError, match=r"splits train, test\. Name one .*/train"):
+    with pytest.raises(UsageError, match="train, test.*--split"):
         names_in(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *(("state.json", one) for one in ("[]", "{", '{"_data_files": 3}')),
-        ("state.json", '{"_data_files": [{"filename": "../x.arrow"}]}'),
-        ("dataset_dict.json", "[" * 100_000),
-        *(("dataset_dict.json", f'{{"splits": ["{one}"]}}') for one in ("..", "", "a/b", "/")),
-    ],
-)
-def test_a_saved_dataset_names_nothing_outside_of_its_folder(tmp_path, name, content):
-    saved_dataset(tmp_path / "ds", "x.arrow")
-    saved_dataset(tmp_path / "ds" / "a" / "b", "x.arrow")
-    (tmp_path / "ds" / name).write_text(content)
-    with pytest.raises(UsageError, match=rf"{name} does not list '"):
-        names_in(tmp_path / "ds")
+@pytest.mark.parametrize("content", ["[]", "{", '{"_data_files": 3}', '{"_data_files": []}'])
+def test_a_list_of_files_that_datasets_did_not_write_is_refused(tmp_path, content):
+    saved_dataset(tmp_path, "x.arrow")
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(UsageError, match=r"state\.json.*'_data_files'"):
+        names_in(tmp_path)
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
@@ -87,7 +76,7 @@ def test_a_folder_that_lacks_a_file_which_the_names_of_others_count_is_refused(t
         saved_dataset(folder, *there)
         if not is_saved:
             (folder / "state.json").unlink()
-        with pytest.raises(UsageError, match=f"lacks 1 of the 3 .*{lacking[:20]}"):
+        with pytest.raises(UsageError, match=lacking[:20]):
             names_in(folder)
         assert len(names_in(*(folder / name for name in there))) == 2
         if not is_saved:
@@ -102,38 +91,37 @@ def test_a_stream_that_is_cut_at_a_batchs_end_is_refused(tmp_path, lacking, lega
     end = 4 if legacy else 8  # bytes of the marker
     (tmp_path / "cut.arrow").write_bytes(whole[: len(less) - end])
     assert names_in(tmp_path / "whole.arrow", tmp_path / "less.arrow")
-    with pytest.raises(UsageError, match=rf"cut\.arrow .*behind its batch {3 - lacking}"):
+    with pytest.raises(UsageError, match=r"cut\.arrow"):
         names_in(tmp_path / "cut.arrow")
 
 
 def test_streams_that_were_joined_are_refused(tmp_path):
     path = tmp_path / "a.arrow"
     path.write_bytes(write_arrow(path) * 2)
-    with pytest.raises(UsageError, match=r"a\.arrow .*behind its batch 1\b"):
+    with pytest.raises(UsageError, match=r"a\.arrow"):
         names_in(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("a.txt", b"hello", "ending that is not known"),
-        ("a.jsonl", b"", "0 bytes"),
-        ("a.jsonl", b"hello\nyou\n", "not JSON objects"),
-        ("a.jsonl", '{"prompt": 1}'.encode("utf-16"), "UTF-16"),
-        ("a.json", b'[{"prompt": 1}', "element 0 of the array is cut off"),
-        ("a.json", b'[{"prompt": 1}] {}', "after the closing"),
-        ("a.json", b'[{"prompt": 1} {"prompt": 2}]', "element 0 of the array is followed by"),
-        ("a.csv", b'prompt,chosen\n"a', "line 2 is not valid CSV"),
-        ("a.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
-        ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00", "cannot be read as arrow"),
-        ("a.feather", b"ARROW1\x00\x00 is not enough", "cannot be read as feather"),
+        ("a.txt", b"hello"),
+        ("a.jsonl", b""),
+        ("a.jsonl", b"hello\nyou\n"),
+        ("a.jsonl", '{"prompt": 1}'.encode("utf-16")),
+        ("a.json", b'[{"prompt": 1}'),
+        ("a.json", b'[{"prompt": 1}] {}'),
+        ("a.json", b'[{"prompt": 1} {"prompt": 2}]'),
+        ("a.json", b'[{"prompt": 1},]'),
+        ("a.csv", b'prompt,chosen\n"a'),
+        ("a.parquet", b"PAR1 is not enough"),
+        ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00"),
+        ("a.feather", b"ARROW1\x00\x00 is not enough"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused_at_once_in_one_line(
-    tmp_path, name, content, message
-):
+def test_a_file_that_cannot_be_read_is_refused_at_once_in_one_line(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(UsageError) as caught:
         names_in(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -146,21 +134,20 @@ def test_what_is_not_there_holds_nothing_or_is_given_twice_is_refused(tmp_path):
     write_arrow(tmp_path / "file.arrow", 0, pa.ipc.new_file)
     write_arrow(tmp_path / "stream.arrow", 0)
     pq.write_table(BATCH.schema.empty_table(), tmp_path / "empty.parquet")
-    for files, message in [
-        *(([tmp_path / name], "has no rows") for name in ("file.arrow", "stream.arrow")),
-        ([tmp_path / "empty.parquet"], "has no rows"),
-        ([], "No data files"),
-        ([tmp_path / "b.jsonl"], "no such file"),
-        ([tmp_path / "empty"], "holds no data files"),
-        ([tmp_path / "a.jsonl", tmp_path / "empty" / ".." / "a.jsonl"], "given twice"),
-        ([tmp_path], r"two kinds, a\.csv and "),
+    for files, name in [
+        *(([tmp_path / name], name) for name in ("file.arrow", "stream.arrow", "empty.parquet")),
+        ([], "file or folder"),
+        ([tmp_path / "b.jsonl"], r"b\.jsonl"),
+        ([tmp_path / "empty"], "empty"),
+        ([tmp_path / "a.jsonl", tmp_path / "empty" / ".." / "a.jsonl"], r"a\.jsonl.*twice"),
+        ([tmp_path], r"a\.csv and "),
     ]:
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=name):
             names_in(*files)
 
 
-def detect(columns, rename=None, carry=()):
-    return detect_shape(columns.split(), rename or {}, carry, where="a.csv")
+def detect(columns, mapped=None, carry=()):
+    return detect_shape(columns.split(), mapped or {}, carry, where="a.csv")
 
 
 def test_the_columns_decide_the_shape():
@@ -174,47 +161,48 @@ def test_the_columns_decide_the_shape():
         assert (shape.kind, shape.has_prompt) == (kind, "prompt" in columns)
 
 
-def test_columns_that_look_like_scores_and_are_not_read_are_known():
+def test_scores_of_a_pair_have_two_names_and_others_are_not_read():
     ultrafeedback = detect("prompt chosen rejected score_chosen score_rejected")
     assert ultrafeedback.source["chosen_score"] == "score_chosen"
     assert ultrafeedback.unread == ()
     columns = "prompt chosen rejected chosen_score rejected-rating Reward id"
-    assert detect(columns).unread == ("rejected-rating", "Reward")
-    assert detect(columns, carry=["Reward"]).unread == ("rejected-rating",)
-    left_out = {"Reward": "unused Reward", "rejected-rating": "rejected_score"}
-    assert detect(columns, left_out).unread == ()
-    with pytest.raises(UsageError, match="would both be 'chosen_score'"):
-        detect("prompt chosen rejected chosen_score score_chosen")
+    assert detect(columns).unread == ("rejected-rating", "Reward", "id")
+    assert detect(columns, carry=["Reward"]).unread == ("rejected-rating", "id")
+    mapped = {"Reward": "", "rejected_score": "rejected-rating"}
+    assert detect(columns, mapped).unread == ("id",)
 
 
 def test_a_column_is_read_under_the_users_name_or_left_out():
-    shape = detect("question chosen rejected", {"question": "prompt"})
+    shape = detect("question chosen rejected", {"prompt": "question"})
     assert (shape.has_prompt, shape.source["prompt"]) == (True, "question")
     assert {*shape.columns} >= {"question", "chosen", "rejected"}
     assert "prompt" not in shape.columns
-    assert not detect("prompt chosen rejected", {"prompt": "unused"}).has_prompt
-    assert detect("prompt question chosen rejected", {"prompt": "old", "question": "prompt"})
+    assert not detect("prompt chosen rejected", {"prompt": ""}).has_prompt
+    assert detect("prompt question chosen rejected", {"old": "prompt", "prompt": "question"})
+    assert detect("conversations chosen rejected", {"prompt": "conversations"}).kind == "paired"
     shape = detect("chosen rejected tools margin length", carry=["length"])
     assert (shape.optional, shape.carried) == (("tools",), ("margin", "length"))
 
 
 @pytest.mark.parametrize(
-    ("columns", "rename", "carry", "message"),
+    ("columns", "mapped", "carry", "names"),
     [
-        ("question chosen reject", {}, (), r"'question', 'chosen', 'reject'.* --map rejected=reje"),
-        ("question chosen rejected", {}, (), r"no column 'prompt' but one named 'question'"),
-        ("chosen rejected role", {}, ("role",), r"'role' cannot be carried"),
-        ("prompt chosen rejected completions scores", {}, (), r"paired and scored.*--map "),
-        ("prompt completion label score", {}, (), r"unpaired with --map score=, or scored_l"),
-        ("chosen rejected", {"questoin": "prompt"}, (), r"no column 'questoin' to rename"),
-        ("chosen rejected margn", {}, ("margin",), r"no column 'margin' to carry.*'margn'\?"),
-        ("chosen rejected chosen", {}, (), r"2 columns named 'chosen'"),
+        ("question chosen reject", {}, (), "'question', 'chosen', 'reject'.*rejected=.*'reject'"),
+        ("question chosen rejected", {}, (), "'question'.*prompt=question"),
+        ("chosen rejected role", {}, ("role",), "'role'"),
+        ("prompt chosen rejected completions scores", {}, (), "paired .*scored "),
+        ("prompt completion label score", {}, (), "unpaired .*scored_long "),
+        ("prompt completion score answers", {}, (), "scored_long .*Nectar "),
+        ("chosen rejected", {"prompt": "questoin"}, (), "'questoin'"),
+        ("chosen rejected margn", {}, ("margin",), "'margin'.*'margn'"),
+        ("chosen rejected chosen", {}, (), "'chosen'"),
+        ("prompt chosen rejected chosen_score score_chosen", {}, (), "'chosen_score'"),
+        ("prompt question chosen rejected", {"prompt": "question"}, (), "'prompt'"),
     ],
 )
-def test_what_fits_no_shape_or_several_is_refused_with_the_way_out(columns, rename, carry, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        detect(columns, rename, carry)
-    assert "a.csv" in str(caught.value)
+def test_what_fits_no_shape_or_several_is_refused_by_its_columns(columns, mapped, carry, names):
+    with pytest.raises(UsageError, match=rf"a\.csv.*{names}"):
+        detect(columns, mapped, carry)
 
 
 PAIR = {"chosen": "c", "rejected": "r"}
@@ -232,7 +220,7 @@ def test_files_of_two_shapes_are_refused_by_name(tmp_path):
         (PAIR, PAIR | {"margin": 1}),
         (PAIR | {"score_chosen": 1}, PAIR | {"chosen_score": 1}),
     ):
-        with pytest.raises(UsageError, match=r"0\.jsonl and .*1\.jsonl hold different data"):
+        with pytest.raises(UsageError, match=r"0\.jsonl and .*1\.jsonl"):
             shape_of_files(tmp_path, [first], [other])
 
 
@@ -240,7 +228,7 @@ def refusal_of(*names):
     """What is said of files with these paths; nothing if they are taken together."""
     files = [InputFile(Path(name), Path(name).suffix, 1) for name in names]
     try:
-        require_one_split(files, "precompute-ref", "cache")
+        require_one_split(files)
     except UsageError as error:
         return str(error)
     return ""
@@ -271,20 +259,6 @@ def test_splits_of_one_data_set_are_refused_and_other_files_are_taken_together()
         assert not refusal_of(*names), names
 
 
-def test_the_commands_take_the_files_of_a_split_and_no_others_into_two_folders(tmp_path):
-    names = ["train-0.parquet", "train-1.parquet", "test-0.parquet", "test-1.parquet"]
-    folder = tmp_path / "my data"
-    folder.mkdir()
-    for name in names:
-        (folder / name).touch()
-    said = refusal_of(*(str(folder / name) for name in names))
-    train, test = [shlex.split(line) for line in said.splitlines() if line.startswith("  align")]
-    for command, wanted in ((train, names[:2]), (test, names[2:])):
-        assert command[:2] == ["align", "precompute-ref"]
-        assert sorted(path.name for path in folder.glob(Path(command[2]).name)) == wanted
-    assert (train[3:], test[3:]) == ([], ["--output", "cache-test"])
-
-
 def test_files_of_a_store_are_known_by_where_they_were_copied_from():
     names = []
     for split in ("train", "test"):
@@ -293,4 +267,6 @@ def test_files_of_a_store_are_known_by_where_they_were_copied_from():
         (folder / ORIGIN).write_text(f"s3://b/data/{split}-0.jsonl")
         (folder / f"{split}-0.jsonl").touch()
         names.append(str(folder / f"{split}-0.jsonl"))
-    assert "\n  align precompute-ref s3://b/data/test-0.jsonl --output" in refusal_of(*names)
+    refusal = refusal_of(*names)
+    assert "s3://b/data/train-0.jsonl" in refusal
+    assert "s3://b/data/test-0.jsonl" in refusal

@@ -7,7 +7,7 @@ import pytest
 from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.row_keys import prompt_keys_of
-from align.stages.data.chat_wrap import UNWRAPPED, Wrapping
+from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.encode import encode_prompt
 from align.stages.data.tokenizer import load_tokenizer
 from support import tool_templates
@@ -187,7 +187,6 @@ def test_a_transcript_is_not_rendered_twice():
         ("prompt", "Human: Which?\n\nAssistant:"),
         ("prompt", "User: Which?"),
         ("prompt", "USER : Which? ASSISTANT:"),
-        ("prompt", "Be kind.\n\n### Instruction:\nWhich?\n\n### Response:\n"),
         ("chosen", "This.\n\nHuman: Why?\n\nAssistant: So."),
         ("rejected", "Assistant: That."),
         ("system", "User: Which?"),
@@ -207,8 +206,6 @@ def test_text_whose_prompt_has_no_column_is_refused_because_answers_may_begin_al
     row = {"chosen": "Which? It is this.", "rejected": "Which? It is that."}
     assert "--map prompt=" in refused(row).detail
     assert record_of(row).prompt == "Which? It is"
-    transcript = {name: f"\n\nHuman: Which?\n\nAssistant: {name}" for name in row}
-    assert refused(transcript).reason == "already_rendered"
     chat = {name: [user("Which?"), bot(name)] for name in row}
     assert wrapped(chat) == record_of(chat)
 

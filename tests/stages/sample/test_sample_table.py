@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 
 from align.schemas.samples import Prompt, Sample
-from align.stages.data.input_files import open_inputs
-from align.stages.data.prompt_rows import read_prompts
+from align.stages.data.files import open_inputs
+from align.stages.data.records import read_prompts
 from align.stages.sample.prompts import asked_once, by_length
 from align.stages.sample.sample_table import sample_table
 

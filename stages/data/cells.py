@@ -1,4 +1,4 @@
-"""Validation of single cells; an invalid value is a BadRow with its reason."""
+"""The values of single cells, checked; a value that cannot be used is a BadRow with its reason."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from ...schemas.errors import counted
 from ...schemas.rows import BadRow, Message, Text
 
 ASSISTANT = "assistant"
@@ -337,3 +339,70 @@ def shown(value: Any) -> str:
         value = value[:_SHOWN]
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+# Speakers before a colon: at the start of a text, or where a dialogue continues.
+_TRANSCRIPT = re.compile(
+    r"\A\s*(?:#{1,4} *)?(?:human|user|assistant)\s*:|\n\n(?-i:Human|Assistant):", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """What becomes of plain text (data.wrap): itself, or the messages of a conversation."""
+
+    is_chat: bool = False
+    control: tuple[str, ...] = ()  # markup of the template, if a tokenizer is available
+
+    @staticmethod
+    def of(setting: str) -> Wrapping:
+        """The wrapping of `data.wrap`, without the markup of a template."""
+        return Wrapping(setting == "chat")
+
+    def prompt(self, text: Text, column: str) -> Text:
+        """The prompt, as a user's message under chat, without white space at its end."""
+        if not self.is_chat or not isinstance(text, str):
+            return text
+        self.require_unrendered(text, column)
+        return ({"role": "user", "content": text.rstrip()},)
+
+    def completion(self, value: Any, column: str, prompt: Text) -> Text:
+        """A completion of a prompt, without white space at the start of text."""
+        if not self.is_chat or not isinstance(prompt, str):
+            return read_completion(value, column, prompt)
+        if isinstance(answer := read_text(value, column), str):
+            self.require_unrendered(answer, column)
+            value = answer.lstrip()
+        return read_completion(value, column, ({"role": "user", "content": prompt.rstrip()},))
+
+    def require_unrendered(self, text: str, column: str) -> None:
+        """Refuses text that a template would render for a second time."""
+        found = _TRANSCRIPT.search(text) if self.is_chat else None
+        marks = [mark for mark in self.control if mark in text] if self.is_chat else []
+        if found or marks:
+            raise BadRow(
+                "already_rendered",
+                f"{column!r} holds {found[0].strip() if found else marks[0]!r}: data.wrap=chat "
+                "would render it twice. Give its messages, or leave text as it is with "
+                "data.wrap=none",
+            )
+
+    def require_prompt_column(self, columns: tuple[str, ...]) -> None:
+        """Refuses pairs of text without prompts: common first words would become the prompt."""
+        if self.is_chat:
+            raise BadRow(
+                "schema",
+                f"{' and '.join(columns)} are text, and where their prompt ends is unknown: "
+                "data.wrap=chat needs a column of prompts (--map prompt=NAME)",
+            )
+
+
+UNWRAPPED = Wrapping()
+
+
+def template_unused(texts: int, things: str) -> str:
+    """The note on data of plain text for a model with a chat template, under data.wrap=auto."""
+    return (
+        f"{counted(texts, things)} of plain text, which no chat template renders, though the model "
+        "has one: data.wrap=chat uses it, data.wrap=none leaves text as it is without this line"
+    )

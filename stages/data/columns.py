@@ -1,0 +1,268 @@
+"""Which shape the columns of data files have, under the user's names, and what nothing reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.rows import BadRow
+from ..storage.cache.shards import RESERVED
+from .files import InputFile, rows_of
+from .shapes import OPTIONAL, PROMPTS, SHAPES, DataShape, Shape
+
+_ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
+ALWAYS_CARRIED = ("margin", "weight")
+OURS = ("paired", "unpaired", "scored", "scored_long")
+# Columns of preference data, in whatever shape.
+KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED, *_ALIASES}.union(
+    *((*one.columns, *one.scores) for one in SHAPES if one.name in OURS)
+)
+_PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
+# Columns that are a part of a prompt in another one.
+_PARTS = {"instruction": ("input", "history"), "query": ("history",), "question": ("context",)}
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_LISTED = 8
+
+
+def common_shape(
+    inputs: Sequence[InputFile], mapped: Mapping[str, str], carry: Sequence[str] = ()
+) -> Shape:
+    """The one shape that all files have; files that differ are refused.
+
+    `mapped` gives the user's name of each of our columns; a column with no name is left out.
+    """
+    named = _with_spread(inputs, mapped)
+    first, *others = [
+        detect_shape(columns, mapped, carry, where=str(file.path))
+        for file, columns in zip(inputs, named, strict=True)
+    ]
+    for file, shape in zip(inputs[1:], others, strict=True):
+        if _essence(shape) != _essence(first):
+            raise UsageError(
+                f"{inputs[0].path} and {file.path} hold different data: {first.told}; "
+                f"and {shape.told}. Give files of one shape to a run."
+            )
+    every = (first, *others)
+    return replace(
+        first,
+        optional=tuple(dict.fromkeys(name for one in every for name in one.optional)),
+        unread=tuple(dict.fromkeys(name for one in every for name in one.unread)),
+    )
+
+
+def _with_spread(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The columns of each file; optional ones, and those left out, may be in some files alone."""
+    every = {name for file in inputs for name in file.columns}
+    may_lack = [theirs for ours, theirs in mapped.items() if ours in OPTIONAL and theirs]
+    may_lack += [ours for ours, theirs in mapped.items() if not theirs]
+    spread = [name for name in may_lack if name in every]
+    return [tuple(dict.fromkeys((*file.columns, *spread))) for file in inputs]
+
+
+def _essence(shape: Shape) -> tuple[object, ...]:
+    scores = [shape.source[name] for name in shape.declared.scores if name in shape.source]
+    return shape.declared, scores, shape.carried
+
+
+def prompt_shapes(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> Iterator[Shape]:
+    """The shape to read the prompts of each file by: that of stage 1, or prompts alone."""
+    for file, columns in zip(inputs, _with_spread(inputs, mapped), strict=True):
+        found = _renamed(columns, mapped, str(file.path))
+        fitting = _fitting(found)
+        if len({one.prompt for one in fitting}) == 1:  # whatever else they may be
+            fitting = fitting[:1]
+        if not fitting and "prompt" in found:
+            fitting = [PROMPTS]
+        if not fitting:
+            raise UsageError(
+                f"{file.path} has the columns {_quoted(columns)} and none of prompts. Name the one "
+                "that holds them: --map prompt=YOURS."
+            )
+        declared = _only(fitting, found, str(file.path))
+        yield _shape(declared, found, mapped, (), str(file.path))
+
+
+def detect_shape(
+    columns: Sequence[str], mapped: Mapping[str, str], carry: Sequence[str] = (), *, where: str
+) -> Shape:
+    """The shape of these columns; `where` names the file in errors."""
+    found = _renamed(columns, mapped, where)
+    return _shape(_only(_fitting(found), found, where), found, mapped, carry, where)
+
+
+def _renamed(columns: Sequence[str], mapped: Mapping[str, str], where: str) -> dict[str, str]:
+    """Our name of each column: the user's name; without those that are left out."""
+    for name, count in Counter(columns).items():
+        if count > 1:
+            raise UsageError(f"{where} has {count} columns named {name!r}. Keep one of them.")
+    ours = {theirs or name: name if theirs else None for name, theirs in mapped.items()}
+    for name in ours:
+        if name not in columns:
+            raise UsageError(
+                f"{where} has no column {name!r} to rename; it has {_quoted(columns)}."
+                f"{did_you_mean(closest(name, columns))} Change --map."
+            )
+    found: dict[str, str] = {}
+    for column in columns:
+        called = ours.get(column, _ALIASES.get(column, column))
+        if called is None:
+            continue
+        if called in found:
+            raise UsageError(
+                f"{where}: the columns {found[called]!r} and {column!r} would both be {called!r}. "
+                f"Take one out, for example with --map {column}=."
+            )
+        found[called] = column
+    return found
+
+
+def _fitting(found: Mapping[str, str]) -> list[DataShape]:
+    """The shapes all of whose columns are there, but those of which another one says more."""
+    fitting = [
+        one
+        for one in SHAPES
+        if found.keys() >= {*one.columns}
+        and ("prompt" not in found or "prompt" in (*one.columns, *one.optional))
+    ]
+    return [one for one in fitting if not any(_says_more(other, one) for other in fitting)]
+
+
+def _says_more(other: DataShape, one: DataShape) -> bool:
+    """Whether a shape reads all columns that another has, and that one not all of its own."""
+    if not {*one.columns} <= {*other.columns, *other.optional, *OPTIONAL}:
+        return False
+    is_mutual = {*other.columns} <= {*one.columns, *one.optional, *OPTIONAL}
+    return not is_mutual or len(other.columns) > len(one.columns)
+
+
+def _only(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) -> DataShape:
+    """The one shape that fits; refuses none, several, or a prompt under another name."""
+    if len(fitting) > 1:
+        first, second = fitting[:2]
+        extra = next(name for name in second.columns if name not in first.columns)
+        shapes = " and ".join(f"{one.name} ({_quoted(one.columns)})" for one in fitting)
+        raise UsageError(
+            f"{where} fits {len(fitting)} shapes of preference data: {shapes}. Leave out a column "
+            f"of what is not meant, for example with --map {found[extra]}=."
+        )
+    if not fitting:
+        raise _no_shape(found, where)
+    (one,) = fitting
+    if one.name in OURS and not one.prompt:
+        for name in _PROMPT_LIKE:
+            if name in found:
+                raise UsageError(
+                    f"{where} has no column 'prompt' but one named {name!r}. Pass --map "
+                    f"prompt={name} if that is the prompt, or --map {name}= if chosen and "
+                    "rejected begin with theirs."
+                )
+    return one
+
+
+def _no_shape(found: Mapping[str, str], where: str) -> UsageError:
+    ours = [one for one in SHAPES if one.name in OURS]
+    known = "; ".join(f"{one.name}: {', '.join(one.columns)}" for one in ours)
+    spare = [column for name, column in found.items() if name not in KNOWN]
+    near = {name: closest(name, spare) for one in ours for name in one.columns}
+    nearest = max(
+        ours,
+        key=lambda one: (
+            sum(name in found or bool(near[name]) for name in one.columns) / len(one.columns)
+        ),
+    )
+    missing = [name for name in nearest.columns if name not in found]
+    return UsageError(
+        f"{where} has the columns {_quoted(found.values())}, which fit no shape of preference data "
+        f"({known}; and those of docs/data-formats.md). Name yours for {' and '.join(missing)}, "
+        f"for example --map {missing[0]}=YOURS."
+        f"{did_you_mean(dict.fromkeys(one for name in missing for one in near[name]))}"
+    )
+
+
+def _shape(
+    declared: DataShape,
+    found: Mapping[str, str],
+    mapped: Mapping[str, str],
+    carry: Sequence[str],
+    where: str,
+) -> Shape:
+    for name in carry:
+        if name in RESERVED:
+            raise UsageError(
+                f"{where}: a column named {name!r} cannot be carried, because shards have one of "
+                f"their own. Rename yours, for example with --map my_{name}={name}."
+            )
+        if name not in found:
+            raise UsageError(
+                f"{where} has no column {name!r} to carry; it has {_quoted(found)}."
+                f"{did_you_mean(closest(name, found))} Change data.carry."
+            )
+    always = [name for name in ALWAYS_CARRIED if name in found]
+    given = [declared.margin] if declared.margin else []
+    carried = tuple(dict.fromkeys((*given, *always, *carry)))
+    # A column not seen in the first rows of a JSON file may appear later: it is read too.
+    names = (*declared.columns, *declared.optional, *OPTIONAL, *carried)
+    taken = {theirs or ours for ours, theirs in mapped.items()}
+    source = {name: found.get(name, name) for name in names if name in found or name not in taken}
+    source.update({name: found[name] for name in declared.scores if name in found})
+    left_out = tuple(ours for ours, theirs in mapped.items() if not theirs)
+    return Shape(
+        declared,
+        source,
+        optional=tuple(name for name in (*declared.optional, *OPTIONAL) if name in found),
+        carried=carried,
+        unread=tuple(column for column in found.values() if column not in source.values()),
+        left_out=left_out,
+    )
+
+
+def require_whole(inputs: Sequence[InputFile], shape: Shape) -> None:
+    """Refuses columns whose rows mean something else without them, where they hold something.
+
+    They are parts of a prompt that the shape does not read, and media.
+    """
+    prompt = shape.declared.prompt
+    asked = shape.source[prompt.columns[0].partition(".")[0]] if prompt else ""
+    parts = dict.fromkeys(_PARTS.get(asked, ()), f"a part of the prompt beside {asked!r}")
+    media = dict.fromkeys(_MEDIA, "and no model here is given media")
+    for name, why in (parts | media).items():
+        if name not in shape.unread:
+            continue
+        for file in inputs:
+            if name in file.columns and _is_filled(file, name):
+                raise UsageError(
+                    f"{file.path} has {name!r}, {why}: it would not be read. Write what it says "
+                    f"into the prompt in your file, or leave it out with --map {name}=."
+                )
+
+
+def _is_filled(file: InputFile, name: str) -> bool:
+    for row in rows_of(file, [name]):
+        value = None if isinstance(row, BadRow) else row.get(name)
+        if value not in (None, "", [], {}) and not (isinstance(value, str) and value.isspace()):
+            return True
+    return False
+
+
+def require_scores(inputs: Sequence[InputFile], shape: Shape) -> None:
+    """Refuses completions that have no scores: no method learns from them."""
+    if not shape.lacks_scores:
+        return
+    name = next(iter(shape.declared.scores), "score")
+    raise UsageError(
+        f"{inputs[0].path} has {shape.kind} rows without scores, so no method could learn from "
+        f"its cache. Name their column with --map {name}=YOURS (or those of prompt, completion and "
+        "label), or let `align score` or `align judge` give them some."
+    )
+
+
+def not_read(names: Sequence[str]) -> str:
+    """Says which columns are not read."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"columns that are not read: {_quoted(names[:_LISTED])}{more}"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,361 @@
+"""The data files that are named: found in folders, opened, cut into slices, read, digested."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from ...schemas.data_options import DataOptions
+from ...schemas.errors import BadDataError, FingerprintError, UsageError
+from ...schemas.rows import BadRow
+from ..storage.copies import origin_of
+from .readers import ENDINGS, READERS, WHOLE, Part, Row, ending_of, open_bytes
+
+_DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
+HUB_FOLDER = "data"  # the one that the Hub's data sets have their files in
+# The names that `datasets` and the Hugging Face Hub give to the files of one data set.
+_NUMBERED = re.compile(r"(?P<set>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+_SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
+_SPLITS: Mapping[str, str] = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "test": "test",
+}
+_WORD = re.compile("[A-Za-z]+")
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file of preference data."""
+
+    path: Path
+    format: str  # the ending of its name, a key of READERS
+    bytes: int
+    columns: tuple[str, ...] = ()  # of a JSON file, the keys of its first rows
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The input of one task: a part of one file."""
+
+    file: int  # index of the input
+    part: Part
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of data in it, approximately."""
+        return self.part.bytes
+
+
+def inputs_of(data: DataOptions) -> tuple[InputFile, ...]:
+    """The data files that the settings name."""
+    return open_inputs(data.files, data.split)
+
+
+def open_inputs(files: Sequence[str], split: str = "") -> tuple[InputFile, ...]:
+    """The data files in these files and folders, each checked to have rows.
+
+    Of folders with several splits the one is read that `split` names.
+    """
+    if not files:
+        raise UsageError("No data files given. Name at least one file or folder.")
+    inputs: dict[Path, InputFile] = {}
+    for name in files:
+        for path in _data_files(Path(name), split):
+            if path.resolve() in inputs:
+                raise UsageError(f"{path} is given twice. Name every file once.")
+            inputs[path.resolve()] = _opened(path)
+    return tuple(inputs.values())
+
+
+def _opened(path: Path) -> InputFile:
+    ending = ending_of(path.name)
+    if not ending:
+        raise UsageError(f"{path} has an ending that is not known. Known are {ENDINGS}.")
+    size = path.stat().st_size
+    if not size:
+        raise UsageError(f"{path} is empty (0 bytes). Leave it out or write it again.")
+    try:
+        with open_bytes(path) as source:
+            is_utf16 = source.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        columns = () if is_utf16 else READERS[ending].columns(path)
+    except _DAMAGE as error:
+        raise UsageError(
+            f"{path} cannot be read as {ending[1:]}: {_one_line(error)}. "
+            "Check that the file is whole, or write it again."
+        ) from error
+    if is_utf16:
+        raise UsageError(f"{path} is UTF-16 text. Save it as UTF-8.")
+    if not columns:
+        raise UsageError(f"{path} has no rows. Leave it out or write it again.")
+    return InputFile(path, ending, size, columns)
+
+
+# Folders
+
+
+def _data_files(path: Path, split: str) -> list[Path]:
+    """The file, or the data files of a folder; `split` names the one to read where it has some."""
+    if path.is_file() and not split:
+        return [path]
+    if path.is_file():
+        raise UsageError(f"{path} is one file, of which no split can be taken: leave --split out.")
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such file or folder. Check the path.")
+    if (path / "dataset_dict.json").is_file():
+        splits = _names_in(path / "dataset_dict.json", "splits")
+        if split or len(splits) != 1:
+            splits = [_chosen(path, splits, split)]
+        return _data_files(path / splits[0], "")
+    if (path / "state.json").is_file():
+        return _saved_files(path, split)
+    if files := _files_in(path):
+        return _of_one_set(path, files, split)
+    folders = [one.name for one in sorted(path.iterdir()) if one.is_dir() and _files_in(one)]
+    below = split if split in folders else HUB_FOLDER
+    if below in folders:
+        return _data_files(path / below, "" if below == split else split)
+    if folders:
+        raise UsageError(
+            f"{path} holds no data files itself but folders of them: {', '.join(folders)}. "
+            "Name one of them."
+        )
+    raise UsageError(f"{path} holds no data files ({ENDINGS}). Name the files or a folder.")
+
+
+def _saved_files(path: Path, split: str) -> list[Path]:
+    """The files of a folder that `datasets` saved, in its order."""
+    if split:
+        raise _no_such_split(path, (), split)
+    names = _names_in(path / "state.json", "_data_files")
+    if missing := [name for name in names if not (path / name).is_file()]:
+        raise UsageError(
+            f"{path} lacks {', '.join(missing)}, which its state.json names. Save it again."
+        )
+    _require_all_numbered(path, names)
+    return [path / name for name in names]
+
+
+def _of_one_set(path: Path, files: list[Path], split: str) -> list[Path]:
+    """The files of a folder, or those of the split; refuses several splits, and missing files."""
+    set_of = {file: _set_of(file.name) for file in files}
+    numbered = {set_of[file] for file in files if _NUMBERED.match(file.name)}
+    if split or (len(numbered) > 1 and any(map(_split_in, numbered))):
+        chosen = _chosen(path, tuple(dict.fromkeys(set_of.values())), split)
+        files = [file for file in files if set_of[file] == chosen]
+    other = next((one for one in files if ending_of(one.name) != ending_of(files[0].name)), None)
+    if other:
+        raise UsageError(
+            f"{path} holds files of two kinds, {files[0].name} and {other.name}. "
+            "Name the files that are the data."
+        )
+    _require_all_numbered(path, [file.name for file in files])
+    return files
+
+
+def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
+    """The split that is named, of several."""
+    if split in splits:
+        return split
+    if split:
+        raise _no_such_split(path, splits, split)
+    example = "train" if "train" in splits else [*splits, "NAME"][0]
+    raise UsageError(
+        f"{path} holds the splits {', '.join(splits)}. Take one of them, for example with "
+        f"--split {example}."
+    )
+
+
+def _no_such_split(path: Path, splits: Sequence[str], split: str) -> UsageError:
+    there = f"the splits {', '.join(splits)}" if splits else "no splits"
+    return UsageError(f"--split {split}: {path} holds {there}. Change --split or leave it out.")
+
+
+def _names_in(path: Path, key: str) -> list[str]:
+    """The names that a file of `datasets` lists."""
+    try:
+        entries = json.loads(path.read_bytes())[key]
+        names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
+        if names and all(isinstance(name, str) for name in names):
+            return names
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise UsageError(f"{path} does not list {key!r} as `datasets` writes it. Save it again.")
+
+
+def _files_in(path: Path) -> list[Path]:
+    """The data files that lie in a folder itself."""
+    return sorted(
+        entry
+        for entry in path.iterdir()
+        if entry.is_file()
+        and ending_of(entry.name)
+        and not entry.name.startswith((".", "_"))
+        and entry.name not in _SIDECARS
+    )
+
+
+def _set_of(name: str) -> str:
+    """The split that a file is a part of, by its name."""
+    numbered = _NUMBERED.match(name)
+    return numbered["set"] if numbered else name[: -len(ending_of(name))]
+
+
+def _require_all_numbered(folder: Path, names: Iterable[str]) -> None:
+    """Refuses a folder that lacks files of a numbered set."""
+    found: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for one in filter(None, map(_NUMBERED.match, names)):
+        found[one["set"], one["count"]].add(int(one["number"]))
+    for (name, count), numbers in found.items():
+        if missing := sorted({*range(int(count))} - numbers):
+            raise UsageError(
+                f"{folder} lacks {len(missing):,} of the {int(count):,} files of {name!r}, "
+                f"{name}-{missing[0]:05d}-of-{count} first. Get them too, or name the files that "
+                "are the data."
+            )
+
+
+def _split_in(name: str) -> tuple[re.Match[str], str] | None:
+    """The first word of a name that names a split, and the split."""
+    words = ((word, _SPLITS.get(word.group().lower())) for word in _WORD.finditer(name))
+    return next(((word, split) for word, split in words if split), None)
+
+
+def require_one_split(inputs: Sequence[InputFile]) -> None:
+    """Refuses files of several splits of one data set, which would train on held-out rows."""
+    sets: defaultdict[str, dict[str, str]] = defaultdict(dict)  # split: a file of it
+    for file in inputs:
+        path = origin_of(str(file.path))  # which the user gave
+        folder, _, name = path.rpartition("/")
+        above, _, own = folder.rpartition("/")
+        # Two files are of one set if their paths agree up to the word that names the split.
+        if found := _split_in(name.rpartition(".")[0]):
+            word, split = found
+            sets[f"{folder}/{name[: word.start()]}"].setdefault(split, path)
+        if found := _split_in(own):
+            word, split = found
+            sets[f"{above}/{own[: word.start()]}*/"].setdefault(split, path)
+    for splits in sets.values():
+        if len(splits) > 1:
+            files = ", ".join(f"{path} ({split})" for split, path in splits.items())
+            raise UsageError(
+                f"These are several splits of one data set: {files}. Give each to a command of its "
+                "own: take one of a folder with --split, or name its files."
+            )
+
+
+# Slices and rows
+
+SLICES = 64  # of small data; large data have as many as LARGEST_SLICE asks for
+LEAST_SLICE, LARGEST_SLICE = 2 << 20, 32 << 20
+
+
+def data_bytes(inputs: Sequence[InputFile], columns: Collection[str]) -> int:
+    """The bytes of data in the files, before compression where that is known."""
+    return sum(part.bytes for file in inputs for part in _parts(file, columns, sys.maxsize))
+
+
+def slices_of(
+    inputs: Sequence[InputFile], columns: Collection[str], *, total: int
+) -> tuple[Slice, ...]:
+    """The slices of all files, in order; they depend on the files alone (`total` bytes).
+
+    A CSV file, a JSON array and a compressed file cannot be cut: each is one slice.
+    """
+    most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
+    return tuple(
+        Slice(index, part)
+        for index, file in enumerate(inputs)
+        for part in _parts(file, columns, most)
+    )
+
+
+def _parts(file: InputFile, columns: Collection[str], most: int) -> list[Part]:
+    try:
+        return READERS[file.format].parts(file.path, columns, most)
+    except _DAMAGE as error:
+        raise _damaged(file, "", error) from error
+
+
+def rows_of(
+    file: InputFile, columns: Collection[str], part: Part = WHOLE
+) -> Iterator[Row | BadRow]:
+    """The rows of a file or of a part of it, with these columns at least."""
+    row = 0
+    try:
+        for cells in READERS[file.format].rows(file.path, columns, part):
+            yield cells
+            row += 1
+    except _DAMAGE as error:
+        where = f" of its part from {part.start:,} on" if part.start else ""
+        raise _damaged(file, f" after row {row:,}{where}", error) from error
+
+
+def _damaged(file: InputFile, where: str, error: Exception) -> BadDataError:
+    return BadDataError(
+        f"{file.path} cannot be read{where}: {_one_line(error)}. "
+        "The file is damaged or incomplete: write it again."
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")[:500]
+
+
+# Digests
+
+
+@dataclass(frozen=True)
+class Digested:
+    """The digest of a data file, and its version at that time."""
+
+    bytes: int
+    sha256: str
+    version: tuple[int, int]  # inode and modification time, which change if a file is replaced
+
+
+def digested(file: InputFile) -> Digested:
+    """The digest of a file, which is read once."""
+    with file.path.open("rb") as source:
+        found = os.fstat(source.fileno())
+        sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+        return Digested(source.tell(), sha256, (found.st_ino, found.st_mtime_ns))
+
+
+def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -> None:
+    """Refuses files that changed while they were read."""
+    for file, known in zip(inputs, before, strict=True):
+        if not file.path.is_file() or digested(file) != known:
+            raise _changed(file)
+
+
+def require_same_version(file: InputFile, known: Digested) -> None:
+    """Refuses a file that was replaced or modified, without reading it again."""
+    try:
+        found = file.path.stat()
+    except OSError as error:
+        raise _changed(file) from error
+    if (found.st_ino, found.st_mtime_ns) != known.version:
+        raise _changed(file)
+
+
+def _changed(file: InputFile) -> FingerprintError:
+    return FingerprintError(
+        f"{file.path} changed while it was read. Wait until no program writes to it, then run the "
+        "same command again."
+    )

@@ -1,0 +1,182 @@
+"""Rows to checked records, or to rejected rows with a reason; prompts to sample from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, TypeAlias
+
+from ...schemas.rows import BadRow, Record, Rejected, Text
+from ...schemas.samples import SAMPLE_COLUMNS, Prompt
+from .cells import (
+    UNWRAPPED,
+    Wrapping,
+    read_number,
+    read_options,
+    read_system,
+    read_tools,
+    require_characters,
+)
+from .columns import KNOWN, prompt_shapes
+from .files import InputFile, rows_of
+from .readers import TOO_DEEP, WHOLE, Part, Row
+from .row_parts import Cells
+from .shapes import OPTIONAL, DataShape, Shape, read_prompt_alone, read_row
+
+Checked: TypeAlias = Record | Rejected
+
+
+def read_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Checked]:
+    """Every row of the files in order, as a record or rejected; files by their index."""
+    for number, file in enumerate(inputs):
+        yield from records_in(file, shape, number)
+
+
+def records_in(
+    file: InputFile, shape: Shape, identity: int, part: Part = WHOLE
+) -> Iterator[Checked]:
+    """Every row of a file or of a part of it, numbered from the start of that."""
+    for row, cells in enumerate(rows_of(file, shape.columns, part)):
+        yield record_of(cells, shape, identity, row)
+
+
+def in_batches(
+    found: Iterable[Checked], *, rows: int = 1000, characters: int = 8 << 20
+) -> Iterator[list[Checked]]:
+    """The records in lists of at most so many, or of about so many characters of text."""
+    batch, size = list[Checked](), 0
+    for one in found:
+        batch.append(one)
+        size += _length(one)
+        if len(batch) == rows or size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _length(one: Checked) -> int:
+    length = 0
+    for text in () if isinstance(one, Rejected) else (one.prompt, *one.completions):
+        for part in (text,) if isinstance(text, str) else text:
+            length += len(part if isinstance(part, str) else part.get("content") or "")
+    return length
+
+
+def first_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record]:
+    """The first records of each file that can be used, few of them."""
+    for file in inputs:
+        usable = (one for one in records_in(file, shape, 0) if isinstance(one, Record))
+        yield from islice(usable, 16)
+
+
+def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked:
+    """The record of a row, or why it cannot be used."""
+    try:
+        if isinstance(cells, BadRow):
+            raise cells
+        one = Cells(cells, shape.source, shape.wrap)
+        found = read_row(one, shape.declared)
+        prompt, tools, options = _asked(one, shape.declared, found.prompt)
+        margin = shape.declared.margin
+        carried = {
+            name: found.ahead if name == margin else read_number(*one(name))
+            for name in shape.carried
+        }
+    except BadRow as bad:
+        return Rejected(file, row, bad.reason, bad.detail)
+    except RecursionError:
+        return Rejected(file, row, "schema", TOO_DEEP)
+    answers, roles, scores = found.completions, found.roles, found.scores
+    return Record(file, row, prompt, answers, roles, scores, tools, options, carried)
+
+
+def _asked(
+    cells: Cells, shape: DataShape, given: Text
+) -> tuple[Text, tuple[Any, ...] | None, Mapping[str, Any]]:
+    """The prompt with its system message, and the chat template's tools and options."""
+    prompt = cells.wrap.prompt(given, cells.source.get("prompt", "prompt"))
+    found: dict[str, tuple[Any, str]] = {}
+    for name in OPTIONAL:
+        cell = cells(shape.tools if name == "tools" and shape.tools else name)
+        if cell[0]:
+            found[name] = cell
+    if not found:
+        return prompt, None, {}
+    if isinstance(prompt, str):
+        columns = ", ".join(repr(column) for _, column in found.values())
+        flags = " ".join(f"--map {name}=" for name in found)
+        raise BadRow(
+            "schema",
+            f"{columns} can only be used when the prompt is a conversation: data.wrap=chat makes "
+            f"one of text, {flags} leaves it out",
+        )
+    if "system" in found:
+        value, column = found["system"]
+        system = read_system(value, column)
+        if isinstance(given, str):
+            cells.wrap.require_unrendered(system, column)
+        if system and prompt[0]["role"] == "system":
+            raise BadRow("schema", f"{column!r} is given but the prompt has a system message")
+        prompt = ({"role": "system", "content": system}, *prompt) if system else prompt
+    nothing = (None, "")
+    tools = read_tools(*found.get("tools", nothing))
+    return prompt, tools, read_options(*found.get("chat_template_kwargs", nothing))
+
+
+@dataclass
+class PromptRows:
+    """The prompts of all rows in order, and the rows that cannot be used."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)  # their file: index of the input
+    not_carried: tuple[str, ...] = ()  # columns whose names are those of a table of samples
+
+    @property
+    def rows_in(self) -> int:
+        """The number of rows, good and bad."""
+        return len(self.prompts) + len(self.rejected)
+
+
+def read_prompts(
+    inputs: Sequence[InputFile], mapped: Mapping[str, str], wrap: Wrapping = UNWRAPPED
+) -> PromptRows:
+    """The prompt of each row as stage 1 reads it, with the columns that are no preference data.
+
+    `mapped` gives the user's name of each of our columns, `wrap` the handling of plain text.
+    """
+    rows = PromptRows()
+    clashes: dict[str, None] = {}
+    ours = {theirs: name for name, theirs in mapped.items() if theirs}
+    for number, (file, found) in enumerate(zip(inputs, prompt_shapes(inputs, mapped), strict=True)):
+        shape = replace(found, wrap=wrap)
+        asked = found.declared.prompt or found.declared.answers
+        heads = {name.partition(".")[0] for name in (*asked.columns, *asked.optional, *OPTIONAL)}
+        known = {*found.left_out, *(shape.source[name] for name in heads if name in shape.source)}
+        for row, cells in enumerate(rows_of(file, file.columns)):
+            try:
+                if isinstance(cells, BadRow):
+                    raise cells
+                one = Cells(cells, shape.source, shape.wrap)
+                given = read_prompt_alone(one, shape.declared)
+                prompt, tools, options = _asked(one, shape.declared, given)
+                # A key that only later rows of a JSON file have is carried too.
+                carried = {
+                    ours.get(column, column): value
+                    for column, value in cells.items()
+                    if column not in known and ours.get(column, column) not in KNOWN
+                }
+                for name in [name for name in carried if name in SAMPLE_COLUMNS]:
+                    clashes[name] = None
+                    del carried[name]
+                for name, value in carried.items():
+                    require_characters(value, name)
+            except BadRow as bad:
+                rows.rejected.append(Rejected(number, row, bad.reason, bad.detail))
+            except RecursionError:
+                rows.rejected.append(Rejected(number, row, "schema", TOO_DEEP))
+            else:
+                rows.prompts.append(Prompt(prompt, tools, options, carried))
+    rows.not_carried = tuple(clashes)
+    return rows

@@ -1,0 +1,176 @@
+"""Columns that nothing reads are named, or refused where a row would mean something else."""
+
+import pytest
+
+from align.schemas.errors import UsageError
+from align.stages.data.cells import UNWRAPPED, Wrapping
+from align.stages.data.columns import common_shape, not_read, require_whole
+from align.stages.data.files import open_inputs
+from align.stages.data.records import read_prompts
+from support.read_rows import bot, user, write_rows
+
+ENDINGS = ("parquet", "arrow", "jsonl", "json", "csv")
+
+
+def opened(*paths, **columns):
+    """The files' shape, as every command takes it."""
+    inputs = open_inputs(list(map(str, paths)))
+    shape = common_shape(inputs, columns)
+    require_whole(inputs, shape)
+    return shape
+
+
+INSTRUCTION = {"instruction": "Say.", "completion": "a", "label": True}
+PAIR = {"prompt": "Which?", "chosen": "this", "rejected": "that"}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    ("row", "column", "mapped"),
+    [
+        (INSTRUCTION, "input", {"prompt": "instruction"}),
+        (INSTRUCTION, "history", {"prompt": "instruction"}),
+        (PAIR, "images", {}),
+    ],
+)
+def test_a_part_of_a_prompt_and_media_are_refused_where_they_are_filled(
+    tmp_path, ending, row, column, mapped
+):
+    rows = [row | {column: ""} for _ in range(1500)]
+    path = tmp_path / f"a.{ending}"
+    opened(write_rows(path, rows), **mapped)
+    rows[1234][column] = "7"
+    with pytest.raises(UsageError, match=rf"a\.{ending}.*'{column}'"):
+        opened(write_rows(path, rows), **mapped)
+    assert opened(path, **mapped, **{column: ""}).unread == ()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_columns_that_nothing_reads_are_named(tmp_path, ending):
+    more = {"id": "a1", "source": "math", "note": "some words that nobody reads", "n": 3}
+    path = write_rows(tmp_path / f"a.{ending}", [PAIR | more | {"margin": 1}] * 3)
+    shape = opened(path, source="")
+    assert shape.unread == ("id", "note", "n")
+    assert all(repr(name) in not_read(shape.unread) for name in shape.unread)
+
+
+def test_a_column_of_one_of_several_files_is_read_or_left_out_in_all(tmp_path):
+    first = write_rows(tmp_path / "a.jsonl", [PAIR])
+    second = write_rows(tmp_path / "b.jsonl", [PAIR | {"system_prompt": "Be kind."}])
+    assert opened(first, second).unread == ("system_prompt",)
+    assert opened(first, second, system_prompt="").unread == ()
+    shape = opened(first, second, system="system_prompt")
+    assert (shape.source["system"], shape.optional, shape.unread) == (
+        "system_prompt",
+        ("system",),
+        (),
+    )
+
+
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The prompts of files with these rows."""
+
+    def of_files(*files, wrap=UNWRAPPED, **columns):
+        for number, rows in enumerate(files):
+            write_rows(tmp_path / f"{number}.jsonl", rows)
+        return read_prompts(open_inputs([str(tmp_path)]), columns, wrap)
+
+    return of_files
+
+
+def texts(rows):
+    return [prompt.text for prompt in rows.prompts]
+
+
+def carried(rows):
+    return [prompt.carried for prompt in rows.prompts]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"chosen": "b", "rejected": "c"},
+        {"completion": "b", "label": True},
+        {"completions": ["b", "c"], "scores": [1, 2]},
+        {"completion": "b", "score": 1},
+        {"completion": "b"},
+        {"chosen": None, "rejected": ""},
+    ],
+)
+def test_a_row_with_a_prompt_gives_it_and_carries_nothing_of_preference_data(read, more):
+    rows = read([{"prompt": "a"} | more])
+    assert (texts(rows), carried(rows)) == (["a"], [{}])
+
+
+def test_a_prompt_keeps_its_system_message_tools_and_options(read):
+    tool = {"type": "function", "function": {"name": "f"}}
+    row = {"system": "be kind", "tools": [tool], "chat_template_kwargs": {"thinking": False}}
+    chat = read([row | {"prompt": [user("hi")], "answer": 4}])
+    text = read([row | {"prompt": "hi", "answer": 4}], wrap=Wrapping(True))
+    for (prompt,) in (chat.prompts, text.prompts):
+        assert prompt.text == (SYSTEM, user("hi"))
+        assert (prompt.tools, prompt.template_options) == ((tool,), {"thinking": False})
+        assert prompt.carried == {"answer": 4}
+
+
+def test_a_prompt_carries_what_is_no_part_of_it_whatever_other_columns_may_mean(read):
+    rows = read([{"prompt": "a", "answers": ["4", "four"]}])
+    assert (texts(rows), carried(rows)) == (["a"], [{"answers": ["4", "four"]}])
+    shp = {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1}
+    rows = read([shp | {"system": "be kind"}])
+    assert texts(rows) == [(SYSTEM, user("a"))]
+    assert carried(rows) == [{"human_ref_A": "b", "human_ref_B": "c", "labels": 1}]
+
+
+def test_rows_that_cannot_be_used_are_rejected_with_their_place_and_reason(read):
+    rows = read([{"prompt": "a"}, {"prompt": " "}, {"prompt": None}, {"prompt": 3}])
+    assert (texts(rows), rows.rows_in) == (["a"], 4)
+    assert [(bad.row, bad.reason) for bad in rows.rejected] == [
+        (1, "empty_prompt"),
+        (2, "null"),
+        (3, "schema"),
+    ]
+
+
+def test_files_carry_what_any_of_them_has_but_what_is_left_out_or_the_tables_own(read):
+    row = {"prompt": "a", "number": 3, "finish": "stop", "x": 1, "y": 2}
+    rows = read([row], [{"prompt": "b", "z": 3}], x="")
+    assert carried(rows) == [{"y": 2}, {"z": 3}]
+    assert rows.not_carried == ("number", "finish")
+
+
+def test_pairs_without_a_prompt_give_what_both_begin_with_and_carry_the_rest(read):
+    row = {"chosen": "a b", "rejected": "a c", "margin": 1, "x": 1, "answer": "b"}
+    found = read([row, row, row | {"answer": "\ud800"}], x="")
+    assert (texts(found), carried(found)) == (["a"] * 2, [{"answer": "b"}] * 2)
+    assert [(bad.row, bad.reason) for bad in found.rejected] == [(2, "bad_utf8")]
+    chats = {name: [user("hi"), bot(name)] for name in ("chosen", "rejected")}
+    assert texts(read([chats])) == [(user("hi"),)]
+
+
+@pytest.mark.parametrize("start", [{"prompt": "a"}, {"chosen": "a b", "rejected": "a c"}])
+def test_a_key_that_the_first_rows_lack_is_carried_too(read, start):
+    late = {"answer": "b", "number": 3, "score_chosen": 2}
+    found = read([*[start] * 200, start | late])
+    assert texts(found) == ["a"] * 201
+    assert carried(found) == [{}] * 200 + [{"answer": "b"}]
+    assert found.not_carried == ("number",)
+
+
+@pytest.mark.parametrize(
+    "row", [{"instruction": "a", "answer": "b"}, {"question": "a", "chosen": "b", "rejected": "c"}]
+)
+def test_a_file_without_a_column_of_prompts_is_refused_with_its_columns(read, row):
+    with pytest.raises(UsageError, match=rf"0\.jsonl.*'{next(iter(row))}'.*--map prompt="):
+        read([row])
+
+
+def test_a_prompt_of_text_is_the_conversation_that_both_answers_have_of_it(read):
+    past = [user("Hello."), bot("Good day.")]
+    chats = {name: [*past, user("hi"), bot(name)] for name in ("chosen", "rejected")}
+    assert texts(read([{"prompt": "hi"} | chats])) == [(*past, user("hi"))]
