@@ -101,12 +101,10 @@ def answer(
     missing = answers.missing(questions)
     call.tally.known += len(questions) - len(missing)
     if missing:
-        answers.merge()  # what stopped runs have left, so that each reads less
         call.work(tasks)
         answers.look()
     if len(answers.refused(questions)) < len(answers.missing(questions)):
         return None
-    answers.merge()
     return judge.read(questions.keys(), answers)
 
 

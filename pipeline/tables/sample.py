@@ -136,7 +136,6 @@ class SampleJob:
         """Draws the missing samples of its share, and publishes the table if none is left."""
         self._describe(call.run)
         tasks = self.tasks
-        tasks.answers.merge()  # what stopped runs have left, so that each reads less
         call.work(tasks)
         tasks.answers.look()
         manifest = self._published()
@@ -189,7 +188,6 @@ class SampleJob:
         keys = [key for prompt in prompts for key in self.keys[prompt]]
         if answers.missing(keys):
             return None
-        answers.merge()
         samples = [Sample(**answer) for _, answer in answers.of(keys)]
         table = sample_table(prompts, {(one.prompt, one.number): one for one in samples}, tasks.n)
         counts = {

@@ -240,25 +240,6 @@ def begun_trainings(side):
     side.align("mlflow-sync", "told")
 
 
-def begun_tables(side):
-    """Samples, judgments, a selection, scores and rounds that were killed."""
-    side.write("grades.py", GRADES)
-    side.begin(*SAMPLING, "--tokens-per-batch", "512", at="answers.after_link@2")
-    side.begin(*SAMPLING, at="table.before_rename")
-    side.align(*SAMPLING)
-    judged = ("judge", "align-samples", "--by", "pairwise", "--model", MODEL, *QUIET)
-    side.begin(*judged, "--set", "scoring.tokens_per_batch=2048", at="answers.after_link")
-    side.align(*judged)
-    graded = ("--by", "function", "--function", "grades:grade", "--output", "graded")
-    side.align("judge", "align-samples", *graded, *QUIET)
-    side.begin("select", "graded", "--keep-cut", at="table.after_rename")
-    side.align("select", "graded", "--keep-cut")
-    side.write("rounds.yaml", ROUNDS)
-    for at in ("answers.after_link", "step.updated", "round.before_link", "round.after_link"):
-        side.begin("rounds", "rounds.yaml", at=at)
-    side.align("rounds", "rounds.yaml")
-
-
 @contextlib.contextmanager
 def bucket(side):
     """A server of S3 with the world's pairs and model; what it holds at the end is written down."""
@@ -299,4 +280,4 @@ def _wait_for(port):
 
 
 PLAYS = (words, demo, caches, tables, rounds, trainings, store)
-BEGUN = (begun_caches, begun_trainings, begun_tables)
+BEGUN = (begun_caches, begun_trainings)

@@ -15,7 +15,7 @@ class Step:
     """A command, and where it is killed: at one place after the other, in one folder."""
 
     words: tuple
-    kills: tuple  # failpoints, and at which visit
+    kills: tuple  # failpoints or operations on the disk, and at which visit
     needs: str = ""  # the step before it
 
 
@@ -51,8 +51,8 @@ STEPS = {
         ("sample", "prompts.jsonl", "--model", "model", "-n", 2, "--max-new-tokens", 4, *FEW),
         (
             "config.before_rename",
-            "answers.before_link",
-            "answers.after_link@2",  # between two batches
+            "before:fsync:answers-*.jsonl",
+            "after:fsync:answers-*.jsonl@2",  # between two batches
             *OF_A_TABLE,
         ),
     ),
@@ -60,8 +60,8 @@ STEPS = {
         (*JUDGED, "--by", "rubric", "--model", "model", *SHORT),
         (
             "config.after_rename",
-            "answers.after_link",
-            "answers.before_link@2",
+            "after:fsync:answers-*.jsonl",
+            "before:fsync:answers-*.jsonl@2",
             *OF_A_TABLE,
         ),
         needs="sample",
@@ -80,7 +80,7 @@ STEPS = {
         ("rounds", "rounds.yaml"),
         (
             "config.after_rename",
-            "answers.after_link",
+            "after:fsync:answers-*.jsonl",
             "table.after_rename@5",  # prompts, samples and the manifest of them, …
             "manifest.after_link",
             "step.updated@2",
@@ -160,8 +160,8 @@ def test_a_command_that_is_killed_and_given_again_ends_as_one_that_is_not(table,
 # Where the first of two parts is killed.
 KILLS_A_PART = {
     "precompute-ref": "commit.done",
-    "sample": "answers.after_link",
-    "rubric": "answers.after_link",
+    "sample": "after:fsync:answers-*.jsonl",
+    "rubric": "after:fsync:answers-*.jsonl",
 }
 
 

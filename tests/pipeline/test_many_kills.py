@@ -25,12 +25,10 @@ TEXTS = [f"question {number}" + " more" * (number % 3) for number in range(12)]
 ANSWERS = {f"Number {index}?": [str(index + step) for step in range(3)] for index in range(5)}
 # How many processes each test kills at least.
 LEAST = {
-    "precompute-ref": 120,
-    "sample": 100,
-    "judge": 80,
-    "merge for sample": 40,
-    "merge for judge": 40,
-    "export": 6,
+    "precompute-ref": 60,
+    "sample": 40,
+    "judge": 30,
+    "export": 3,
     "train": 20,
     "rounds": 8,
 }
@@ -81,48 +79,26 @@ def test_stage_one_scores_no_committed_unit_again(config, tmp_path, told, is_all
 
     whole = made("whole")
     assert whole.units
-    total, _ = operations_of(made("counted"))
+    total = operations_of(made("counted"))
 
     def going_on(name):
         return made(name).going_on_as(whole)
 
-    places = range(1, total + 1, 2)  # a file is begun, written, synced, named: none is left out
+    places = range(1, total + 1, 2)  # a file is synced, then named: none is left out
     kills = killed_everywhere(going_on, whole, places, total, is_all=is_all)
     told("precompute-ref", kills, is_all=is_all)
 
 
-@pytest.mark.long
+@EXTENT
 @pytest.mark.parametrize(("kind", "part"), [(Sampling, "sample"), (Judging, "judge")])
-def test_no_answer_that_is_kept_is_asked_for_again(kind, part, sources, tmp_path, told):
+def test_no_answer_that_is_kept_is_asked_for_again(kind, part, sources, tmp_path, told, is_all):
     whole = kind(tmp_path / "whole", sources[kind])
-    total, _ = operations_of(whole)
+    total = operations_of(whole)
 
     def made(name):
         return kind(tmp_path / name, sources[kind])
 
-    kills = killed_everywhere(made, whole, range(1, total + 1), total, is_all=True)
-    told(part, kills, is_all=True)
-
-
-@EXTENT
-@pytest.mark.parametrize(
-    ("kind", "part"), [(Sampling, "merge for sample"), (Judging, "merge for judge")]
-)
-def test_a_kill_from_a_merge_to_the_table_loses_no_answer(
-    kind, part, sources, tmp_path, told, is_all
-):
-    def made(name):
-        return kind(tmp_path / name, sources[kind], most_small=0)
-
-    plain = kind(tmp_path / "plain", sources[kind])
-    operations_of(plain)
-    whole = made("whole")
-    total, (_, before) = operations_of(whole)  # one merge of what was there, and one of all
-    assert len(whole.segments()) < len(plain.segments())
-    places = range(before + 1, total + 1)
-    kills = killed_everywhere(made, plain, places, total - before, is_all=is_all)
-    for place in tmp_path.glob("[0-9]*"):
-        assert made(place.name).segments() == whole.segments()
+    kills = killed_everywhere(made, whole, range(1, total + 1), total, is_all=is_all)
     told(part, kills, is_all=is_all)
 
 
@@ -133,7 +109,7 @@ def test_an_export_is_there_whole_or_not_at_all(config, tmp_path, told, is_all):
     def made(name):
         return Exporting(config.cache.output, tmp_path / f"{name}.parquet")
 
-    total, _ = operations_of(made("whole"))
+    total = operations_of(made("whole"))
     places = range(1, total + 1)
     kills = killed_everywhere(made, made("whole"), places, total, is_all=is_all)
     told("export", kills, is_all=is_all)

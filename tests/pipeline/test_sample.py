@@ -1,16 +1,12 @@
 """`align sample`: what is asked, what is known, what is left out, and what the table says."""
 
 from dataclasses import replace
-from unittest import mock
 
 import polars as pl
 import pytest
 
 from align.pipeline.executors.executor import Share
-from align.schemas.errors import BadDataError, LockedError, StorageError, UsageError
-from align.stages.storage import answers
-from align.stages.storage.disk.disk_store import DiskStore
-from align.stages.storage.disk.failpoints import OF_A_TABLE
+from align.schemas.errors import BadDataError, LockedError, UsageError
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.sampling import (
@@ -139,28 +135,6 @@ def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_re
     assert (again.tally.new, again.manifest.counts["prompts_refused"]) == (3 * 4, 0)
 
 
-@pytest.mark.parametrize("part", [None, Share(1, 1)])
-def test_who_publishes_the_table_merges_the_answers_also_after_one_who_was_stopped(
-    tmp_path, config, prompts_file, counting, monkeypatch, part
-):
-    whole = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting).manifest
-    monkeypatch.setattr(answers, "MOST_SMALL", 0)
-    monkeypatch.setattr(answers, "SMALL_BYTES", 1000)
-    before = len(counting.drawn())
-    full = StorageError("the disk")
-    with mock.patch.object(DiskStore, "remove", side_effect=full), pytest.raises(StorageError):
-        run_sampling(config, counting, share=part)
-    folder = TableFolder(tmp_path / "out", "samples")
-    assert not folder.manifest.is_file()
-    segments = [*folder.answers("").iterdir()]
-    (merged,) = (path for path in segments if path.stat().st_size >= answers.SMALL_BYTES)
-    assert len(segments) == 1 + -(-len(TEXTS) * 4 // BATCH)
-    for _ in range(2):
-        assert run_sampling(config, counting, share=part).manifest == whole
-        assert [*folder.answers("").iterdir()] == [merged]
-    assert len(counting.drawn()) - before == len(TEXTS) * 4
-
-
 def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):
     refusing = CountingSampler(tmp_path / "log", refuses="question")
     with pytest.raises(BadDataError, match="refuses all 12 prompts: no"):
@@ -186,45 +160,25 @@ def test_parts_of_a_table_in_a_store_need_a_folder_of_answers_that_all_see(promp
             run_sampling(config, counting, share=share)
 
 
-class Stopping(CountingSampler):
-    """One whose disk is full after two batches."""
-
-    def draw(self, key, number, sampling):
-        """One sample."""
-        if len(self.drawn()) % (2 * BATCH + 1) == 2 * BATCH:
-            self._note("refused")
-            raise StorageError("full")
-        return super().draw(key, number, sampling)
-
-
-def test_what_stopped_runs_have_left_is_merged_before_more_is_sampled(
-    tmp_path, config, prompts_file, monkeypatch
-):
-    monkeypatch.setattr(answers, "MOST_SMALL", 1)
-    monkeypatch.setattr(answers, "SMALL_BYTES", 1200)  # more than a batch has
-    stopping, left = Stopping(tmp_path / "stopped-log"), []
-    for _ in range(3):
-        with pytest.raises(StorageError, match="full"):
-            run_sampling(config, stopping)
-        folder = TableFolder.at(config.sample.output, "samples").answers(config.sample.answers)
-        left.append([path.stat().st_size for path in folder.glob("*.jsonl")])
-    assert [len(sizes) for sizes in left] == [2, 3, 4]
-    assert [sum(size >= 1200 for size in sizes) for sizes in left] == [0, 1, 2]
-    drawn = [line for line in stopping.drawn() if line != "refused"]
-    assert len(drawn) == len(set(drawn)) == 3 * 2 * BATCH
-
-
-@pytest.mark.parametrize("failpoint", OF_A_TABLE)
+@pytest.mark.parametrize(
+    ("fault", "kept"),
+    [
+        ("before:fsync:answers-*.jsonl", 2 * BATCH),  # the system has them, and no power was lost
+        ("after:fsync:answers-*.jsonl", 2 * BATCH),
+        ("before:rename:_manifest.json", len(TEXTS) * 4),
+        ("after:rename:samples.parquet", len(TEXTS) * 4),
+    ],
+)
 def test_a_kill_at_any_place_of_writing_loses_nothing_that_was_kept(
-    tmp_path, config, prompts_file, counting, failpoint
+    tmp_path, config, prompts_file, counting, fault, kept
 ):
     made = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting).manifest
     sampler = CountingSampler(tmp_path / "killed-log")
-    assert exit_code_of_child(config, sampler, f"{failpoint}=kill@2") == KILLED
+    visit = 2 if "answers" in fault else 1
+    assert exit_code_of_child(config, sampler, f"{fault}=kill@{visit}") == KILLED
     before = len(sampler.drawn())
     assert run_sampling(config, sampler).manifest == made
     assert len(set(sampler.drawn())) == len(TEXTS) * 4
-    kept = {"answers.before_link": BATCH, "answers.after_link": 2 * BATCH}.get(failpoint, before)
     assert len(sampler.drawn()) - before == len(TEXTS) * 4 - kept
     # A draft without content stays: its writer may live, and not have locked it yet.
     assert not [path for path in tmp_path.rglob(".*.tmp") if path.stat().st_size]

@@ -1,43 +1,21 @@
-"""What processes do with a folder of answers that others use too; these import it by this name."""
+"""Processes that add to a folder of answers others use too; these import it by this name."""
 
-import itertools
-import os
-import signal
-from unittest import mock
-
-from align.stages.storage import answers as module
 from align.stages.storage.answers import Answers
-from align.stages.storage.disk.disk_store import DiskStore
-
-
-def line(key, text):
-    return b'{"answer":{"text":"%s"},"key":"%s"}\n' % (text.encode(), key.encode())
-
-
-def merges(folder, kill):
-    """Six small segments into two, killed at a failpoint or before a removal."""
-    module.MOST_SMALL = 0
-    module.SMALL_BYTES = module.MERGED_BYTES = 3 * len(line("a", "a"))
-    if isinstance(kill, str):
-        name, _, visit = kill.partition("@")
-        os.environ["ALIGN_FAILPOINTS"] = f"{name}=kill@{visit or 1}"
-    answers, remove, visits = Answers(folder), DiskStore.remove, itertools.count(1)
-
-    def removed(path):
-        if next(visits) == kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-        remove(path)
-
-    with mock.patch.object(DiskStore, "remove", side_effect=removed):
-        answers.merge()
-
+from support import disk_faults
 
 LIVES, STEPS = 5, 6
 
 
+def killed_as_it_adds(folder, faults):
+    """Adds two answers at a time until its disk kills it."""
+    disk_faults.arm(faults)
+    answers = Answers(folder)
+    for first, second in ("ab", "cd", "ef"):
+        answers.add({key: {"text": key} for key in (first, second)})
+
+
 def pays(folder, own, log):
     """Asks for what is missing, in several lives that each begin with what is stored."""
-    module.MOST_SMALL, module.SMALL_BYTES, module.MERGED_BYTES = 0, 300, 900
     for life in range(1, LIVES + 1):
         answers = Answers(folder)
         for key in own[: life * STEPS]:
@@ -49,9 +27,3 @@ def pays(folder, own, log):
             assert dict(answers.of([key])) == {key: {"text": f"of {key}"}}
         read = dict(answers.of(own[: life * STEPS]))
         assert read == {key: {"text": f"of {key}"} for key in own[: life * STEPS]}
-
-
-def merges_until(folder, stop):
-    module.MOST_SMALL, module.SMALL_BYTES, module.MERGED_BYTES = 0, 300, 900
-    while not stop.is_set():
-        Answers(folder).merge()

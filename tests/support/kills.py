@@ -24,12 +24,11 @@ from align.schemas.errors import UsageError
 from align.schemas.json_codec import digest
 from align.schemas.round_options import JudgeOptions
 from align.schemas.samples import Sample
-from align.stages.storage import answers
 from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.disk import failpoints
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
+from support import disk_faults
 from support.checkpoint_saves import chosen_in
 from support.patience import PATIENCE
 from support.sampling import BATCH, CountingSampler, config_of, run_sampling
@@ -50,7 +49,7 @@ def killed_before(number):
         if next(operations) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with failpoints.watch(strike):
+    with disk_faults.watch(strike):
         yield
 
 
@@ -72,17 +71,11 @@ def _child(command, number):
 
 
 def operations_of(command):
-    """How often a command changes the disk when nobody kills it, and how often before it merges."""
-    seen, merges = [], []
-    merge = answers.Answers.merge
-
-    def noted(self):
-        merges.append(len(seen))
-        merge(self)
-
-    with mock.patch.object(answers.Answers, "merge", noted), failpoints.watch(seen.append):
+    """How often a command changes the disk when nobody kills it."""
+    seen = []
+    with disk_faults.watch(seen.append):
         command.run()
-    return len(seen), merges
+    return len(seen)
 
 
 def kills_on_the_way(command, numbers):
@@ -126,11 +119,10 @@ def keys_in(folder):
 
 @dataclass(frozen=True)
 class Tabling(Forked):
-    """A command that asks for answers and publishes a table; with `most_small` it merges them."""
+    """A command that asks for answers and publishes a table."""
 
     folder: Path
     source: Path
-    most_small: int = answers.MOST_SMALL
 
     in_flight = BATCH
 
@@ -147,12 +139,7 @@ class Tabling(Forked):
     def run(self):
         """The whole command."""
         self.folder.mkdir(exist_ok=True)
-        with (
-            mock.patch.object(answers, "MOST_SMALL", self.most_small),
-            mock.patch.object(answers, "SMALL_BYTES", 1000),
-            mock.patch.object(answers, "MERGED_BYTES", 3000),
-        ):
-            self.make()
+        self.make()
 
     def paid(self):
         """All that was asked for, in its order."""
@@ -162,10 +149,6 @@ class Tabling(Forked):
         """Answers are kept in the order in which they come."""
         stored = len(keys_in(self.root / "_align" / "answers"))
         return before | {*now[: max(0, stored - len(before))]}
-
-    def segments(self):
-        """The names of the files of answers."""
-        return {path.name for path in (self.root / "_align" / "answers").glob("*.jsonl")}
 
     def outcome(self):
         """The bytes of the table and of its manifest."""
@@ -260,7 +243,7 @@ class Precomputing(Forked):
                 scored[:] = self.paid()
 
         one_by_one = mock.patch.object(scoring_worker, "ThreadPoolExecutor", AtOnce)
-        with failpoints.watch(committed), one_by_one:
+        with disk_faults.watch(committed), one_by_one:
             self.run()
         assert len(set().union(*units.values())) == len(self.paid()) > len(units) > 1
         return units

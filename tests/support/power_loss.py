@@ -18,7 +18,6 @@ from align.schemas.cache import Commit, Manifest, Plan
 from align.schemas.json_codec import CodecError, from_signed_json
 from align.schemas.preparing import EncodedPart
 from align.schemas.table_manifest import TableManifest
-from align.stages.storage.answers import NAME
 from align.stages.storage.cache.cache_folder import WORK_NAME
 from align.stages.storage.disk import failpoints, fs
 from align.stages.storage.run.run_folder import RECORD_NAME
@@ -375,18 +374,6 @@ def states_of_tables(left):
         return {} if held is None else {"table": TORN}
     is_its = sha256(left.get(f"table/{manifest.file}")) == manifest.sha256
     return {"table": str(manifest.rows) if is_its else BEHIND}
-
-
-def states_of_answers(left):
-    """The keys that are there; a segment is what its name says."""
-    found = {}
-    for path, held in left.items():
-        folder, _, name = path.rpartition("/")
-        if folder == "answers" and NAME.fullmatch(name):
-            if f"{sha256(held)}.jsonl" != name:
-                return {path: TORN}
-            found |= {json.loads(line)["key"]: THERE for line in held.splitlines()}
-    return found
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -12,6 +11,7 @@ from align.schemas.config import Config, TrackingOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample, Sampler
+from support import disk_faults
 from support.patience import PATIENCE
 from support.stage_one import CHILDREN, Silent
 
@@ -109,14 +109,14 @@ def run_sampling(config, sampler, *, share=None):
         return module.sample(config, progress=Silent(), share=share)
 
 
-def exit_code_of_child(config, sampler, failpoints):
-    """Samples in a process that is killed at one of its failpoints."""
-    process = CHILDREN.Process(target=_child, args=(config, sampler, failpoints))
+def exit_code_of_child(config, sampler, faults):
+    """Samples in a process that meets faults of its disk."""
+    process = CHILDREN.Process(target=_child, args=(config, sampler, faults))
     process.start()
     process.join(PATIENCE)
     return process.exitcode
 
 
-def _child(config, sampler, failpoints):
-    os.environ["ALIGN_FAILPOINTS"] = failpoints
+def _child(config, sampler, faults):
+    disk_faults.arm(faults)
     run_sampling(config, sampler)

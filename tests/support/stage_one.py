@@ -9,6 +9,7 @@ from pathlib import Path
 
 from align.pipeline.precompute.precompute import precompute
 from align.schemas.errors import AlignError, Interrupted
+from support import disk_faults
 from support.patience import PATIENCE
 from support.stub_reference import StubReference
 
@@ -91,7 +92,9 @@ class GatedReference:
 
 
 def _child(config, failpoints, share, reference, stderr, environment):
-    os.environ.update(environment, ALIGN_FAILPOINTS=failpoints)
+    faults = disk_faults.variables(failpoints)
+    os.environ.update(environment, **faults)
+    disk_faults.arm(faults[disk_faults.VARIABLE])
     signal.signal(signal.SIGTERM, _terminated)
     sys.stderr = open(stderr, "w")  # noqa: SIM115, PTH123 - lives as long as the process
     try:

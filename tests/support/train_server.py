@@ -129,6 +129,8 @@ def meanwhile(request):
     These are imported by what they are asked for: most commands meet nothing.
     """
     with ExitStack() as stack:
+        if faults := request["env"].get("DISK_FAULTS"):
+            importlib.import_module("support.disk_faults").arm(faults)
         if "disk" in request:
             stack.enter_context(small_disk(**request["disk"]))
         if "kill_before" in request or "paid_into" in request:

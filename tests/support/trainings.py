@@ -14,6 +14,7 @@ import numpy as np
 
 from align.stages.report.visited_rows import read_visits
 from align.stages.storage.run.run_folder import RunFolder
+from support import disk_faults
 from support.checkpoint_saves import chosen_in
 from support.command import Answer
 from support.patience import PATIENCE
@@ -55,7 +56,7 @@ class Server:
             if launcher:
                 environment = launcher(rank, port)
             plain = {name: str(value) for name, value in environment.items()}
-            plain["ALIGN_FAILPOINTS"] = dict(enumerate(failpoints)).get(rank, "")
+            plain |= disk_faults.variables(dict(enumerate(failpoints)).get(rank, ""))
             processes.append(self.fork(arguments, cwd, plain, **more))
         return Training(tuple(processes))
 
@@ -153,7 +154,7 @@ class Person:
 
     def starts(self, *words, failpoints=""):
         """A command that may still be at work."""
-        more = {"ALIGN_HOME": str(self.home), "ALIGN_FAILPOINTS": failpoints}
+        more = {"ALIGN_HOME": str(self.home), **disk_faults.variables(failpoints)}
         return self.server.fork(words, self.folder, {**self.environment, **more})
 
     def gives(self, *words):

@@ -82,12 +82,7 @@ OF_A_STEP = (
     "evaluation.batch",
     "evaluation.done",
 )
-OF_A_TABLE = (
-    "answers.before_link",
-    "answers.after_link",
-    "table.before_rename",
-    "table.after_rename",
-)
+OF_A_TABLE = ("table.before_rename", "table.after_rename")
 OF_A_ROUND = ("round.before_link", "round.after_link")
 NAMES = (
     *(*OF_A_RING, *OF_A_CACHE, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE),

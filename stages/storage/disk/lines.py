@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ....schemas.errors import os_errors_as_storage_errors
 from . import fs
@@ -34,8 +34,7 @@ class Lines:
         self._sink.close()
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line, read back."""
 
     text: bytes  # with its end

@@ -7,7 +7,6 @@ import pytest
 
 from align.schemas.errors import CorruptionError
 from align.schemas.round_record import RoundRecord
-from align.stages.storage.answers import Answers
 from align.stages.storage.remote import Remote
 from align.stages.storage.run.rounds_folder import ROUNDS, RoundsFolder
 from align.stages.storage.run.run_folder import RunFolder
@@ -15,8 +14,6 @@ from align.stages.storage.run.run_remote import RunRemote
 from align.stages.storage.tables import TableFolder, read_table
 from support.checkpoint_saves import train
 from support.flips import flips
-
-KEYS = [f"{number:08}" for number in range(4)]
 
 
 class OfTable:
@@ -31,17 +28,6 @@ class OfTable:
         manifest, rows = read_table(TableFolder(base, "samples"))
         signed = (manifest.root, manifest.made_from, manifest.settings, manifest.counts)
         return *signed, rows.to_dict(as_series=False)
-
-
-class OfAnswers:
-    """Segments of answers."""
-
-    def make(self, base):
-        for key in KEYS:
-            Answers(base).add({key: {"text": f"of {key}", "completion_tokens": 3}})
-
-    def read(self, base):
-        return dict(Answers(base).of(KEYS))
 
 
 class OfRound:
@@ -66,7 +52,7 @@ def test_a_round_that_has_the_record_of_another_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", [OfTable, OfAnswers, OfRound])
+@pytest.mark.parametrize("kind", [OfTable, OfRound])
 def test_a_flipped_bit_is_refused_by_name_or_changes_nothing(tmp_path, kind, count):
     one = kind()
     one.make(tmp_path)

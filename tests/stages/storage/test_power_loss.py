@@ -7,15 +7,12 @@ import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from unittest import mock
 
 import polars as pl
 import pytest
 
 from align.schemas.checkpoint import Retention
 from align.schemas.preparing import Block, EncodedPart
-from align.stages.storage import answers
-from align.stages.storage.answers import Answers
 from align.stages.storage.cache import spool
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.lines import Lines, keep_lines, read_lines
@@ -27,14 +24,12 @@ from support.made_caches import make_cache, tree_of
 from support.power_loss import (
     BEHIND,
     GONE,
-    THERE,
     History,
     Turn,
     broken_cache,
     broken_run,
     broken_spool,
     broken_states,
-    states_of_answers,
     states_of_lines,
     states_of_records,
     states_of_tables,
@@ -114,21 +109,6 @@ def keep_lines_of_run(base, told):
                 promise(durable)
 
 
-def keep_answers(base, told):
-    """Two processes add and merge in turn."""
-    few = {"MOST_SMALL": 1, "SMALL_BYTES": 120}  # of which one answer has less, and two more
-    with mock.patch.multiple(answers, **few):
-        processes = [Answers(base / "answers") for _ in range(2)]
-        for number in range(5):
-            one, name = processes[number % 2], f"{number:08}"
-            if name not in one:
-                one.add({name: {"text": "some text of an answer"}})
-                told(name, THERE)
-            one.look()
-            if number > 1:
-                one.merge()
-
-
 def publish_table(base, told):
     """Twice in one folder, the second time with other rows."""
     table = TableFolder(base / "table", "samples")
@@ -143,11 +123,6 @@ def publish_table(base, told):
 TURNS = SignedRecords(Turn, remedy="None.", label="round")
 
 
-def texts_of(base):
-    found = Answers(base / "answers")
-    return dict(found.of(f"{number:08}" for number in range(len(found))))
-
-
 @dataclass(frozen=True)
 class Kind:
     """What is made, and the rule of what may be left of it."""
@@ -156,7 +131,6 @@ class Kind:
     brief: Callable  # killed before each of its operations, and done again
     histories: list  # each of what is done one after another
     undone: tuple = ()  # works, the last of which takes back what was promised before
-    outcome: Callable = tree_of  # the same for all who were killed and done again
 
 
 KINDS = {
@@ -168,9 +142,6 @@ KINDS = {
         broken_states(states_of_lines), keep_lines_of_run, [[keep_lines_of_run, keep_lines_of_run]]
     ),
     "table": Kind(broken_states(states_of_tables), publish_table, [[publish_table]]),
-    "answers": Kind(
-        broken_states(states_of_answers), keep_answers, [[keep_answers]], outcome=texts_of
-    ),
 }
 
 
@@ -198,7 +169,7 @@ def test_a_power_loss_breaks_no_promise_and_every_sync_is_one_that_must_be_there
     for last in range(len(clean.ops)):
         histories.append(new_history().add(kind.brief, last).add(kind.brief))
         # A run that died between its last save and pruning leaves a checkpoint more.
-        ends = (kind.outcome(one.base).items() for one in (clean, histories[-1]))
+        ends = (tree_of(one.base).items() for one in (clean, histories[-1]))
         assert next(ends) <= next(ends), last
     if kind.undone:
         *before, last = kind.undone

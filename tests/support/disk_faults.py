@@ -1,0 +1,124 @@
+"""Kills, stops or fails a process as align changes the disk, by patching functions of `os`.
+
+    DISK_FAULTS="before:rename:samples.parquet=kill@2"    # as the second such file gets its name
+
+`watch` calls a function before each operation; an OSError that it raises is the disk's answer.
+"""
+
+import errno
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+VARIABLE = "DISK_FAULTS"
+PATCHED = {
+    (os, "fsync"): "fsync",  # fsync_folder where it is one
+    (os, "rename"): "rename",
+    (os, "replace"): "rename",
+    (os, "link"): "link",
+    (os, "unlink"): "unlink",
+    (os, "mkdir"): "make_folder",
+    (os, "rmdir"): "remove_folder",
+    (shutil, "rmtree"): "remove_tree",
+}
+PASSED_THROUGH = {"pathlib", "shutil", "contextlib", "support"}
+
+
+class Op(NamedTuple):
+    """One change to the disk."""
+
+    name: str
+    path: Path
+    target: Path | None = None  # of a rename or link
+
+
+@contextmanager
+def watch(before=lambda op: None, after=lambda op: None):
+    """Calls these around each operation that align asks for."""
+    inside = threading.local()  # an operation that is made of others counts once
+    with ExitStack() as stack:
+        for (module, attribute), name in PATCHED.items():
+            real = getattr(module, attribute)
+            watched = _watched(real, name, before, after, inside)
+            stack.enter_context(mock.patch.object(module, attribute, watched))
+        yield
+
+
+def _watched(real, name, before, after, inside):
+    @wraps(real)
+    def call(*given, **how):
+        if getattr(inside, "now", False) or not _is_asked_by_align():
+            return real(*given, **how)
+        inside.now = True
+        try:
+            op = _op(name, *given)
+            before(op)
+            done = real(*given, **how)
+            after(op)
+        finally:
+            inside.now = False
+        return done
+
+    return call
+
+
+def _op(name, first, *more):
+    path = Path(f"/proc/self/fd/{first}").readlink() if isinstance(first, int) else Path(first)
+    if name == "fsync" and path.is_dir():
+        name = "fsync_folder"
+    return Op(name, path, Path(more[0]) if name in ("rename", "link") else None)
+
+
+def _is_asked_by_align():
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"].partition(".")[0] in PASSED_THROUGH and frame.f_back:
+        frame = frame.f_back
+    return frame.f_globals["__name__"].startswith("align.")
+
+
+def arm(text):
+    """Lets this process meet the faults that a text names, from now on."""
+    moments = {"before": [], "after": []}
+    for one in filter(None, text.split(",")):
+        where, _, what = one.partition("=")
+        moment, name, glob = where.split(":")
+        action, _, visit = what.partition("@")
+        meets = partial(_meet, name, glob, count(1), int(visit or 1), action)
+        moments[moment].append(meets)
+    if any(moments.values()):
+        _stays.enter_context(watch(*(partial(_each, moments[one]) for one in moments)))
+
+
+_stays = ExitStack()
+
+
+def _each(faults: list[Callable], op):
+    for meets in faults:
+        meets(op)
+
+
+def _meet(name, glob, visits, visit, action, op):
+    if op.name == name and (op.target or op.path).match(glob) and next(visits) == visit:
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            number = getattr(errno, action.upper())
+            raise OSError(number, os.strerror(number), str(op.path))
+
+
+def variables(faults):
+    """The environment of a process that meets these: failpoints in the code, and of the disk."""
+    ours = [one for one in filter(None, faults.split(",")) if ":" in one]
+    others = [one for one in filter(None, faults.split(",")) if ":" not in one]
+    return {"ALIGN_FAILPOINTS": ",".join(others), VARIABLE: ",".join(ours)}
