@@ -24,9 +24,9 @@ class TableManifest:
     settings: dict[str, Any]
     counts: dict[str, int]  # by name
     rows: int
-    file: str
-    bytes: int
-    sha256: str
+    columns: dict[str, str]  # the type of each, by name
+    bytes: int  # of the file, up to its footer
+    sha256: str  # of these bytes
     # How the samples of a judged or selected table were drawn; not a part of the root.
     sampling: Drawing | None
 

@@ -332,8 +332,7 @@ def _plan(
 
 def _sampling(job: CacheJob) -> tuple[Drawing | None, ...]:
     """The sampling of each input's samples; empty if none is known."""
-    files = zip(job.inputs, job.digested, strict=True)
-    found = tuple(drawing_of(file.path, read.sha256) for file, read in files)
+    found = tuple(drawing_of(file.path) for file in job.inputs)
     return found if any(found) else ()
 
 

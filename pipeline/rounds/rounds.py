@@ -158,7 +158,7 @@ def _selected(job: RoundsJob, one: OneRound, progress: Progress) -> dict[str, Ta
 
 def _rows(job: RoundsJob, one: OneRound, progress: Progress) -> TableManifest:
     """Selects rows; they are recorded here, because the command alone waits for no tracker."""
-    known = TableFolder(one.selected, "selected").manifest.is_file()
+    known = TableFolder(one.selected, "selected").file.is_file()
     made = _said(select(job.selecting(one), str(one.judged)), progress)
     if not known:
         with recorded_work(job.config.tracking, one.selected, "select") as run:

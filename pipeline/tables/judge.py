@@ -97,7 +97,7 @@ class JudgeJob(JudgingJob):
 
     def finished(self, *, is_prepared: bool) -> TableManifest | None:
         """The manifest, if the table of this very call is whole."""
-        if not self.folder.manifest.is_file():
+        if not self.folder.file.is_file():
             return None
         try:
             manifest, _ = read_table(self.folder)
@@ -148,7 +148,6 @@ class JudgeJob(JudgingJob):
             tags[f"align.{name}_root" if name in folders else f"align.{name}"] = found
         judged = {"align.judged_root": made.root, "align.judged": str(self.folder.root)}
         run.set_tags({**tags, **judged})
-        run.log_artifact(self.folder.manifest)
 
     def lines(self, made: TableManifest, *, was_complete: bool) -> list[str]:
         """The number of samples with a score, and the judgments made for them."""

@@ -124,7 +124,7 @@ class SampleJob:
         return {key: [tasks.key(key, number) for number in range(tasks.n)] for key in self.prompts}
 
     def finished(self, *, is_prepared: bool) -> TableManifest | None:
-        """The table, if all samples are known: they decide it, not an existing manifest."""
+        """The table, if all samples are known: they decide it, not an existing table."""
         if not is_prepared:
             return None
         answers = self.tasks.answers
@@ -144,7 +144,6 @@ class SampleJob:
             counts = {f"table/{name}": float(count) for name, count in manifest.counts.items()}
             call.run.log_metrics(counts, step=self.tally.step)
             call.run.set_tags({"align.samples_root": manifest.root})
-            call.run.log_artifact(self.folder.manifest)
         return manifest
 
     def _describe(self, run: Run) -> None:

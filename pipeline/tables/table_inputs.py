@@ -45,7 +45,7 @@ class TableInput:
 def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
     """The table in a folder of align, or the completions of a plain file."""
     folder = _folder_of(named, kind)
-    if folder.manifest.is_file() or not ending_of(named):
+    if not ending_of(named) or folder.find():
         manifest, table = read_table(folder)
         return TableInput(table, kind, manifest.root, sampling=manifest.drawing)
     local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))

@@ -1,41 +1,49 @@
-"""Tables of samples, judged samples and selected rows: one Parquet file and its manifest.
+"""Tables of samples, judged samples and selected rows: one Parquet file that holds its settings.
 
 samples.parquet   or judged.parquet, selected.parquet: stage 1 reads the folder, or the file
-_manifest.json    written last; digests of the table and of what it was made from
 _align/           answers that were paid for, see answers.py
+
+The manifest of a table is in the file's own metadata, under the key `align`: what the table was
+made from, its settings and counts, and the sha256 of all bytes before the footer. So one rename
+publishes both. Row groups are written and read one at a time.
 """
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import io
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ... import __version__
-from ...schemas.errors import CorruptionError, UsageError
-from ...schemas.json_codec import signed, to_json
+from ...schemas.errors import CorruptionError, UsageError, damaged
+from ...schemas.json_codec import CodecError, from_signed_json, signed, to_json
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from .bucket.objects import Location, location
 from .cache.cache_folder import OutputFolder
-from .copies import origin_of
-from .signed_records import SignedRecords
+from .copies import fetch_folder
+from .disk import fs
 from .store import Store, store_of
 
 if TYPE_CHECKING:
     import polars as pl
 
-MANIFEST = "_manifest.json"
 NAMES: dict[TableKind, str] = {
     "samples": "samples",
     "judged": "judged samples",
     "selected": "selected rows",
 }
 COMMANDS = {"samples": "align sample", "judged": "align judge", "selected": "align select"}
+KEY = b"align"  # of the manifest in the file's metadata
+ROWS = 1 << 16  # of a row group
+_REMEDY = "Run the command that made it again."
 
 
 @dataclass(frozen=True)
@@ -62,11 +70,6 @@ class TableFolder:
         """The table."""
         return self.root / f"{self.kind}.parquet"
 
-    @property
-    def manifest(self) -> Location:
-        """Written last."""
-        return self.root / MANIFEST
-
     def answers(self, named: str) -> Path:
         """The folder of answers, on a disk: one that a setting names, or one of the table."""
         return Path(named) if named else self.local / "_align" / "answers"
@@ -85,19 +88,18 @@ class TableFolder:
         """Makes the folder; refuses one that holds something else."""
         if self.store.has_folders:
             OutputFolder(self.local, self.kind).prepare()
-            self.store.drop_drafts(self.root, (self.file.name, MANIFEST))
+            self.store.drop_drafts(self.root, (self.file.name,))
         else:
-            with suppress(CorruptionError):  # a damaged manifest is written again
-                self.find()
+            self._refuse_others()
 
     def find(self) -> TableManifest | None:
-        """The manifest, if there is one; it has to be of a table of this kind."""
-        found = _MANIFESTS.find(self.manifest)
+        """The manifest of the table, if there is one; it has to be of this kind."""
+        if not self.file.is_file():
+            self._refuse_others()
+            return None
+        found = _stored(_on_disk(self.file))
         if found and found.kind != self.kind:
-            raise UsageError(
-                f"{self.root} holds {NAMES[found.kind]}, not {NAMES[self.kind]}. Name a folder "
-                f"that `{COMMANDS[self.kind]}` made."
-            )
+            raise self._of_another_kind(found.kind)
         return found
 
     def publish(
@@ -109,33 +111,42 @@ class TableFolder:
         counts: Mapping[str, int],
         sampling: Drawing | None = None,
     ) -> TableManifest:
-        """Writes the table, then its manifest; without effect if both are there."""
-        payload = io.BytesIO()
-        # Row groups follow chunks, and these follow the number of threads that made the table.
-        table.rechunk().write_parquet(payload, compression="zstd", statistics=False)
-        content = payload.getvalue()
+        """Writes the table with its manifest, in place of another; nothing if it is there."""
         unsigned = TableManifest(
-            TABLE_FORMAT,
-            __version__,
-            "",
-            self.kind,
-            dict(made_from),
-            dict(settings),
-            dict(counts),
-            table.height,
-            f"{self.kind}.parquet",
-            len(content),
-            hashlib.sha256(content).hexdigest(),
-            sampling,
+            format_version=TABLE_FORMAT,
+            align_version=__version__,
+            root="",
+            kind=self.kind,
+            made_from=dict(made_from),
+            settings=dict(settings),
+            counts=dict(counts),
+            rows=table.height,
+            columns={},
+            bytes=0,
+            sha256="",
+            sampling=sampling,
         )
-        manifest = signed(unsigned)
-        for path, text in ((self.file, content), (self.manifest, to_json(manifest).encode())):
-            known = self.store.read(path) if path.is_file() else None
-            if is_new := known != text:
-                self.store.replace(path, text, known=known, label="table")
-        if not is_new:  # whoever wrote the manifest may have died before its name was durable
-            self.store.sync_names(self.root)
+        with fs.locked_draft(self.local / self.file.name) as (draft, sink):
+            manifest = _write(draft, sink, table, unsigned)
+            there = self.file if isinstance(self.file, Path) and self.file.is_file() else None
+            if there and filecmp.cmp(draft, there, shallow=False):
+                fs.unlink(draft)
+                # Whoever wrote the table may have died before its name was durable.
+                self.store.sync_names(self.root)
+            else:
+                self.store.install(draft, self.file, label="table")
         return manifest
+
+    def _refuse_others(self) -> None:
+        for kind in NAMES:
+            if kind != self.kind and (self.root / f"{kind}.parquet").is_file():
+                raise self._of_another_kind(kind)
+
+    def _of_another_kind(self, kind: TableKind) -> UsageError:
+        return UsageError(
+            f"{self.root} holds {NAMES[kind]}, not {NAMES[self.kind]}. Name a folder that "
+            f"`{COMMANDS[self.kind]}` made."
+        )
 
 
 def read_manifest(folder: TableFolder) -> TableManifest:
@@ -143,39 +154,79 @@ def read_manifest(folder: TableFolder) -> TableManifest:
     if found := folder.find():
         return found
     raise UsageError(
-        f"{folder.root} holds no {MANIFEST}, so it is not a finished table of "
-        f"{NAMES[folder.kind]}. Run `{COMMANDS[folder.kind]}` to its end, or name another folder."
+        f"{folder.root} holds no finished table of {NAMES[folder.kind]} ({folder.file.name}). "
+        f"Run `{COMMANDS[folder.kind]}` to its end, or name another folder."
     )
 
 
-_MANIFESTS = SignedRecords(
-    TableManifest, label="table", remedy="Run the command that made it again."
-)
-
-
-def drawing_of(path: Path, sha256: str) -> Drawing | None:
-    """How the samples in a data file were drawn, if it is a table as its manifest names it."""
-    kind = next((kind for kind in NAMES if path.name == f"{kind}.parquet"), None)
-    if kind is None:
-        return None
-    home = location(origin_of(str(path))).parent
+def drawing_of(path: Path) -> Drawing | None:
+    """How the samples in a data file were drawn, if it is a table of align."""
     try:
-        folder = TableFolder(home, kind)
-        manifest = folder.find() if folder.manifest.is_file() else None
-    except (CorruptionError, UsageError):  # it is data all the same
+        manifest = _stored(path) if path.suffix == ".parquet" else None
+    except CorruptionError:  # it is data all the same
         return None
-    return manifest.drawing if manifest and manifest.sha256 == sha256 else None
+    return manifest.drawing if manifest else None
 
 
 def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
     """A finished table, its bytes compared with the manifest."""
     import polars as pl  # noqa: PLC0415 - a command that reads no table need not wait for it
 
-    manifest = read_manifest(folder)
-    content = folder.store.read(folder.file)
-    if hashlib.sha256(content).hexdigest() != manifest.sha256:
-        raise CorruptionError(
-            f"{folder.file} is not what {MANIFEST} names: it is damaged, or was being replaced "
-            "when its writer was stopped. Run the command that made it again."
-        )
-    return manifest, pl.read_parquet(io.BytesIO(content))
+    manifest, path = read_manifest(folder), _on_disk(folder.file)
+    if _sha256_of(path, manifest.bytes) != manifest.sha256:
+        raise damaged(folder.file, "its rows are not those that were written", _REMEDY)
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            columns, empty = _columns(file.schema_arrow), file.schema_arrow.empty_table()
+            groups = map(file.read_row_group, range(file.num_row_groups))
+            table = cast("pl.DataFrame", pl.concat(map(pl.from_arrow, (empty, *groups))))
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(folder.file, str(error).partition("\n")[0], _REMEDY) from error
+    if (columns, table.height) != (manifest.columns, manifest.rows):
+        raise damaged(folder.file, "its footer is not what was written", _REMEDY)
+    return manifest, table
+
+
+def _write(
+    path: Path, sink: io.BufferedWriter, table: pl.DataFrame, manifest: TableManifest
+) -> TableManifest:
+    """Writes a table, then its manifest into the footer; the same bytes for the same rows."""
+    schema = table.clear().to_arrow().schema
+    with pq.ParquetWriter(sink, schema, compression="zstd", write_statistics=False) as writer:
+        for start in range(0, table.height, ROWS):
+            writer.write_table(table.slice(start, ROWS).to_arrow(), row_group_size=ROWS)
+        sink.flush()
+        size = path.stat().st_size
+        columns, sha256 = _columns(schema), _sha256_of(path, size)
+        whole = signed(replace(manifest, columns=columns, bytes=size, sha256=sha256))
+        writer.add_key_value_metadata({KEY: to_json(whole)})
+    sink.flush()
+    return whole
+
+
+def _stored(path: Path) -> TableManifest | None:
+    """The manifest in a Parquet file; None if it is not a table of align."""
+    try:
+        text = (pq.read_metadata(path).metadata or {}).get(KEY)
+        return from_signed_json(TableManifest, text, TABLE_FORMAT) if text else None
+    except (pa.ArrowException, OSError, CodecError) as error:
+        raise damaged(path, str(error).partition("\n")[0], _REMEDY) from error
+
+
+def _columns(schema: pa.Schema) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema}
+
+
+def _sha256_of(path: Path, size: int) -> str:
+    """The digest of the first bytes of a file."""
+    sha256 = hashlib.sha256()
+    with fs.open_file(path) as source:
+        while size > 0 and (chunk := source.read(min(size, 1 << 20))):
+            sha256.update(chunk)
+            size -= len(chunk)
+    return sha256.hexdigest()
+
+
+def _on_disk(path: Location) -> Path:
+    """The file, or a copy of the object as it is now."""
+    return path if isinstance(path, Path) else fetch_folder(str(path), list)

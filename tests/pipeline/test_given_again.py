@@ -21,8 +21,13 @@ class Step:
 
 FEW = ("--tokens-per-batch", 1)  # batches of one
 SHORT = ("--set", "judge.max_new_tokens=4", "--set", "scoring.tokens_per_batch=1")
-# Before the table has its name, between it and its manifest, and before anybody is told of both.
-OF_A_TABLE = ("table.before_rename", "table.after_rename", "table.after_rename")
+
+
+def of_table(name):
+    """Before the table has its name, and before anybody is told of it."""
+    return f"before:rename:{name}.parquet", f"after:rename:{name}.parquet"
+
+
 JUDGED = ("judge", "whole/sample", "--dtype", "float32")
 STEPS = {
     "precompute-ref": Step(
@@ -53,7 +58,7 @@ STEPS = {
             "config.before_rename",
             "before:fsync:answers-*.jsonl",
             "after:fsync:answers-*.jsonl@2",  # between two batches
-            *OF_A_TABLE,
+            *of_table("samples"),
         ),
     ),
     "rubric": Step(
@@ -62,18 +67,18 @@ STEPS = {
             "config.after_rename",
             "after:fsync:answers-*.jsonl",
             "before:fsync:answers-*.jsonl@2",
-            *OF_A_TABLE,
+            *of_table("judged"),
         ),
         needs="sample",
     ),
     "reward": Step(
         (*JUDGED, "--by", "reward", "--reward-model", "reward"),
-        ("plan.after_link", "commit.done", "manifest.after_link", *OF_A_TABLE),
+        ("plan.after_link", "commit.done", "manifest.after_link", *of_table("judged")),
         needs="sample",
     ),
     "select": Step(
         ("select", "whole/reward", "--keep-cut"),
-        ("config.before_rename", "config.after_rename", *OF_A_TABLE),
+        ("config.before_rename", "config.after_rename", *of_table("selected")),
         needs="reward",
     ),
     "rounds": Step(
@@ -81,7 +86,7 @@ STEPS = {
         (
             "config.after_rename",
             "after:fsync:answers-*.jsonl",
-            "table.after_rename@5",  # prompts, samples and the manifest of them, …
+            "after:rename:samples.parquet",
             "manifest.after_link",
             "step.updated@2",
             "model.after_rename",
@@ -93,7 +98,7 @@ STEPS = {
 WORK = re.compile("scoring|sampling|judging|tokenizing|training|round 1")  # as progress names it
 PUBLISHED = (
     *("manifest.json", "data/*", "rows.jsonl"),
-    *("*.parquet", "_manifest.json"),
+    "*.parquet",
     *("round-*/round.json", "round-*/*/*.parquet", "round-*/*/*manifest.json", "*/model/model.*"),
 )
 
@@ -173,6 +178,7 @@ def test_the_whole_command_ends_what_a_killed_part_has_begun(table, name, tmp_pa
     said = table.person.gives(*given, "--part", "2/2").out
     assert said.startswith(f"part 2/2 of {tmp_path / 'out'} is done: ")
     assert "the same command without --part does what is missing" in said
-    assert not {"manifest.json", "_manifest.json"} & published(tmp_path / "out").keys()
+    tables = {"manifest.json", "samples.parquet", "judged.parquet"}
+    assert not tables & published(tmp_path / "out").keys()
     table.person.gives(*given)
     assert published(tmp_path / "out") == whole

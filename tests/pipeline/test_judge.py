@@ -242,7 +242,7 @@ def test_what_cannot_be_judged_is_refused(tmp_path, judged, samples):
         with pytest.raises(UsageError, match=said):
             judged(table, StubJudge(), **options)
     for words, said in (
-        ((tmp_path, "--by", "exact"), "not a finished table"),
+        ((tmp_path, "--by", "exact"), "samples.parquet"),
         (("--by", "exact"), "one of them"),
         ((samples, "--calibrate", "gold.jsonl", "--by", "exact"), "one of them"),
     ):

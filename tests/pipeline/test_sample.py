@@ -165,7 +165,7 @@ def test_parts_of_a_table_in_a_store_need_a_folder_of_answers_that_all_see(promp
     [
         ("before:fsync:answers-*.jsonl", 2 * BATCH),  # the system has them, and no power was lost
         ("after:fsync:answers-*.jsonl", 2 * BATCH),
-        ("before:rename:_manifest.json", len(TEXTS) * 4),
+        ("before:rename:samples.parquet", len(TEXTS) * 4),
         ("after:rename:samples.parquet", len(TEXTS) * 4),
     ],
 )

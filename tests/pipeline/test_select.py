@@ -92,7 +92,7 @@ def test_a_judged_table_becomes_pairs_that_name_what_they_came_from(here):
     assert manifest.made_from == {"judged": made.root}
     assert (manifest.settings["rows"], manifest.settings["length"]) == ("best_worst", "tokens")
     assert "2 pairs of 2 prompts, 8 samples" in told
-    Path("align-selected/_manifest.json").write_text("{")  # damaged, it is written anew
+    Path("align-selected/selected.parquet").write_text("{")  # damaged, it is written anew
     assert selected("judged")[0].equals(table)
 
 
@@ -239,15 +239,15 @@ def test_what_is_refused_leaves_no_output_or_the_one_that_was_there(here):
         assert not Path("align-selected").exists(), words
     assert selected("cut", "--keep-cut")[0].height == 2
     output = TableFolder.at("align-selected", "selected")
-    before = sha256_of(output.file), sha256_of(output.manifest)
+    before = sha256_of(output.file)
     with owner_lock(output, "select"):
         assert "is in use by process" in refusal(75, "select", "judged", "--rows", "labels")
     write_lines("bad.jsonl", [*SCORED, {"prompt": "", "completions": [" x"], "scores": [1]}])
     assert "row 2" in refusal(3, "select", "bad.jsonl")
-    assert (sha256_of(output.file), sha256_of(output.manifest)) == before
+    assert sha256_of(output.file) == before
     assert "1 row that cannot be read" in selected("bad.jsonl", "--max-bad-frac", 0.5)[1]
     Path("judged/judged.parquet").write_bytes(b"other")
-    assert "is not what _manifest.json names" in refusal(5, "select", "judged")
+    assert "judged.parquet" in refusal(5, "select", "judged")
 
 
 def test_answers_as_alpaca_eval_has_them_and_scored_rows_are_judged_and_selected_from(here):

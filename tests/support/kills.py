@@ -151,9 +151,8 @@ class Tabling(Forked):
         return before | {*now[: max(0, stored - len(before))]}
 
     def outcome(self):
-        """The bytes of the table and of its manifest."""
-        folder = TableFolder(self.root, self.kind)
-        return folder.file.read_bytes(), folder.manifest.read_bytes()
+        """The bytes of the table."""
+        return TableFolder(self.root, self.kind).file.read_bytes()
 
 
 class Sampling(Tabling):

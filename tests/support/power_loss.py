@@ -17,11 +17,9 @@ from typing import NamedTuple
 from align.schemas.cache import Commit, Manifest, Plan
 from align.schemas.json_codec import CodecError, from_signed_json
 from align.schemas.preparing import EncodedPart
-from align.schemas.table_manifest import TableManifest
 from align.stages.storage.cache.cache_folder import WORK_NAME
 from align.stages.storage.disk import failpoints, fs
 from align.stages.storage.run.run_folder import RECORD_NAME
-from align.stages.storage.tables import MANIFEST
 from support.checkpoint_saves import content
 
 NAMES = {  # which of a folder's unsynced changes reached the disk, newest last
@@ -343,7 +341,7 @@ def broken_states(states):
     return broken
 
 
-GONE, TORN, THERE, BEHIND = "gone", "torn", "there", "behind"
+GONE, TORN = "gone", "torn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,16 +362,6 @@ def states_of_lines(left):
     *lines, _ = left.get("lines", b"").split(b"\n")
     is_whole = lines == [b"line %d" % number for number in range(len(lines))]
     return {"lines": str(len(lines)) if is_whole else TORN}
-
-
-def states_of_tables(left):
-    """How many rows a table has; it may be behind its manifest, or before it."""
-    held = left.get(f"table/{MANIFEST}")
-    manifest = parsed(TableManifest, held)
-    if manifest is None:
-        return {} if held is None else {"table": TORN}
-    is_its = sha256(left.get(f"table/{manifest.file}")) == manifest.sha256
-    return {"table": str(manifest.rows) if is_its else BEHIND}
 
 
 @cache

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-import polars as pl
 import pytest
 
 from align.schemas.checkpoint import Retention
@@ -18,11 +17,9 @@ from align.stages.storage.disk import fs
 from align.stages.storage.disk.lines import Lines, keep_lines, read_lines
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.signed_records import SignedRecords
-from align.stages.storage.tables import TableFolder
 from support.checkpoint_saves import train
 from support.made_caches import make_cache, tree_of
 from support.power_loss import (
-    BEHIND,
     GONE,
     History,
     Turn,
@@ -32,7 +29,6 @@ from support.power_loss import (
     broken_states,
     states_of_lines,
     states_of_records,
-    states_of_tables,
     syncs,
 )
 
@@ -109,17 +105,6 @@ def keep_lines_of_run(base, told):
                 promise(durable)
 
 
-def publish_table(base, told):
-    """Twice in one folder, the second time with other rows."""
-    table = TableFolder(base / "table", "samples")
-    fs.make_folder(table.root)
-    fs.fsync_folder(base)
-    for rows in (1, 2) if table.find() is None or table.find().rows == 1 else (2,):
-        told("table", f"{GONE} 1 2 {BEHIND}")
-        table.publish(pl.DataFrame({"a": [*range(rows)]}), made_from={}, settings={}, counts={})
-        told("table", f"{rows}")
-
-
 TURNS = SignedRecords(Turn, remedy="None.", label="round")
 
 
@@ -141,7 +126,6 @@ KINDS = {
     "lines": Kind(
         broken_states(states_of_lines), keep_lines_of_run, [[keep_lines_of_run, keep_lines_of_run]]
     ),
-    "table": Kind(broken_states(states_of_tables), publish_table, [[publish_table]]),
 }
 
 
