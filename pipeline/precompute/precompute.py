@@ -127,8 +127,8 @@ class PrecomputeJob:
             return
         if is_tidy(folder, manifest) and not unsent_runs(folder.local):
             return
-        if lock := try_owner_lock(folder, self.stage):
-            with lock:
+        with try_owner_lock(folder, self.stage) as is_owner:
+            if is_owner:
                 collect(folder, self.cache.work)
                 send_earlier(folder.local, tracking)
 

@@ -223,10 +223,9 @@ def _remove_remnant(folder: RunFolder) -> None:
     if folder.ledgers():
         return
     if folder.private.is_dir():
-        lock = try_owner_lock(folder, "outbox")
-        if lock is None:
-            return
-        lock.release()
+        with try_owner_lock(folder, "outbox") as is_owner:
+            if not is_owner:
+                return
     fs.remove_tree(folder.root)
 
 

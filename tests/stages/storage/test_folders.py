@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,11 +11,11 @@ from align.schemas.preparing import Block, EncodedPart
 from align.stages.storage.cache import spool
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.disk import fs
-from align.stages.storage.disk.locks import owner_lock, try_owner_lock
+from align.stages.storage.disk.locks import held, is_owned, owner_lock, try_owner_lock
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import trash_name
 from support.checkpoint_saves import save
-from support.made_caches import in_child
+from support.made_caches import at_once, in_child
 
 
 def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
@@ -30,36 +31,59 @@ def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
 
 
 def test_a_second_owner_is_refused_with_the_name_of_the_first(prepared_run):
-    prepared_run.lock.write_text('{"host":"here","pid":1}')  # of one that died: it locks nothing
+    prepared_run.lock.write_text("process 1")  # of one that died: it locks nothing
     with owner_lock(prepared_run, "early-run"):
-        assert "early-run" in prepared_run.lock.read_text()
-        with pytest.raises(LockedError, match=rf"{os.getpid()}.*early-run") as refused:
-            owner_lock(prepared_run, "late-run")
-        assert refused.value.exit_code == 75
-        assert try_owner_lock(prepared_run, "late-run") is None
-        prepared_run.lock.write_text("scribble")
-        with pytest.raises(LockedError, match=str(prepared_run.root)):
-            owner_lock(prepared_run, "late-run")
-    owner_lock(prepared_run, "late-run").release()
-    assert prepared_run.lock.read_bytes() == b""
+        for who, named in (("", "early-run"), ("scribble", "scribble")):
+            if who:
+                prepared_run.lock.write_text(who)
+            with (
+                pytest.raises(LockedError, match=named) as refused,
+                owner_lock(prepared_run, "late-run"),
+            ):
+                pass
+            assert refused.value.exit_code == 75
+            assert str(prepared_run.root) in str(refused.value)
+        with try_owner_lock(prepared_run, "late-run") as is_owner:
+            assert not is_owner
+        assert is_owned(prepared_run)
+    assert not is_owned(prepared_run)
+    with owner_lock(prepared_run, "late-run"):
+        assert f"process {os.getpid()}" in prepared_run.lock.read_text()
 
 
 def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(prepared_run):
     def own():
-        lock = owner_lock(prepared_run, "run")
         told, tell = os.pipe()
-        worker = os.fork()
-        if not worker:
-            os.write(tell, b"1")
-            signal.pause()
-        os.read(told, 1)
-        lock.release()
+        with owner_lock(prepared_run, "run"):
+            worker = os.fork()
+            if not worker:
+                os.write(tell, b"1")
+                signal.pause()
+            os.read(told, 1)
         try:
-            owner_lock(prepared_run, "next").release()
+            with owner_lock(prepared_run, "next"):
+                pass
         finally:
             os.kill(worker, signal.SIGKILL)
 
     assert in_child(own) == 0
+
+
+def test_of_many_threads_and_processes_one_at_a_time_holds_a_lock(tmp_path):
+    path, count = tmp_path / "lock", tmp_path / "count"
+    count.write_text("0")
+
+    def add(_):
+        for _ in range(20):
+            with held(path):
+                count.write_text(str(int(count.read_text()) + 1))
+
+    def add_in_threads(_):
+        with ThreadPoolExecutor(2) as pool:
+            [*pool.map(add, range(2))]
+
+    assert at_once(2, add_in_threads) == [0, 0]
+    assert count.read_text() == "80"
 
 
 @pytest.mark.parametrize(
