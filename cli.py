@@ -109,7 +109,7 @@ def precompute_ref(
     from .pipeline.precompute.precompute import precompute
     from .pipeline.precompute.precompute_plan import require_model
     from .stages.model.reference import HfReference
-    from .stages.storage.disk.digest_memory import own_digests
+    from .stages.storage.disk.digests import own_digests
 
     share = share_of(part, os.environ)
     require_model(given, share)
@@ -140,7 +140,7 @@ def score(
     if not given.rewards.model:
         raise UsageError("No reward model. Pass --reward-model DIR.")
     from .stages.model.reward_model import HfReward
-    from .stages.storage.disk.digest_memory import own_digests
+    from .stages.storage.disk.digests import own_digests
 
     share = share_of(part, os.environ)
     print_result(

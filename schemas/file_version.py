@@ -10,10 +10,6 @@ from typing import TypeAlias
 # Returns the digests of a file: those stored for this version, or newly computed ones.
 Remember: TypeAlias = Callable[[Path, Callable[[], list[str]]], list[str]]
 
-# A file system may tell times in steps of two seconds: a file that was changed less than that
-# before it was digested may be changed once more and keep its time.
-SETTLED_NS = 2_000_000_000
-
 
 @dataclass(frozen=True)
 class FileVersion:
@@ -42,10 +38,6 @@ class FileVersion:
             other.size,
             other.modified_ns,
         )
-
-    def is_settled(self, now_ns: int) -> bool:
-        """Whether any later change will be visible in the version."""
-        return now_ns - max(self.modified_ns, self.changed_ns) >= SETTLED_NS
 
 
 def digest_anew(_: Path, digest: Callable[[], list[str]]) -> list[str]:

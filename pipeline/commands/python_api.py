@@ -85,7 +85,7 @@ def precompute(
         loaded = _loaded("precompute-ref", flags, settings, config, data=files)
         require_model(loaded.config)
         from ...stages.model.reference import HfReference
-        from ...stages.storage.disk.digest_memory import own_digests
+        from ...stages.storage.disk.digests import own_digests
         from ..jobs.object_inputs import with_local_inputs
 
         local = with_local_inputs(loaded.config)

@@ -16,7 +16,7 @@ from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.commits import read_commits
 from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digest_memory import user_folder
+from ...stages.storage.disk.digests import user_folder
 from ..jobs.differences import differences
 from ..options.declared import bound
 from ..options.settings import flatten

@@ -16,7 +16,7 @@ from ...schemas.round_record import ROUND_FORMAT, RoundRecord
 from ...schemas.table_manifest import TableManifest
 from ...stages.model.reference import HfReference
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.run.rounds_folder import ROUNDS, OneRound
 from ...stages.storage.tables import TableFolder

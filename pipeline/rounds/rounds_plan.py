@@ -16,7 +16,7 @@ from ...schemas.samples import Prompt, Sampler
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.model_folder import model_identity
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.rounds_folder import OneRound, RoundsFolder
 from ..jobs.differences import differences
 from ..options.declared import bound, set_by

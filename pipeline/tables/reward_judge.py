@@ -18,7 +18,7 @@ from ...stages.judge.judged_rows import SampleRows
 from ...stages.model.reward_model import HfReward
 from ...stages.storage.cache.cache_folder import SCORES
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ..jobs.job import Call
 from ..jobs.object_inputs import local_model
 from .judges import Judged, RowJudge, Scores, Verdicts, kept_by

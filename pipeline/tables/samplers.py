@@ -22,7 +22,7 @@ from ...schemas.samples import (
     Wanted,
 )
 from ...stages.data.cells import Wrapping
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ..jobs.object_inputs import local_options
 
 if TYPE_CHECKING:  # both import transformers, which a server does without

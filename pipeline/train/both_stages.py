@@ -12,7 +12,7 @@ from ...schemas.errors import AlignError, UsageError
 from ...stages.engine.launchers import world_apart
 from ...stages.methods.recipe import Recipe
 from ...stages.model.reference import HfReference
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.run_remote import run_folder_of
 from ...stages.tracking.progress import Progress
 from ...stages.train.memory_backoff import release_cached_memory

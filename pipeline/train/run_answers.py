@@ -18,7 +18,7 @@ from ...stages.report.cache_rows import prompts_of
 from ...stages.report.eval_table import read_samples
 from ...stages.report.side_by_side import Answered, answers_jsonl
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.progress import Progress

@@ -17,7 +17,7 @@ from ...stages.feed.cache_index import ShardColumns
 from ...stages.storage.cache.cache_folder import OutputFolder
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journaled_run import Run, tagged

@@ -32,7 +32,7 @@ from ...stages.model.policy import Policy, Sharding, load_policy
 from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.report.signs import Sign
 from ...stages.storage.cache.verify_cache import check_before_reading, sample_rows
-from ...stages.storage.disk.digest_memory import own_digests
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.progress import Progress
 from ...stages.train.evaluation import largest_gap

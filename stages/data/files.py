@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
-import os
 import re
 import sys
 from collections import defaultdict
@@ -19,6 +17,7 @@ from ...schemas.data_options import DataOptions
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from ...schemas.rows import BadRow
 from ..storage.copies import origin_of
+from ..storage.disk.digests import own_digests, remembered_sha256
 from .readers import ENDINGS, READERS, WHOLE, Part, Row, ending_of, open_bytes
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
@@ -330,11 +329,10 @@ class Digested:
 
 
 def digested(file: InputFile) -> Digested:
-    """The digest of a file, which is read once."""
-    with file.path.open("rb") as source:
-        found = os.fstat(source.fileno())
-        sha256 = hashlib.file_digest(source, "sha256").hexdigest()
-        return Digested(source.tell(), sha256, (found.st_ino, found.st_mtime_ns))
+    """The digest of a file, which is read only if this user has no digest of this version."""
+    found = file.path.stat()
+    sha256 = remembered_sha256(file.path, own_digests())
+    return Digested(found.st_size, sha256, (found.st_ino, found.st_mtime_ns))
 
 
 def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -> None:

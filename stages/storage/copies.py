@@ -18,7 +18,7 @@ from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.json_codec import digest
 from ...schemas.plain_names import is_plain_path
 from .disk import fs
-from .disk.digest_memory import user_folder
+from .disk.digests import user_folder
 from .disk.locks import held
 from .locations import is_remote, parts_of
 

@@ -259,7 +259,7 @@ def learned_unsaved(folder, method, records, sets, flags):
     from align.pipeline.train.policy_identity import digest_policies
     from align.pipeline.train.training_job import open_training
     from align.stages.engine.distributed import joined_world
-    from align.stages.storage.disk.digest_memory import own_digests
+    from align.stages.storage.disk.digests import own_digests
     from align.stages.train.loop import train
     from support.training_world import NEVER, START, loop_of, session_of
 

@@ -8,11 +8,11 @@ from align.pipeline.train import policy_identity
 from align.pipeline.train.train import shard_columns
 from align.schemas.batches import World
 from align.schemas.errors import FingerprintError
-from align.schemas.file_version import SETTLED_NS
+from align.stages.data.files import digested, open_inputs, require_unchanged
 from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.train_source import open_source, overlap
-from align.stages.storage.disk import digest_memory
-from align.stages.storage.disk.digest_memory import own_digests, user_folder
+from align.stages.storage.disk import digests
+from align.stages.storage.disk.digests import SETTLED_NS, own_digests, user_folder
 from support.shard_cache import block_of, write_cache
 
 ALONE, SECOND = World(0, 1, 0), World(1, 2, 1)
@@ -23,8 +23,8 @@ SHARDS = 3
 @pytest.fixture(autouse=True)
 def settled(monkeypatch):
     """Whatever a test makes was made long ago."""
-    now = digest_memory.time.time_ns
-    monkeypatch.setattr(digest_memory.time, "time_ns", lambda: now() + SETTLED_NS)
+    now = digests.time.time_ns
+    monkeypatch.setattr(digests.time, "time_ns", lambda: now() + SETTLED_NS)
 
 
 def bytes_read(action):
@@ -66,6 +66,28 @@ def test_only_the_first_start_of_a_machine_reads_every_byte_of_a_cache(long_prom
     lines = sum(path.stat().st_size for path in (user_folder() / "digests").iterdir())
     assert lines <= again - unchecked < lines + 4 * SHARDS * 8
     assert again < whole / 2
+
+
+def test_a_data_file_is_read_once_for_its_digest_and_again_when_it_was_written(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 100_000)
+    inputs = open_inputs([str(path)])
+
+    def start():
+        before = tuple(map(digested, inputs))
+        require_unchanged(inputs, before)
+        return before
+
+    size = path.stat().st_size
+    first, known = bytes_read(start)
+    assert size <= first < 2 * size
+    again, before = bytes_read(start)
+    assert before == known
+    assert again < size / 10
+    path.write_text('{"prompt": "b"}\n' * 100_000)
+    changed, other = bytes_read(start)
+    assert changed >= size
+    assert other[0].sha256 != known[0].sha256
 
 
 def test_a_machine_with_another_copy_of_the_model_is_refused():

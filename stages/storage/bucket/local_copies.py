@@ -26,7 +26,7 @@ from ....schemas.errors import CorruptionError, StorageError, UsageError, damage
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.json_codec import digest
 from ..disk import fs
-from ..disk.digest_memory import remembered_sha256, user_folder
+from ..disk.digests import remembered_sha256, user_folder
 from ..disk.locks import held
 from . import objects
 from .buckets import Version

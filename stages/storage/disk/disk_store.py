@@ -11,7 +11,7 @@ from typing import TypeVar
 from ....schemas.errors import CorruptionError, StorageError, os_errors_as_storage_errors
 from ....schemas.file_version import Remember
 from . import fs
-from .digest_memory import remembered_sha256
+from .digests import remembered_sha256
 from .failpoints import reach
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from align.schemas.errors import UsageError
 from align.stages.data.columns import common_shape, detect_shape
 from align.stages.data.files import InputFile, open_inputs, require_one_split
 from align.stages.storage.copies import ORIGIN
-from align.stages.storage.disk.digest_memory import user_folder
+from align.stages.storage.disk.digests import user_folder
 from support.read_rows import write_rows
 
 BATCH = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})

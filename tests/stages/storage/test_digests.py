@@ -8,10 +8,9 @@ import time
 import pytest
 
 from align.schemas.errors import CorruptionError
-from align.schemas.file_version import SETTLED_NS, FileVersion
 from align.stages.storage.cache.verify_cache import check_shard
-from align.stages.storage.disk import digest_memory
-from align.stages.storage.disk.digest_memory import DigestMemory, own_digests
+from align.stages.storage.disk import digests
+from align.stages.storage.disk.digests import SETTLED_NS, Digests, own_digests
 from support.shard_cache import block_of, write_cache
 
 
@@ -24,7 +23,7 @@ class Home:
 
     def digests(self, file, memory=None):
         """As the next command of this user gets them, or one that goes on."""
-        return (memory or DigestMemory(self.folder))(file, lambda: self.digest(file))
+        return (memory or Digests(self.folder))(file, lambda: self.digest(file))
 
     def digest(self, file):
         self.made += 1
@@ -41,7 +40,7 @@ def later(monkeypatch):
     """Lets so many nanoseconds pass for those who ask how old a file is."""
     passed = [0]
     now = time.time_ns
-    monkeypatch.setattr(digest_memory.time, "time_ns", lambda: now() + passed[0])
+    monkeypatch.setattr(digests.time, "time_ns", lambda: now() + passed[0])
 
     def let_pass(nanoseconds):
         passed[0] += nanoseconds
@@ -90,13 +89,22 @@ def test_a_file_is_digested_once_and_again_when_it_may_have_changed(
     assert own_folder.made == 3
 
 
-@pytest.mark.parametrize("which", ["modified_ns", "changed_ns"])
-def test_both_times_of_a_file_have_to_be_two_seconds_old(which):
-    now = 10**18
-    for age_ns, is_settled in {SETTLED_NS: True, SETTLED_NS - 1: False, -1: False}.items():
-        times = {"modified_ns": now - 10 * SETTLED_NS, "changed_ns": now - 10 * SETTLED_NS}
-        version = FileVersion(device=1, inode=2, size=3, **{**times, which: now - age_ns})
-        assert version.is_settled(now) == is_settled
+def test_both_times_of_a_file_have_to_be_two_seconds_old(own_folder, tmp_path, later):
+    new, now = tmp_path / "new", time.time_ns()
+    new.write_bytes(b"a")
+    later(SETTLED_NS // 2)
+    for age_ns in (10 * SETTLED_NS, -10 * SETTLED_NS):  # with a new ctime; with a future mtime
+        os.utime(new, ns=(now, now - age_ns))
+        made = own_folder.made
+        for _ in range(2):
+            own_folder.digests(new)
+        assert own_folder.made == made + 2
+        later(SETTLED_NS)
+    later(10 * SETTLED_NS)
+    made = own_folder.made
+    for _ in range(2):
+        own_folder.digests(new)
+    assert own_folder.made == made + 1
 
 
 def test_a_file_that_may_change_unseen_is_not_remembered(own_folder, weights, tmp_path):
@@ -107,39 +115,37 @@ def test_a_file_that_may_change_unseen_is_not_remembered(own_folder, weights, tm
     own_folder.digests(new)
     own_folder.digests(new)
     assert own_folder.made == 2
-    assert not (own_folder.folder / "digests").exists()
+    assert not own_folder.folder.exists()
 
     def digest_and_change():
         os.utime(weights)
         return own_folder.digest(weights)
 
-    DigestMemory(own_folder.folder)(weights, digest_and_change)
+    Digests(own_folder.folder)(weights, digest_and_change)
     own_folder.digests(weights)
     assert own_folder.made == 4
 
 
-def test_no_damaged_line_is_believed_and_the_next_one_counts(own_folder, weights):
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"{}", b"null", b"\xff"])
+def test_a_damaged_file_of_digests_is_made_again(own_folder, weights, damaged):
     good = own_folder.digests(weights)
-    (lines,) = (own_folder.folder / "digests").iterdir()
-    whole = lines.read_bytes()
-    for place in range(len(whole)):
-        lines.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert own_folder.digests(weights) == good
-        lines.write_bytes(whole[:place])
-        assert own_folder.digests(weights) == good
-    made = own_folder.made
-    own_folder.digests(weights)  # its line comes after one that was cut off
-    assert own_folder.made == made
+    (kept,) = own_folder.folder.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damaged)
+    assert own_folder.digests(weights) == good
+    assert own_folder.made == 2
+    assert kept.read_bytes() == whole
+    assert [*own_folder.folder.iterdir()] == [kept]
 
 
 def test_a_home_that_cannot_be_written_costs_one_warning(weights, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     own_folder = Home(tmp_path / "file" / "home")
-    memory = DigestMemory(own_folder.folder)
+    memory = Digests(own_folder.folder)
     assert own_folder.digests(weights, memory) == own_folder.digest(weights)
     other = shutil.copy(weights, weights.with_name("other"))
     own_folder.digests(other, memory)
-    assert caplog.text.count("digests are not remembered") == 1
+    assert [str(own_folder.folder) in one.getMessage() for one in caplog.records] == [True]
 
 
 def test_a_remembered_shard_is_compared_with_its_commit(tmp_path, later):

@@ -1,0 +1,80 @@
+"""Digests of files, remembered for each user in one small JSON file per digested file.
+
+They are believed as long as the version of a file stays the same: device, inode, size, mtime and
+ctime. A file that changed less than two seconds before it was digested is not remembered: it may be
+changed once more and keep its time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+
+from ....schemas.file_version import FileVersion, Remember
+from . import fs
+
+logger = logging.getLogger("align")
+
+SETTLED_NS = 2_000_000_000  # a file system may tell times in steps of two seconds
+
+
+def user_folder() -> Path:
+    """Where this user's list of caches and remembered digests are."""
+    named = os.environ.get("ALIGN_HOME")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(base) / "align"
+
+
+class Digests:
+    """The digests that a user's commands have made; a call returns those of one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._has_warned = False
+
+    def __call__(self, file: Path, compute: Callable[[], list[str]]) -> list[str]:
+        """The digests of this version of a file: remembered, or as `compute` makes them now."""
+        name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
+        kept = self._folder / f"{name}.json"
+        before, now_ns = FileVersion.of(file), time.time_ns()
+        version = [*astuple(before)]
+        with suppress(OSError, ValueError, KeyError, TypeError):  # nothing is remembered
+            known = json.loads(kept.read_bytes())
+            if known["version"] == version:
+                remembered: list[str] = known["digests"]
+                return remembered
+        digests = compute()
+        is_settled = now_ns - max(before.modified_ns, before.changed_ns) >= SETTLED_NS
+        if is_settled and FileVersion.of(file) == before:
+            self._keep(kept, json.dumps({"version": version, "digests": digests}))
+        return digests
+
+    def _keep(self, kept: Path, text: str) -> None:
+        draft = kept.with_suffix(f".{secrets.token_hex(8)}.tmp")
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(text)  # one that is lost costs a digest: it is not synced
+            draft.replace(kept)
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("%s: digests are not remembered: %s", kept.parent, error)
+            self._has_warned = True
+
+
+def own_digests() -> Digests:
+    """The digests that all commands of this user share."""
+    return Digests(user_folder() / "digests")
+
+
+def remembered_sha256(path: Path, remember: Remember) -> str:
+    """The digest of a file's bytes."""
+    (sha256,) = remember(path, lambda: [fs.sha256_of(path)])
+    return sha256
