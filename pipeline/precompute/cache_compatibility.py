@@ -15,7 +15,6 @@ from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.commits import read_commits
 from ...stages.storage.cache.manifest_file import PLANS, load_manifest
-from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import user_folder
 from ..jobs.differences import differences
 from ..options.declared import bound
@@ -124,8 +123,8 @@ def register_cache(folder: CacheFolder) -> None:
         root = str(folder.root.resolve())
         if root not in _lines():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with fs.append(path) as file:
-                file.write(f"{root}\n".encode())
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{root}\n")
     except (AlignError, OSError, UnicodeError) as error:  # the cache is published: nothing may fail
         logger.warning("%s: %s was not added: %s", path, folder.root, error)
 

@@ -90,4 +90,4 @@ def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     prompt_table(prompts).write_parquet(sink, compression="zstd", statistics=False)
     payload = sink.getvalue()
     if not path.is_file() or fs.sha256_of(path) != sha256(payload).hexdigest():
-        fs.publish(path, payload, label="table")
+        fs.publish(path, payload)

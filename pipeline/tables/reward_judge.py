@@ -69,7 +69,7 @@ class RewardJudge(RowJudge):
         earlier = [path.parents[1] for path in sorted(home.glob(f"*/{ROWS}"))]
         known = {name for one in earlier for name, _ in _scored(one)}
         if not (folder / SAMPLES).exists():
-            fs.publish(folder / SAMPLES, lines, label="config")
+            fs.publish(folder / SAMPLES, lines)
         made = rewards_from_model(
             _scoring(self.config, folder, [one for one in earlier if one != folder]),
             lambda options: HfReward(options, own_digests()),

@@ -102,8 +102,8 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
     def begin() -> None:
         forget_ending(folder)
         fs.unlink(folder.answers)  # of a policy that learns on from here
-        fs.publish(folder.config, as_yaml(session.job.config).encode(), label="config")
-        fs.publish(folder.engine, engine_text(session.engine_config), label="config")
+        fs.publish(folder.config, as_yaml(session.job.config).encode())
+        fs.publish(folder.engine, engine_text(session.engine_config))
 
     run_on_rank_zero(world, begin)
     return replace(start, changes=changes)

@@ -102,7 +102,7 @@ def add_answers(job: TrainingJob, folder: RunFolder, progress: Progress) -> None
         for (row_id, ids), first, second in zip(prompts.items(), *sides, strict=True)
     ]
     owe_again(folder, folder.pages)
-    fs.publish(folder.answers, answers_jsonl(answered), label="side_by_side")
+    fs.publish(folder.answers, answers_jsonl(answered))
     _show(job, folder)
 
 

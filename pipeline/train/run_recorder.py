@@ -332,7 +332,7 @@ class EvaluationTables:
         path = self._folder.evaluation(step)
         fs.make_folder(path.parent)
         text = evaluation_csv(samples, self._kind, decode=self._decode)
-        fs.publish(path, text.encode(), label="evaluation")
+        fs.publish(path, text.encode())
         return path
 
     @property

@@ -76,7 +76,7 @@ def write_report(root: Path) -> tuple[Sign, ...]:
         further=further_curves(learned, held_out, _best(settings)),
     )
     fs.drop_drafts(folder.report)
-    fs.publish(folder.report, page.encode(), label="report")
+    fs.publish(folder.report, page.encode())
     return signs
 
 

@@ -221,7 +221,7 @@ def _report(result: SweepResult, world: World, parent: Run) -> None:
 def _publish(result: SweepResult, parent: Run) -> None:
     result.folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("sweep.json", result.as_json()), ("sweep.txt", result.text())):
-        fs.publish(result.folder / name, f"{text}\n".encode(), label="config")
+        fs.publish(result.folder / name, f"{text}\n".encode())
         parent.log_artifact(result.folder / name)
     if result.failures:
         failures = "\n".join(f"{one.trial.name}: {one.error}" for one in result.failures)
@@ -247,5 +247,5 @@ def _compared(result: SweepResult, parent: Run) -> SweepResult:
 def _publish_page(result: SweepResult, parent: Run) -> None:
     target = result.folder / "sweep.html"
     with log_failure("No page of the sweep"):
-        fs.publish(target, sweep_page(result).encode(), label="report")
+        fs.publish(target, sweep_page(result).encode())
         parent.log_artifact(target)

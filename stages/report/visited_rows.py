@@ -59,7 +59,7 @@ class PendingVisits:
         """Writes them as one file."""
         sink = io.BytesIO()
         pq.write_table(pa.concat_tables(self._steps), sink, compression="zstd")
-        fs.publish(path, sink.getvalue(), label="rows")
+        fs.publish(path, sink.getvalue())
 
 
 def join_parts(parts: Sequence[Path], path: Path) -> None:

@@ -55,9 +55,6 @@ class Answers:
     def __contains__(self, key: str) -> bool:
         return key in self._places
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def look(self) -> None:
         """Reads the lines that other processes have added."""
         with os_errors_as_storage_errors("read", self.folder):

@@ -80,7 +80,7 @@ def fetch_cache(url: str) -> Path:
         ) from error
     folder = _fetched(remote, hashlib.sha256(payload).hexdigest(), files)
     if not (folder / "manifest.json").exists():
-        fs.publish(folder / "manifest.json", payload, label="config")
+        fs.publish(folder / "manifest.json", payload)
     return folder
 
 
@@ -102,7 +102,7 @@ def _fetched(remote: Remote, key: object, files: list[tuple[str, str, str]]) -> 
             with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
                 for _ in pool.map(fetch, files):
                     pass
-            fs.publish(place / ORIGIN, remote.url.encode(), label="config")
+            fs.publish(place / ORIGIN, remote.url.encode())
     return folder
 
 

@@ -1,7 +1,7 @@
 """Records: small signed JSON files, each written whole, on a disk or in a bucket.
 
-A kind of record is declared once, where it is used: its type, the failpoints of writing it, what
-it must not say, and what a person does about a damaged one. A byte that differs is damage, but for
+A kind of record is declared once, where it is used: its type, what it must not say, and what a
+person does about a damaged one. A byte that differs is damage, but for
 what a kind leaves out of its signature.
 """
 
@@ -27,7 +27,6 @@ class SignedRecords(Generic[T]):
 
     kind: type[T]
     remedy: str  # what to do about a damaged one
-    label: str = ""  # of the failpoints of writing one, where it is written by itself
     format_version: int | None = None  # None: of a kind that has none
     # What a signed one says that cannot be; the first is told.
     faults: Callable[[T, Location], Iterable[str]] = lambda record, path: ()
@@ -49,12 +48,12 @@ class SignedRecords(Generic[T]):
     def put(self, path: Location, record: T) -> T:
         """Writes a record unless there is one; returns the one that counts, itself if it is new."""
         payload = to_signed_json(record).encode()
-        is_first = store_of(path).put_if_absent(path, payload, label=self.label)
+        is_first = store_of(path).put_if_absent(path, payload)
         return record if is_first else self.read(path)
 
     def replace(self, path: Path, record: T) -> None:
         """Writes a record on a disk, in place of any other."""
-        fs.publish(path, to_signed_json(record).encode(), label=self.label)
+        fs.publish(path, to_signed_json(record).encode())
 
     def names(self, folder: Location) -> list[Location]:
         """The paths in a folder or below a key, sorted; those with a dot are drafts of the dead."""

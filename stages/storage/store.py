@@ -24,21 +24,21 @@ class Store(Protocol[P]):
     removes_at_once: bool  # a folder; else its files go one by one
     is_near: bool  # to ask it costs no request
 
-    def put_if_absent(self, path: P, payload: bytes, *, label: str) -> bool:
+    def put_if_absent(self, path: P, payload: bytes) -> bool:
         """Writes a file unless there is one; returns whether it did.
 
-        Of several at the same time one does. `label` names its failpoints.
+        Of several at the same time one does.
         """
         ...
 
-    def replace(self, path: P, payload: bytes, *, known: bytes | None, label: str) -> None:
+    def replace(self, path: P, payload: bytes, *, known: bytes | None) -> None:
         """Writes a file in place of one with known bytes, or of none.
 
         A bucket refuses if it has other bytes; on a disk the owner's lock sees to that.
         """
         ...
 
-    def install(self, draft: Path, target: P, *, label: str) -> None:
+    def install(self, draft: Path, target: P) -> None:
         """Gives a whole draft its name, which is made of its content."""
         ...
 
@@ -108,8 +108,8 @@ class Store(Protocol[P]):
         """Removes a folder without files; nothing in a bucket."""
         ...
 
-    def drop_drafts(self, folder: P, names: Sequence[str] = ()) -> None:
-        """Removes what dead writers left of these files, or of all; nothing in a bucket."""
+    def drop_drafts(self, folder: P, names: Sequence[str]) -> None:
+        """Removes what dead writers left of these files; nothing in a bucket."""
         ...
 
     def work_folder(self, root: P) -> Path:

@@ -44,6 +44,7 @@ COMMANDS = {"samples": "align sample", "judged": "align judge", "selected": "ali
 KEY = b"align"  # of the manifest in the file's metadata
 ROWS = 1 << 16  # of a row group
 _REMEDY = "Run the command that made it again."
+_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class TableFolder:
         """Makes the folder; refuses one that holds something else."""
         if self.store.has_folders:
             OutputFolder(self.local, self.kind).prepare()
-            self.store.drop_drafts(self.root, (self.file.name,))
         else:
             self._refuse_others()
+        fs.drop_drafts(self.local / self.file.name)
 
     def find(self) -> TableManifest | None:
         """The manifest of the table, if there is one; it has to be of this kind."""
@@ -132,9 +133,9 @@ class TableFolder:
             if there and filecmp.cmp(draft, there, shallow=False):
                 fs.unlink(draft)
                 # Whoever wrote the table may have died before its name was durable.
-                self.store.sync_names(self.root)
+                fs.fsync_folder(there.parent)
             else:
-                self.store.install(draft, self.file, label="table")
+                self.store.install(draft, self.file)
         return manifest
 
     def _refuse_others(self) -> None:
@@ -177,14 +178,14 @@ def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
         raise damaged(folder.file, "its rows are not those that were written", _REMEDY)
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
-            columns, empty = _columns(file.schema_arrow), file.schema_arrow.empty_table()
+            schema = file.schema_arrow
+            if (_columns(schema), file.metadata.num_rows) != (manifest.columns, manifest.rows):
+                raise damaged(folder.file, "its footer is not what was written", _REMEDY)
             groups = map(file.read_row_group, range(file.num_row_groups))
-            table = cast("pl.DataFrame", pl.concat(map(pl.from_arrow, (empty, *groups))))
-    except (pa.ArrowException, OSError) as error:
+            pieces = [pl.from_arrow(one) for one in (schema.empty_table(), *groups)]
+    except _DAMAGE as error:
         raise damaged(folder.file, str(error).partition("\n")[0], _REMEDY) from error
-    if (columns, table.height) != (manifest.columns, manifest.rows):
-        raise damaged(folder.file, "its footer is not what was written", _REMEDY)
-    return manifest, table
+    return manifest, pl.concat(cast("list[pl.DataFrame]", pieces))
 
 
 def _write(
@@ -209,12 +210,13 @@ def _stored(path: Path) -> TableManifest | None:
     try:
         text = (pq.read_metadata(path).metadata or {}).get(KEY)
         return from_signed_json(TableManifest, text, TABLE_FORMAT) if text else None
-    except (pa.ArrowException, OSError, CodecError) as error:
+    except (*_DAMAGE, CodecError) as error:
         raise damaged(path, str(error).partition("\n")[0], _REMEDY) from error
 
 
 def _columns(schema: pa.Schema) -> dict[str, str]:
-    return {field.name: str(field.type) for field in schema}
+    # Parquet has a name of its own for what a list holds.
+    return {one.name: str(one.type).replace("<item: ", "<element: ") for one in schema}
 
 
 def _sha256_of(path: Path, size: int) -> str:

@@ -125,7 +125,7 @@ def _drop_after(path: Path, step: int, is_evaluated: bool) -> int:
     ]
     if lost := plain.count(None):
         logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
-    keep_lines(path, kept, label="metrics")
+    keep_lines(path, kept)
     return len(lines) - len(kept)
 
 

@@ -251,7 +251,7 @@ class Run:
             whole = store.local(path).absolute()
         else:
             fs.make_folder(whole.parent)
-            fs.publish(whole, store.read(path), label="config")
+            fs.publish(whole, store.read(path))
         for ledger in self._ledgers:
             ledger.renew_artifact(str(whole.relative_to(self._root)))
 

@@ -168,7 +168,6 @@ def load_ledger(kind: TrackerKind, folder: RunFolder) -> Ledger:
 def _records_for(kind: TrackerKind) -> SignedRecords[RunRecord]:
     return SignedRecords(
         RunRecord,
-        label="mlflow",
         remedy=(
             f"Remove it: {kind.title} then does not get the rest of the run, and a training that "
             "continues is recorded as a new run."

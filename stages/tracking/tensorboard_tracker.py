@@ -158,7 +158,7 @@ class TensorboardTracker:
         return sent
 
     def _keep_sent(self, sent: Sent) -> None:
-        fs.publish(self._run / SENT, json.dumps(asdict(sent)).encode(), label="config")
+        fs.publish(self._run / SENT, json.dumps(asdict(sent)).encode())
 
     def _keep(self, name: str, values: Iterable[Any]) -> None:
         """A small file that is written whole; its draft must not look like a file of events."""
@@ -167,7 +167,7 @@ class TensorboardTracker:
         writer = self._record_writer(content)
         writer.write(self._version())
         writer.write(self._event(wall_time=self._began, summary=summary).SerializeToString())
-        fs.publish(self._run / DRAFT, content.getvalue(), label="config")
+        fs.publish(self._run / DRAFT, content.getvalue())
         fs.rename(self._run / DRAFT, self._run / name)
 
     def _version(self) -> bytes:

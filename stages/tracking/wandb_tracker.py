@@ -248,7 +248,7 @@ class WandbTracker:
         began_ms = began_ms or _read_note(folder).get("began_ms", 0)
         note = {"began_ms": began_ms, "ends_at": ends_at, "journal": told.journal}
         payload = json.dumps({**note, "facts": told.facts}).encode()
-        fs.publish(folder / NOTE, payload, label="config")
+        fs.publish(folder / NOTE, payload)
 
 
 def _read_note(folder: Path) -> dict[str, Any]:

@@ -209,18 +209,6 @@ def store(side):
         side.align(*selected, "--keep-cut", **seen)
 
 
-def begun_caches(side):
-    """A cache that was killed at each step of its work."""
-    made = ("precompute-ref", "--model", MODEL, "--rows-per-shard", "64", *QUIET)
-    for at in ("part.before_link@2", "plan.after_link", "commit.done@3", "gc.started"):
-        output = ("--output", at.partition("@")[0])
-        side.begin(*made, PAIRED, *output, at=at)
-        side.align(*made, PAIRED, *output)
-    side.begin(*made, PAIRED, "--output", "parts", "--part", "1/2", at="commit.done@2")
-    side.align(*made, PAIRED, "--output", "parts", "--part", "2/2")
-    side.align(*made, PAIRED, "--output", "parts")
-
-
 def begun_trainings(side):
     """Trainings and a sweep that were killed, and a run whose numbers MLflow has in part."""
     side.align("precompute-ref", PAIRED, "--model", MODEL, "--output", "pairs", *QUIET)
@@ -280,4 +268,4 @@ def _wait_for(port):
 
 
 PLAYS = (words, demo, caches, tables, rounds, trainings, store)
-BEGUN = (begun_caches, begun_trainings)
+BEGUN = (begun_trainings,)

@@ -7,6 +7,7 @@ from align.pipeline.options.declared import BOTH, METHOD, declared, flag_of
 from align.pipeline.options.settings import load_settings
 from align.pipeline.train.both_stages import settings_of_both
 from align.stages.model.reference import HfReference
+from support import disk_faults
 from support.command import align, refusal
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -54,10 +55,10 @@ def test_a_stopped_run_tells_what_is_kept_and_goes_on_where_it_was(server, world
     words = ("run", world.data.paired, "--model", world.model, "--method", "dpo", *small)
 
     def answer(*more, stop=""):
-        home = {"ALIGN_HOME": str(here / "home"), "ALIGN_FAILPOINTS": stop}
+        home = {"ALIGN_HOME": str(here / "home"), **disk_faults.variables(stop)}
         return server.fork((*words, *more), here, home).answer()
 
-    first = answer(stop="commit.done=term@2")
+    first = answer(stop="after:fsync_folder:commits=term@2")
     assert first.code == 143, first
     assert "Kept: scored " in first.err
     assert "Continue with the same command." in first.err

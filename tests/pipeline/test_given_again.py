@@ -33,29 +33,29 @@ STEPS = {
     "precompute-ref": Step(
         ("precompute-ref", "pairs.jsonl", "--model", "model", "--rows-per-shard", 1, *FEW),
         (
-            "part.before_link",  # of what is prepared
-            "plan.after_link",
-            "commit.before_link@2",  # between two shards
-            "commit.done",
-            "manifest.before_link",
-            "manifest.after_link",  # and its work is still there
-            "gc.forgotten",
+            "before:link:encoded/*.json",  # of what is prepared
+            "after:link:plan.json",
+            "before:link:commits/*.json@2",  # between two shards
+            "after:fsync_folder:commits",
+            "before:link:manifest.json",
+            "after:link:manifest.json",  # and its work is still there
+            "after:remove_tree:.trash-*",
         ),
     ),
     "score": Step(
         ("score", "pairs.jsonl", "--reward-model", "reward", *FEW),
         (
-            "config.after_rename",  # its mark, before any lock
-            "plan.after_link",
-            "commit.done",
-            "manifest.after_link",  # of the cache in it
-            "config.before_rename",  # it vouches for the rows that it is about to write
+            "after:rename:_align/rewards",  # its mark, before any lock
+            "after:link:plan.json",
+            "after:fsync_folder:commits",
+            "after:link:manifest.json",  # of the cache in it
+            "before:rename:_align/rewards",  # it vouches for the rows that it is about to write
         ),
     ),
     "sample": Step(
         ("sample", "prompts.jsonl", "--model", "model", "-n", 2, "--max-new-tokens", 4, *FEW),
         (
-            "config.before_rename",
+            "before:rename:_align/samples",
             "before:fsync:answers-*.jsonl",
             "after:fsync:answers-*.jsonl@2",  # between two batches
             *of_table("samples"),
@@ -64,7 +64,7 @@ STEPS = {
     "rubric": Step(
         (*JUDGED, "--by", "rubric", "--model", "model", *SHORT),
         (
-            "config.after_rename",
+            "after:rename:_align/judged",
             "after:fsync:answers-*.jsonl",
             "before:fsync:answers-*.jsonl@2",
             *of_table("judged"),
@@ -73,25 +73,30 @@ STEPS = {
     ),
     "reward": Step(
         (*JUDGED, "--by", "reward", "--reward-model", "reward"),
-        ("plan.after_link", "commit.done", "manifest.after_link", *of_table("judged")),
+        (
+            "after:link:plan.json",
+            "after:fsync_folder:commits",
+            "after:link:manifest.json",
+            *of_table("judged"),
+        ),
         needs="sample",
     ),
     "select": Step(
         ("select", "whole/reward", "--keep-cut"),
-        ("config.before_rename", "config.after_rename", *of_table("selected")),
+        ("before:rename:_align/selected", "after:rename:_align/selected", *of_table("selected")),
         needs="reward",
     ),
     "rounds": Step(
         ("rounds", "rounds.yaml"),
         (
-            "config.after_rename",
+            "after:rename:_align/rounds",
             "after:fsync:answers-*.jsonl",
             "after:rename:samples.parquet",
-            "manifest.after_link",
+            "after:link:manifest.json",
             "step.updated@2",
             "model.after_rename",
-            "round.before_link",
-            "round.after_link",
+            "before:link:round.json",
+            "after:link:round.json",
         ),
     ),
 }
@@ -164,7 +169,7 @@ def test_a_command_that_is_killed_and_given_again_ends_as_one_that_is_not(table,
 
 # Where the first of two parts is killed.
 KILLS_A_PART = {
-    "precompute-ref": "commit.done",
+    "precompute-ref": "after:fsync_folder:commits",
     "sample": "after:fsync:answers-*.jsonl",
     "rubric": "after:fsync:answers-*.jsonl",
 }

@@ -12,9 +12,8 @@ import pytest
 from align.schemas.errors import AlignError, StorageError, UsageError
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
-from align.stages.storage.disk import failpoints
 from align.stages.storage.disk.disk_store import DiskStore
-from align.stages.storage.disk.failpoints import OF_A_CACHE, OF_A_RING
+from support import disk_faults
 from support.flips import flips
 from support.patience import PATIENCE
 from support.stage_one import child, contents, run
@@ -26,12 +25,12 @@ EXIT_CODES = {"kill": -9, "eio": 74, "term": 143}
 @pytest.mark.parametrize(
     "places",
     [
-        dict.fromkeys((*OF_A_RING, *OF_A_CACHE[:-1]), "kill"),
+        dict.fromkeys(disk_faults.OF_STAGE_ONE, "kill"),
         {
-            "part.before_link": "eio",
-            "plan.before_link": "term",
-            "commit.done": "eio",
-            "gc.done": "kill",
+            "before:link:encoded/*.json": "eio",
+            "before:link:plan.json": "term",
+            "after:fsync_folder:commits": "eio",
+            "after:remove_tree:.trash-*": "kill",
         },
     ],
     ids=["killed", "stopped"],
@@ -50,7 +49,7 @@ def test_a_run_stopped_at_every_named_place_ends_in_the_same_bytes(flawed, clean
     assert contents(folder.root) == clean_of_flawed
 
 
-@pytest.mark.parametrize("name", ["write", "fsync", "rename", "link", "create"])
+@pytest.mark.parametrize("name", ["fsync", "rename", "link"])
 def test_the_first_refusal_of_a_disk_stops_the_run_and_loses_nothing(config, clean, tmp_path, name):
     seen = []
 
@@ -60,10 +59,11 @@ def test_the_first_refusal_of_a_disk_stops_the_run_and_loses_nothing(config, cle
             if len(seen) == 4:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with failpoints.watch(full), pytest.raises(StorageError, match="No space left.* free") as told:
+    with disk_faults.watch(full), pytest.raises(StorageError) as told:
         run(config)
     assert told.value.exit_code == 74
-    assert {*seen[3:]} == {seen[3]}  # a file may be closed, and nothing else was tried
+    assert str(seen[3]) in str(told.value)
+    assert len(seen) == 4  # nothing else was tried
     run(config)
     assert contents(tmp_path / "cache") == clean
 
@@ -91,7 +91,7 @@ def test_a_disk_without_room_for_the_shards_is_refused_before_anything_is_scored
 @pytest.mark.parametrize("count", [10, pytest.param(960, marks=pytest.mark.long)])
 def test_no_bit_that_flips_between_two_runs_reaches_a_cache(config, clean, tmp_path, count):
     """Each is found, and mended by what the message says, or changes nothing."""
-    child(config, "commit.done=kill@2").join(PATIENCE)
+    child(config, "after:fsync_folder:commits=kill@2").join(PATIENCE)
     (work,) = CacheFolder(Path(config.cache.output)).works()
     files = [path for path in work.root.rglob("*") if path.is_file()]
     found = 0

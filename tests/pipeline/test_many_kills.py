@@ -29,8 +29,8 @@ LEAST = {
     "sample": 40,
     "judge": 30,
     "export": 3,
-    "train": 20,
-    "rounds": 8,
+    "train": 10,
+    "rounds": 5,
 }
 FEW = 2  # places of a command that are tried where not all of them are
 
@@ -134,7 +134,7 @@ def test_rounds_killed_a_little_later_each_time_sample_once(server, world, tmp_p
 
     whole, one = made("whole"), made("killed")
     whole.run()
-    kills = kills_on_the_way(one, itertools.count(3, 17))
+    kills = kills_on_the_way(one, itertools.count(3, 11))
     assert one.outcome() == whole.outcome()
     assert {*one.paid()} == {*whole.paid()}
     told("rounds", kills, is_all=True)

@@ -107,7 +107,7 @@ def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_anothe
 def test_a_cache_whose_maker_is_killed_ends_as_one_on_a_disk(person, bucket, world, cache_on_disk):
     """Each time it goes on on a machine that has nothing of the one before."""
     words = making(world, f"{bucket}/cache")
-    for failpoint in ("commit.after_link=kill@2", "manifest.before_link=kill"):
+    for failpoint in ("after:put:*/commits/*.json=kill@2", "before:put:*/manifest.json=kill"):
         assert person.tries(*words, failpoints=failpoint).code == KILLED
         shutil.rmtree(person.home)
     person.gives(*words)

@@ -207,7 +207,7 @@ def test_a_changed_tokenizer_or_template_is_noticed_and_named(config, tmp_path):
 
 
 def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
-    child(config, "commit.done=kill@2").join(PATIENCE)
+    child(config, "after:fsync_folder:commits=kill@2").join(PATIENCE)
     with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.seed"):
         run(to(seed=1))
     assert run(config).manifest.rows == 120
@@ -217,7 +217,7 @@ def test_an_unfinished_cache_that_is_named_is_reused(config, data_rows, tmp_path
     path = tmp_path / "data.jsonl"
     write(path, data_rows[:100])
     few = with_data(config, path)
-    child(few, "commit.done=kill@4").join(PATIENCE)
+    child(few, "after:fsync_folder:commits=kill@4").join(PATIENCE)
     write(path, data_rows)
     output = few.cache.output
     with pytest.raises(FingerprintError, match=f"Give --output OTHER --reuse {output} "):
@@ -231,7 +231,7 @@ def test_an_unfinished_cache_that_is_named_is_reused(config, data_rows, tmp_path
 
 def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, clean, tmp_path):
     output, killed = Path(config.cache.output), tmp_path / "killed"
-    child(config, "commit.done=kill@4").join(PATIENCE)
+    child(config, "after:fsync_folder:commits=kill@4").join(PATIENCE)
     output.rename(killed)
     shards = [name for name in clean if name.startswith("data/")]
     every = ("ring.json", "ring-*", "arranged/*.json", "arranged/*.arrows")  # files of a ring
@@ -243,7 +243,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
 
 
 def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
-    child(config, "commit.done=kill@4").join(PATIENCE)
+    child(config, "after:fsync_folder:commits=kill@4").join(PATIENCE)
     lose(Path(config.cache.output), ("ring.json",))
     monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))
     with pytest.raises(CorruptionError, match=r"differ from its plan\. Delete it"):

@@ -138,7 +138,7 @@ def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
 
 
 # In the middle of a training, and in the second round when only its record is missing.
-KILLS = ("step.updated=kill@2", "round.before_link=kill@2")
+KILLS = ("step.updated=kill@2", "before:link:round.json=kill@2")
 
 
 def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path):

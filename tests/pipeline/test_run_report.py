@@ -158,7 +158,7 @@ def test_a_page_shows_no_cache_but_that_of_its_run_and_names_steps_that_were_not
 
 def test_a_table_or_a_page_that_cannot_be_written_costs_only_itself(course, tmp_path):
     run = tmp_path / "run"
-    full = "evaluation.before_rename=enospc@2,report.before_rename=enospc"
+    full = "before:rename:evaluations/*.csv=enospc@2,before:rename:report.html=enospc"
     (answer,) = course.start(run, failpoints=[full]).answers()
     assert answer.code == 0
     assert "No table of single completions: " in answer.err

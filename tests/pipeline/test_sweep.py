@@ -232,7 +232,7 @@ def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, t
     """Killed as it marks its folder; asked to stop, and killed, in the step after its first run."""
     folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/mlflow.db"
     tracked = sets(f"tracking.uri={uri}")
-    (killed,) = try_out(failpoints=["config.before_rename=kill"])
+    (killed,) = try_out(failpoints=["before:rename:_align/sweep=kill"])
     assert killed.code == KILLED, killed
     (draft,) = (folder / "_align").iterdir()
     (stopped,) = try_out(*tracked, failpoints=["step.started=term@3"])

@@ -141,9 +141,9 @@ def kill_at(config, failpoint):
 def test_runs_that_were_killed_are_ended_by_the_next_or_by_mlflow_sync_whatever_lies_there(tracked):
     """The last of them is killed when its cache is whole: nothing is left to be done."""
     home = output_of(tracked).root
-    kill_at(tracked, "commit.done=kill")
+    kill_at(tracked, "after:fsync_folder:commits=kill")
     assert statuses(tracked) == ["RUNNING"]
-    kill_at(tracked, "gc.done=kill")
+    kill_at(tracked, "after:remove_tree:.trash-*=kill")
     first, second = recorded(tracked)
     assert statuses(tracked) == ["KILLED", "RUNNING"]
     assert first.info.end_time >= first.info.start_time
@@ -163,7 +163,7 @@ def test_runs_that_were_killed_are_ended_by_the_next_or_by_mlflow_sync_whatever_
 
 def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(down, mlflow_server):
     """Both are sent once the store answers: how the first ended, and that the second went on."""
-    kill_at(down, "commit.done=kill@2")
+    kill_at(down, "after:fsync_folder:commits=kill@2")
     mlflow_server.start()
     run(down)
     first, second = recorded(down)

@@ -6,6 +6,8 @@ from align.stages.storage.run.run_folder import RunFolder
 from support.checkpoint_saves import chosen_in
 from support.trainings import KILLED, learned, require_same
 
+ROWS = "after:rename:_align/rows/*"
+ENDINGS = ("before:rename:ending.json=kill@1", "after:rename:ending.json=kill@1")
 # Where a rank is killed, and what has to be there already. Six steps, a save after 2, 4 and 6.
 PLACES = {
     "step.started=kill@1": 0,
@@ -16,18 +18,15 @@ PLACES = {
     "checkpoint.before_json=kill@1": 0,
     "checkpoint.before_rename=kill@2": 2,
     "checkpoint.after_rename=kill@2": 2,
-    "latest.after_rename=kill@2": 4,
+    "after:rename:checkpoints/latest=kill@2": 4,
     "prune.forgotten=kill@3": 6,
-    "rows.after_rename=kill@2": 2,
+    f"{ROWS}=kill@2": 2,
     "evaluation.done=kill@2": 2,
     "evaluation.done=kill@3": 6,
     "model.before_rename=kill@1": 6,
-    "ending.before_rename=kill@1": 6,
-    "ending.after_rename=kill@1": 6,
+    **dict.fromkeys(ENDINGS, 6),  # the other ranks have done their work and need this one no more
 }
-OF_ANY_RANK = ("step", "checkpoint.written", "rows")  # the rest is done by the first rank alone
-ENDINGS = ("ending.before_rename=kill@1", "ending.after_rename=kill@1")
-AFTER_ALL_MET = "ending"  # the other ranks have done their work and need the first one no more
+OF_ANY_RANK = ("step", "checkpoint.written", ROWS)  # the rest is done by the first rank alone
 # A stage, ranks, and where they are killed, each time going on from the last.
 CHOSEN = [
     (0, 1, {name: PLACES[name] for name in ("step.started=kill@6", *ENDINGS)}),
@@ -36,7 +35,7 @@ CHOSEN = [
         *(3, 1),
         {
             "checkpoint.before_rename=kill@2": 2,
-            "rows.after_rename=kill@1": 2,
+            f"{ROWS}=kill@1": 2,
             "model.before_rename=kill@1": 6,
         },
     ),
@@ -62,13 +61,13 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
         answers = course.start(run, *kind, "--resume", "auto", **how).answers()
         assert answers[victim].code == KILLED
         for survivor in (answer for answer in answers if answer.code != KILLED):
-            is_done = place.startswith(AFTER_ALL_MET)
+            is_done = place in ENDINGS
             assert survivor.code == (0 if is_done else 69), survivor
             assert ("lost another rank" in survivor.err) != is_done
             assert "Traceback" not in survivor.err
         assert step_of(run) == step
     resumed = course.run(run, *kind, "--resume", "auto", ranks=ranks)
-    is_over = place.startswith("ending.after")
+    is_over = place == ENDINGS[1]
     assert ("this run is finished" in resumed.out) == is_over
     assert ("continuing after step" in resumed.err) == (bool(step) and not is_over)
     whole = course.whole(*kind, ranks=ranks)

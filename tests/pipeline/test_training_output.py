@@ -349,7 +349,7 @@ def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, cours
     # A merged model of fewer steps would be taken for this one; the answers are shown after a kill.
     on = ("--config", run / "config.yaml", "--output", run, "--resume", "auto", "--max-steps", 7)
     how = ("--set", "lora.merge=false", *ANSWERS)
-    place = ["side_by_side.after_rename=kill"]
+    place = ["after:rename:answers.jsonl=kill"]
     (answer,) = course.server.start("train", *on, *how, failpoints=place).answers()
     assert answer.code == KILLED
     assert not merged.exists()

@@ -38,7 +38,7 @@ def endless(course):
 # Three evaluations that are no better than the first: killed before, in and after the third.
 KILLS = {
     1: ("step.updated=kill@2", "evaluation.done=kill@4", "checkpoint.before_rename=kill@1"),
-    2: ("evaluation.batch=kill@4", "ending.before_rename=kill@1"),
+    2: ("evaluation.batch=kill@4", "before:rename:ending.json=kill@1"),
 }
 
 

@@ -18,7 +18,7 @@ from align.stages.storage.bucket.objects import location
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.cleanup import is_tidy
 from align.stages.storage.cache.manifest_file import load_manifest
-from align.stages.storage.disk.failpoints import OF_A_CACHE, OF_A_RING
+from support import disk_faults
 from support.command import align
 from support.mlflow_runs import open_store, the_run
 from support.patience import PATIENCE
@@ -27,7 +27,7 @@ from support.stub_reference import StubReference
 from support.trainings import KILLED
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "16"))
-FAILPOINTS = [name for name in (*OF_A_RING, *OF_A_CACHE) if "quarantine" not in name]
+PLACES = [name for name in disk_faults.OF_STAGE_ONE if "quarantine" not in name]
 FEW_AND_MANY = pytest.mark.parametrize("strikes", [1, pytest.param(16, marks=pytest.mark.long)])
 
 
@@ -125,11 +125,11 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
 
 def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean):
     """Killed as it encodes, and the next one as it pairs."""
-    first = child(config, "part.before_rename=kill", share=Share(1, 2))
+    first = child(config, "before:rename:*.arrows=kill", share=Share(1, 2))
     assert joined(first) == [KILLED]
     (work,) = CacheFolder(Path(config.cache.output)).works()
     (dead,) = work.spool.glob("encoded/.*.tmp")
-    killed = child(config, "part.after_link=kill@3", share=Share(1, 2))
+    killed = child(config, "after:link:*/[0-9]*.json=kill@3", share=Share(1, 2))
     other = child(config, share=Share(2, 2))
     assert joined(other) == [0]
     assert joined(killed)[0] in {0, KILLED}
@@ -185,9 +185,9 @@ def test_a_signal_inside_a_chat_template_is_not_taken_for_a_bad_row(
 def strike(run_all, count, strikes):
     """All are killed at places that are drawn, again and again; then they go on to the end."""
     draw = random.Random(SEED)
-    assert run_all(["shard.written=kill@2"] * count) == [KILLED] * count
+    assert run_all(["before:fsync:tmp/*/*.parquet=kill@2"] * count) == [KILLED] * count
     for _ in range(strikes):
-        fates = [f"{draw.choice(FAILPOINTS)}=kill" for _ in range(count)]
+        fates = [f"{draw.choice(PLACES)}=kill" for _ in range(count)]
         assert {*run_all(fates)} <= {0, KILLED}, (SEED, fates)
     assert run_all([""] * count) == [0] * count
 

@@ -58,25 +58,27 @@ def test_every_number_and_every_name_of_a_file_survives_the_journey(number, text
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "where", "named"),
     [
-        ({"nme": "a"}, r"^unknown key 'nme'. Did you mean 'name'\?$"),
-        ({"kind": "lft"}, r"^kind: expected left or right, found 'lft' .str.. Did you mean 'left'"),
-        ({"inner": {"size": "3"}}, r"inner.size: expected a whole number, found '3' \(str\)"),
-        ({"inner": {"size": 1, "ratio": 1}}, "a number of at least 0 and below 1, found 1"),
-        ({"inner": {"size": 1, "ratio": float("nan")}}, "inner.ratio is nan; it must be finite"),
-        ({"inner": {}}, "^inner.size: missing$"),
-        ({"inner": {"size": 1 << 63}}, "inner.size is 9223372036854775808; it cannot be that larg"),
-        ({"parts": [{"size": 1, "sise": 2}]}, r"unknown key 'parts\[0\].sise'"),
-        ({"inner": None}, r"inner: expected a mapping, found None"),
-        ({"name": "a\0"}, "name is 'a.x00': not plain text"),
-        ({"flag": 1}, "flag: expected true or false, found 1"),
+        ({"nme": "a"}, "nme", ["'name'"]),
+        ({"kind": "lft"}, "kind", ["'lft'", "left", "right"]),
+        ({"inner": {"size": "3"}}, "inner.size", ["'3'"]),
+        ({"inner": {"size": 1, "ratio": 1}}, "inner.ratio", ["0", "1"]),
+        ({"inner": {"size": 1, "ratio": float("nan")}}, "inner.ratio", ["nan"]),
+        ({"inner": {}}, "inner.size", []),
+        ({"inner": {"size": 1 << 63}}, "inner.size", ["9223372036854775808"]),
+        ({"parts": [{"size": 1, "sise": 2}]}, "parts[0].sise", ["'size'"]),
+        ({"inner": None}, "inner", ["None"]),
+        ({"name": "a\0"}, "name", ["a\\x00"]),
+        ({"flag": 1}, "flag", ["1"]),
     ],
 )
-def test_what_does_not_fit_is_named_and_what_is_left_out_has_its_default(change, message):
+def test_what_does_not_fit_is_named_and_what_is_left_out_has_its_default(change, where, named):
     assert from_plain(Outer, PLAIN) == Outer("a", "left", Inner(1, 0.0))
-    with pytest.raises(CodecError, match=message):
+    with pytest.raises(CodecError) as refused:
         from_plain(Outer, PLAIN | change)
+    assert refused.value.where == where
+    assert [name for name in (where, *named) if name not in str(refused.value)] == []
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def test_a_field_of_several_kinds_takes_the_one_that_fits_or_names_them_all():
     for one, weight in ((2, 2.0), ("auto", "auto"), (None, None)):
         assert from_plain(Weighted, {"weight": one}).weight == weight
     for wrong in ("atuo", 0, True, [1]):
-        with pytest.raises(CodecError, match="^weight: expected a number above 0 or auto, found "):
+        with pytest.raises(CodecError, match=r"weight.* 0.*auto"):
             from_plain(Weighted, {"weight": wrong})
 
 

@@ -1,6 +1,7 @@
 """Kills, stops or fails a process as align changes the disk, by patching functions of `os`.
 
     DISK_FAULTS="before:rename:samples.parquet=kill@2"    # as the second such file gets its name
+    DISK_FAULTS="after:put:commits/*.json=kill"           # once a bucket has the first
 
 `watch` calls a function before each operation; an OSError that it raises is the disk's answer.
 """
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import obstore
+
 VARIABLE = "DISK_FAULTS"
 PATCHED = {
     (os, "fsync"): "fsync",  # fsync_folder where it is one
@@ -29,7 +32,22 @@ PATCHED = {
     (os, "mkdir"): "make_folder",
     (os, "rmdir"): "remove_folder",
     (shutil, "rmtree"): "remove_tree",
+    (obstore, "put"): "put",
 }
+# Where a command of stage 1 changes what is there, in this order.
+OF_STAGE_ONE = (
+    *("before:rename:*.arrows", "after:rename:*.arrows"),
+    *("before:link:encoded/*.json", "after:link:encoded/*.json"),
+    *("before:rename:quarantine/*.parquet", "after:rename:quarantine/*.parquet"),
+    *("before:link:plan.json", "after:link:plan.json"),
+    "before:fsync:tmp/*/*.parquet",  # a shard is written
+    *("before:rename:data/*.parquet", "after:rename:data/*.parquet"),
+    *("before:link:commits/*.json", "after:link:commits/*.json"),
+    "after:fsync_folder:commits",
+    *("before:link:manifest.json", "after:link:manifest.json"),
+    *("before:rename:.trash-*", "after:rename:.trash-*"),
+    *("before:remove_tree:.trash-*", "after:remove_tree:.trash-*"),
+)
 PASSED_THROUGH = {"pathlib", "shutil", "contextlib", "support"}
 
 
@@ -72,6 +90,8 @@ def _watched(real, name, before, after, inside):
 
 
 def _op(name, first, *more):
+    if name == "put":
+        return Op(name, Path(more[0]))
     path = Path(f"/proc/self/fd/{first}").readlink() if isinstance(first, int) else Path(first)
     if name == "fsync" and path.is_dir():
         name = "fsync_folder"

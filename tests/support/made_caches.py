@@ -27,8 +27,8 @@ from align.stages.storage.cache.manifest_file import (
     load_manifest,
     write_manifest,
 )
-from align.stages.storage.disk.failpoints import watch
 from align.stages.storage.disk.locks import owner_lock
+from support import disk_faults
 
 FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
 LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
@@ -158,7 +158,7 @@ def in_child_killed_before(number, work):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watched():
-        with watch(kill):
+        with disk_faults.watch(kill):
             work()
 
     return in_child(watched)

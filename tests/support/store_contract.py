@@ -43,7 +43,7 @@ def _one_writer_wins(store, root):
         path, won = root / f"race-{number}", []
 
         def write(writer, path=path, won=won):
-            if store.put_if_absent(path, b"%d" % writer, label="commit"):
+            if store.put_if_absent(path, b"%d" % writer):
                 won.append(writer)
 
         at_the_same_time(write)
@@ -57,14 +57,14 @@ def _files_are_written_whole(store, root, drafts):
     with pytest.raises(AlignError):
         store.read(path)
     store.remove(path)  # which is none
-    store.replace(path, b"first", known=None, label="manifest")
-    store.replace(path, b"the second", known=b"first", label="manifest")
+    store.replace(path, b"first", known=None)
+    store.replace(path, b"the second", known=b"first")
     assert store.read(path) == b"the second"
     assert store.size(path) == 10
-    assert not store.put_if_absent(path, b"third", label="commit")
+    assert not store.put_if_absent(path, b"third")
     draft = drafts / "draft"
     draft.write_bytes(b"installed")
-    store.install(draft, path, label="shard")
+    store.install(draft, path)
     assert store.read(path) == b"installed"
     assert not draft.exists()
     assert store.work_folder(root).is_dir()
@@ -79,13 +79,13 @@ def _names_are_listed(store, root):
     store.make_folder(folder)
     names = [f"part-{number:02}" for number in range(30)]
     for name in reversed(names):
-        store.put_if_absent(folder / name, name.encode(), label="commit")
+        store.put_if_absent(folder / name, name.encode())
     store.sync_names(folder)
     paths = store.listed(folder)
     assert [path.name for path in paths] == names
     assert folder in store.listed(root)
     assert [*store.each(store.read, paths)] == [name.encode() for name in names]
-    store.drop_drafts(folder)  # removes nothing that is whole
+    store.drop_drafts(folder, names)  # removes nothing that is whole
     store.remove_if_empty(folder)
     assert len(store.listed(folder)) == len(names)
     for path in paths:
@@ -98,7 +98,7 @@ def _bytes_are_compared(store, root, drafts):
     payload, path = bytes(range(256)) * 50, root / "shard"
     sha256, size = hashlib.sha256(payload).hexdigest(), len(payload)
     (drafts / "shard").write_bytes(payload)
-    store.install(drafts / "shard", path, label="shard")
+    store.install(drafts / "shard", path)
     pinned = store.pinned(path, sha256, size)
     assert [*store.ahead([pinned])] == [pinned]
     assert store.local(pinned).read_bytes() == payload
@@ -106,7 +106,7 @@ def _bytes_are_compared(store, root, drafts):
         assert source.read() == payload
     for measure in (store.measure, store.measure_read):
         assert measure(pinned, size, digest_anew) == (size, sha256)
-    store.replace(path, payload[::-1], known=payload, label="manifest")
+    store.replace(path, payload[::-1], known=payload)
     assert store.measure(pinned, size, digest_anew)[1] != sha256
     store.remove(path)
     with pytest.raises(CorruptionError):
@@ -117,6 +117,6 @@ def _folders_are_retired_once(store, root):
     work = root / "work"
     store.make_folder(work)
     for name in ("plan", "one", "two"):
-        store.put_if_absent(work / name, b"", label="plan")
+        store.put_if_absent(work / name, b"")
     assert [store.retire(work, first="plan") for _ in range(2)] == [True, False]
     assert not work.exists()

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from ....schemas.file_version import Remember
 from ..disk import fs
-from ..disk.failpoints import reach
 from . import local_copies, objects
 from .objects import ObjectPath
 
@@ -39,12 +38,9 @@ class BucketStore:
     work_folder = staticmethod(local_copies.work_folder)
 
     @staticmethod
-    def put_if_absent(path: ObjectPath, payload: bytes, *, label: str) -> bool:
+    def put_if_absent(path: ObjectPath, payload: bytes) -> bool:
         """One that has these very bytes counts as written: an answer may have been lost."""
-        reach(f"{label}.before_link")
-        won = objects.put_new(path, payload)
-        reach(f"{label}.after_link")
-        return won
+        return objects.put_new(path, payload)
 
     @staticmethod
     def replace(
@@ -52,19 +48,14 @@ class BucketStore:
         payload: bytes,
         *,
         known: bytes | None,
-        label: str,
     ) -> None:
         """Of two that replace one object with different ones the second is refused."""
-        reach(f"{label}.before_rename")
         objects.put_over(path, payload, expected=known)
-        reach(f"{label}.after_rename")
 
     @staticmethod
-    def install(draft: Path, target: ObjectPath, *, label: str) -> None:
+    def install(draft: Path, target: ObjectPath) -> None:
         """By an upload."""
-        reach(f"{label}.before_rename")
         objects.put(target, draft)
-        reach(f"{label}.after_rename")
         fs.unlink(draft)
 
     @staticmethod
@@ -127,7 +118,7 @@ class BucketStore:
         """Nothing: there are no folders."""
 
     @staticmethod
-    def drop_drafts(path: ObjectPath, names: Sequence[str] = ()) -> None:
+    def drop_drafts(path: ObjectPath, names: Sequence[str]) -> None:
         """Nothing: there are none."""
 
     @staticmethod

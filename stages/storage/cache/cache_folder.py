@@ -198,7 +198,7 @@ class OutputFolder:
         refuse_foreign(self.root, is_ours=self._is_ours, what=self.kind)
         make_place(self.root, private)
         if not self._mark.exists():
-            fs.publish(self._mark, b"\n", label="config")  # no draft without content is dead
+            fs.publish(self._mark, b"\n")  # no draft without content is dead
 
     def _is_ours(self) -> bool:
         """Whether it has the mark, or holds nothing yet but what another process begins with."""
@@ -222,7 +222,7 @@ class OutputFolder:
         """Adds the digest of a file that is about to be written to that of the file it replaces."""
         path = self.root / name
         known = [fs.sha256_of(path)] if path.exists() else []
-        fs.publish(self._mark, "\n".join([*known, sha256]).encode(), label="config")
+        fs.publish(self._mark, "\n".join([*known, sha256]).encode())
 
     def _known(self) -> list[str]:
         return fs.read_bytes(self._mark).decode("ascii", "replace").split()

@@ -9,7 +9,6 @@ from ....schemas.cache import Manifest
 from ..bucket.objects import Location
 from ..disk import fs
 from ..disk.disk_store import TRASH
-from ..disk.failpoints import reach
 from ..store import store_of
 from .cache_folder import PART_NAME, PLAN_NAME, CacheFolder, WorkFolder
 from .manifest_file import load_manifest
@@ -22,7 +21,6 @@ def collect(folder: CacheFolder, own: WorkFolder) -> bool:
     does.
     """
     named = _named_by(folder, load_manifest(folder))  # a cache that has none may lose nothing
-    reach("gc.started")
     # The run that wrote the manifest may have died before it made the name durable.
     folder.store.sync_names(folder.root)
     folder.store.drop_drafts(folder.root, (folder.manifest.name,))
@@ -31,12 +29,10 @@ def collect(folder: CacheFolder, own: WorkFolder) -> bool:
     for work in folder.works():
         retire(work)
     _empty_trash(folder.local / folder.private.name)
-    reach("gc.forgotten")
     for path in sorted(_parts(folder) - named, key=str):
         folder.store.remove(path)
     if not any(path.parent == folder.quarantine for path in named):
         folder.store.remove_if_empty(folder.quarantine)
-    reach("gc.done")
     return was_here
 
 

@@ -21,7 +21,6 @@ from ....schemas.json_codec import signed
 from ....schemas.rows import Rejected, ScoredBlock
 from ..bucket.objects import Location
 from ..disk import fs
-from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
 from ..store import store_of
 from .cache_folder import WorkFolder, part_name
@@ -48,23 +47,19 @@ def commit_unit(
 ) -> Commit:
     """Stores a scored unit; the commit it returns is another worker's if that one was first."""
     _require_finite(unit, block)
-    reach("unit.scored")
     quarantine = _quarantine(work, run_id, unit, facts)
     draft = work.new_draft(run_id, f"{unit:08d}")
     try:
         write_shard(draft, block)
-        reach("shard.written")
         ours = _describe(draft, unit, block, facts, quarantine)
         final = work.cache.data / ours.file
         is_new = not final.exists()
-        store_of(final).install(draft, final, label="shard")
+        store_of(final).install(draft, final)
     except BaseException:
         fs.discard(draft)
         raise
     kept = COMMITS.put(work.commit(unit), ours)
-    if kept is ours:
-        reach("commit.done")
-    else:
+    if kept is not ours:
         _yield_to(kept, ours, final, is_new=is_new)
     return kept
 
@@ -138,9 +133,7 @@ def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) ->
             store_of(final).remove(final)
 
 
-COMMITS = SignedRecords(
-    Commit, label="commit", remedy="Remove this file and run the same command again."
-)
+COMMITS = SignedRecords(Commit, remedy="Remove this file and run the same command again.")
 
 
 def _require_file(named: Location, size: int, path: Location) -> None:
@@ -176,7 +169,7 @@ def write_quarantine(
     try:
         _write(draft, rejected, input_names)
         sha256, size = fs.sha256_of(draft), draft.stat().st_size
-        store.install(draft, folder / part_name(part, sha256), label="quarantine")
+        store.install(draft, folder / part_name(part, sha256))
     except BaseException:
         fs.discard(draft)
         raise

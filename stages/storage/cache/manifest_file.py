@@ -8,7 +8,6 @@ from .... import __version__
 from ....schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from ....schemas.errors import UsageError
 from ....schemas.json_codec import signed
-from ..disk.failpoints import reach
 from ..signed_records import SignedRecords
 from .cache_folder import CacheFolder
 
@@ -48,7 +47,6 @@ def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]
 
 def write_manifest(folder: CacheFolder, manifest: Manifest) -> bool:
     """Finishes a cache, which readers then see; False if it was finished as another one."""
-    reach("manifest.before_write")
     return _MANIFESTS.put(folder.manifest, manifest).root == manifest.root
 
 
@@ -70,13 +68,11 @@ def _total(counts: list[dict[str, int]]) -> dict[str, int]:
 
 PLANS = SignedRecords(
     Plan,
-    label="plan",
     remedy="Remove this file and run the same command again: no finished shard is lost.",
     format_version=FORMAT_VERSION,
 )
 _MANIFESTS = SignedRecords(
     Manifest,
-    label="manifest",
     remedy="Restore it from a copy, or make the cache again.",
     format_version=FORMAT_VERSION,
 )

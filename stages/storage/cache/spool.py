@@ -22,7 +22,6 @@ from ....schemas.errors import CorruptionError, StorageError, damaged, os_errors
 from ....schemas.json_codec import to_signed_json
 from ....schemas.preparing import ArrangedPart, Block, EncodedPart, PartFile, RingRecord
 from ..disk import fs
-from ..disk.failpoints import operate
 from ..signed_records import SignedRecords
 from ..store import store_of
 
@@ -100,7 +99,7 @@ def new_part(commit: Path) -> Iterator[NewPart]:
         part = NewPart(commit, sink)
         yield part
         sink.flush()
-        store_of(commit).install(draft, commit.with_name(part.file.name), label="part")
+        store_of(commit).install(draft, commit.with_name(part.file.name))
 
 
 def put_commit(commit: Path, record: T) -> None:
@@ -108,7 +107,7 @@ def put_commit(commit: Path, record: T) -> None:
 
     That one may also have ended all tasks of this kind since, and removed what they made.
     """
-    if fs.put_if_absent(commit, to_signed_json(record).encode(), label="part"):
+    if fs.put_if_absent(commit, to_signed_json(record).encode()):
         return
     try:
         first = read_commit(type(record), commit)
@@ -178,7 +177,8 @@ def new_map(path: Path, size: int) -> Iterator[mmap.mmap]:
     that can be caught.
     """
     with fs.locked_draft(path) as (draft, sink):
-        operate("allocate", path, lambda: os.posix_fallocate(sink.fileno(), 0, size))
+        with os_errors_as_storage_errors("allocate", path):
+            os.posix_fallocate(sink.fileno(), 0, size)
         with os_errors_as_storage_errors("map", path), draft.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), size)
         yield mapped

@@ -8,11 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ....schemas.errors import CorruptionError, StorageError, os_errors_as_storage_errors
+from ....schemas.errors import CorruptionError, StorageError
 from ....schemas.file_version import Remember
 from . import fs
 from .digests import remembered_sha256
-from .failpoints import reach
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -36,30 +35,20 @@ class DiskStore:
     free_bytes = staticmethod(fs.free_bytes)
 
     @staticmethod
-    def read_part(path: Path, start: int, size: int) -> bytes:
-        """Opens the file for each part."""
-        with fs.open_file(path) as source, os_errors_as_storage_errors("read", path):
-            source.seek(start)
-            return source.read(size)
-
-    @staticmethod
     def replace(
         path: Path,
         payload: bytes,
         *,
         known: bytes | None,  # the owner's lock sees to it
-        label: str,
     ) -> None:
         """By a draft that is renamed over the file."""
-        fs.publish(path, payload, label=label)
+        fs.publish(path, payload)
 
     @staticmethod
-    def install(draft: Path, target: Path, *, label: str) -> None:
+    def install(draft: Path, target: Path) -> None:
         """By a rename, once its bytes are durable."""
         fs.fsync(draft)
-        reach(f"{label}.before_rename")
         fs.rename(draft, target)
-        reach(f"{label}.after_rename")
         fs.fsync_folder(target.parent)
 
     @staticmethod
@@ -124,12 +113,10 @@ class DiskStore:
         fs.fsync_folder(path.parent)
 
     @staticmethod
-    def drop_drafts(path: Path, names: Sequence[str] = ()) -> None:
+    def drop_drafts(path: Path, names: Sequence[str]) -> None:
         """By whether a living process has locked them."""
         for name in names:
             fs.drop_drafts(path / name)
-        if not names:
-            fs.drop_all_drafts(path)
 
     @staticmethod
     def work_folder(path: Path) -> Path:

@@ -1,4 +1,9 @@
-"""File system operations; no other module of this folder changes the disk."""
+"""Files and folders on a disk: each is there whole under its name, or not at all.
+
+What is written is first a draft, a hidden file or folder beside its target, which is locked while
+its writer lives, so that `drop_drafts` removes those of the dead alone. It is synced before it gets
+its name, and its folder after. A StorageError says which operation failed, on which path, and why.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +19,29 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ....schemas.errors import AlignError, StorageError, UsageError, os_errors_as_storage_errors
-from .failpoints import operate, reach
+from ....schemas.errors import AlignError, UsageError, os_errors_as_storage_errors
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of a file system without hard links
 
 
-def publish(path: Path, payload: bytes, *, label: str) -> None:
+def publish(path: Path, payload: bytes) -> None:
     """Writes a whole file, in place of any other of this name."""
-    with _drafted(path, payload) as draft:
-        reach(f"{label}.before_rename")
+    with locked_draft(path, len(payload)) as (draft, sink):
+        sink.write(payload)
+        sink.flush()
+        fsync(draft)
         rename(draft, path)
-    reach(f"{label}.after_rename")
     fsync_folder(path.parent)
 
 
-def put_if_absent(path: Path, payload: bytes, *, label: str) -> bool:
+def put_if_absent(path: Path, payload: bytes) -> bool:
     """Writes a whole file unless there is one; returns whether it did."""
-    with _drafted(path, payload) as draft:
-        reach(f"{label}.before_link")
+    with locked_draft(path, len(payload)) as (draft, sink):
+        sink.write(payload)
+        sink.flush()
+        fsync(draft)
         won = link(draft, path)
-    reach(f"{label}.after_link")
     unlink(draft)
     # Also if another was first: work built on its file must not outlive it in a power loss.
     fsync_folder(path.parent)
@@ -65,6 +65,21 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
             raise UsageError(f"{path} exists. Move it, or name another file.")
     if not replaces:
         unlink(draft)
+    fsync_folder(path.parent)
+
+
+@contextmanager
+def draft_if_absent(path: Path) -> Iterator[Path]:
+    """A name to write under; the file there becomes `path` at the end of the block.
+
+    If another was first, its file is kept.
+    """
+    draft = _draft_of(path)
+    try:
+        yield draft
+        link(draft, path)
+    finally:
+        discard(draft)
     fsync_folder(path.parent)
 
 
@@ -93,25 +108,28 @@ def draft_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked_draft(path: Path) -> Iterator[tuple[Path, io.BufferedWriter]]:
-    """A draft of a file to write into and rename, locked while its writer lives."""
+def locked_draft(path: Path, needed: int = 0) -> Iterator[tuple[Path, io.BufferedWriter]]:
+    """A draft of a file to write into and rename; removed if the block fails."""
     draft = _draft_of(path)
-    with _locked(draft) as sink:
-        yield draft, sink
+    try:
+        with create(draft, needed) as sink:
+            _lock(sink.fileno())
+            yield draft, sink
+    except BaseException:
+        discard(draft)
+        raise
+
+
+@contextmanager
+def create(path: Path, needed: int = 0) -> Iterator[io.BufferedWriter]:
+    """A new file to write into; an existing file is refused."""
+    with os_errors_as_storage_errors("write", path, needed), path.open("xb") as sink:
+        yield sink
 
 
 def drop_drafts(path: Path) -> None:
     """Removes the drafts of a file or folder whose writers have died: those that are not locked."""
-    _drop(path.parent, re.escape(path.name))
-
-
-def drop_all_drafts(folder: Path) -> None:
-    """Removes those of every file in a folder."""
-    _drop(folder, ".+")
-
-
-def _drop(parent: Path, drafted: str) -> None:
-    name = re.compile(rf"\.{drafted}\.[0-9a-f]{{16}}\.tmp")
+    parent, name = path.parent, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
     for draft in sorted(parent.iterdir()) if os.access(parent, os.R_OK) and parent.is_dir() else []:
         # One without content may not be locked yet, and if we locked it its writer could not.
         if name.fullmatch(draft.name) and _has_content(draft):
@@ -140,30 +158,15 @@ def if_unlocked(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-@contextmanager
-def draft_if_absent(path: Path) -> Iterator[Path]:
-    """A name to write under; the file there becomes `path` at the end of the block.
-
-    If another was first, its file is kept.
-    """
-    draft = _draft_of(path)
-    try:
-        yield draft
-        _put(draft, path)
-    except BaseException:
-        discard(draft)
-        raise
-    unlink(draft)
-    fsync_folder(path.parent)
+def _lock(descriptor: int) -> bool:
+    with suppress(OSError):  # a file system without locks, where no draft counts as dead
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
-def _put(draft: Path, path: Path) -> None:
-    try:
-        link(draft, path)
-    except StorageError:  # a file system without hard links
-        if path.exists():
-            raise
-        rename(draft, path)
+def _draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def sha256_of(path: Path) -> str:
@@ -174,8 +177,8 @@ def sha256_of(path: Path) -> str:
 
 def read_bytes(path: Path) -> bytes:
     """The content of a file."""
-    with open_file(path) as source, os_errors_as_storage_errors("read", path):
-        return source.read()
+    with os_errors_as_storage_errors("read", path):
+        return path.read_bytes()
 
 
 def open_file(path: Path) -> io.BufferedReader:
@@ -184,64 +187,76 @@ def open_file(path: Path) -> io.BufferedReader:
         return path.open("rb")
 
 
-def create(path: Path) -> io.BufferedWriter:
-    """A new file to write into; an existing file is refused."""
-    descriptor = operate("create", path, lambda: os.open(path, _NEW, 0o666))
-    return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
-
-
-def append(path: Path) -> io.BufferedWriter:
-    """A file to append to, made if it is missing."""
-    descriptor = operate("append", path, lambda: os.open(path, _APPEND, 0o666))
-    return io.BufferedWriter(_Sink(path, descriptor))
-
-
 def write_new(path: Path, payload: bytes) -> None:
     """A new file with all its bytes durable; its name is durable once its folder is synced."""
-    with create(path) as sink:
+    with create(path, len(payload)) as sink:
         sink.write(payload)
     fsync(path)
 
 
 def fsync(path: Path) -> None:
     """Makes the bytes of a file durable."""
-    operate("fsync", path, lambda: _sync(path, os.O_RDONLY))
-
-
-def touch(path: Path) -> None:
-    """Gives a file the time of now; an empty one is made if it is missing."""
-    operate("touch", path, path.touch)
+    _sync(path, os.O_RDONLY)
 
 
 def fsync_folder(path: Path) -> None:
     """Makes the names in a folder durable."""
-    operate("fsync_folder", path, lambda: _sync(path, os.O_RDONLY | os.O_DIRECTORY))
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    with os_errors_as_storage_errors("fsync", path):
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def rename(path: Path, target: Path) -> None:
     """Moves a file or folder over its new name in one step."""
-    operate("rename", path, lambda: path.rename(target), target=target)
+    with os_errors_as_storage_errors("rename", path):
+        path.rename(target)
 
 
 def link(path: Path, target: Path) -> bool:
     """Gives a file a second name; False when the name is taken."""
-    try:
-        operate("link", path, lambda: os.link(path, target), target=target)
-    except StorageError as error:
-        if isinstance(error.__cause__, FileExistsError):
+    with os_errors_as_storage_errors("link", path):
+        try:
+            os.link(path, target)
+        except FileExistsError:
             return False
-        raise
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if target.exists():
+                return False
+            path.rename(target)
     return True
 
 
 def unlink(path: Path) -> None:
     """Removes a file, if it exists."""
-    operate("unlink", path, lambda: path.unlink(missing_ok=True))
+    with os_errors_as_storage_errors("unlink", path):
+        path.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Removes a draft if the disk allows it; for use while another error is raised."""
+    with suppress(AlignError):
+        unlink(path)
+
+
+def touch(path: Path) -> None:
+    """Gives a file the time of now; an empty one is made if it is missing."""
+    with os_errors_as_storage_errors("touch", path):
+        path.touch()
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Makes one folder, unless it exists."""
-    operate("make_folder", path, lambda: path.mkdir(mode, exist_ok=True))
+    with os_errors_as_storage_errors("make_folder", path):
+        path.mkdir(mode, exist_ok=True)
 
 
 def share(folder: Path) -> None:
@@ -258,18 +273,17 @@ def share(folder: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Removes a folder if it is empty."""
-    try:
-        operate("remove_folder", path, path.rmdir)
-    except StorageError as error:
-        cause = error.__cause__
-        if not (isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.ENOENT)):
-            raise
+    with os_errors_as_storage_errors("remove_folder", path):
+        try:
+            path.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
 
 
 def remove_tree(path: Path) -> None:
     """Removes a folder with everything in it, if it exists; links are not followed."""
-
-    def remove() -> None:
+    with os_errors_as_storage_errors("remove_tree", path):
         while path.exists() or path.is_symlink():
             with suppress(FileNotFoundError):  # another process removes it too
                 if path.is_symlink():
@@ -277,97 +291,21 @@ def remove_tree(path: Path) -> None:
                 else:
                     shutil.rmtree(path)
 
-    operate("remove_tree", path, remove)
-
-
-def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, made if it is missing."""
-    return operate("open_lock", path, lambda: os.open(path, _LOCK, 0o666))
-
-
-def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
-    """Replaces the content of an open lock file."""
-
-    def replace() -> None:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, payload, 0)
-
-    operate("rewrite", path, replace, payload=payload)
-
 
 def free_bytes(path: Path) -> int:
     """The space on a folder's disk that this process may use, in bytes."""
     with os_errors_as_storage_errors("free_bytes", path):
-        state = os.statvfs(path)
-        return state.f_bavail * state.f_frsize
+        return shutil.disk_usage(path).free
 
 
-def discard(path: Path) -> None:
-    """Removes a draft if the disk allows it; for use while another error is raised."""
-    with suppress(AlignError):
-        unlink(path)
+def open_lock(path: Path) -> int:
+    """A descriptor of a lock file, made if it is missing."""
+    with os_errors_as_storage_errors("open_lock", path):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-@contextmanager
-def _drafted(path: Path, payload: bytes) -> Iterator[Path]:
-    """A durable draft of a file, which the block renames."""
-    draft = _draft_of(path)
-    with _locked(draft) as sink:
-        sink.write(payload)
-        sink.flush()
-        fsync(draft)
-        yield draft
-
-
-@contextmanager
-def _locked(draft: Path) -> Iterator[io.BufferedWriter]:
-    """A new file, locked while its writer lives; removed if the block fails."""
-    try:
-        with create(draft) as sink:
-            _lock(sink.fileno())
-            yield sink
-    except BaseException:
-        discard(draft)
-        raise
-
-
-def _lock(descriptor: int) -> bool:
-    with suppress(OSError):  # a file system without locks, where no draft counts as dead
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _draft_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _Sink(io.RawIOBase):
-    """A descriptor whose writes `watch` sees."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, payload: ReadableBuffer, /) -> int:
-        view = memoryview(payload)
-        return operate("write", self._path, lambda: os.write(self._descriptor, view), payload=view)
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            os.close(self._descriptor)
+def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
+    """Replaces the content of an open lock file."""
+    with os_errors_as_storage_errors("rewrite", path, len(payload)):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, payload, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,23 +16,25 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sink = fs.append(path)
+        with os_errors_as_storage_errors("open", path):
+            self._sink = path.open("ab")
 
     def append(self, text: bytes) -> None:
         """Writes a line, to which its end is added."""
-        # A buffer's own flush passes the seam as well.
-        with os_errors_as_storage_errors("write", self._path):
+        with os_errors_as_storage_errors("write", self._path, len(text)):
             self._sink.write(text + b"\n")
             self._sink.flush()
 
     def sync(self) -> None:
         """Makes all lines durable."""
-        fs.fsync(self._path)
+        with os_errors_as_storage_errors("fsync", self._path):
+            os.fsync(self._sink.fileno())
         fs.fsync_folder(self._path.parent)
 
     def close(self) -> None:
         """Closes the file."""
-        self._sink.close()
+        with os_errors_as_storage_errors("write", self._path):
+            self._sink.close()
 
 
 class Line(NamedTuple):
@@ -59,8 +62,8 @@ def line_start(path: Path, wanted: int) -> int:
         return wanted if source.read(1) == b"\n" else 0
 
 
-def keep_lines(path: Path, kept: Sequence[Line], *, label: str) -> None:
+def keep_lines(path: Path, kept: Sequence[Line]) -> None:
     """Cuts out all other lines, and a last one that was cut off; the file is old or new."""
     content = b"".join(line.text for line in kept)
     if len(content) < path.stat().st_size:
-        fs.publish(path, content, label=label)
+        fs.publish(path, content)

@@ -109,7 +109,7 @@ def _commit(
     fs.rename(draft, final)
     reach("checkpoint.after_rename")
     fs.fsync_folder(folder.checkpoints)
-    fs.publish(folder.latest, f"{final.name}\n".encode(), label="latest")
+    fs.publish(folder.latest, f"{final.name}\n".encode())
 
 
 def _write_record(draft: Path, record: Checkpoint) -> None:

@@ -24,7 +24,6 @@ from .run_folder import RunFolder
 
 ROUNDS = SignedRecords(
     RoundRecord,
-    label="round",
     remedy="Remove it and run the same command again: what the round has made stays.",
 )
 

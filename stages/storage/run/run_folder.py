@@ -149,7 +149,7 @@ class RunFolder:
         known = self.noted_fitting()
         is_same = known is not None and known.planned == fitted.planned
         fits = min(fitted.fits, known.fits) if known and is_same else fitted.fits
-        fs.publish(self.fitting, f"{fitted.planned} {fits}\n".encode(), label="latest")
+        fs.publish(self.fitting, f"{fitted.planned} {fits}\n".encode())
 
     def noted_fitting(self) -> FittedBatches | None:
         """The noted micro-batch; None if there is none."""
@@ -236,7 +236,6 @@ def read_ending(folder: RunFolder) -> Ending | None:
 
 _ENDINGS = SignedRecords(
     Ending,
-    label="ending",
     remedy="Remove it: the run then counts as killed, and --resume auto continues it.",
 )
 

@@ -142,7 +142,7 @@ class RunRemote:
             pulled = [self._pull_checkpoint(name) for name in records]
             if any(pulled):
                 latest = folder.step(folder.steps()[-1])
-                fs.publish(folder.latest, f"{latest.name}\n".encode(), label="latest")
+                fs.publish(folder.latest, f"{latest.name}\n".encode())
             if ENDING in stored:  # else its models may be half uploaded
                 models = [name for name in MODELS if not (folder.root / name).exists()]
                 for model in models:

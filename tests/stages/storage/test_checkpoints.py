@@ -130,7 +130,7 @@ def test_what_is_measured_after_the_save_counts(prepared_run):
 
 
 def test_later_steps_of_another_future_go_with_the_next_checkpoint(saved_run):
-    fs.publish(saved_run.latest, b"step-00000001\n", label="latest")
+    fs.publish(saved_run.latest, b"step-00000001\n")
     assert step_chosen(saved_run) == 1  # it counts before what is newer
     assert saved_run.steps() == [1, 2, 3]
     save(saved_run, 2, retention=ALL)

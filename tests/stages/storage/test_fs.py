@@ -11,13 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.cache import Commit
-from align.schemas.errors import (
-    CorruptionError,
-    NonFiniteError,
-    StorageError,
-    UsageError,
-    storage_error,
-)
+from align.schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
 from align.schemas.json_codec import digest, from_json, to_json
 from align.schemas.rows import Rejected
 from align.stages.storage.cache.cache_folder import CacheFolder
@@ -25,8 +19,9 @@ from align.stages.storage.cache.commits import commit_unit, read_commits
 from align.stages.storage.cache.manifest_file import PLANS
 from align.stages.storage.cache.shards import read_shard
 from align.stages.storage.cache.verify_cache import check_shard
-from align.stages.storage.disk import failpoints, fs
+from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import save_model
+from support import disk_faults
 from support.flips import flipped
 from support.made_caches import FACTS, at_once, block_of, in_child, make_cache, plan_of, tree_of
 
@@ -47,14 +42,14 @@ class Fault:
 def test_no_operation_that_fails_commits_half_a_unit(tmp_path):
     """N = 1, 2, ... until a run meets no fault: refused with 74, and a rerun converges."""
     make_cache(tmp_path / "clean")
-    clean, messages = tree_of(tmp_path / "clean"), []
+    clean, codes = tree_of(tmp_path / "clean"), []
     for at in range(1, 200):
         fault, root = Fault(at), tmp_path / str(at)
         try:
-            with failpoints.watch(fault):
+            with disk_faults.watch(fault):
                 make_cache(root)
         except StorageError as refused:
-            messages.append(str(refused))
+            codes.append(refused.exit_code)
         else:
             if fault.seen < at:  # some faults need not stop a run, as one of removing its leavings
                 break
@@ -64,22 +59,24 @@ def test_no_operation_that_fails_commits_half_a_unit(tmp_path):
         assert not list(root.rglob("tmp/run/*"))
         make_cache(root)
         assert tree_of(root) == clean
-    assert len(messages) > 60
-    assert all("Free some space" in message for message in messages)
+    assert codes == [74] * len(codes)
+    assert len(codes) > 40
 
 
 def test_syncing_reaches_the_disk_itself(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    fs.publish(tmp_path / "a", b"x", label="manifest")
+    fs.publish(tmp_path / "a", b"x")
     assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
 
 
-def test_a_full_disk_is_reported_with_the_bytes_it_lacks(tmp_path):
-    said = r"3 bytes needed, [\d,]+ free\)\. Free some space"
-    with failpoints.watch(Fault(2)), pytest.raises(StorageError, match=said):
-        fs.publish(tmp_path / "a", b"abc", label="manifest")
-    assert list(tmp_path.iterdir()) == []
+def test_a_full_disk_leaves_nothing_and_names_the_file(tmp_path):
+    for write in (fs.publish, fs.put_if_absent):
+        with disk_faults.watch(Fault(1)), pytest.raises(StorageError) as refused:
+            write(tmp_path / "a", b"abc")
+        assert refused.value.exit_code == 74
+        assert str(tmp_path) in str(refused.value)
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664)])
@@ -94,24 +91,50 @@ def test_the_umask_decides_who_may_read_a_file(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
         save_model(tmp_path / "model", write, "run")
-        fs.publish(tmp_path / "model" / "a", b"x", label="manifest")
+        fs.publish(tmp_path / "model" / "a", b"x")
     finally:
         os.umask(before)
     found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
     assert found == {"model.safetensors": mode, "config.json": mode, "a": mode}
 
 
-def test_each_kind_of_refusal_has_its_own_code_and_way_on(tmp_path):
-    for code, number, way_on in (
-        (2, errno.ENOENT, "See that the path is right"),
-        (2, errno.EACCES, "Give this user the right"),
-        (74, errno.EMFILE, "limit on open files"),
-        (74, errno.EIO, "Check the disk"),
-    ):
-        error = storage_error("open", tmp_path / "x", OSError(number, os.strerror(number)))
-        assert error.exit_code == code
-        for part in (os.strerror(number), way_on, str(tmp_path / "x")):
-            assert part in str(error)
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [(2, errno.ENOENT), (2, errno.EACCES), (74, errno.EMFILE), (74, errno.EIO)],
+)
+def test_each_kind_of_refusal_has_its_own_code_and_names_the_path(tmp_path, code, number):
+    def refuse(op):
+        raise OSError(number, os.strerror(number))
+
+    with disk_faults.watch(refuse), pytest.raises(StorageError) as refused:
+        fs.make_folder(tmp_path / "x")
+    assert refused.value.exit_code == code
+    for part in (os.strerror(number), str(tmp_path / "x")):
+        assert part in str(refused.value)
+
+
+def test_of_twelve_writers_of_one_file_one_wins(tmp_path):
+    won = tmp_path / "won"
+    won.mkdir()
+
+    def put(writer):
+        if fs.put_if_absent(tmp_path / "a", b"%d" % writer):
+            (won / str(writer)).touch()
+
+    assert at_once(12, put) == [0] * 12
+    assert [path.name.encode() for path in won.iterdir()] == [(tmp_path / "a").read_bytes()]
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "won"}
+
+
+def test_a_file_system_without_hard_links_gets_the_file_by_a_rename(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert fs.put_if_absent(tmp_path / "a", b"first")
+    assert not fs.put_if_absent(tmp_path / "a", b"second")
+    assert (tmp_path / "a").read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
 def test_a_draft_goes_when_its_writer_is_dead_and_only_then(tmp_path):
@@ -131,6 +154,7 @@ def test_a_draft_goes_when_its_writer_is_dead_and_only_then(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
     with fs.new_file(target, replaces=True) as file:
         file.write(b"whole")
+        file.flush()
         (alive,) = set(tmp_path.iterdir()) - {mine, other}
         fs.drop_drafts(target)
         assert alive.exists()
@@ -146,7 +170,7 @@ def test_a_new_file_never_replaces_one_written_meanwhile(tmp_path):
             file.write(b"ours")
             target.write_text("theirs")
 
-    with pytest.raises(UsageError, match="exists. Move it"):
+    with pytest.raises(UsageError, match="align.yaml"):
         write()
     assert target.read_text() == "theirs"
     assert list(tmp_path.iterdir()) == [target]
@@ -243,7 +267,7 @@ def test_a_log_prob_that_is_not_finite_is_never_stored(work, bad):
     block = block_of(5, 1)
     logps = block.logps.copy()
     logps[2] = bad
-    with pytest.raises(NonFiniteError, match=r"unit 7: 1 of \d+ log-probs.*branch 2"):
+    with pytest.raises(NonFiniteError, match="unit 7"):
         commit_unit(work, "run", 7, dataclasses.replace(block, logps=logps), FACTS)
     assert list(work.cache.data.iterdir()) == []
 
@@ -264,18 +288,18 @@ def edited(**fields):
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "named"),
     [
-        (lambda work, commit: work.cache.shard(commit).unlink(), "is missing"),
-        (lambda work, commit: quarantine_of(work, commit).unlink(), "is missing"),
-        (lambda work, commit: os.truncate(quarantine_of(work, commit), 9), "instead of"),
-        (edited(rows="five"), "rows: expected a whole number"),
-        (edited(bytes=1), "instead of 1"),
+        (lambda work, commit: work.cache.shard(commit).unlink(), "part-00000000"),
+        (lambda work, commit: quarantine_of(work, commit).unlink(), "part-00000000"),
+        (lambda work, commit: os.truncate(quarantine_of(work, commit), 9), "part-00000000"),
+        (edited(rows="five"), "rows"),
+        (edited(bytes=1), "part-00000000"),
     ],
 )
-def test_a_commit_of_what_is_not_there_is_refused(work, lossy, harm, said):
+def test_a_commit_of_what_is_not_there_is_refused(work, lossy, harm, named):
     harm(work, commit_unit(work, "run", 0, block_of(5, 1), lossy))
-    with pytest.raises(CorruptionError, match=said):
+    with pytest.raises(CorruptionError, match=named):
         read_commits(work)
 
 
@@ -290,7 +314,7 @@ def test_a_commit_or_a_plan_with_a_flipped_bit_is_refused(work, lossy, flips):
         good = path.read_bytes()
         for damaged in flipped(good, flips):
             path.write_bytes(damaged)
-            with pytest.raises(CorruptionError, match=rf"{path.name}.*Remove"):
+            with pytest.raises(CorruptionError, match=path.name):
                 read()
         path.write_bytes(good)
         assert read() == held

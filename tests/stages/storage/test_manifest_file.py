@@ -89,12 +89,12 @@ def test_a_manifest_of_another_format_is_refused(cache):
     other = dataclasses.replace(load_manifest(cache), format_version=99)
     for more in ({}, {"grown_from": ""}):  # fields that this format does not have
         cache.manifest.write_text(to_json({**dataclasses.asdict(other), **more}))
-        with pytest.raises(CorruptionError, match="it has format 99, and this align reads 3"):
+        with pytest.raises(CorruptionError, match=r"manifest\.json.*99.*3"):
             load_manifest(cache)
 
 
 def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache, tmp_path):
-    with pytest.raises(UsageError, match="not a finished cache"):
+    with pytest.raises(UsageError, match="align precompute-ref"):
         load_manifest(CacheFolder(tmp_path))
     text = cache.manifest.read_bytes()
     for case in (b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff\xfe", text + b" ", text[:-1]):
@@ -147,7 +147,7 @@ def test_nothing_is_removed_before_a_manifest_is_published(cache):
     work = cache.work("c" * 64)
     work.prepare()
     cache.manifest.unlink()
-    with pytest.raises(UsageError, match="is not a finished cache"):
+    with pytest.raises(UsageError, match="align precompute-ref"):
         collect(cache, work)
     assert len(list(cache.data.iterdir())) == 3
     assert work.root.is_dir()

@@ -41,7 +41,7 @@ def test_of_those_who_replace_one_object_all_but_the_first_are_refused(bucket):
 
     def replace(writer):
         try:
-            store_of(path).replace(path, b"%d" % writer, known=b"first", label="manifest")
+            store_of(path).replace(path, b"%d" % writer, known=b"first")
         except LockedError:
             refused.append(writer)
 

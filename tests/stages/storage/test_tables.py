@@ -125,7 +125,7 @@ def test_a_table_of_another_kind_is_neither_read_nor_replaced(table_folder):
     published(table_folder)
     other = TableFolder(table_folder.root, "judged")
     for refused in (lambda: read_table(other), other.prepare):
-        with pytest.raises(UsageError, match="samples"):
+        with pytest.raises(UsageError, match="judged"):
             refused()
 
 
