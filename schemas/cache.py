@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from typing import Literal, TypeAlias, cast
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from .columns import joined_ranges, offsets_of
 from .errors import CorruptionError
-from .json_codec import signature
 from .rows import Role
 from .samples import Drawing
 
@@ -76,7 +75,6 @@ class Commit:
     """One finished unit: its shard file, and the counts and digests to verify it."""
 
     unit: int
-    digest: str = field(metadata=signature())
     file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
     bytes: int
     sha256: str
@@ -92,14 +90,16 @@ class Commit:
     numerics: dict[str, str]  # of the scoring path
 
 
+NOT_IN_ROOT = ("align_version", "root", "model", "adapter", "sampling")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The whole cache; written last, so that its existence means the work is done."""
 
     format_version: int
     align_version: str
-    # The name of the cache.
-    root: str = field(metadata=signature("align_version", "model", "adapter", "sampling"))
+    root: str  # the name of the cache: a digest of all but NOT_IN_ROOT
     model: str  # the path of the reference
     adapter: str
     plan_key: str

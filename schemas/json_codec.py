@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -15,14 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from .errors import closest, did_you_mean
 
 T = TypeVar("T")
-
-
-SIGNS_ALL_BUT = "signs all but"  # of a field's metadata
-
-
-def signature(*without: str) -> dict[str, tuple[str, ...]]:
-    """The metadata of a field with the digest of the other fields of its record, but for some."""
-    return {SIGNS_ALL_BUT: without}
 
 
 class CodecError(ValueError):
@@ -35,30 +27,20 @@ class CodecError(ValueError):
 
 def to_json(value: Any) -> str:
     """The canonical JSON of a value: sorted keys, no spaces, a newline at the end."""
-    plain = dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def digest(value: Any) -> str:
-    """The sha256 of a value's canonical JSON."""
-    return hashlib.sha256(to_json(value).encode()).hexdigest()
+def digest(value: Any, *, without: Collection[str] = ()) -> str:
+    """The sha256 of a value's canonical JSON; of a record without some of its fields."""
+    plain = _plain(value)
+    if without:
+        plain = {name: one for name, one in plain.items() if name not in without}
+    return hashlib.sha256(to_json(plain).encode()).hexdigest()
 
 
-def signed(record: T) -> T:
-    """The record with its digest in the field that is its signature."""
-    (field,) = _signatures(type(record))
-    left_out = {field.name, *field.metadata[SIGNS_ALL_BUT]}
-    every = dataclasses.asdict(record)  # type: ignore[call-overload]
-    plain = {name: of for name, of in every.items() if name not in left_out}
-    return dataclasses.replace(record, **{field.name: digest(plain)})  # type: ignore[type-var]
-
-
-def to_signed_json(value: Any) -> str:
-    """The canonical JSON with a digest: in the record's own field for it, or added over all."""
-    if _signatures(type(value)):
-        return to_json(signed(value))
-    plain = dataclasses.asdict(value)
-    return to_json({**plain, "digest": digest(plain)})
+def to_signed_json(record: Any) -> str:
+    """The canonical JSON of a record with the digest of all its fields."""
+    return to_json({**dataclasses.asdict(record), "digest": digest(record)})
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:
@@ -69,11 +51,11 @@ def from_json(cls: type[T], text: str | bytes) -> T:
 def from_signed_json(cls: type[T], text: str | bytes, version: int | None = None) -> T:
     """The record that `to_signed_json` wrote; any other byte is a CodecError."""
     plain = _parsed(text)
-    made = plain.get("format_version", version) if isinstance(plain, dict) else version
-    if version is not None and isinstance(made, int) and made != version:
-        raise CodecError(f"it has format {made}, and this align reads {version}")
-    if isinstance(plain, dict) and not _signatures(cls):
+    if isinstance(plain, dict):
         plain.pop("digest", None)
+        made = plain.get("format_version", version)
+        if version is not None and isinstance(made, int) and made != version:
+            raise CodecError(f"it has format {made}, and this align reads {version}")
     return _as_written(cls, plain, text, to_signed_json)
 
 
@@ -134,9 +116,8 @@ BOUNDS = {
 _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def _signatures(cls: type[Any]) -> list[dataclasses.Field[Any]]:
-    """The field for the digest; empty if the digest is none of the record's fields."""
-    return [one for one in dataclasses.fields(cls) if SIGNS_ALL_BUT in one.metadata]
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
 
 
 def _parsed(text: str | bytes) -> Any:

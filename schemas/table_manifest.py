@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from .json_codec import signature
 from .samples import Drawing
 
 TABLE_FORMAT = 1
 TableKind: TypeAlias = Literal["samples", "judged", "selected"]
+NOT_IN_ROOT = ("align_version", "root", "sampling")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class TableManifest:
 
     format_version: int
     align_version: str
-    root: str = field(metadata=signature("align_version", "sampling"))  # the table's name
+    root: str  # the table's name: a digest of all but NOT_IN_ROOT
     kind: TableKind
     made_from: dict[str, str]  # a digest for each name, such as prompts, model, samples
     settings: dict[str, Any]

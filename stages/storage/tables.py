@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 
 from ... import __version__
 from ...schemas.errors import CorruptionError, UsageError, damaged
-from ...schemas.json_codec import CodecError, from_signed_json, signed, to_json
+from ...schemas.json_codec import CodecError, digest, from_signed_json, to_signed_json
 from ...schemas.samples import Drawing
-from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
+from ...schemas.table_manifest import NOT_IN_ROOT, TABLE_FORMAT, TableKind, TableManifest
 from .bucket.objects import Location, location
 from .cache.cache_folder import OutputFolder
 from .copies import fetch_folder
@@ -199,8 +199,9 @@ def _write(
         sink.flush()
         size = path.stat().st_size
         columns, sha256 = _columns(schema), _sha256_of(path, size)
-        whole = signed(replace(manifest, columns=columns, bytes=size, sha256=sha256))
-        writer.add_key_value_metadata({KEY: to_json(whole)})
+        whole = replace(manifest, columns=columns, bytes=size, sha256=sha256)
+        whole = replace(whole, root=digest(whole, without=NOT_IN_ROOT))
+        writer.add_key_value_metadata({KEY: to_signed_json(whole)})
     sink.flush()
     return whole
 

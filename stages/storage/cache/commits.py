@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 
 from ....schemas.cache import Commit, FileEntry
 from ....schemas.errors import NonFiniteError
-from ....schemas.json_codec import signed
 from ....schemas.rows import Rejected, ScoredBlock
 from ..bucket.objects import Location
 from ..disk import fs
@@ -104,9 +103,8 @@ def _describe(
     quarantine: tuple[FileEntry, ...],
 ) -> Commit:
     sha256 = fs.sha256_of(draft)
-    commit = Commit(
+    return Commit(
         unit=unit,
-        digest="",
         file=part_name(unit, sha256),
         bytes=draft.stat().st_size,
         sha256=sha256,
@@ -121,7 +119,6 @@ def _describe(
         notes=facts.notes,
         numerics=facts.numerics,
     )
-    return signed(commit)
 
 
 def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> None:

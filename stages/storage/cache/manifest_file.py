@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from .... import __version__
-from ....schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
+from ....schemas.cache import FORMAT_VERSION, NOT_IN_ROOT, Commit, FileEntry, Manifest, Plan
 from ....schemas.errors import UsageError
-from ....schemas.json_codec import signed
+from ....schemas.json_codec import digest
 from ..signed_records import SignedRecords
 from .cache_folder import CacheFolder
 
@@ -37,7 +38,7 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
         notes=_total([plan.notes, *(shard.notes for shard in shards)]),
         sampling=plan.sampling,
     )
-    return signed(manifest)
+    return replace(manifest, root=digest(manifest, without=NOT_IN_ROOT))
 
 
 def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]:

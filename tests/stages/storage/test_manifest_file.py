@@ -1,12 +1,12 @@
 """Manifests of caches: what they name, what is removed for them, what is refused."""
 
 import dataclasses
-import json
 
 import pytest
 
+from align.schemas.cache import NOT_IN_ROOT
 from align.schemas.errors import CorruptionError, UsageError
-from align.schemas.json_codec import digest, signed, to_json
+from align.schemas.json_codec import digest, to_json
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.cleanup import collect, is_tidy
 from align.stages.storage.cache.manifest_file import load_manifest, write_manifest
@@ -22,62 +22,10 @@ def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(cache, tmp_path
     assert manifest.rows == sum(shard.rows for shard in manifest.shards) == 15
     assert manifest.quarantined == {"null": 1, "oom": 3}
     assert manifest.notes == {"repeats": 1, "swaps": 6}  # the plan's, and two of each shard
-    plain = json.loads(cache.manifest.read_text())
-    held = {name: plain[name] for name in plain if name not in ("root", "sampling", *NOT_NAMED)}
-    assert manifest.root == digest(held)
-
-
-def leaves(value, path=()):
-    """Every place in a JSON value, with what is there."""
-    yield path, value
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from leaves(item, (*path, key))
-
-
-def altered(value):
-    """Other values of the same type, and of others."""
-    if isinstance(value, bool) or value is None:
-        return [1]
-    if isinstance(value, int):
-        return [value + 1, -1, float(value), str(value)]
-    if isinstance(value, float):
-        return [value + 0.5, float("nan"), float("inf"), None]
-    if isinstance(value, str):
-        return [value + "0", "../" + value, ""]
-    if isinstance(value, list):
-        return [[*value, 7], value[:-1] if value else [[]], {}]
-    return [{**value, "extra": 1}, {}, []]
-
-
-def put(plain, path, value):
-    if not path:
-        return value
-    at = copy = json.loads(json.dumps(plain))
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    return copy
-
-
-NOT_NAMED = ("align_version", "model", "adapter")  # who made it of what; not what it holds
-
-
-def test_no_field_of_a_manifest_can_be_altered_unnoticed(cache):
-    text = cache.manifest.read_text()
-    plain = json.loads(text)
-    cases = 0
-    for path, value in leaves(plain):
-        for other in altered(value):
-            if path and path[-1] in NOT_NAMED and isinstance(other, str):
-                continue
-            cache.manifest.write_text(json.dumps(put(plain, path, other), sort_keys=True))
-            require_refused(cache)
-            cases += 1
-    assert cases > 200
-    cache.manifest.write_text(text)
-    load_manifest(cache)
+    elsewhere = dataclasses.replace(manifest, model="elsewhere", align_version="0", root="")
+    assert manifest.root == digest(elsewhere, without=NOT_IN_ROOT)
+    for change in ({"rows": 1}, {"shards": ()}):
+        assert manifest.root != digest(dataclasses.replace(manifest, **change), without=NOT_IN_ROOT)
 
 
 def require_refused(cache):
@@ -101,18 +49,15 @@ def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache, tmp_p
         cache.manifest.write_bytes(case)
         with pytest.raises(CorruptionError):
             load_manifest(cache)
-    plain = json.loads(text)
-    kept = [to_json({name: plain[name]})[1:-2].encode() for name in NOT_NAMED]
     for damaged in flipped(text, 400):
         cache.manifest.write_bytes(damaged)
-        if all(field in damaged for field in kept):
-            require_refused(cache)
+        require_refused(cache)
 
 
 def test_a_finished_cache_is_not_finished_as_another_one(cache):
     whole, manifest = cache.manifest.read_bytes(), load_manifest(cache)
     assert write_manifest(cache, manifest)
-    assert not write_manifest(cache, signed(dataclasses.replace(manifest, notes={})))
+    assert not write_manifest(cache, dataclasses.replace(manifest, root="another"))
     assert cache.manifest.read_bytes() == whole
 
 
