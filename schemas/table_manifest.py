@@ -9,7 +9,6 @@ from .samples import Drawing
 
 TABLE_FORMAT = 1
 TableKind: TypeAlias = Literal["samples", "judged", "selected"]
-NOT_IN_ROOT = ("align_version", "root", "sampling")
 
 
 @dataclass(frozen=True)
@@ -17,8 +16,7 @@ class TableManifest:
     """The manifest of a table: its digests, and those of its inputs."""
 
     format_version: int
-    align_version: str
-    root: str  # the table's name: a digest of all but NOT_IN_ROOT
+    root: str  # the table's name: a digest of all other fields
     kind: TableKind
     made_from: dict[str, str]  # a digest for each name, such as prompts, model, samples
     settings: dict[str, Any]
@@ -27,7 +25,7 @@ class TableManifest:
     columns: dict[str, str]  # the type of each, by name
     bytes: int  # of the file, up to its footer
     sha256: str  # of these bytes
-    # How the samples of a judged or selected table were drawn; not a part of the root.
+    # How the samples of a judged or selected table were drawn.
     sampling: Drawing | None
 
     @property

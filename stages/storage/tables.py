@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ... import __version__
 from ...schemas.errors import CorruptionError, UsageError, damaged
 from ...schemas.json_codec import CodecError, digest, from_signed_json, to_signed_json
 from ...schemas.samples import Drawing
-from ...schemas.table_manifest import NOT_IN_ROOT, TABLE_FORMAT, TableKind, TableManifest
+from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from .bucket.objects import Location, location
 from .cache.cache_folder import OutputFolder
 from .copies import fetch_folder
@@ -115,7 +114,6 @@ class TableFolder:
         """Writes the table with its manifest, in place of another; nothing if it is there."""
         unsigned = TableManifest(
             format_version=TABLE_FORMAT,
-            align_version=__version__,
             root="",
             kind=self.kind,
             made_from=dict(made_from),
@@ -200,7 +198,7 @@ def _write(
         size = path.stat().st_size
         columns, sha256 = _columns(schema), _sha256_of(path, size)
         whole = replace(manifest, columns=columns, bytes=size, sha256=sha256)
-        whole = replace(whole, root=digest(whole, without=NOT_IN_ROOT))
+        whole = replace(whole, root=digest(whole, without={"root"}))
         writer.add_key_value_metadata({KEY: to_signed_json(whole)})
     sink.flush()
     return whole

@@ -12,7 +12,6 @@ from align.schemas.config import Config, ModelOptions, TrackingOptions
 from align.schemas.errors import LockedError, UsageError
 from align.schemas.round_options import JudgeOptions
 from align.stages.judge.win_rate import win_rate
-from align.stages.storage import answers
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import NoProgress
@@ -137,22 +136,6 @@ def test_an_answer_without_a_verdict_is_counted_and_never_guessed(samples, judge
     result, rows = judged(samples, StubJudge(says={"]\n9\n[": "Both are good."}), by="pairwise")
     assert column(rows, "score")[:3] == [1.0, 0.0, None]
     assert result.manifest.counts["comparisons_refused"] == 2
-
-
-def test_judgments_are_merged_once_all_are_there(tmp_path, samples, judged, monkeypatch):
-    def kept(output):
-        folder = tmp_path / output / "_align" / "answers"
-        return [path.read_bytes() for path in folder.iterdir()]
-
-    judged(samples, StubJudge(), by="rubric", output=tmp_path / "whole")
-    whole = b"".join(sorted(b"".join(kept("whole")).splitlines(keepends=True)))
-    monkeypatch.setattr(answers, "MOST_SMALL", 0)
-    monkeypatch.setattr(answers, "SMALL_BYTES", len(whole))
-    first, _ = judged(samples, StubJudge(), by="rubric", share=Share(1, 2))
-    assert not first.manifest
-    assert whole not in kept("judged") != []
-    judged(samples, StubJudge(), by="rubric", share=Share(2, 2))
-    assert kept("judged") == [whole]
 
 
 @pytest.mark.parametrize(("by", "order"), [("rubric", (1, 2)), ("pairwise", (2, 1))])

@@ -92,17 +92,16 @@ def test_after_a_full_disk_nothing_follows_the_half_of_a_line(answers_folder):
     (file,) = answers_folder.iterdir()
 
     def full(op):
-        with file.open("ab") as torn:
-            torn.write(b'{"answer"')
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if op.name == "fsync":
+            os.truncate(file, file.stat().st_size - 9)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with disk_faults.watch(full), pytest.raises(StorageError) as refused:
         answers.add({"b": {"text": "y"}})
     assert refused.value.exit_code == 74
     assert file.name in str(refused.value)
     answers.add({"c": {"text": "z"}})
-    found = all_of(Answers(answers_folder))
-    assert (found["a"], found["c"]) == ("x", "z")
+    assert all_of(Answers(answers_folder)) == {"a": "x", "c": "z"}
     assert len([*answers_folder.iterdir()]) == 2
 
 

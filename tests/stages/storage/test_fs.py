@@ -12,7 +12,7 @@ import pytest
 
 from align.schemas.cache import Commit
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
-from align.schemas.json_codec import digest, from_json, to_json
+from align.schemas.json_codec import digest, from_signed_json, to_json
 from align.schemas.rows import Rejected
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.commits import commit_unit, read_commits
@@ -54,7 +54,7 @@ def test_no_operation_that_fails_commits_half_a_unit(tmp_path):
             if fault.seen < at:  # some faults need not stop a run, as one of removing its leavings
                 break
         for commit in root.rglob("commits/*.json"):
-            named = from_json(Commit, commit.read_bytes())
+            named = from_signed_json(Commit, commit.read_bytes())
             assert fs.sha256_of(root / "data" / named.file) == named.sha256
         assert not list(root.rglob("tmp/run/*"))
         make_cache(root)
