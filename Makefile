@@ -87,7 +87,6 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/start.py
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
-	$(BIN)/python tests/bench/sort.py
 	$(BIN)/python tests/bench/train.py
 	$(BIN)/python tests/bench/whole.py
 	$(BIN)/python tests/bench/trackers.py

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from .columns import joined_ranges, offsets_of
 from .errors import CorruptionError
-from .rows import Role
+from .rows import Rejected, Role
 from .samples import Drawing
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 def file_identity(sha256: str) -> int:
@@ -51,7 +51,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows to score and their units, fixed before scoring begins."""
+    """The rows to score and their shards, fixed before scoring begins."""
 
     format_version: int
     plan_key: str  # sha256 over the fingerprint
@@ -61,8 +61,8 @@ class Plan:
     adapter: str
     inputs: tuple[InputEntry, ...]
     rows_in: int
-    unit_offsets: tuple[int, ...]  # unit u is rows [u] to [u + 1] of the ring
-    quarantine: tuple[FileEntry, ...]
+    shards: tuple[int, ...]  # rows of each key range; one without rows has no shard
+    rejected: tuple[Rejected, ...]  # by file and row, up to a limit
     quarantined: dict[str, int]  # reason -> rows
     notes: dict[str, int]  # counted, harmless: rows truncated, repeated, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
@@ -81,10 +81,10 @@ class Commit:
     rows: int
     branches: int
     tokens: int  # completion tokens scored or reused
-    first_key: str  # hex of the first row's ring key, by which readers find key ranges
+    first_key: str  # hex of the first row's ring key
     last_key: str
     tokens_per_batch: int  # the final value, after any back-off
-    quarantine: tuple[FileEntry, ...]  # the rows dropped while scoring
+    rejected: tuple[Rejected, ...]  # while scoring; in a manifest they are in a file instead
     quarantined: dict[str, int]  # reason -> rows dropped while scoring
     notes: dict[str, int]  # counted while pairing and scoring, harmless
     numerics: dict[str, str]  # of the scoring path
@@ -111,7 +111,7 @@ class Manifest:
     branches: int
     tokens: int
     shards: tuple[Commit, ...]
-    quarantine: tuple[FileEntry, ...]
+    rejected: FileEntry | None  # the file that lists the rows that could not be used
     quarantined: dict[str, int]
     notes: dict[str, int]  # the plan's and those of all shards
     # How the samples in each of the inputs were drawn; empty if it is known for none. The root

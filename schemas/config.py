@@ -127,10 +127,14 @@ class CacheOptions:
         on=("precompute-ref",),
         read_by=("score",),
     )
-    rows_per_shard: int = option(
-        4096, "most rows in one shard", ge=1, on=("precompute-ref",), read_by=("score", "plan")
+    shards: int = option(
+        0,
+        "how many shards; 0: as many as the data ask for, of some 1,000 rows or more",
+        ge=0,
+        le=4096,
+        on=("precompute-ref",),
+        read_by=("score", "plan"),
     )
-    tokens_per_shard: int = option(16_777_216, "most tokens in one shard", ge=1, read_by=("score",))
     reuse: list[str] = option(
         [],
         "further caches whose scores may be reused",

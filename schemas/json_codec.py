@@ -195,9 +195,9 @@ def _refusal(cls: type[Any], error: ValidationError, where: str) -> CodecError:
 
 
 def _resolved(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The part itself, or the definition that it refers to."""
-    name = part.get("$ref", "").rpartition("/")[2]
-    return schema["$defs"][name] if name else part
+    """The part itself, or the definition that it refers to, also of a record that may be null."""
+    named = [one["$ref"] for one in (part, *part.get("anyOf", ())) if "$ref" in one]
+    return schema["$defs"][named[0].rpartition("/")[2]] if named else part
 
 
 def _inside(part: dict[str, Any], step: int | str) -> dict[str, Any] | None:

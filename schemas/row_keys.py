@@ -11,7 +11,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import nan
 from typing import Any
@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import ColumnTable, Ragged, column, offsets_of
-from .preparing import EncodedPart
 from .rows import PromptKeys, Record, Rejected, RowBlock, bytes_of
 from .turns import WHOLE
 
@@ -49,10 +48,11 @@ class KeyedRows(ColumnTable):
         return len(self.rows)
 
     def in_ring_order(self) -> KeyedRows:
-        """The rows sorted by ring key, then by their own digest; equal rows by their number."""
+        """The rows sorted by ring key, then by their digest; equal rows by file and number."""
         rows = self.rows
         halves = rows.row_id.view(">u8").reshape(-1, 2)
-        return self.take(np.lexsort((rows.row, halves[:, 1], halves[:, 0], self.ring_keys)))
+        order = np.lexsort((rows.row, rows.file, halves[:, 1], halves[:, 0], self.ring_keys))
+        return self.take(order)
 
 
 def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[str]) -> KeyedRows:
@@ -193,18 +193,12 @@ class InputCounts:
         self.rows_per_file[chunk.file] += len(chunk.keyed) + len(chunk.rejected)
         self.notes.update(chunk.notes)
         self.reasons.update(rejected.reason for rejected in chunk.rejected)
-        self._keep(chunk.rejected)
+        self.keep(chunk.rejected)
 
-    def add(self, part: EncodedPart, *, file: int, first_row: int) -> None:
-        """Adds the counts of one slice of a file, which begins with this row."""
-        self.rows_per_file[file] += part.rows_in
-        self.notes.update(part.notes)
-        self.reasons.update(part.reasons)
-        self._keep(replace(one, row=one.row + first_row) for one in part.rejected)
-
-    def _keep(self, rejected: Iterable[Rejected]) -> None:
+    def keep(self, rejected: Iterable[Rejected]) -> None:
+        """Adds rejected rows to those that are kept."""
         self.rejected.extend(rejected)
-        self.rejected.sort(key=lambda one: (one.file, one.row))  # slices may interleave
+        self.rejected.sort(key=lambda one: (one.file, one.row))
         del self.rejected[MOST_REJECTED_KEPT:]
 
 

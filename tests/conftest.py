@@ -190,7 +190,7 @@ def journey(server, world, tmp_path_factory):
     """What a person gets who has an align.yaml beside the data and gives no flag."""
     folder = tmp_path_factory.mktemp("journey")
     shutil.copy(world.data.paired, folder / "data.parquet")
-    lines = ["model:", f"  path: {world.model}", "cache:", "  rows_per_shard: 8", "  output: cache"]
+    lines = ["model:", f"  path: {world.model}", "cache:", "  shards: 8", "  output: cache"]
     (folder / "align.yaml").write_text("\n".join(lines))
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     alone = {"ALIGN_HOME": str(elsewhere / "home"), "ALIGN_FAILPOINTS": ""}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # it trains
 QUIET = {"tracking.mlflow": False}
 MAKING = QUIET | {
     "tokens.max_length": 256,
-    "cache.rows_per_shard": 16,
+    "cache.shards": 8,
     "cache.reuse_known": False,
 }
 SHORT = QUIET | {

@@ -87,9 +87,9 @@ def test_a_file_that_cannot_be_read_is_named(here, model, world):
         assert said in told
 
 
-def quarantined(here):
-    """What is said of rejected rows beside the cache: number, reason, detail."""
-    (part,) = (here / "cache" / "quarantine").iterdir()
+def rejected(here):
+    """The file of rejected rows in the cache, and of each its number and reason."""
+    part = here / "cache" / "rejected.parquet"
     prefix = hashlib.sha256((here / "data.jsonl").read_bytes()).hexdigest()[:16]
     rows = pq.read_table(part).to_pylist()
     assert {(row["file"], row["file_name"]) for row in rows} == {(prefix, "data.jsonl")}
@@ -102,7 +102,7 @@ def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here
     said = run(3, "data.jsonl", "--model", model, "--max-bad-frac", "0.09")
     for told in ("1 of 10 rows", "--max-bad-frac", "data.jsonl row 9: empty_completion"):
         assert told in said
-    part, rows = quarantined(here)
+    part, rows = rejected(here)
     assert str(part.relative_to(here)) in said
     assert rows == [(9, "empty_completion")]
     assert not (here / "cache" / "manifest.json").exists()
@@ -111,7 +111,7 @@ def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here
     assert answer.code == 0, answer
     assert "1 of 10 rows dropped: 1 empty_completion" in answer.out
     assert "empty_completion" in align("inspect", "cache").out
-    assert quarantined(here)[1] == [(9, "empty_completion")]
+    assert rejected(here)[1] == [(9, "empty_completion")]
     refusal(3, *words, "--output", "other")
     write("data.jsonl", *good)
     assert align(*words, "--output", "other").code == 0

@@ -199,7 +199,7 @@ def test_an_example_of_data_is_shown_as_it_is_and_read(world, tmp_path):
         roles = {"unpaired": {"desirable", "undesirable"}, "scored": {"candidate"}}
         expected = roles.get(kind, {"chosen", "rejected"}) | {"mismatched"}
         assert set(summary["roles"]) == expected
-        assert not (cache / "quarantine").exists()
+        assert not (cache / "rejected.parquet").exists()
 
 
 def follow(server, steps, folder, uri):

@@ -60,29 +60,29 @@ P=world/data/paired.parquet
 
 # --- stage 1 ---
 see "check shows data as the model reads them" bash -c "python -m align check $P --model world/model | grep -qi prompt"
-see "precompute-ref writes shards" quiet precompute-ref all.jsonl "${MODEL[@]}" --output cache --rows-per-shard 32 --token-logps
-again() { end_of 0 quiet precompute-ref all.jsonl "${MODEL[@]}" --output cache --rows-per-shard 32 --token-logps && said "complete|already|nothing"; }
+see "precompute-ref writes shards" quiet precompute-ref all.jsonl "${MODEL[@]}" --output cache --shards 4 --token-logps
+again() { end_of 0 quiet precompute-ref all.jsonl "${MODEL[@]}" --output cache --shards 4 --token-logps && said "complete|already|nothing"; }
 see "asked again it is complete" again
-parts() { quiet precompute-ref all.jsonl "${MODEL[@]}" --output parts --rows-per-shard 32 --token-logps --set cache.reuse_known=false --part 2/2 &&
-    quiet precompute-ref all.jsonl "${MODEL[@]}" --output parts --rows-per-shard 32 --token-logps --set cache.reuse_known=false --part 1/2 && same_root cache parts; }
+parts() { quiet precompute-ref all.jsonl "${MODEL[@]}" --output parts --shards 4 --token-logps --set cache.reuse_known=false --part 2/2 &&
+    quiet precompute-ref all.jsonl "${MODEL[@]}" --output parts --shards 4 --token-logps --set cache.reuse_known=false --part 1/2 && same_root cache parts; }
 see "two parts give the same cache" parts
-of_ranks() { ranks precompute-ref all.jsonl "${MODEL[@]}" --output ranks --rows-per-shard 32 --token-logps --set cache.reuse_known=false --no-mlflow && same_root cache ranks; }
+of_ranks() { ranks precompute-ref all.jsonl "${MODEL[@]}" --output ranks --shards 4 --token-logps --set cache.reuse_known=false --no-mlflow && same_root cache ranks; }
 see "two ranks give the same cache" of_ranks
-of_ray() { quiet precompute-ref all.jsonl "${MODEL[@]}" --output ray --rows-per-shard 32 --token-logps --set cache.reuse_known=false --executor ray --ray-workers 2 && same_root cache ray; }
+of_ray() { quiet precompute-ref all.jsonl "${MODEL[@]}" --output ray --shards 4 --token-logps --set cache.reuse_known=false --executor ray --ray-workers 2 && same_root cache ray; }
 see "Ray gives the same cache" of_ray
 killed() {
-    align precompute-ref all.jsonl "${MODEL[@]}" --output killed --rows-per-shard 8 --set cache.reuse_known=false --set scoring.tokens_per_batch=512 --no-mlflow > killed.said 2>&1 &
+    align precompute-ref all.jsonl "${MODEL[@]}" --output killed --shards 16 --set cache.reuse_known=false --set scoring.tokens_per_batch=512 --no-mlflow > killed.said 2>&1 &
     local pid=$!
     for _ in $(seq 600); do [ -n "$(ls killed/data 2>/dev/null)" ] && break; kill -0 $pid 2>/dev/null || break; sleep 0.1; done
     kill -9 $pid 2>/dev/null; wait $pid 2>/dev/null
-    quiet precompute-ref all.jsonl "${MODEL[@]}" --output killed --rows-per-shard 8 --set cache.reuse_known=false --set scoring.tokens_per_batch=512 &&
-    quiet precompute-ref all.jsonl "${MODEL[@]}" --output whole --rows-per-shard 8 --set cache.reuse_known=false --set scoring.tokens_per_batch=512 && same_root killed whole
+    quiet precompute-ref all.jsonl "${MODEL[@]}" --output killed --shards 16 --set cache.reuse_known=false --set scoring.tokens_per_batch=512 &&
+    quiet precompute-ref all.jsonl "${MODEL[@]}" --output whole --shards 16 --set cache.reuse_known=false --set scoring.tokens_per_batch=512 && same_root killed whole
 }
 see "killed and run again: the same cache" killed
 grown() { quiet precompute-ref first.jsonl "${MODEL[@]}" --output first --kl-pairs 0 --set cache.reuse_known=false > /dev/null 2>&1 &&
     end_of 0 quiet precompute-ref all.jsonl "${MODEL[@]}" --output more --kl-pairs 0 --set cache.reuse_known=false --reuse first && said "reused [1-9]"; }
 see "grown data: only what is new is scored" grown
-see "another length is refused by name" refused "max_length" quiet precompute-ref all.jsonl "${MODEL[@]}" --output cache --rows-per-shard 32 --token-logps --max-length 64
+see "another length is refused by name" refused "max_length" quiet precompute-ref all.jsonl "${MODEL[@]}" --output cache --shards 4 --token-logps --max-length 64
 flawed() { end_of 3 quiet precompute-ref flawed.jsonl "${MODEL[@]}" --output flawed && quiet precompute-ref flawed.jsonl "${MODEL[@]}" --output flawed --max-bad-frac 0.2 && align inspect flawed --rejected > said && said 40; }
 see "bad rows end stage 1, or are rejected and listed" flawed
 see "verify: digests and re-scored rows" align verify cache

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schemas.cache import FileEntry
 from ...schemas.errors import BadDataError, counted
 from ...schemas.rows import TIE, Rejected
-from ...stages.storage.bucket.objects import Location
 
-SHOWN = 3  # rows, and files that list them
+SHOWN = 3  # rows
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,6 @@ class RejectedRows:
     rows_in: int
     rows_left: int
     allowed: float  # the largest share of rows_in
-    files: tuple[FileEntry, ...] = ()  # where they are listed
 
     @property
     def exceed_limit(self) -> bool:
@@ -54,12 +51,6 @@ class RejectedRows:
             f"{reasons.total()} of {self.rows_in} rows cannot be used{of_faults}{apart}; "
             f"--max-bad-frac allows {self.allowed:g}"
         )
-
-    def listed(self, folder: Location) -> str:
-        """The files of a cache folder that name them, the first few of many."""
-        shown = [str(folder / entry.file) for entry in self.files[:SHOWN]]
-        more = len(self.files) - len(shown)
-        return ", ".join(shown) + (f" and {more} more files beside them" if more else "")
 
 
 def first_rejected(rows: Sequence[Rejected], path_of: Callable[[int], Path | str]) -> list[str]:

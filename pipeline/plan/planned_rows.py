@@ -12,6 +12,7 @@ from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.load import DTYPES
 from ...stages.model.loading.model_folder import model_config, stored_dtype, text_settings
+from ...stages.pairing.partition import number_of_ranges, number_of_shards
 from ...stages.storage.cache.manifest_file import load_manifest
 from ..jobs.object_inputs import cache_at, local_model
 from .method_needs import read_spec_of
@@ -19,6 +20,7 @@ from .scoring_plan import Scoring, ScoringSettings
 from .workload import RowShape, even_rows
 
 MOST_MADE_ROWS = 100_000
+BYTES_PER_TOKEN = 4  # of text, about
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def _of_cache(config: Config, recipe: Recipe, device: str) -> PlannedRows:
         device=device,
         num_pairs=index.num_partners,
         tokens_per_batch=config.scoring.tokens_per_batch,
-        rows_per_shard=config.cache.rows_per_shard,
+        rows_per_shard=max((1, *(shard.rows for shard in manifest.shards))),
     )
     own, mismatched = prompts + completions, index.num_partners * completions
     return PlannedRows(
@@ -103,7 +105,9 @@ def _given(config: Config, recipe: Recipe, rows: GivenRows, device: str) -> Plan
 def _scoring_of_given(config: Config, rows: GivenRows, path: str, device: str) -> Scoring:
     """Stage 1 stores both completions, whatever a method reads of them."""
     stored, num_pairs = RowShape(rows.prompt, (rows.completion,) * 2), config.cache.kl_pairs
-    own, shard = rows.count * stored.tokens, min(rows.count, config.cache.rows_per_shard)
+    own, asked = rows.count * stored.tokens, config.cache.shards
+    ranges = number_of_ranges(BYTES_PER_TOKEN * own, asked)
+    shard = -(-rows.count // number_of_shards(ranges, rows.count, asked))
     settings = ScoringSettings(
         reference=replace(config.model, path=path),
         dtype=known_dtype(path, config.model.dtype, otherwise=config.train.dtype),

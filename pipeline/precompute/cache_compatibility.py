@@ -101,7 +101,7 @@ def _scored(folder: CacheFolder) -> Iterator[tuple[Manifest | Plan, tuple[Commit
         return
     for work in works:
         if plan := PLANS.find(work.plan):
-            yield plan, tuple(read_commits(work).values())
+            yield plan, tuple(read_commits(work, is_own=False).values())
 
 
 def may_have_scores(folders: Sequence[str], reference_key: str) -> bool:

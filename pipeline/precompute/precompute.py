@@ -1,4 +1,4 @@
-"""Stage 1 in order: read, encode, put on the ring, plan, score, commit, publish."""
+"""Stage 1 in order: read, encode, plan, score, commit, publish."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...schemas.cache import Manifest, Plan
@@ -23,7 +23,7 @@ from ...schemas.rows import TIE, Reference
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.cleanup import collect, is_tidy, retire
-from ...stages.storage.cache.commits import read_commits
+from ...stages.storage.cache.commits import read_commits, write_rejected
 from ...stages.storage.cache.manifest_file import (
     PLANS,
     build_manifest,
@@ -41,7 +41,7 @@ from ..jobs.recorded_work import send_earlier
 from ..jobs.rejected_rows import RejectedRows
 from .cache_compatibility import candidates, may_have_scores, register_cache, require_same
 from .early_opening import opened_meanwhile
-from .precompute_plan import STAGE_ONE, CacheJob, make_plan, open_job, remake_ring, ring_of
+from .precompute_plan import STAGE_ONE, CacheJob, encode_again, make_plan, open_job
 from .scoring_worker import ScoreTasks, Tally, lines_of_first
 
 PrecomputeResult: TypeAlias = Made[Manifest, Tally]
@@ -175,27 +175,32 @@ class PrecomputeJob:
         job, plan = self.cache, self.plan
         if plan is None:
             return make_plan(job, self.run_id, call.executor, call.progress)
-        # Damage is reported before hours of work.
-        read_commits(job.work)
-        if not ring_of(job).is_whole:
-            remake_ring(job, plan, call.executor, call.progress)
+        # Damage is seen before hours of work.
+        if len(read_commits(job.work)) < _num_shards(plan):
+            encode_again(job, plan, call.executor, call.progress)
         return plan
 
     def _score(self, plan: Plan, reference: Reference, call: Call[Tally]) -> None:
-        tasks = ScoreTasks.of(replace(self.cache, reference=reference), plan, self.run_id)
+        tasks = ScoreTasks.of(self.cache, plan, reference, self.run_id)
         if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
             for line in lines_of_first(tasks, self.cache):
                 call.progress.say(line.plain)
         call.work(tasks)
 
     def _published(self, plan: Plan, call: Call[Tally]) -> Manifest | None:
-        """Writes the manifest and removes the work, if every unit has its commit."""
-        job, num_units = self.cache, len(plan.unit_offsets) - 1
+        """Writes the manifest and removes the work, if every shard has its commit."""
+        job = self.cache
         commits = read_commits(job.work)
-        if len(commits) < num_units:
-            is_over = job.is_published or not job.work.is_planned
-            return _made_by_another(job) if is_over else None
-        manifest = build_manifest(plan, commits)
+        if job.folder.manifest.exists():
+            return _made_by_another(job)
+        if len(commits) < _num_shards(plan):
+            return None if job.work.is_planned else _made_by_another(job)
+        rejected = [*plan.rejected, *(row for one in commits.values() for row in one.rejected)]
+        places = {entry.identity: place for place, entry in enumerate(plan.inputs)}
+        rejected.sort(key=lambda row: (places[row.file], row.row))
+        names = {entry.identity: entry.name for entry in plan.inputs}
+        listed = write_rejected(job.work, self.run_id, rejected, names)
+        manifest = build_manifest(plan, commits, listed)
         _require_usable(job, manifest)
         if not write_manifest(job.folder, manifest):
             return _made_by_another(job)
@@ -250,6 +255,10 @@ def _finished(job: CacheJob) -> Manifest | None:
     return None
 
 
+def _num_shards(plan: Plan) -> int:
+    return sum(map(bool, plan.shards))
+
+
 def _plan_in(work: WorkFolder) -> Plan | None:
     """The plan of unfinished work, unless another process completes it just now."""
     try:
@@ -300,13 +309,12 @@ def _require_usable(job: CacheJob, manifest: Manifest) -> None:
         rows_in=manifest.rows_in,
         rows_left=manifest.rows,
         allowed=job.config.data.max_bad_frac,
-        files=manifest.quarantine,
     )
     if not rejected.exceed_limit:
         return
     what = (
         f"{rejected} and {manifest.rows} rows would be left. They are listed in "
-        f"{rejected.listed(job.folder.root)}."
+        f"{job.folder.rejected}."
     )
     again = f"To score again, delete {job.work.root} first: it keeps what was scored."
     is_float16 = job.fingerprint.get("model.dtype") == "float16"

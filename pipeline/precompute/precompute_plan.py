@@ -1,12 +1,13 @@
-"""Makes the plan from the input files: the job, the ring on disk, the quarantine, the units."""
+"""Makes the plan from the input files: the job, the encoded rows, and how many each shard has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
+from ...schemas.cache import FORMAT_VERSION, InputEntry, Plan, file_identity
 from ...schemas.config import Config
 from ...schemas.errors import BadDataError, CorruptionError, StorageError, UsageError, counted
 from ...schemas.json_codec import digest
@@ -31,14 +32,11 @@ from ...stages.data.shapes import Shape
 from ...stages.data.slice_encoder import EncodingJob
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ...stages.model.loading.model_folder import require_peft
-from ...stages.pairing.ring import Ring, complete_ring
-from ...stages.pairing.units import unit_offsets
-from ...stages.sort.key_ranges import number_of_ranges
+from ...stages.pairing.partition import likeliest_majority, number_of_ranges
 from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
-from ...stages.storage.cache.commits import write_quarantine
+from ...stages.storage.cache.commits import write_rejected
 from ...stages.storage.cache.manifest_file import PLANS, load_manifest
-from ...stages.storage.cache.spool import Spool
 from ...stages.storage.copies import origin_of
 from ...stages.storage.tables import drawing_of
 from ..executors.cores import usable_cores
@@ -46,7 +44,7 @@ from ..executors.executor import Executor, Runner, Share
 from ..executors.kinds import require_executor
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 from .cache_compatibility import candidates, fingerprint
-from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
+from .prepare_tasks import Encoded, EncodeTasks, joined_slices
 
 if TYPE_CHECKING:
     from ...stages.tracking.progress import Progress
@@ -84,6 +82,27 @@ class CacheJob:
     def work(self) -> WorkFolder:
         """The folder of unfinished work."""
         return self.folder.work(self.plan_key)
+
+    @cached_property
+    def encoding(self) -> EncodeTasks:
+        """The tasks of encoding, the same in every process."""
+        columns = self.shape.columns
+        total = data_bytes(self.inputs, columns)
+        return EncodeTasks(
+            work=self.work,
+            encoding=EncodingJob(
+                self.config.model.path,
+                self.config.tokens,
+                self.shape,
+                self.config.cache.seed,
+                self.files,
+                tokenizer_fingerprint(self.tokenizer),
+            ),
+            inputs=self.inputs,
+            digested=self.digested,
+            slices=joined_slices(slices_of(self.inputs, columns, total=total), total),
+            ranges=number_of_ranges(total, self.config.cache.shards),
+        )
 
     @property
     def is_published(self) -> bool:
@@ -159,96 +178,44 @@ KINDS = ("rows_of_conversations", "rows_of_plain_text")
 
 
 def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress) -> Plan:
-    """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
-    preparation = preparation_of(job)
-    runner = _of_preparing(job, executor)
+    """Encodes all rows, and writes the plan of what to score."""
     more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
     progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
     if job.shape.unread:
         progress.say(not_read(job.shape.unread))
-    _encode(job, preparation, runner, progress)
-    try:
-        counts = preparation.input_counts()
-    except CorruptionError:
-        # Another was faster, and has removed what it had read.
-        if plan := PLANS.find(job.work.plan):
-            preparation.ring.spool.forget_encoded()
-            return plan
-        raise
-    _say_unused_template(job, counts, progress)
-    quarantine = _quarantine(job, run_id, counts)
-    _require_usable(job, counts, quarantine)
-    ring = _arrange(preparation, runner, progress)
-    counts.notes.update(ring.record.notes)
-    _require_space(job, ring)
-    plan = PLANS.put(job.work.plan, _plan(job, ring, counts, quarantine))
-    ring.spool.forget_encoded()
-    return plan
-
-
-def _say_unused_template(job: CacheJob, counts: InputCounts, progress: Progress) -> None:
+    encoded = encode(job, executor, progress)
+    counts = encoded.counts
     texts = counts.notes["rows_of_plain_text"]
     if texts and job.config.data.wrap == "auto" and job.tokenizer.chat:
         progress.say(f"note: {template_unused(texts, 'rows')}")
+    _require_usable(job, counts, run_id)
+    if job.config.cache.kl_pairs:
+        _require_partners(encoded)
+    _require_space(job, encoded)
+    return PLANS.put(job.work.plan, _plan(job, encoded))
 
 
-def remake_ring(job: CacheJob, plan: Plan, executor: Executor, progress: Progress) -> None:
-    """Remakes the missing parts of a plan's ring on this machine."""
-    job.work.prepare()
-    preparation = preparation_of(job)
-    runner = _of_preparing(job, executor)
-    _encode(job, preparation, runner, progress)
-    ring = _arrange(preparation, runner, progress)
-    if _offsets(job, ring) != plan.unit_offsets:
-        raise CorruptionError(
-            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
-            "again; all rows that no other cache holds are then scored again."
-        )
-    ring.spool.forget_encoded()
-
-
-def preparation_of(job: CacheJob) -> Preparation:
-    """The shared inputs of the preparation tasks."""
-    columns = job.shape.columns
-    total = data_bytes(job.inputs, columns)
-    return Preparation(
-        ring=ring_of(job),
-        plan=job.work.plan,
-        encoding=EncodingJob(
-            job.config.model.path,
-            job.config.tokens,
-            job.shape,
-            job.config.cache.seed,
-            job.files,
-            tokenizer_fingerprint(job.tokenizer),
-        ),
-        inputs=job.inputs,
-        digested=job.digested,
-        slices=slices_of(job.inputs, columns, total=total),
-        num_ranges=number_of_ranges(total),
-        prompt_side=job.config.tokens.prompt_side,
-    )
-
-
-def _encode(job: CacheJob, preparation: Preparation, runner: Runner, progress: Progress) -> None:
-    """Encodes the slices that are not encoded yet."""
-    preparation.ring.spool.prepare()
+def encode(job: CacheJob, executor: Executor, progress: Progress) -> Encoded:
+    """Encodes the slices of the data that are not encoded yet."""
+    tasks = job.encoding
     try:
-        runner.run(EncodeTasks(preparation), progress=progress, on_done=lambda rows: None)
+        _of_preparing(job, executor).run(tasks, progress=progress, on_done=lambda rows: None)
     except BadDataError:
         require_unchanged(job.inputs, job.digested)  # the better reason
         raise
     # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
     require_unchanged(job.inputs, job.digested)
+    return Encoded(tasks, tasks.records())
 
 
-def _arrange(preparation: Preparation, runner: Runner, progress: Progress) -> Ring:
-    """Makes the missing ranges of the ring, then pairs every completion."""
-    ring = preparation.ring
-    runner.run(ArrangeTasks(preparation), progress=progress, on_done=lambda rows: None)
-    if not ring.is_whole:
-        complete_ring(ring, preparation.num_ranges)
-    return ring
+def encode_again(job: CacheJob, plan: Plan, executor: Executor, progress: Progress) -> None:
+    """Encodes what this machine lacks of the rows of a plan."""
+    job.work.prepare()
+    if encode(job, executor, progress).shards(job.config.cache.shards) != plan.shards:
+        raise CorruptionError(
+            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
+            "again; all rows that no other cache holds are then scored again."
+        )
 
 
 def _of_preparing(job: CacheJob, executor: Executor) -> Runner:
@@ -260,41 +227,51 @@ def _of_preparing(job: CacheJob, executor: Executor) -> Runner:
 SMALL_INPUT_BYTES = 8 * 1024 * 1024
 
 
-def ring_of(job: CacheJob) -> Ring:
-    """The ring of the plan in the work folder, which may be incomplete."""
-    return Ring(Spool(job.work.spool), job.config.cache.kl_pairs)
-
-
-def _quarantine(job: CacheJob, run_id: str, counts: InputCounts) -> tuple[FileEntry, ...]:
-    if not counts.rejected:
-        return ()
-    names = {file: path.name for file, path in job.paths.items()}
-    return (write_quarantine(job.work, run_id, 0, counts.rejected, names),)
-
-
-def _require_usable(job: CacheJob, counts: InputCounts, quarantine: tuple[FileEntry, ...]) -> None:
+def _require_usable(job: CacheJob, counts: InputCounts, run_id: str) -> None:
     rejected = RejectedRows(
         counts=counts.reasons,
         rows_in=counts.rows_in,
         rows_left=counts.rows_in - counts.reasons.total(),
         allowed=job.config.data.max_bad_frac,
-        files=quarantine,
     )
+    if not rejected.exceed_limit:
+        return
     hint = ""
     if counts.reasons["empty_prompt"] and not job.shape.has_prompt:
         hint = " If the prompts are in a column of another name, pass --map prompt=NAME."
+    names = {file: path.name for file, path in job.paths.items()}
+    write_rejected(job.work, run_id, counts.rejected, names)
     rejected.require_few(
         first_rejected(counts.rejected, job.paths.__getitem__),
-        listed=rejected.listed(job.folder.root),
+        listed=str(job.folder.rejected) if counts.rejected else "",
         hint=hint,
     )
 
 
-def _require_space(job: CacheJob, ring: Ring) -> None:
+def _require_partners(encoded: Encoded) -> None:
+    """Refuses data of which most completions are of one prompt, or all one text."""
+    total = sum(one.completions for one in encoded.records)
+    if prompt := likeliest_majority(encoded.records):
+        rows = encoded.rows(shards=encoded.tasks.ranges)
+        if 2 * (largest := rows.completions_of(int(prompt, 16))) > total:
+            raise BadDataError(
+                f"One prompt holds {largest} of all {total} completions, so they cannot all be "
+                "paired with another prompt's completion (KTO's mismatched pairs). "
+                "Add rows with other prompts, or pass --kl-pairs 0."
+            )
+    lowest, highest = zip(*(one.texts for one in encoded.records), strict=True)
+    if min(lowest) == max(highest):
+        raise BadDataError(
+            "Every completion is the same text, so a mismatched pair (KTO's KL term) would not be "
+            "a mismatch. Add rows with other completions, or pass --kl-pairs 0."
+        )
+
+
+def _require_space(job: CacheJob, encoded: Encoded) -> None:
     """Refuses early when the shards cannot fit, by the raw size of their ids and sums."""
-    completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
-    ids = 4 * (completions + ring.rows.prompt_tokens)
-    needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
+    pairs = job.config.cache.kl_pairs
+    tokens = sum(one.prompt_tokens + (1 + pairs) * one.completion_tokens for one in encoded.records)
+    needed = int(1.3 * 4 * tokens * (2 if job.config.cache.token_logps else 1))
     free = job.folder.store.free_bytes(job.folder.root)
     if free is not None and free < needed:
         raise StorageError(
@@ -303,10 +280,8 @@ def _require_space(job: CacheJob, ring: Ring) -> None:
         )
 
 
-def _plan(
-    job: CacheJob, ring: Ring, counts: InputCounts, quarantine: tuple[FileEntry, ...]
-) -> Plan:
-    cache = job.config.cache
+def _plan(job: CacheJob, encoded: Encoded) -> Plan:
+    counts = encoded.counts
     inputs = [
         InputEntry(file.path.name, read.bytes, read.sha256, counts.rows_per_file[index])
         for index, (file, read) in enumerate(zip(job.inputs, job.digested, strict=True))
@@ -320,11 +295,11 @@ def _plan(
         adapter=_absolute(job.config.model.adapter),
         inputs=tuple(inputs),
         rows_in=counts.rows_in,
-        unit_offsets=_offsets(job, ring),
-        quarantine=quarantine,
+        shards=encoded.shards(job.config.cache.shards),
+        rejected=tuple(counts.rejected),
         quarantined=dict(sorted(counts.reasons.items())),
         notes=_notes(job, counts),
-        reuse=candidates(cache),
+        reuse=candidates(job.config.cache),
         threads=usable_cores(),
         sampling=_sampling(job),
     )
@@ -342,16 +317,6 @@ def _notes(job: CacheJob, counts: InputCounts) -> dict[str, int]:
     if not all(notes.get(kind) for kind in KINDS):
         notes = {name: count for name, count in notes.items() if name not in KINDS}
     return {name: count for name, count in sorted(notes.items()) if count}
-
-
-def _offsets(job: CacheJob, ring: Ring) -> tuple[int, ...]:
-    cache = job.config.cache
-    return unit_offsets(
-        ring.sizes(),
-        num_pairs=cache.kl_pairs,
-        rows_per_unit=cache.rows_per_shard,
-        tokens_per_unit=cache.tokens_per_shard,
-    )
 
 
 def _absolute(path: str) -> str:

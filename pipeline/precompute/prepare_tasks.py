@@ -1,82 +1,87 @@
-"""The tasks of preparing: slices of the data are encoded, then key ranges are arranged.
+"""Preparing: slices of the data are encoded into files that are divided by key range.
 
-Any processes may make them, in any order and more than once: a task ends in one file, which is
-named by its content, and in one commit, which names it.
+Any processes may encode them, in any order and more than once: a slice ends in one file, the same
+bytes whoever writes it, and in one record.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
-from ...schemas.errors import CorruptionError
-from ...schemas.preparing import ArrangedPart, EncodedPart
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.errors import CorruptionError, StorageError, damaged
 from ...schemas.row_keys import InputCounts
-from ...stages.data.files import Digested, InputFile, Slice, require_same_version
-from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
-from ...stages.pairing.long_form import merge_same_prompts
-from ...stages.pairing.ring import Ring, write_range
-from ...stages.sort.key_ranges import (
-    PartitionedRows,
-    sorted_partition,
-    with_copies_numbered,
-    write_partitions,
+from ...stages.data.files import (
+    LARGEST_SLICE,
+    LEAST_SLICE,
+    SLICES,
+    Digested,
+    InputFile,
+    Slice,
+    require_same_version,
 )
-from ...stages.storage.bucket.objects import Location
+from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
+from ...stages.pairing.partition import (
+    REMEDY,
+    EncodedRows,
+    EncodedSlice,
+    SliceFile,
+    number_of_shards,
+    write_slice,
+)
+from ...stages.storage.cache.cache_folder import WorkFolder
 from ...stages.storage.cache.commits import printable
-from ...stages.storage.cache.spool import damaged_part, find_commit, new_part, put_commit
+from ...stages.storage.disk import fs
+from ...stages.storage.signed_records import SignedRecords
 from ...stages.tracking.progress import Progress
 from ..executors.executor import one_by_one
 
+RECORDS = SignedRecords(EncodedSlice, remedy=REMEDY)
 
-@dataclass(frozen=True)
-class Preparation:
-    """Shared inputs of the preparation tasks, the same in every process."""
 
-    ring: Ring
-    plan: Location  # once it is written, the encoded rows of a whole ring are no longer needed
-    encoding: EncodingJob
-    inputs: tuple[InputFile, ...]
-    digested: tuple[Digested, ...]
-    slices: tuple[Slice, ...]
-    num_ranges: int
-    prompt_side: str
-
-    def encoded_parts(self) -> Iterator[tuple[Slice, int, EncodedPart]]:
-        """Each slice with its first row in its file, and what was committed of it."""
-        first_row, file = 0, 0
-        for number, part in enumerate(self.slices):
-            commit = self.ring.spool.encoded(number)
-            found = find_commit(EncodedPart, commit)
-            if found is None:
-                raise damaged_part(commit)
-            first_row = first_row if part.file == file else 0
-            yield part, first_row, found
-            first_row, file = first_row + found.rows_in, part.file
-
-    def input_counts(self) -> InputCounts:
-        """The counts of all encoded slices."""
-        counts = InputCounts()
-        for part, first_row, found in self.encoded_parts():
-            counts.add(found, file=part.file, first_row=first_row)
-        return counts
+def joined_slices(slices: Iterable[Slice], total: int) -> tuple[tuple[Slice, ...], ...]:
+    """What is encoded into one file: a slice, or small whole files of data up to its size."""
+    slices = tuple(slices)
+    most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
+    per_file = Counter(part.file for part in slices)
+    joined: list[tuple[Slice, ...]] = []
+    room = 0
+    for part in slices:
+        is_whole_file = per_file[part.file] == 1
+        if is_whole_file and joined and part.bytes <= room:
+            joined[-1] += (part,)
+            room -= part.bytes
+        else:
+            joined.append((part,))
+            room = most - part.bytes if is_whole_file else 0
+    return tuple(joined)
 
 
 @dataclass(frozen=True)
 class EncodeTasks:
     """Tokenizes the rows of each slice of the data."""
 
-    preparation: Preparation
-    name: str = "reading and tokenizing"
-    unit: str = "bytes"
-    is_input: bool = True
+    work: WorkFolder
+    encoding: EncodingJob
+    inputs: tuple[InputFile, ...]
+    digested: tuple[Digested, ...]
+    slices: tuple[tuple[Slice, ...], ...]
+    ranges: int
+
+    name = "reading and tokenizing"
+    unit = "bytes"
+    is_input = True
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each slice, about."""
-        return tuple(part.bytes for part in self.preparation.slices)
+        return tuple(sum(part.bytes for part in parts) for parts in self.slices)
 
     @property
     def costs(self) -> tuple[int, ...]:
@@ -84,106 +89,113 @@ class EncodeTasks:
         return self.sizes
 
     def is_committed(self, task: int) -> bool:
-        """Whether its rows are written, or no longer needed."""
-        ring, plan = self.preparation.ring, self.preparation.plan
-        if find_commit(EncodedPart, ring.spool.encoded(task)):
-            return True
-        return ring.is_whole and plan.exists()
+        """Whether its rows are written."""
+        return self._find(task) is not None
 
     def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[int]]:
         """A function that makes and commits tasks, and gives how many rows it read for each."""
-        encoder = SliceEncoder(self.preparation.encoding)
+        encoder = SliceEncoder(self.encoding)
 
         def make(task: int) -> int:
-            rows = _encode(self.preparation, task, encoder)
+            rows = self._encode(task, encoder)
             progress.advance(self.sizes[task])
             return rows
 
         return one_by_one(make)
 
+    def file(self, task: int) -> Path:
+        """The file of a slice; its record is beside it."""
+        return self.work.encoded / f"{task:08d}.arrow"
 
-def _encode(preparation: Preparation, task: int, encoder: SliceEncoder) -> int:
-    part, counts = preparation.slices[task], InputCounts()
-    commit = preparation.ring.spool.encoded(task)
-    with new_part(commit) as file:
-        rows = encoder.rows(preparation.inputs, part, counts)
-        directory = write_partitions(file, rows, preparation.num_ranges)
-        require_same_version(preparation.inputs[part.file], preparation.digested[part.file])
-    record = EncodedPart(
-        file=file.file,
-        directory=directory,
-        rows_in=counts.rows_in,
-        notes=dict(counts.notes),
-        reasons=dict(counts.reasons),
-        rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
-    )
-    put_commit(commit, record)
-    return counts.rows_in
+    def records(self) -> list[EncodedSlice]:
+        """The records of all slices, which are encoded."""
+        found = [self._find(task) for task in range(len(self.slices))]
+        for task, record in enumerate(found):
+            if record is None:
+                raise damaged(self.file(task), "it is missing or short", REMEDY)
+        return [record for record in found if record]
+
+    def _find(self, task: int) -> EncodedSlice | None:
+        """The record of a slice whose file is whole; another process may remove both."""
+        path = self.file(task)
+        try:
+            record = RECORDS.read(path.with_suffix(".json"))
+            return record if path.stat().st_size == record.bytes else None
+        except (StorageError, CorruptionError, FileNotFoundError):
+            return None  # it is encoded again
+
+    def _encode(self, task: int, encoder: SliceEncoder) -> int:
+        path, counts = self.file(task), InputCounts()
+        parts = self.slices[task]
+        with fs.new_file(path, replaces=True) as sink:
+            rows = (keyed for part in parts for keyed in encoder.rows(self.inputs, part, counts))
+            facts = write_slice(sink, rows, self.ranges)
+            for part in parts:
+                require_same_version(self.inputs[part.file], self.digested[part.file])
+        record = EncodedSlice(
+            bytes=path.stat().st_size,
+            counts=tuple(map(tuple, facts.counts)),
+            rows_in=tuple(counts.rows_per_file[part.file] for part in parts),
+            notes=dict(counts.notes),
+            reasons=dict(counts.reasons),
+            rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
+            completions=facts.completions,
+            prompt_tokens=facts.prompt_tokens,
+            completion_tokens=facts.completion_tokens,
+            largest_prompt=facts.largest_prompt,
+            texts=(f"{facts.lowest:016x}", f"{facts.highest:016x}"),
+        )
+        RECORDS.replace(path.with_suffix(".json"), record)
+        return counts.rows_in
 
 
 @dataclass(frozen=True)
-class ArrangeTasks:
-    """Sorts the encoded rows of each key range."""
+class Encoded:
+    """The encoded slices of all data, by their records."""
 
-    preparation: Preparation
-    name: str = "sorting"
-    unit: str = "key ranges"
-    is_input: bool = True
+    tasks: EncodeTasks
+    records: list[EncodedSlice]
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """One for each range: keys are hashes, so all hold about as much."""
-        return (1,) * self.preparation.num_ranges
+    def counts(self) -> InputCounts:
+        """The counts of all rows, and the first of the rejected ones."""
+        counts = InputCounts()
+        for parts, first_row, one in zip(
+            self.tasks.slices, self._first_rows, self.records, strict=True
+        ):
+            for part, rows in zip(parts, one.rows_in, strict=True):
+                counts.rows_per_file[part.file] += rows
+            counts.notes.update(one.notes)
+            counts.reasons.update(one.reasons)
+            counts.keep(replace(bad, row=bad.row + first_row) for bad in one.rejected)
+        return counts
 
-    @property
-    def costs(self) -> tuple[int, ...]:
-        """One for each range."""
-        return self.sizes
+    def shards(self, asked: int) -> tuple[int, ...]:
+        """The rows of each shard, of so many, or of as many as the data ask for."""
+        rows: NDArray[np.int64] = np.zeros(self.tasks.ranges, np.int64)
+        for one in self.records:
+            rows += np.sum(one.counts, axis=0, dtype=np.int64) if one.counts else 0
+        shards = number_of_shards(self.tasks.ranges, int(rows.sum()), asked)
+        return tuple(rows.reshape(shards, -1).sum(axis=1).tolist())
 
-    def is_committed(self, task: int) -> bool:
-        """Whether its range of the ring is written."""
-        return find_commit(ArrangedPart, self.preparation.ring.spool.arranged(task)) is not None
+    def rows(self, *, shards: int, prompt_side: str | None = None) -> EncodedRows:
+        """What reads the rows of a shard; with `prompt_side` rows of one prompt are joined."""
+        ranges = self.tasks.ranges
+        files = [
+            SliceFile(
+                self.tasks.file(task), np.array(one.counts, np.int32).reshape(-1, ranges), first
+            )
+            for task, (one, first) in enumerate(zip(self.records, self._first_rows, strict=True))
+        ]
+        return EncodedRows(files, shards, prompt_side)
 
-    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[int]]:
-        """A function that makes and commits tasks, and gives how many rows it sorted for each."""
-        files: list[PartitionedRows] = []
-
-        def make(task: int) -> int:
-            rows = 0
-            try:
-                files.extend(() if files else _partitions(self.preparation))
-                rows = _arrange(self.preparation, task, files)
-            except CorruptionError:
-                if not self.is_committed(task):  # else what it needs went when another had made it
-                    raise
-            progress.advance(self.sizes[task])
-            return rows
-
-        return one_by_one(make)
-
-
-def _partitions(preparation: Preparation) -> list[PartitionedRows]:
-    folder, num_ranges = preparation.ring.spool.encoded(0).parent, preparation.num_ranges
-    files: list[PartitionedRows] = []
-    file = start = stop = 0
-    for part, first_row, found in preparation.encoded_parts():
-        if part.file != file:
-            file, start = part.file, stop
-        stop = start + first_row + found.rows_in
-        path = folder / found.file.name
-        files.append(PartitionedRows(path, found.directory, num_ranges, start + first_row, start))
-    return files
-
-
-def _arrange(preparation: Preparation, task: int, files: list[PartitionedRows]) -> int:
-    notes = Counter[str]()
-    commit = preparation.ring.spool.arranged(task)
-    with new_part(commit) as file:
-        rows = sorted_partition(files, task)
-        if rows and preparation.encoding.shape.declared.is_long:
-            rows = merge_same_prompts(rows, notes, prompt_side=preparation.prompt_side)
-        if rows:
-            rows = with_copies_numbered(rows, notes)
-        record = write_range(file, rows, notes)
-    put_commit(commit, record)
-    return record.rows
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        """How many rows its file of data has ahead of each slice."""
+        first_rows: list[int] = []
+        first, file = 0, 0
+        for (part, *_), one in zip(self.tasks.slices, self.records, strict=True):
+            first = first if part.file == file else 0
+            first_rows.append(first)
+            first, file = first + one.rows_in[0], part.file
+        return first_rows

@@ -1,4 +1,4 @@
-"""Scores the units of a plan, in whichever process an executor chooses."""
+"""Scores the shards of a plan, in whichever process an executor chooses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
-import numpy as np
 from rich.text import Text
 
 from ...schemas.cache import Plan
@@ -20,9 +18,8 @@ from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Scorer
 from ...stages.data.preview import lines_of
-from ...stages.pairing.fitted_partners import CutRule
-from ...stages.pairing.ring import Ring
-from ...stages.pairing.units import Unit, build_unit
+from ...stages.pairing.partition import EncodedRows
+from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
 from ...stages.score.score import BatchDone, KnownScores, ScoringRules, UnitScores, score_unit
 from ...stages.storage.cache.cache_folder import WorkFolder
@@ -30,9 +27,8 @@ from ...stages.storage.cache.commits import UnitFacts, commit_unit
 from ...stages.tracking.progress import Progress
 from ..jobs.counts import Counts
 from .cache_compatibility import open_earlier
-from .precompute_plan import CacheJob, ring_of
-
-ROWS_TRIED = 64  # of rows without a partner, before none is shown
+from .precompute_plan import CacheJob
+from .prepare_tasks import Encoded, EncodeTasks
 
 
 @dataclass
@@ -88,12 +84,13 @@ class Tally(Counts):
 
 @dataclass(frozen=True)
 class ScoreTasks:
-    """The units of a plan as tasks; the reference travels without its weights."""
+    """The shards of a plan as tasks, by key range; the reference travels without its weights."""
 
     work: WorkFolder
     plan: Plan
-    ring: Ring
+    encoding: EncodeTasks  # which all are done
     reference: Reference
+    num_pairs: int
     cut_rule: CutRule
     tokens_per_batch: int
     keep_token_logps: bool
@@ -105,14 +102,15 @@ class ScoreTasks:
     is_input = False
 
     @staticmethod
-    def of(job: CacheJob, plan: Plan, run_id: str) -> ScoreTasks:
-        """The units of a plan whose ring is whole."""
+    def of(job: CacheJob, plan: Plan, reference: Reference, run_id: str) -> ScoreTasks:
+        """The shards of a plan whose rows are encoded."""
         config = job.config
         return ScoreTasks(
             work=job.work,
             plan=plan,
-            ring=ring_of(job),
-            reference=job.reference,
+            encoding=job.encoding,
+            reference=reference,
+            num_pairs=config.cache.kl_pairs,
             cut_rule=CutRule(config.tokens.max_length, job.tokenizer.stops.tokens),
             tokens_per_batch=config.scoring.tokens_per_batch,
             keep_token_logps=config.cache.token_logps,
@@ -120,30 +118,39 @@ class ScoreTasks:
             made_by=_this_process(),
         )
 
-    @cached_property
+    @property
     def sizes(self) -> Sequence[int]:
-        """The rows of each unit."""
-        return [stop - start for start, stop in pairwise(self.plan.unit_offsets)]
+        """The rows of each shard."""
+        return self.plan.shards
 
-    @cached_property
+    @property
     def costs(self) -> Sequence[float]:
-        """The tokens of each unit, its mismatched completions taken for as long as its own."""
-        pages = self.ring.rows.directory
-        completions = (1 + self.ring.num_pairs) * pages["completion_tokens"]
-        tokens = np.cumsum(pages["prompt_tokens"] + completions)
-        ends = np.interp(self.plan.unit_offsets, [0, *pages["row"]], [0, *tokens])
-        costs: list[float] = np.diff(ends).tolist()
-        return costs
+        """The rows of each shard: keys are hashes, so their lengths are alike."""
+        return self.plan.shards
 
     def is_committed(self, task: int) -> bool:
-        """Whether a unit has its commit, or all have had one: then the plan is gone."""
-        return self.work.commit(task).is_file() or not self.work.is_planned
+        """Whether a shard has its commit or no rows, or all have had one: then the plan is gone."""
+        has_no_rows = not self.plan.shards[task]
+        return has_no_rows or self.work.commit(task).is_file() or not self.work.is_planned
 
     def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[Tally]]:
-        """Opens the ring, the model and earlier caches once a unit needs them."""
+        """Opens the encoded rows, the model and earlier caches once a shard needs them."""
         if self.made_by != _this_process():
             self._require_same_reference()
-        return _UnitScorer(self, progress).finish_each
+        return _ShardScorer(self, progress).finish_each
+
+    def encoded_rows(self) -> EncodedRows:
+        """What reads the rows of a shard."""
+        shape, options = self.encoding.encoding.shape, self.encoding.encoding.options
+        return Encoded(self.encoding, self.encoding.records()).rows(
+            shards=len(self.plan.shards),
+            prompt_side=options.prompt_side if shape.declared.is_long else None,
+        )
+
+    def build(self, rows: EncodedRows, shard: int) -> ShardRows:
+        """The rows of a shard with their KL partners."""
+        shards = len(self.plan.shards)
+        return build_shard(rows.read, shard, shards, self.num_pairs, self.cut_rule)
 
     def _require_same_reference(self) -> None:
         """Refuses to score with what this process finds at the path, if it is something else."""
@@ -159,18 +166,16 @@ class ScoreTasks:
 
 
 def lines_of_first(tasks: ScoreTasks, job: CacheJob) -> Iterator[Text]:
-    """The model's input for the first row on the ring that has all of its branches.
+    """The model's input for the first row that has all of its completions.
 
     The lines hold text of the data: they are for who runs the command, and for no record of it.
     """
-    for row in range(min(ROWS_TRIED, tasks.plan.unit_offsets[-1])):
-        found = build_unit(tasks.ring, row, row + 1, tasks.cut_rule).rows
-        if len(found):
-            file = job.paths[int(found.file[0])].name
-            yield from lines_of(
-                found, job.tokenizer, file=file, prompt_side=job.config.tokens.prompt_side
-            )
-            return
+    first = next(shard for shard, rows in enumerate(tasks.plan.shards) if rows)
+    rows = tasks.build(tasks.encoded_rows(), first).rows
+    if len(rows):
+        file = job.paths[int(rows.file[0])].name
+        side = job.config.tokens.prompt_side
+        yield from lines_of(rows.between(0, 1), job.tokenizer, file=file, prompt_side=side)
 
 
 def _this_process() -> tuple[str, int]:
@@ -188,8 +193,8 @@ def _held_to_threads(plan: Plan) -> AbstractContextManager[None]:
 
 
 @dataclass
-class _UnitMeter:
-    """Shows a unit's rows as done in step with its batches."""
+class _Meter:
+    """Shows a shard's rows as done in step with its batches."""
 
     progress: Progress
     rows: int
@@ -197,34 +202,34 @@ class _UnitMeter:
     shown: int = 0
 
     def add(self, batch: BatchDone) -> None:
-        """Advances by the batch's share; a unit begun again never goes past its end."""
+        """Advances by the batch's share; a shard begun again never goes past its end."""
         self.share = min(self.share + batch.share, 1.0)
         more = int(self.share * self.rows) - self.shown
         self.shown += more
         self.progress.advance(more, tokens=batch.tokens, padding=batch.padding)
 
     def close(self) -> None:
-        """The unit is committed; a signal in here may close it again."""
+        """The shard is committed; a signal in here may close it again."""
         more, self.shown = self.rows - self.shown, self.rows
         self.progress.advance(more)
 
 
 @dataclass(frozen=True)
-class _ReadUnit:
-    """A unit before it is scored."""
+class _ReadShard:
+    """A shard before it is scored."""
 
     number: int
     size: int  # rows of the plan, those without a partner too
-    unit: Unit
+    shard: ShardRows
     known: KnownScores
 
 
 @dataclass(frozen=True)
 class _Writing:
-    """A unit that is being written."""
+    """A shard that is being written."""
 
     tally: Future[Tally]
-    meter: _UnitMeter
+    meter: _Meter
 
     def finished(self) -> Tally:
         """Its counts, once it is committed; the error that kept it from that."""
@@ -233,40 +238,39 @@ class _Writing:
         return tally
 
     def require_no_failure(self) -> None:
-        """Raises the error of a unit that could not be written."""
+        """Raises the error of a shard that could not be written."""
         if self.tally.done():
             self.tally.result()
 
 
 def _first_finished(writing: deque[_Writing]) -> Tally:
-    """The counts of the first unit, which is no longer among them."""
+    """The counts of the first shard, which is no longer among them."""
     tally = writing[0].finished()
     writing.popleft()
     return tally
 
 
 @dataclass(frozen=True)
-class _UnitScorer:
-    """Scores the units of a plan; the model and earlier caches are opened when needed.
+class _ShardScorer:
+    """Scores the shards of a plan; the model and earlier caches are opened when needed.
 
-    While one unit is scored, the rows of the next are read and the shard of the one before is
-    written, in a thread each: three units are in memory, and at most two of them are scored and not
-    committed.
+    While one shard is scored, the rows of the next are read and the one before is written, in a
+    thread each: three shards are in memory, and at most two of them are scored and not committed.
     """
 
     tasks: ScoreTasks
     progress: Progress
 
-    def finish_each(self, units: Iterable[int]) -> Generator[Tally]:
-        """Scores and commits units; gives the counts of each once it is committed."""
+    def finish_each(self, shards: Iterable[int]) -> Generator[Tally]:
+        """Scores and commits shards; gives the counts of each once it is committed."""
         writing: deque[_Writing] = deque()
         with (
             one_thread("align-read") as reader,
             ThreadPoolExecutor(1, "align-write") as writer,  # what it is given is written
         ):
             try:
-                for read in _with_next_begun(reader, self._read, units):
-                    meter = _UnitMeter(self.progress, read.size)
+                for read in _with_next_begun(reader, self._read, shards):
+                    meter = _Meter(self.progress, read.size)
                     scores, numerics = self._scored(read, meter, writing)
                     done = writer.submit(self._commit_after, [*writing], read, scores, numerics)
                     writing.append(_Writing(done, meter))
@@ -280,16 +284,19 @@ class _UnitScorer:
                         yield one.finished()  # it is kept, and counts
                 raise
 
-    def _read(self, number: int) -> _ReadUnit:
-        start, stop = self.tasks.plan.unit_offsets[number : number + 2]
-        unit = build_unit(self.tasks.ring, start, stop, self.tasks.cut_rule)
-        known = self.reuse.find(unit.rows, first_key=unit.first_key, last_key=unit.last_key)
-        return _ReadUnit(number, stop - start, unit, known)
+    def _read(self, number: int) -> _ReadShard:
+        shard = self.tasks.build(self._rows, number)
+        known = self.reuse.find(shard.rows, first_key=shard.first_key, last_key=shard.last_key)
+        return _ReadShard(number, self.tasks.sizes[number], shard, known)
+
+    @cached_property
+    def _rows(self) -> EncodedRows:
+        return self.tasks.encoded_rows()
 
     def _scored(
-        self, read: _ReadUnit, meter: _UnitMeter, writing: Iterable[_Writing]
+        self, read: _ReadShard, meter: _Meter, writing: Iterable[_Writing]
     ) -> tuple[UnitScores, dict[str, str]]:
-        """The scores of a unit, and how they were computed; stops if another cannot be written."""
+        """The scores of a shard, and how they were computed; stops if another cannot be written."""
 
         def on_batch(batch: BatchDone) -> None:
             for one in writing:
@@ -298,7 +305,7 @@ class _UnitScorer:
 
         with _held_to_threads(self.tasks.plan):
             scores = score_unit(
-                read.unit.rows, read.known, self.rules, scorer=self.scorer, on_batch=on_batch
+                read.shard.rows, read.known, self.rules, scorer=self.scorer, on_batch=on_batch
             )
             numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
         return scores, numerics or read.known.numerics
@@ -306,26 +313,24 @@ class _UnitScorer:
     def _commit_after(
         self,
         before: Sequence[_Writing],
-        read: _ReadUnit,
+        read: _ReadShard,
         scores: UnitScores,
         numerics: dict[str, str],
     ) -> Tally:
-        """Writes nothing where a unit before it could not be written."""
+        """Writes nothing where a shard before it could not be written."""
         for one in before:  # which the one thread that writes has ended
             one.require_no_failure()
         return self._commit(read, scores, numerics)
 
-    def _commit(self, read: _ReadUnit, scores: UnitScores, numerics: dict[str, str]) -> Tally:
-        tasks, unit = self.tasks, read.unit
-        notes = {"mismatched_completions_replaced_after_cutting": unit.replaced}
+    def _commit(self, read: _ReadShard, scores: UnitScores, numerics: dict[str, str]) -> Tally:
+        tasks, shard = self.tasks, read.shard
         facts = UnitFacts(
-            first_key=unit.first_key,
-            last_key=unit.last_key,
+            first_key=shard.first_key,
+            last_key=shard.last_key,
             tokens_per_batch=scores.tokens_per_batch,
-            rejected=(*unit.rejected, *scores.rejected),
-            notes={name: count for name, count in notes.items() if count},
+            rejected=(*shard.rejected, *scores.rejected),
+            notes={name: count for name, count in sorted(shard.notes.items()) if count},
             numerics=numerics,
-            input_names={entry.identity: entry.name for entry in tasks.plan.inputs},
         )
         commit_unit(tasks.work, tasks.run_id, read.number, scores.block, facts)
         return Tally.of_unit(read.size, scores)
@@ -338,7 +343,7 @@ class _UnitScorer:
 
     @cached_property
     def rules(self) -> ScoringRules:
-        """The scoring rules of units."""
+        """The rules by which shards are scored."""
         return ScoringRules(
             tokens_per_batch=self.tasks.tokens_per_batch,
             hidden_size=self.tasks.reference.hidden_size(),
@@ -368,12 +373,12 @@ def one_thread(name: str) -> Iterator[ThreadPoolExecutor]:
 
 
 def _with_next_begun(
-    reader: ThreadPoolExecutor, read: Callable[[int], _ReadUnit], units: Iterable[int]
-) -> Iterator[_ReadUnit]:
-    """Each unit as it is read, while the one behind it is being read."""
-    reading: Future[_ReadUnit] | None = None
-    for unit in units:
-        following = reader.submit(read, unit)
+    reader: ThreadPoolExecutor, read: Callable[[int], _ReadShard], shards: Iterable[int]
+) -> Iterator[_ReadShard]:
+    """Each shard as it is read, while the one behind it is being read."""
+    reading: Future[_ReadShard] | None = None
+    for shard in shards:
+        following = reader.submit(read, shard)
         if reading:
             yield reading.result()
         reading = following

@@ -1,1 +1,1 @@
-"""Sorted rows as a ring: each completion with its KL partners, cut into units."""
+"""Encoded rows by key range: each completion with its KL partners, shard by shard."""

@@ -1,269 +1,124 @@
-"""Chooses the KL partners: the mismatched completions, which come from other rows.
+"""Chooses the KL partners of the completions of a key range.
 
-Completions are numbered along the ring. The ring is cut into blocks at positions that only the
-rows' own hashes decide, so that an added row changes partners near itself and nowhere else. Inside
-a block, partner k of completion j is the one `shift_k` further on, round the block's end.
-Completions of one prompt are together in a run of at most `longest`; a shift between `longest` and
-`size - longest` therefore never lands in the run it started from, and every shift is a permutation.
-Equal completions under different prompts are swapped apart afterwards.
+Partner k of a completion is the one `shift_k` further on, round the end. Completions of one prompt
+are together in a run of at most `longest`; a shift between `longest` and `size - longest` never
+lands in the run it started from, and every shift is a permutation. A range is cut into blocks where
+the prompts' own hashes say so, so that an added row changes partners near itself and nowhere else.
+Equal texts under different prompts exchange their partners afterwards; who finds nobody to exchange
+with gets one that fits, which is then used more than once.
+
+The candidates are the completions of the range, and behind them those of ranges that were borrowed
+because it has few prompts or too few texts. If the range alone allows no shift for each k, the
+shift is along all candidates.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.columns import offsets_of
-from ...schemas.errors import BadDataError
+Keys = NDArray[np.uint64]
 
 PROMPTS_PER_BLOCK = 64  # on average
 SMALLEST_BLOCK = 64  # completions
-SEARCH_WINDOW = 256  # completions looked at together when another partner is searched
-MOST_SWAPPED = 8192  # completions looked at for one to exchange partners with
-SPAN = 65536  # completions whose keys and partners are held at once
-
-Keys = NDArray[np.uint64]
+NEAR = 256  # completions looked at together when an exchange is searched
+NONE = -1  # no candidate fits
 
 
-@dataclass(frozen=True)
-class Repeats:
-    """Counts of mismatched completions that are used more than once."""
+def choose_partners(prompts: Keys, texts: Keys, own: int, num_pairs: int) -> NDArray[np.int64]:
+    """For each k and each of the first `own` candidates the index of its partner, or NONE.
 
-    used_twice: int  # partners used more than once, because the counts allow no permutation
-    met_again: int  # partners a completion has under two different k
-
-
-def choose_partners(
-    prompt_keys: Keys,
-    completion_keys: Keys,
-    partners: Sequence[NDArray[np.int64]],
-    *,
-    forget: Callable[[], object] = lambda: None,
-) -> Repeats:
-    """Fills `partners`, for each k, with the mismatch of every completion; keys in ring order.
-
-    A span of completions is worked on at a time, for arrays that are mapped files; `forget` is
-    called after each.
+    `prompts` and `texts` are keys of the candidates; those of one prompt are together.
     """
-    if not partners or not len(prompt_keys):
-        return Repeats(0, 0)
-    blocks = _blocks(prompt_keys, forget)
-    used_twice = 0
-    for k, row in enumerate(partners):
-        _shift_along(row, blocks, k, forget)
-        for start, stop in _spans(len(row)):
-            used_twice += _separate(row, start, stop, prompt_keys, completion_keys)
-            forget()
-    met_again = 0
-    for start, stop in _spans(len(prompt_keys)):
-        rows = np.stack([row[start:stop] for row in partners])
-        met_again += sum(int((rows[:k] == rows[k]).any(axis=0).sum()) for k in range(len(rows)))
-        forget()
-    return Repeats(used_twice, met_again)
+    chosen = np.full((num_pairs, own), NONE)
+    for k, partners in enumerate(chosen if own else ()):
+        partners[:] = _shifted(prompts, own, num_pairs, k)
+        _separate(partners, prompts, texts)
+        fill(partners, prompts, texts, k)
+    return chosen
 
 
-def _spans(total: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, SPAN):
-        yield start, min(start + SPAN, total)
+def runs_of(prompts: Keys) -> NDArray[np.int64]:
+    """Where each prompt's completions begin, and the end."""
+    return np.concatenate([[0], np.flatnonzero(prompts[1:] != prompts[:-1]) + 1, [len(prompts)]])
 
 
-@dataclass(frozen=True)
-class _Block:
-    start: int
-    stop: int
-    longest: int  # most completions of one prompt
+def _shifted(prompts: Keys, own: int, num_pairs: int, k: int) -> NDArray[np.int64]:
+    longest = int(np.diff(runs_of(prompts[:own])).max())
+    if own - 2 * longest + 1 >= (num_pairs if len(prompts) > own else 1):
+        blocks = [
+            start + (np.arange(stop - start) + _shift(stop - start, most, k)) % (stop - start)
+            for start, stop, most in _blocks(prompts[:own])
+        ]
+        return np.concatenate(blocks)
+    runs, every = runs_of(prompts), np.arange(len(prompts))
+    start, stop = runs[int(np.diff(runs).argmax()) :][:2].tolist()
+    if 2 * (stop - start) <= len(every):
+        return (every[:own] + _shift(len(every), stop - start, k)) % len(every)
+    # One prompt has more than half: its completions and the others are partners of each other.
+    is_large = (every >= start) & (every < stop)
+    chosen = np.full(len(every), NONE)
+    large, others = every[is_large], every[~is_large]
+    for mine, theirs in ((large, others), (others, large)) if len(others) else ():
+        chosen[mine] = theirs[(np.arange(len(mine)) + k) % len(theirs)]
+    return chosen[:own]
 
 
-class _Blocks:
-    """Blocks one after another, in 24 bytes each."""
-
-    def __init__(self) -> None:
-        self._numbers = array("q")
-
-    def __len__(self) -> int:
-        return len(self._numbers) // 3
-
-    def __iter__(self) -> Iterator[_Block]:
-        for start in range(0, len(self._numbers), 3):
-            yield _Block(*self._numbers[start : start + 3])
-
-    def append(self, block: _Block) -> None:
-        self._numbers.extend((block.start, block.stop, block.longest))
-
-    def pop(self) -> _Block:
-        last = _Block(*self._numbers[-3:])
-        del self._numbers[-3:]
-        return last
-
-
-def _blocks(prompt_keys: Keys, forget: Callable[[], object]) -> _Blocks:
-    """Blocks that begin where a prompt's own hash says so and are long enough for many shifts."""
-    blocks = _Blocks()
-    pending: _Block | None = None
-    largest = 0
-    for piece in _pieces(prompt_keys, forget):
-        largest = max(largest, piece.longest)
-        pending = _joined(pending, piece) if pending else piece
-        if pending.stop - pending.start >= max(SMALLEST_BLOCK, 4 * pending.longest):
-            blocks.append(pending)
-            pending = None
-    _require_other_prompts(largest, len(prompt_keys))
-    while pending and len(blocks) and pending.stop - pending.start < 4 * pending.longest:
-        pending = _joined(blocks.pop(), pending)
-    if pending:
-        blocks.append(pending)
-    return blocks
-
-
-def _require_other_prompts(largest: int, total: int) -> None:
-    if 2 * largest > total:
-        raise BadDataError(
-            f"One prompt holds {largest} of all {total} completions, so they cannot all be paired "
-            "with another prompt's completion (KTO's mismatched pairs). "
-            "Add rows with other prompts, or pass --kl-pairs 0."
-        )
-
-
-def _pieces(prompt_keys: Keys, forget: Callable[[], object]) -> Iterator[_Block]:
-    """The completions between one prompt whose hash opens a block and the next."""
-    piece: _Block | None = None
-    for start, stop in _spans_of_whole_runs(prompt_keys):
-        keys = prompt_keys[start:stop]
-        runs = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
-        lengths = np.diff(np.append(runs, len(keys)))
-        opens = keys[runs] % np.uint64(PROMPTS_PER_BLOCK) == 0
-        goes_on = piece is not None and not opens[0]
-        opens[0] = True
-        first_runs = np.flatnonzero(opens)
-        longest = np.maximum.reduceat(lengths, first_runs).tolist()
-        edges = [*(start + runs[first_runs]).tolist(), stop]
-        for begin, end, most in zip(edges[:-1], edges[1:], longest, strict=True):
-            found = _Block(begin, end, most)
-            if piece and goes_on:
-                found = _joined(piece, found)
-            elif piece:
-                yield piece
-            piece, goes_on = found, False
-        forget()
-    if piece:
-        yield piece
-
-
-def _spans_of_whole_runs(prompt_keys: Keys) -> Iterator[tuple[int, int]]:
-    """Spans that no prompt's completions straddle."""
-    start, total = 0, len(prompt_keys)
-    while start < total:
-        stop = min(start + SPAN, total)
-        last = prompt_keys[stop - 1]
-        while stop < total:
-            same = prompt_keys[stop : stop + SPAN] == last
-            stop += len(same) if same.all() else int(np.argmin(same))
-            if not same.all():
-                break
-        yield start, stop
-        start = stop
-
-
-def _shift_along(
-    partner: NDArray[np.int64], blocks: _Blocks, k: int, forget: Callable[[], object]
-) -> None:
-    """Pairs every completion with the one at the k-th shift in its block."""
-    for block in blocks:
-        shift, size = _shift(block, k), block.stop - block.start
-        for first, last in _spans(size):
-            shifted = block.start + (np.arange(first, last) + shift) % size
-            partner[block.start + first : block.start + last] = shifted
-        if block.start // SPAN != block.stop // SPAN:
-            forget()
-
-
-def _joined(first: _Block, second: _Block) -> _Block:
-    return _Block(first.start, second.stop, max(first.longest, second.longest))
-
-
-def _shift(block: _Block, k: int) -> int:
+def _shift(size: int, longest: int, k: int) -> int:
     """The k-th of all allowed shifts: multiples of the longest run first, then those between."""
-    step, most = block.longest, block.stop - block.start - block.longest
-    per_offset = [(most - (step + offset)) // step + 1 for offset in range(min(step, most))]
-    ends = offsets_of(np.maximum(np.array(per_offset), 0))
-    index = k % int(ends[-1])
-    offset = int(np.searchsorted(ends, index, side="right")) - 1
-    return step + offset + step * (index - int(ends[offset]))
+    allowed = np.arange(longest, size - longest + 1)
+    return int(allowed[np.argsort(allowed % longest, kind="stable")][k % len(allowed)])
 
 
-def _separate(
-    partner: NDArray[np.int64], start: int, stop: int, prompt_keys: Keys, completion_keys: Keys
-) -> int:
-    """Swaps partners until none has its own text; returns how many had to be used twice."""
-    used_twice = 0
-    alike = completion_keys[partner[start:stop]] == completion_keys[start:stop]
-    for index in (start + np.flatnonzero(alike)).tolist():
-        mine = int(partner[index])
-        if completion_keys[mine] != completion_keys[index]:
-            continue  # an earlier swap fixed it already
-        other = _swappable(index, partner, prompt_keys, completion_keys)
-        if other is not None:
-            partner[index], partner[other] = partner[other], mine
+def _blocks(prompts: Keys) -> list[tuple[int, int, int]]:
+    """Start, stop and longest run of each block, which is long enough for many shifts."""
+    runs = runs_of(prompts)
+    opens = np.flatnonzero(prompts[runs[:-1]] % np.uint64(PROMPTS_PER_BLOCK) == 0)
+    edges = np.union1d([0], opens).astype(np.int64)
+    longest_runs = np.maximum.reduceat(np.diff(runs), edges).tolist()
+    blocks: list[tuple[int, int, int]] = []
+    start = longest = 0
+    for stop, most in zip([*runs[edges[1:]].tolist(), len(prompts)], longest_runs, strict=True):
+        longest = max(longest, most)
+        if stop - start >= max(SMALLEST_BLOCK, 4 * longest):
+            blocks.append((start, stop, longest))
+            start, longest = stop, 0
+    while longest and blocks and len(prompts) - start < 4 * longest:
+        start, _, before = blocks.pop()
+        longest = max(longest, before)
+    return [*blocks, (start, len(prompts), longest)] if longest else blocks
+
+
+def _separate(partners: NDArray[np.int64], prompts: Keys, texts: Keys) -> None:
+    """Exchanges partners of the own text with the nearest further on where that helps both."""
+    own = len(partners)
+    alone: set[int] = set()  # texts for which nobody is left to exchange with
+    for index in np.flatnonzero((texts[partners] == texts[:own]) & (partners != NONE)).tolist():
+        other, same = partners[index], texts[index]
+        if texts[other] != same or int(same) in alone:
+            continue  # an earlier exchange has helped it, or nothing will
+        for width in (min(NEAR, own), own):
+            near = (index + 1 + np.arange(width)) % own
+            free = (texts[near] != same) & (texts[partners[near]] != same)
+            fits = (prompts[partners[near]] != prompts[index]) & (prompts[near] != prompts[other])
+            found = near[free & fits]
+            if len(found):
+                partners[index], partners[found[0]] = partners[found[0]], other
+                break
         else:
-            partner[index] = _any_partner(index, prompt_keys, completion_keys)
-            used_twice += 1
-    return used_twice
+            if not free.any():
+                alone.add(int(same))
+    partners[(partners != NONE) & (texts[partners] == texts[:own])] = NONE
 
 
-def _swappable(
-    index: int, partner: NDArray[np.int64], prompt_keys: Keys, completion_keys: Keys
-) -> int | None:
-    """The nearest completion further on that can exchange partners with `index`."""
-    mine = partner[index]
-
-    def fits(near: NDArray[np.int64]) -> NDArray[np.bool_]:
-        theirs = partner[near]
-        both: NDArray[np.bool_] = (
-            (prompt_keys[theirs] != prompt_keys[index])
-            & (completion_keys[theirs] != completion_keys[index])
-            & (prompt_keys[mine] != prompt_keys[near])
-            & (completion_keys[mine] != completion_keys[near])
-        )
-        return both
-
-    return first_after(index, len(partner), fits, most=MOST_SWAPPED)
-
-
-def _any_partner(index: int, prompt_keys: Keys, completion_keys: Keys) -> int:
-    """The nearest completion further on with another prompt and another text."""
-
-    def fits(near: NDArray[np.int64]) -> NDArray[np.bool_]:
-        differs: NDArray[np.bool_] = (prompt_keys[near] != prompt_keys[index]) & (
-            completion_keys[near] != completion_keys[index]
-        )
-        return differs
-
-    found = first_after(index, len(prompt_keys), fits, most=len(prompt_keys))
-    if found is None:
-        raise BadDataError(
-            "Every completion of the other prompts is the same text, so a mismatched pair (KTO's "
-            "KL term) would not be a mismatch. Add rows with other completions, or pass "
-            "--kl-pairs 0."
-        )
-    return found
-
-
-def first_after(
-    index: int,
-    total: int,
-    fits: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
-    *,
-    most: int,
-) -> int | None:
-    """The nearest of the `most` completions further on the ring that fits."""
-    stop = min(total, 1 + most)
-    for first in range(1, stop, SEARCH_WINDOW):
-        near = (index + np.arange(first, min(first + SEARCH_WINDOW, stop))) % total
-        found = near[fits(near)]
-        if len(found):
-            return int(found[0])
-    return None
+def fill(partners: NDArray[np.int64], prompts: Keys, texts: Keys, k: int) -> None:
+    """Gives those without a partner the candidates that fit, in turn."""
+    missing, runs = np.flatnonzero(partners == NONE), runs_of(prompts)
+    for text in np.unique(texts[missing]):
+        rows, others = missing[texts[missing] == text], np.flatnonzero(texts != text)
+        run = np.searchsorted(runs, rows, side="right") - 1
+        first, last = np.searchsorted(others, runs[run]), np.searchsorted(others, runs[run + 1])
+        count = len(others) - (last - first)  # of another prompt
+        if len(others):
+            turn = (np.arange(len(rows)) + k) % np.maximum(count, 1)
+            partners[rows] = np.where(count > 0, others[(last + turn) % len(others)], NONE)

@@ -72,7 +72,8 @@ def fetch_cache(url: str) -> Path:
     try:
         listed = json.loads(payload)
         files = [(f"data/{one['file']}", one["sha256"], "") for one in listed["shards"]]
-        files += [(one["file"], one["sha256"], "") for one in listed["quarantine"]]
+        if rejected := listed["rejected"]:
+            files.append((rejected["file"], rejected["sha256"], ""))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
             f"{remote.at('manifest.json')} is damaged: {error}. Restore it from a copy, or make "

@@ -27,7 +27,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 KTO = ("train", "--cache", "cache", "--method", "kto", "--set", "train.log_every=1")
 KTO += ("--max-steps", 1)
 DATA = ("precompute-ref", "world/data/paired.parquet", "--output", "cache")
-DATA += ("--rows-per-shard", 500, "--no-mlflow")
+DATA += ("--no-mlflow",)
 COLUMNS = (
     ("help s", "help", 10, 0),
     ("first step s", "step", 14, 0),

@@ -116,7 +116,7 @@ def demo(side):
 
 def caches(side):
     """Parts, ranks, Ray, reuse, rows that are rejected, export; all of labels and pairs."""
-    made = ("precompute-ref", "--model", MODEL, "--rows-per-shard", "64", *QUIET)
+    made = ("precompute-ref", "--model", MODEL, *QUIET)
     side.align(*made, LABELS, "--output", "one", "--token-logps")
     side.align(*made, LABELS, "--output", "parts", "--token-logps", "--part", "2/2")
     side.align(*made, LABELS, "--output", "parts", "--token-logps", "--part", "1/2")
@@ -198,7 +198,7 @@ def store(side):
     side.write("grades.py", GRADES)
     with bucket(side) as seen:
         made = ("precompute-ref", "s3://bucket/pairs.parquet", "--model", "s3://bucket/model")
-        side.align(*made, "--output", "s3://bucket/cache", "--rows-per-shard", "64", *QUIET, **seen)
+        side.align(*made, "--output", "s3://bucket/cache", *QUIET, **seen)
         side.align("verify", "s3://bucket/cache", **seen)
         run = ("--cache", "s3://bucket/cache", "--output", "s3://bucket/run", *STEPS)
         side.align("train", "--method", "kto", *run, **seen)

@@ -29,9 +29,7 @@ def config_of(path, tokenizer_folder, output, **data):
         model=ModelOptions(path=tokenizer_folder),
         data=DataOptions(files=[str(path)], **data),
         tokens=TokenOptions(max_length=256),
-        cache=CacheOptions(
-            output=str(output), rows_per_shard=16, token_logps=True, reuse_known=False
-        ),
+        cache=CacheOptions(output=str(output), shards=8, token_logps=True, reuse_known=False),
         tracking=TrackingOptions(mlflow=False),
     )
 

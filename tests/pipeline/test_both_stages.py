@@ -51,7 +51,7 @@ def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
 
 def test_a_stopped_run_tells_what_is_kept_and_goes_on_where_it_was(server, world, here):
     """Stopped in the first stage, and again in the second."""
-    small = ("--max-steps", 2, "--batch-size", 8, "--no-mlflow", "--set", "cache.rows_per_shard=20")
+    small = ("--max-steps", 2, "--batch-size", 8, "--no-mlflow", "--set", "cache.shards=4")
     words = ("run", world.data.paired, "--model", world.model, "--method", "dpo", *small)
 
     def answer(*more, stop=""):

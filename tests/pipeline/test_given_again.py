@@ -31,9 +31,9 @@ def of_table(name):
 JUDGED = ("judge", "whole/sample", "--dtype", "float32")
 STEPS = {
     "precompute-ref": Step(
-        ("precompute-ref", "pairs.jsonl", "--model", "model", "--rows-per-shard", 1, *FEW),
+        ("precompute-ref", "pairs.jsonl", "--model", "model", "--shards", 500, *FEW),
         (
-            "before:link:encoded/*.json",  # of what is prepared
+            "before:rename:encoded/*.json",  # of what is prepared
             "after:link:plan.json",
             "before:link:commits/*.json@2",  # between two shards
             "after:fsync_folder:commits",

@@ -27,7 +27,7 @@ EXIT_CODES = {"kill": -9, "eio": 74, "term": 143}
     [
         dict.fromkeys(disk_faults.OF_STAGE_ONE, "kill"),
         {
-            "before:link:encoded/*.json": "eio",
+            "before:rename:encoded/*.json": "eio",
             "before:link:plan.json": "term",
             "after:fsync_folder:commits": "eio",
             "after:remove_tree:.trash-*": "kill",
@@ -93,7 +93,7 @@ def test_no_bit_that_flips_between_two_runs_reaches_a_cache(config, clean, tmp_p
     """Each is found, and mended by what the message says, or changes nothing."""
     child(config, "after:fsync_folder:commits=kill@2").join(PATIENCE)
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    files = [path for path in work.root.rglob("*") if path.is_file()]
+    files = [*work.root.rglob("*.json")]  # tokens that wait have no digest
     found = 0
     for path, byte, bit in flips({path: path.stat().st_size for path in files}, count):
         output = shutil.copytree(config.cache.output, tmp_path / "flipped")

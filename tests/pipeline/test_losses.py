@@ -1,6 +1,5 @@
 """Rows lost while scoring: each is named, and too many of them stop the run."""
 
-import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,12 +57,12 @@ def read(paths):
     return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
-def test_every_row_is_in_one_shard_or_in_quarantine(flawed, token):
+def test_every_row_is_in_one_shard_or_rejected(flawed, token):
     config = allowing(flawed, 0.9)
     manifest = run(config, Lossy((token,), room=150)).manifest
     root = Path(config.cache.output)
     stored = [row["source"] for row in read(root / "data" / part.file for part in manifest.shards)]
-    rejected = read(root / entry.file for entry in manifest.quarantine)
+    rejected = read([root / manifest.rejected.file])
     kept = [(source["file"], source["row"]) for source in stored]
     lost = [(row["file"], row["row"]) for row in rejected]
     (data,) = manifest.inputs
@@ -73,15 +72,14 @@ def test_every_row_is_in_one_shard_or_in_quarantine(flawed, token):
     assert all(row["detail"] for row in rejected)
     assert {row["file_name"] for row in rejected} == {"flawed.jsonl"}
     assert verify_cache(CacheFolder(root)) == manifest
-    named = {entry.file for entry in manifest.quarantine}
-    assert {name for name in contents(config.cache.output) if name.startswith("qu")} == named
+    assert manifest.rejected.file in contents(config.cache.output)
 
 
 def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config, token):
     folder, reference = CacheFolder(Path(config.cache.output)), Lossy((token,), room=150)
     with pytest.raises(BadDataError, match=r"of 120 rows cannot be used \(\d+ ") as refusal:
         run(config, reference)
-    for said in ("oom", "nonfinite_logp", "--max-bad-frac", f"{folder.quarantine}{os.sep}part-"):
+    for said in ("oom", "nonfinite_logp", "--max-bad-frac", str(folder.rejected)):
         assert said in str(refusal.value)
     assert not folder.manifest.exists()
     outcome = run(allowing(config, 0.9), reference)

@@ -13,7 +13,7 @@ from align.stages.storage.cache.verify_cache import verify_cache
 from support.object_server import environment
 from support.trainings import KILLED, Person, learned
 
-MAKE = ("--rows-per-shard", 16, "--no-mlflow")
+MAKE = ("--shards", 8, "--no-mlflow")
 RUN = (
     *("--method", "kto", "--batch-size", 8, "--max-steps", 6, "--lr", 1e-3, "--no-mlflow"),
     *("--eval-fraction", 0.1, "--eval-every", 3, "--save-every", 2),

@@ -85,7 +85,7 @@ def test_the_cache_holds_each_record_as_it_is_tokenized_by_itself_and_its_mismat
         config,
         data=DataOptions(files=[str(getattr(data, shape))]),
         tokens=TokenOptions(max_length=2048),  # nothing is cut
-        cache=replace(config.cache, kl_pairs=num_pairs, rows_per_shard=50),
+        cache=replace(config.cache, kl_pairs=num_pairs, shards=3),
     )
     run(config)
     rows, expected = rows_of(config), list(by_hand(shape))
@@ -138,7 +138,7 @@ def require_mismatches(rows, num_pairs):
     assert same <= 0.02 * total  # other prompts may have been given the same answer
 
 
-def test_a_row_that_cannot_have_a_mismatch_is_in_quarantine_by_its_name(
+def test_a_row_that_cannot_have_a_mismatch_is_rejected_by_its_name(
     config, tokenizer_folder, tmp_path
 ):
     prompt = "word " * 20 + "end:"  # there is room for one token more
@@ -151,8 +151,8 @@ def test_a_row_that_cannot_have_a_mismatch_is_in_quarantine_by_its_name(
     config = replace(config, data=data, tokens=TokenOptions(room))
     manifest = run(config).manifest
     assert manifest.quarantined == {"no_mismatch": 1}
-    (entry,), (of_data,) = manifest.quarantine, manifest.inputs
-    (bad,) = pq.read_table(Path(config.cache.output) / entry.file).to_pylist()
+    (of_data,) = manifest.inputs
+    (bad,) = pq.read_table(Path(config.cache.output) / manifest.rejected.file).to_pylist()
     assert (bad["file"], bad["row"]) == (of_data.sha256[:16], 0)
     (row,) = rows_of(config)
     assert row["source"]["row"] == 1

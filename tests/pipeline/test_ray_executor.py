@@ -26,7 +26,7 @@ from support.programs import TESTS
 from support.stage_one import Silent, child, contents, run
 from support.stub_reference import SlowReference
 
-UNITS = 8  # of 120 rows, 16 in each
+UNITS = 8  # of 120 rows
 # Else Ray looks for the cluster at the address by which other machines reach this one.
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

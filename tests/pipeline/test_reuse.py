@@ -10,8 +10,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.precompute import cache_compatibility, precompute_plan
+from align.pipeline.precompute import cache_compatibility
 from align.pipeline.precompute.cache_compatibility import require_same
+from align.pipeline.precompute.prepare_tasks import Encoded
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
@@ -134,8 +135,7 @@ def test_names_of_files_and_their_order_make_no_other_cache(config, data_rows, t
         file, number = row["source"].values()
         stem = names[file].removesuffix(".jsonl").removeprefix("twin of ")
         assert row["prompt_key"] == key_of(parts[stem][number])
-    (entry,) = manifest.quarantine
-    lost = pq.read_table(tmp_path / name / entry.file).to_pylist()
+    lost = pq.read_table(tmp_path / name / manifest.rejected.file).to_pylist()
     assert len(lost) == 3
     assert all(names[row["file"]] == row["file_name"] for row in lost)
 
@@ -157,8 +157,7 @@ CHANGES = {
     "cache.seed": 1,
     "cache.kl_pairs": 2,
     "cache.token_logps": False,
-    "cache.rows_per_shard": 17,
-    "cache.tokens_per_shard": 999,
+    "cache.shards": 17,
     "scoring.tokens_per_batch": 999,
 }
 
@@ -234,7 +233,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
     child(config, "after:fsync_folder:commits=kill@4").join(PATIENCE)
     output.rename(killed)
     shards = [name for name in clean if name.startswith("data/")]
-    every = ("ring.json", "ring-*", "arranged/*.json", "arranged/*.arrows")  # files of a ring
+    every = ("*.json", "*.arrow")
     for gone in (*((kind,) for kind in every), every):
         lose(shutil.copytree(killed, output), gone)
         assert run(config).tally.units == len(shards) - 4
@@ -244,8 +243,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
 
 def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
     child(config, "after:fsync_folder:commits=kill@4").join(PATIENCE)
-    lose(Path(config.cache.output), ("ring.json",))
-    monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))
+    monkeypatch.setattr(Encoded, "shards", lambda *_: (120,))
     with pytest.raises(CorruptionError, match=r"differ from its plan\. Delete it"):
         run(config)
 
@@ -253,7 +251,7 @@ def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
 def lose(cache, kinds):
     (work,) = CacheFolder(cache).works()
     for kind in kinds:
-        (path,) = work.spool.glob(kind)
+        (path,) = work.encoded.glob(kind)
         path.unlink()
 
 

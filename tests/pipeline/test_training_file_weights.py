@@ -20,7 +20,7 @@ def cache(course, world, tmp_path_factory):
     files = [folder / "first.parquet", folder / "second.parquet"]
     for path, start in zip(files, (0, 30), strict=True):
         pq.write_table(rows.slice(start, 30), path)
-    made = ("--model", course.model, "--output", folder / "cache", "--rows-per-shard", 16)
+    made = ("--model", course.model, "--output", folder / "cache", "--shards", 8)
     answer = course.server.run("precompute-ref", *files, *made, "--no-mlflow")
     assert answer.code == 0, answer
     return folder / "cache"

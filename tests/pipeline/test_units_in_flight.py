@@ -21,7 +21,7 @@ from align.pipeline.precompute.precompute_plan import open_job
 from align.pipeline.precompute.scoring_worker import ScoreTasks
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, Interrupted, StorageError, UsageError
-from align.stages.pairing.units import build_unit
+from align.stages.pairing.shard_rows import build_shard
 from align.stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder
 from align.stages.storage.cache.commits import read_commits
 from align.stages.storage.cache.manifest_file import PLANS
@@ -57,7 +57,7 @@ def is_writing():
 
 def test_a_unit_is_scored_while_its_neighbours_are_read_and_written(config, clean, monkeypatch):
     """Each waits for the other: one after the other they would wait for ever."""
-    begun, read, build = defaultdict(threading.Event), defaultdict(threading.Event), build_unit
+    begun, read, build = defaultdict(threading.Event), defaultdict(threading.Event), build_shard
     built, committed = [], []
 
     def noted(*given):
@@ -65,7 +65,7 @@ def test_a_unit_is_scored_while_its_neighbours_are_read_and_written(config, clea
         read[len(built)].set()
         return built[-1]
 
-    monkeypatch.setattr(scoring_worker, "build_unit", noted)
+    monkeypatch.setattr(scoring_worker, "build_shard", noted)
 
     def before(number):
         begun[number].set()
@@ -160,7 +160,7 @@ def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
         run(config, Watched(before=stop))
     scored = []
     job = open_job(config, Watched(before=scored.append))
-    tasks = ScoreTasks.of(job, PLANS.find(job.work.plan), "run")
+    tasks = ScoreTasks.of(job, PLANS.find(job.work.plan), job.reference, "run")
     units = tasks.open(Silent())(range(len(tasks.sizes)))
     next(units)
     units.close()

@@ -27,7 +27,7 @@ from support.stub_reference import StubReference
 from support.trainings import KILLED
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "16"))
-PLACES = [name for name in disk_faults.OF_STAGE_ONE if "quarantine" not in name]
+PLACES = [name for name in disk_faults.OF_STAGE_ONE if "rejected" not in name]
 FEW_AND_MANY = pytest.mark.parametrize("strikes", [1, pytest.param(16, marks=pytest.mark.long)])
 
 
@@ -124,12 +124,13 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
 
 
 def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean):
-    """Killed as it encodes, and the next one as it pairs."""
-    first = child(config, "before:rename:*.arrows=kill", share=Share(1, 2))
+    """Killed before its rows have a record, and the next one when they have."""
+    first = child(config, "before:rename:encoded/*.json=kill", share=Share(1, 2))
     assert joined(first) == [KILLED]
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    (dead,) = work.spool.glob("encoded/.*.tmp")
-    killed = child(config, "after:link:*/[0-9]*.json=kill@3", share=Share(1, 2))
+    dead = work.encoded / f".00000000.arrow.{'0' * 16}.tmp"
+    dead.write_bytes(b"half")
+    killed = child(config, "after:rename:encoded/*.json=kill", share=Share(1, 2))
     other = child(config, share=Share(2, 2))
     assert joined(other) == [0]
     assert joined(killed)[0] in {0, KILLED}
@@ -206,7 +207,7 @@ def test_three_parts_that_are_killed_end_in_the_same_bytes(config, clean, strike
 @FEW_AND_MANY
 def test_two_ranks_that_are_killed_end_in_the_same_bytes(course, world, tmp_path, strikes):
     words = ("precompute-ref", world.data.paired, "--model", course.model, "--no-mlflow")
-    words += ("--rows-per-shard", 16, "--set", "cache.reuse_known=false", "--output", tmp_path)
+    words += ("--shards", 8, "--set", "cache.reuse_known=false", "--output", tmp_path)
 
     def run_all(fates):
         answers = course.server.start(*words, ranks=2, failpoints=fates).answers()

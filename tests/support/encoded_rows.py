@@ -1,21 +1,15 @@
-"""Rows of token ids made by hand or by chance, and rings of them; read back as plain Python."""
+"""Rows of token ids made by hand or by chance, by key range; read back as plain Python."""
 
 from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
 from hypothesis import strategies as st
 
-from align.schemas.row_keys import EncodedRecord, key_rows
+from align.schemas.row_keys import EncodedRecord, KeyedRows, key_rows
 from align.schemas.rows import Record, Role
-from align.stages.pairing.long_form import merge_same_prompts
-from align.stages.pairing.ring import Ring, complete_ring, write_range
-from align.stages.sort.key_ranges import (
-    PartitionedRows,
-    sorted_partition,
-    with_copies_numbered,
-    write_partitions,
-)
-from align.stages.storage.cache.spool import Spool, new_part, put_commit
+from align.stages.pairing.partition import EncodedRows, SliceFile, write_slice
+from align.stages.pairing.shard_rows import CutRule, build_shard
 
 
 class Plain(NamedTuple):
@@ -85,53 +79,55 @@ def plain(keyed):
     return result
 
 
-def make_ring(
-    folder, records, *, chunk=1000, seed=0, carried=(), per_file=None, ranges=1, **options
-):
-    """The ring of these records, which arrive in chunks of so many; and what was noticed."""
+class Shards:
+    """Encoded rows by key range; `notes` are those of reading all of them."""
+
+    def __init__(self, folder, files, ranges=1, *, shards=None, num_pairs=0, joins=None):
+        """`files` are chunks of rows each; with `joins`, a side, rows of one prompt are joined."""
+        self.count, self.num_pairs, self.notes = shards or ranges, num_pairs, Counter()
+        slices = []
+        for number, chunks in enumerate(files):
+            path = folder / f"{number}.arrow"
+            with path.open("wb") as sink:
+                facts = write_slice(sink, chunks, ranges)
+            counts = np.array(facts.counts, np.int32).reshape(-1, ranges)
+            slices.append(SliceFile(path, counts, first_row=0))
+        self.rows = EncodedRows(slices, self.count, joins)
+
+    def read(self):
+        """The rows of each shard that has some."""
+        found = [self.rows.read(shard, self.notes) for shard in range(self.count)]
+        return [keyed for keyed in found if keyed]
+
+    def all_rows(self):
+        """All rows, one at a time."""
+        return [row for keyed in self.read() for row in plain(keyed)]
+
+    def build(self, shard=0, *, max_length=10**6, stops=frozenset()):
+        """A shard with its partners."""
+        rule = CutRule(max_length, frozenset(stops))
+        return build_shard(self.rows.read, shard, self.count, self.num_pairs, rule)
+
+
+def shards_of(folder, records, *, chunk=1000, seed=0, carried=(), per_file=None, **options):
+    """These records by key range; they arrive in chunks of so many, and slices of so many."""
     per_file = per_file or len(records)
-    files = [records[start : start + per_file] for start in range(0, len(records), per_file)]
-    encoded_files = []
-    for number, rows in enumerate(files):
-        pieces = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
-        chunks = [key_rows(piece, seed=seed, carried=carried) for piece in pieces]
-        encoded_files.append(write_encoded(folder, number, chunks, ranges))
-    return ring_of_files(folder, encoded_files, ranges, **options)
+    slices = [records[start : start + per_file] for start in range(0, len(records), per_file)]
+    chunked = [
+        [
+            key_rows(rows[start : start + chunk], seed=seed, carried=carried)
+            for start in range(0, len(rows), chunk)
+        ]
+        for rows in slices
+    ]
+    return Shards(folder, chunked, **options)
 
 
-def write_encoded(folder, number, chunks, ranges=1):
-    """The partitions of some encoded rows."""
-    spool = Spool(folder)
-    spool.root.mkdir(parents=True, exist_ok=True)
-    spool.prepare()
-    commit = spool.encoded(number)
-    with new_part(commit) as file:
-        directory = write_partitions(file, chunks, ranges)
-    path = commit.with_name(file.file.name)
-    return PartitionedRows(path, directory, ranges, first_row=0, file_start=0)
-
-
-def ring_of_files(folder, files, ranges=1, *, num_pairs=0, long_form=False, side="left"):
-    """The complete ring of encoded files, and what was noticed."""
-    spool = Spool(folder)
-    for number in range(ranges):
-        notes = Counter()
-        with new_part(spool.arranged(number)) as file:
-            rows = sorted_partition(files, number)
-            if rows and long_form:
-                rows = merge_same_prompts(rows, notes, prompt_side=side)
-            if rows:
-                rows = with_copies_numbered(rows, notes)
-            record = write_range(file, rows, notes)
-        put_commit(spool.arranged(number), record)
-    complete_ring(Ring(spool, num_pairs), ranges)
-    ring = Ring(spool, num_pairs)
-    return ring, Counter(ring.record.notes)
-
-
-def all_rows(ring):
-    """The whole ring as plain rows."""
-    return plain(ring.rows.read(0, len(ring.rows)))
+def plain_of(shard):
+    """The rows of a built shard, one at a time."""
+    no_keys = np.zeros(len(shard.rows), np.uint64)
+    keyed = KeyedRows(shard.rows, no_keys, np.zeros(len(shard.rows.completions), np.uint64))
+    return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
 
 
 def token_lists(*, most=6, alphabet=4):

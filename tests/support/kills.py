@@ -212,7 +212,7 @@ class Precomputing(Forked):
     @property
     def in_flight(self):
         """At most two units: one is scored while the one before is written."""
-        return 2 * self.config.cache.rows_per_shard
+        return 2 * max(map(len, self.units.values()))
 
     @property
     def root(self):
@@ -228,8 +228,8 @@ class Precomputing(Forked):
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def outcome(self):
-        """The bytes of every file."""
-        return contents(self.root)
+        """The bytes of every file, but for drafts whose writer may still live."""
+        return _without_cards(contents(self.root))
 
     @cached_property
     def units(self):

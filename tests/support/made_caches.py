@@ -19,7 +19,7 @@ from align.stages.storage.cache.commits import (
     UnitFacts,
     commit_unit,
     read_commits,
-    write_quarantine,
+    write_rejected,
 )
 from align.stages.storage.cache.manifest_file import (
     PLANS,
@@ -30,7 +30,8 @@ from align.stages.storage.cache.manifest_file import (
 from align.stages.storage.disk.locks import owner_lock
 from support import disk_faults
 
-FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
+FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"})
+NAMES = {0: "a.jsonl", 1: "b.jsonl"}
 LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
 ROWS = 5
 FORK = multiprocessing.get_context("fork")
@@ -79,8 +80,8 @@ def plan_of(units):
         adapter="",
         inputs=(InputEntry("a.jsonl", 1, "0" * 64, ROWS * len(units)),),
         rows_in=ROWS * len(units),
-        unit_offsets=tuple(range(0, ROWS * len(units) + 1, ROWS)),
-        quarantine=(),
+        shards=(ROWS,) * len(units),
+        rejected=(),
         quarantined={},
         notes={"repeats": 1},
         reuse=(),
@@ -122,17 +123,20 @@ def _make(folder, plan, units, told):
     work.prepare()
     stored = PLANS.find(work.plan)
     if stored is None:
-        lost = [Rejected(0, 7, "null", "no prompt")]
-        entry = write_quarantine(work, "run", 0, lost, FACTS.input_names)
-        rows_in = plan.rows_in + 1
-        plan = replace(plan, rows_in=rows_in, quarantine=(entry,), quarantined={"null": 1})
+        lost = (Rejected(0, 7, "null", "no prompt"),)
+        plan = replace(plan, rows_in=plan.rows_in + 1, rejected=lost, quarantined={"null": 1})
         stored = PLANS.put(work.plan, plan)
     told("plan", plan.plan_key)
     commits = read_commits(work)
     for unit in sorted(set(range(len(units))) - set(commits)):
         commits[unit] = commit_unit(work, "run", unit, block_of(ROWS, units[unit]), LOSSY)
         told(f"commits/{unit:08d}", plan.plan_key)
-    write_manifest(folder, build_manifest(stored, commits))
+    rejected = [
+        *stored.rejected,
+        *(row for unit in sorted(commits) for row in commits[unit].rejected),
+    ]
+    listed = write_rejected(work, "run", rejected, NAMES)
+    write_manifest(folder, build_manifest(stored, commits, listed))
 
 
 def tree_of(root):

@@ -4,7 +4,7 @@ import random
 import shutil
 
 from align.stages.data import files as data_files
-from align.stages.sort import key_ranges
+from align.stages.pairing import partition
 from support.read_rows import write_rows
 
 WORDS = ["alpha", "Beta", "gamma,", "δelta", "  ", "eps\nilon", "42", "is", "yes", "👋", "a" * 40]
@@ -17,9 +17,10 @@ def small_sizes(draw: random.Random):
     return [
         (data_files, "LEAST_SLICE", draw.choice([300, 2000, 1 << 21])),
         (data_files, "SLICES", draw.choice([2, 64, 10**6])),
-        (key_ranges, "BYTES_PER_RANGE", draw.choice([500, 3000, 8 << 20])),
-        (key_ranges, "MOST_RANGES", draw.choice([3, 20])),
-        (key_ranges, "TOKENS_PER_PORTION", draw.choice([300, 3000, 1 << 22])),
+        (partition, "BYTES_PER_RANGE", draw.choice([500, 3000, 8 << 20])),
+        (partition, "MOST_RANGES", draw.choice([4, 32])),
+        (partition, "ROWS_PER_SHARD", draw.choice([5, 40])),
+        (partition, "TOKENS_PER_PORTION", draw.choice([300, 3000, 1 << 22])),
     ]
 
 

@@ -94,7 +94,7 @@ def scored(folder, name, *, kl_pairs, token_logps=False, output="", model=None, 
         tokens=TokenOptions(max_length=512, **tokens),
         cache=CacheOptions(
             output=str(made),
-            rows_per_shard=16,
+            shards=8,
             kl_pairs=kl_pairs,
             token_logps=token_logps,
             reuse_known=False,

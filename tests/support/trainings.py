@@ -195,7 +195,7 @@ class Course:
         config = json.loads((self.model / "config.json").read_text())
         text = json.dumps(config | {"attention_dropout": 0.1})
         (self.model / "config.json").write_text(text)
-        made = ("--model", self.model, "--output", self.cache, "--rows-per-shard", 16)
+        made = ("--model", self.model, "--output", self.cache, "--shards", 8)
         answer = self.server.run("precompute-ref", world.data.paired, *made, "--no-mlflow")
         assert answer.code == 0, answer
 

@@ -2,13 +2,13 @@
 
 manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
-quarantine/part-<n>-<sha256>.parquet rejected rows
+rejected.parquet                     rows that could not be used, if there are any
 _align/LOCK                          held by the owner of the folder
 _align/outbox/<time>-<id>/           a run that a tracker was not sent all of, as a run_folder
 _align/<plan key>/                   work in progress, removed when it is done
-    plan.json  commits/<unit>.json  spool/  tmp/<run id>/
+    plan.json  commits/<unit>.json  encoded/<slice>.json and .arrow  tmp/<run id>/
 
-Of a cache in an object store LOCK, outbox, spool and tmp are in a local work folder.
+Of a cache in an object store LOCK, outbox, encoded and tmp are in a local work folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 def part_name(unit: int, sha256: str) -> str:
-    """The name of a file in `data` or `quarantine`."""
+    """The name of a file in `data`."""
     return f"part-{unit:08d}-{sha256[:16]}.parquet"
 
 
@@ -68,7 +68,7 @@ class CacheFolder:
 
     manifest = Below("manifest.json")
     data = Below("data")
-    quarantine = Below("quarantine")  # only there if rows were rejected
+    rejected = Below("rejected.parquet")  # only there if rows could not be used
     private = Below("_align")
 
     when_locked = "Wait for it, or choose another --output."
@@ -97,8 +97,8 @@ class CacheFolder:
         """The path of a shard; of an object with the bytes that it has to hold."""
         return self.store.pinned(self.data / entry.file, entry.sha256, entry.bytes)
 
-    def rejected(self, entry: FileEntry) -> Location:
-        """The path of a file of rejected rows, likewise."""
+    def pinned(self, entry: FileEntry) -> Location:
+        """The path of another file of the manifest, likewise."""
         return self.store.pinned(self.root / entry.file, entry.sha256, entry.bytes)
 
     def work(self, plan_key: str) -> WorkFolder:
@@ -119,7 +119,9 @@ class CacheFolder:
         if self.store.has_folders:
             refuse_foreign(self.local, is_ours=self._is_ours, what="cache")
         else:
-            _refuse_foreign_objects(self.root, {"manifest.json", "data", "quarantine", "_align"})
+            _refuse_foreign_objects(
+                self.root, {"manifest.json", "data", "rejected.parquet", "_align"}
+            )
         make_place(self.local, self.local / "_align")
         self.store.make_folder(self.data)
 
@@ -146,9 +148,9 @@ class WorkFolder:
         return self.plan.is_file()
 
     @property
-    def spool(self) -> Path:
-        """Tokenized rows on their way to the scorer, see spool.py."""
-        return self.local / "spool"
+    def encoded(self) -> Path:
+        """Encoded slices of the data, each a file and its record."""
+        return self.local / "encoded"
 
     def commit(self, unit: int) -> Location:
         """The path of the commit of a unit."""
@@ -162,6 +164,7 @@ class WorkFolder:
         """Makes the folders; `cache.prepare()` must have been called."""
         fs.make_folder(self.local)
         fs.fsync_folder(self.local.parent)
+        fs.make_folder(self.encoded)
         self.cache.store.make_folder(self.commits)
 
     def new_draft(self, run_id: str, name: str) -> Path:

@@ -31,8 +31,6 @@ def collect(folder: CacheFolder, own: WorkFolder) -> bool:
     _empty_trash(folder.local / folder.private.name)
     for path in sorted(_parts(folder) - named, key=str):
         folder.store.remove(path)
-    if not any(path.parent == folder.quarantine for path in named):
-        folder.store.remove_if_empty(folder.quarantine)
     return was_here
 
 
@@ -45,15 +43,13 @@ def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
 
 
 def _named_by(folder: CacheFolder, manifest: Manifest) -> set[Location]:
-    return {
-        *(folder.data / shard.file for shard in manifest.shards),
-        *(folder.root / entry.file for entry in manifest.quarantine),
-    }
+    shards = {folder.data / shard.file for shard in manifest.shards}
+    return shards | ({folder.rejected} if manifest.rejected else set())
 
 
 def _parts(folder: CacheFolder) -> set[Location]:
-    found = (path for parent in (folder.data, folder.quarantine) for path in _listed(parent))
-    return {path for path in found if PART_NAME.fullmatch(path.name)}
+    shards = {path for path in _listed(folder.data) if PART_NAME.fullmatch(path.name)}
+    return shards | ({folder.rejected} if folder.rejected.is_file() else set())
 
 
 def _listed(parent: Location) -> Sequence[Location]:
@@ -71,8 +67,6 @@ def retire(work: WorkFolder) -> bool:
 def _empty_trash(private: Path) -> None:
     if not private.is_dir():
         return
-    # Also what a killed run renamed: after a power loss no half-emptied folder may have its name.
-    fs.fsync_folder(private)
-    for path in list(private.iterdir()):
+    for path in list(private.iterdir()):  # also what a killed run renamed
         if path.name.startswith(TRASH):
             fs.remove_tree(path)

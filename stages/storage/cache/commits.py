@@ -1,6 +1,7 @@
 """Commits a unit: its shard is made durable first, then one commit names it.
 
-Rejected rows go to the quarantine: where each was and why it cannot be used.
+A commit lists the rows that scoring could not use; when a cache is finished, those of all shards
+and of the plan become one file.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,6 @@ class UnitFacts:
     rejected: tuple[Rejected, ...]  # rows dropped while scoring
     notes: dict[str, int]
     numerics: dict[str, str]
-    input_names: Mapping[int, str]  # of the data files, by identity
 
 
 def commit_unit(
@@ -46,11 +46,10 @@ def commit_unit(
 ) -> Commit:
     """Stores a scored unit; the commit it returns is another worker's if that one was first."""
     _require_finite(unit, block)
-    quarantine = _quarantine(work, run_id, unit, facts)
     draft = work.new_draft(run_id, f"{unit:08d}")
     try:
         write_shard(draft, block)
-        ours = _describe(draft, unit, block, facts, quarantine)
+        ours = _describe(draft, unit, block, facts)
         final = work.cache.data / ours.file
         is_new = not final.exists()
         store_of(final).install(draft, final)
@@ -63,27 +62,25 @@ def commit_unit(
     return kept
 
 
-def read_commits(work: WorkFolder) -> dict[int, Commit]:
-    """The finished units of a plan, each with its shard in place."""
+def read_commits(work: WorkFolder, *, is_own: bool = True) -> dict[int, Commit]:
+    """The finished units of a plan.
 
-    def read(path: Location) -> Commit:
+    One whose shard is missing or short does not count; of the own work its commit goes, so that
+    the shard is made again.
+    """
+
+    def read(path: Location) -> Commit | None:
         commit = COMMITS.read(path)
-        _require_file(work.cache.data / commit.file, commit.bytes, path)
-        for entry in commit.quarantine:
-            _require_file(work.cache.root / entry.file, entry.bytes, path)
-        return commit
+        shard = work.cache.data / commit.file
+        if store_of(shard).size(shard) == commit.bytes:
+            return commit
+        if is_own:
+            logger.warning("%s is missing or short: its rows are scored again.", shard)
+            COMMITS.drop(path)
+        return None
 
     found = work.cache.store.each(read, COMMITS.names(work.commits))
-    return {commit.unit: commit for commit in found}
-
-
-def _quarantine(
-    work: WorkFolder, run_id: str, unit: int, facts: UnitFacts
-) -> tuple[FileEntry, ...]:
-    if not facts.rejected:
-        return ()
-    in_order = sorted(facts.rejected, key=lambda row: (row.file, row.row))
-    return (write_quarantine(work, run_id, unit, in_order, facts.input_names),)
+    return {commit.unit: commit for commit in found if commit}
 
 
 def _require_finite(unit: int, block: ScoredBlock) -> None:
@@ -95,14 +92,9 @@ def _require_finite(unit: int, block: ScoredBlock) -> None:
         )
 
 
-def _describe(
-    draft: Path,
-    unit: int,
-    block: ScoredBlock,
-    facts: UnitFacts,
-    quarantine: tuple[FileEntry, ...],
-) -> Commit:
+def _describe(draft: Path, unit: int, block: ScoredBlock, facts: UnitFacts) -> Commit:
     sha256 = fs.sha256_of(draft)
+    rejected = sorted(facts.rejected, key=lambda row: (row.file, row.row))
     return Commit(
         unit=unit,
         file=part_name(unit, sha256),
@@ -114,8 +106,8 @@ def _describe(
         first_key=facts.first_key,
         last_key=facts.last_key,
         tokens_per_batch=facts.tokens_per_batch,
-        quarantine=quarantine,
-        quarantined=dict(Counter(sorted(row.reason for row in facts.rejected))),
+        rejected=tuple(replace(row, detail=printable(row.detail)) for row in rejected),
+        quarantined=dict(Counter(sorted(row.reason for row in rejected))),
         notes=facts.notes,
         numerics=facts.numerics,
     )
@@ -133,14 +125,6 @@ def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) ->
 COMMITS = SignedRecords(Commit, remedy="Remove this file and run the same command again.")
 
 
-def _require_file(named: Location, size: int, path: Location) -> None:
-    found = store_of(named).size(named)
-    if found is None:
-        raise COMMITS.damaged(path, f"{named} is missing")
-    if found != size:
-        raise COMMITS.damaged(path, f"{named} has {found} bytes instead of {size}")
-
-
 SCHEMA = pa.schema(
     [
         pa.field("file", pa.string(), nullable=False),
@@ -152,28 +136,12 @@ SCHEMA = pa.schema(
 )
 
 
-def write_quarantine(
-    work: WorkFolder,
-    run_id: str,
-    part: int,
-    rejected: Sequence[Rejected],
-    input_names: Mapping[int, str],
-) -> FileEntry:
-    """Stores rejected rows durably; the plan or a commit names the file that is returned."""
-    draft = work.new_draft(run_id, f"quarantine-{part:08d}")
-    folder, store = work.cache.quarantine, work.cache.store
-    store.make_folder(folder)
-    try:
-        _write(draft, rejected, input_names)
-        sha256, size = fs.sha256_of(draft), draft.stat().st_size
-        store.install(draft, folder / part_name(part, sha256))
-    except BaseException:
-        fs.discard(draft)
-        raise
-    return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
-
-
-def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, str]) -> None:
+def write_rejected(
+    work: WorkFolder, run_id: str, rejected: Sequence[Rejected], input_names: Mapping[int, str]
+) -> FileEntry | None:
+    """Writes the rows that could not be used into one file of the cache; None without any."""
+    if not rejected:
+        return None
     columns = [
         pa.array([f"{row.file:016x}" for row in rejected], pa.string()),
         pa.array([printable(input_names[row.file]) for row in rejected], pa.string()),
@@ -181,16 +149,23 @@ def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, 
         pa.array([row.reason for row in rejected], pa.string()),
         pa.array([printable(row.detail) for row in rejected], pa.string()),
     ]
-    table = pa.Table.from_arrays(columns, schema=SCHEMA)
-    with fs.create(draft) as sink:
-        pq.write_table(
-            table,
-            sink,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=["file", "file_name", "reason"],
-            write_page_checksum=True,
-        )
+    draft, path = work.new_draft(run_id, "rejected"), work.cache.rejected
+    try:
+        with fs.create(draft) as sink:
+            pq.write_table(
+                pa.Table.from_arrays(columns, schema=SCHEMA),
+                sink,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=["file", "file_name", "reason"],
+                write_page_checksum=True,
+            )
+        sha256, size = fs.sha256_of(draft), draft.stat().st_size
+        store_of(path).install(draft, path)
+    except BaseException:
+        fs.discard(draft)
+        raise
+    return FileEntry(path.name, size, sha256, len(rejected))
 
 
 def printable(text: str) -> str:

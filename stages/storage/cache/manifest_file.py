@@ -13,11 +13,13 @@ from ..signed_records import SignedRecords
 from .cache_folder import CacheFolder
 
 
-def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
+def build_manifest(
+    plan: Plan, commits: Mapping[int, Commit], rejected: FileEntry | None
+) -> Manifest:
     """The manifest of a finished plan; the same plan and commits give the same bytes."""
-    num_units = len(plan.unit_offsets) - 1
-    assert sorted(commits) == list(range(num_units)), "a manifest needs every unit"
-    shards = tuple(commits[unit] for unit in range(num_units))
+    units = [unit for unit, rows in enumerate(plan.shards) if rows]
+    assert sorted(commits) == units, "a manifest needs every shard"
+    shards = tuple(replace(commits[unit], rejected=()) for unit in units)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         align_version=__version__,
@@ -33,17 +35,12 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
         branches=sum(shard.branches for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         shards=shards,
-        quarantine=_quarantine(plan, shards),
+        rejected=rejected,
         quarantined=_total([plan.quarantined, *(shard.quarantined for shard in shards)]),
         notes=_total([plan.notes, *(shard.notes for shard in shards)]),
         sampling=plan.sampling,
     )
     return replace(manifest, root=digest(manifest, without=NOT_IN_ROOT))
-
-
-def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]:
-    """The file of the preparation, then those of the units."""
-    return (*plan.quarantine, *(entry for shard in shards for entry in shard.quarantine))
 
 
 def write_manifest(folder: CacheFolder, manifest: Manifest) -> bool:

@@ -20,11 +20,11 @@ from .shards import read_rows
 def verify_cache(folder: CacheFolder) -> Manifest:
     """Reads every file that the manifest names; a CorruptionError lists all damaged units."""
     manifest = load_manifest(folder)
-    damage = [*damaged_units(folder, manifest).values(), *_damaged_quarantine(folder, manifest)]
+    damage = [*damaged_units(folder, manifest).values(), *_damaged_list(folder, manifest)]
     if damage:
         shown = "\n".join(f"  {what}" for what in damage[:10])
         raise CorruptionError(
-            f"{folder.root}: {len(damage)} of {len(manifest.shards) + len(manifest.quarantine)} "
+            f"{folder.root}: {len(damage)} of {len(manifest.shards) + bool(manifest.rejected)} "
             f"files are damaged, first {min(10, len(damage))}:\n{shown}\n"
             "Restore them from a copy, or make the cache again."
         )
@@ -67,14 +67,15 @@ def check_before_reading(
     _check(folder.shard(commit), commit, folder.store.measure_read, remember)
 
 
-def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
-    damage = []
-    for entry in manifest.quarantine:
+def _damaged_list(folder: CacheFolder, manifest: Manifest) -> list[str]:
+    """The damage of the list of rejected rows."""
+    if manifest.rejected:
         try:
-            _check(folder.rejected(entry), entry, folder.store.measure, digest_anew)
+            path = folder.pinned(manifest.rejected)
+            _check(path, manifest.rejected, folder.store.measure, digest_anew)
         except CorruptionError as error:
-            damage.append(f"quarantine: {error}")
-    return damage
+            return [f"rejected rows: {error}"]
+    return []
 
 
 def _check(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
+from align.stages.pairing import partition
 from align.stages.pairing.long_form import merge_same_prompts
-from align.stages.sort import key_ranges
-from support.encoded_rows import all_rows, encoded, make_ring, plain, token_lists
+from support.encoded_rows import encoded, plain, shards_of, token_lists
 
 PLAIN = {"seed": 0, "carried": ()}
 
@@ -49,8 +49,8 @@ THRICE = [long_row((n % 4,), (n,), 0.5, row=n) for n in range(12)]
 @given(long_rows(), st.randoms(), st.integers(1, 6), st.sampled_from([1, 60, 10**6]))
 @example(THRICE, Random(0), 1, 1)
 def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffler, chunk, tokens):
-    ring, notes = make_ring(new_folder(), records, long_form=True, carried=("weight",))
-    rows = all_rows(ring)
+    shards = shards_of(new_folder(), records, joins="left", carried=("weight",))
+    rows, notes = shards.all_rows(), shards.notes
     by_hand, weights = defaultdict(Counter), defaultdict(set)
     for each in records:
         weights[tuple(each.prompt)].add(each.record.carried["weight"])
@@ -65,24 +65,24 @@ def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffle
     shuffled = records[:]
     shuffler.shuffle(shuffled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_ranges, "TOKENS_PER_PORTION", tokens)
-        how = {"chunk": chunk, "per_file": 7, "ranges": chunk, "long_form": True}
-        again, _ = make_ring(new_folder(), shuffled, **how, carried=("weight",))
-    once, twice = ([row._replace(source=None) for row in some] for some in (rows, all_rows(again)))
+        patch.setattr(partition, "TOKENS_PER_PORTION", tokens)
+        how = {"chunk": chunk, "per_file": 7, "ranges": chunk, "joins": "left"}
+        again = shards_of(new_folder(), shuffled, **how, carried=("weight",)).all_rows()
+    once, twice = ([row._replace(source=None) for row in some] for some in (rows, again))
     assert once == twice
 
 
 def test_a_joined_row_comes_from_its_first_and_its_id_from_all_of_its_rows(tmp_path):
-    def joined_of(name, *completions, score=0.5):
+    def joined_of(*completions, score=0.5):
         records = [long_row([1], [ids], score, row=row) for row, ids in enumerate(completions)]
-        (row,) = all_rows(make_ring(tmp_path / name, records, long_form=True)[0])
+        (row,) = shards_of(tmp_path, records, joins="left").all_rows()
         return row
 
-    row = joined_of("five", *range(5))
+    row = joined_of(*range(5))
     assert (row.source[1],) == row.branches[0][0]
-    ids = {joined_of(str(last), 2, 3, last).row_id for last in range(4, 12)}
-    assert len(ids | {joined_of("two", 2, 3).row_id}) == 9
-    alone, other, again = (joined_of(f"{n}.", 2, score=n % 2).row_id for n in (1, 2, 3))
+    ids = {joined_of(2, 3, last).row_id for last in range(4, 12)}
+    assert len(ids | {joined_of(2, 3).row_id}) == 9
+    alone, other, again = (joined_of(2, score=n % 2).row_id for n in (1, 2, 3))
     assert alone == again != other
 
 

@@ -59,10 +59,10 @@ def write_cache(root, rows, *, per_unit):
         plan_of(starts),
         fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
         rows_in=len(rows) + 3,
-        unit_offsets=(*starts, len(rows)),
+        shards=tuple(len(block.rows) for block in blocks),
         quarantined={"empty_completion": 1, "too_long": 2},
     )
-    write_manifest(folder, build_manifest(plan, dict(enumerate(commits))))
+    write_manifest(folder, build_manifest(plan, dict(enumerate(commits)), None))
     return folder
 
 

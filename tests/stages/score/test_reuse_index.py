@@ -45,8 +45,7 @@ def earlier(halves, tmp_path):
     """A cache of those two arcs, the second of which begins where the first ends."""
     arcs = ((LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST))
     facts = [
-        UnitFacts(*arc, 64, (), {}, numerics, {})
-        for arc, numerics in zip(arcs, NUMERICS, strict=True)
+        UnitFacts(*arc, 64, (), {}, numerics) for arc, numerics in zip(arcs, NUMERICS, strict=True)
     ]
     folder, commits = commit_blocks(tmp_path / "cache", halves, facts)
     return lambda same_ring: EarlierCache(folder, tuple(commits), same_ring)

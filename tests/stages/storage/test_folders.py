@@ -1,4 +1,4 @@
-"""Folders of caches, runs and preparing: whose they are, who owns them, what the dead left."""
+"""Folders of caches and runs: whose they are, who owns them, what the dead left."""
 
 import os
 import signal
@@ -6,11 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from align.schemas.errors import CorruptionError, LockedError, UsageError
-from align.schemas.preparing import Block, EncodedPart
-from align.stages.storage.cache import spool
+from align.schemas.errors import LockedError, UsageError
 from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import held, is_owned, owner_lock, try_owner_lock
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import trash_name
@@ -122,44 +119,3 @@ def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path
         path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(b"half")
     folder.prepare()
     assert not [*folder.root.rglob(".*.tmp")]
-
-
-@pytest.fixture
-def place(tmp_path):
-    """A folder of preparing in which the first task is done."""
-    place = spool.Spool(tmp_path)
-    place.prepare()
-    assert spool.find_commit(EncodedPart, place.encoded(0)) is None
-    encode(place)
-    assert spool.find_commit(EncodedPart, place.encoded(0)).file.bytes == 4
-    return place
-
-
-def encode(place):
-    with spool.new_part(place.encoded(0)) as part:
-        part.write(b"rows")
-    spool.put_commit(place.encoded(0), EncodedPart(part.file, Block(0, 0, 0), 0, 0, {}, {}, ()))
-
-
-def test_a_commit_of_a_part_that_is_damaged_is_refused(place):
-    commit = place.encoded(0)
-    whole = commit.read_bytes()
-    commit.write_bytes(whole.replace(b'"rows_in":0', b'"rows_in":1'))
-    with pytest.raises(CorruptionError, match=r"00000000\.json"):
-        spool.find_commit(EncodedPart, commit)
-    commit.write_bytes(whole)
-    next(commit.parent.glob("*.arrows")).unlink()
-    assert spool.find_commit(EncodedPart, commit) is None  # it is made again
-
-
-def test_a_part_that_another_made_and_removed_meanwhile_is_no_longer_needed(place, monkeypatch):
-    put = fs.put_if_absent
-
-    def put_late(path, payload):
-        won = put(path, payload)
-        place.forget_encoded()  # by another, which has the whole ring
-        return won
-
-    monkeypatch.setattr(fs, "put_if_absent", put_late)
-    encode(place)
-    assert not [*place.encoded(0).parent.iterdir()]

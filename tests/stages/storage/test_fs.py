@@ -15,7 +15,7 @@ from align.schemas.errors import CorruptionError, NonFiniteError, StorageError, 
 from align.schemas.json_codec import digest, from_signed_json, to_json
 from align.schemas.rows import Rejected
 from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.commits import commit_unit, read_commits
+from align.stages.storage.cache.commits import commit_unit, read_commits, write_rejected
 from align.stages.storage.cache.manifest_file import PLANS
 from align.stages.storage.cache.shards import read_shard
 from align.stages.storage.cache.verify_cache import check_shard
@@ -23,7 +23,16 @@ from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import save_model
 from support import disk_faults
 from support.flips import flipped
-from support.made_caches import FACTS, at_once, block_of, in_child, make_cache, plan_of, tree_of
+from support.made_caches import (
+    FACTS,
+    NAMES,
+    at_once,
+    block_of,
+    in_child,
+    make_cache,
+    plan_of,
+    tree_of,
+)
 
 
 class Fault:
@@ -223,18 +232,18 @@ def lossy():
     return dataclasses.replace(FACTS, rejected=tuple(lost))
 
 
-def test_a_commit_names_the_rows_its_unit_lost(work, lossy):
+def test_a_commit_names_the_rows_its_unit_lost_and_one_file_of_the_cache_all_of_them(work, lossy):
     commit = commit_unit(work, "run", 4, block_of(9, 1), lossy)
     assert commit.quarantined == {"null": 1, "oom": 2}
-    (entry,) = commit.quarantine
-    assert entry.file == f"quarantine/part-00000004-{entry.sha256[:16]}.parquet"
-    stored = pq.read_table(work.cache.root / entry.file).to_pylist()
-    assert [row.pop("file_name") for row in stored] == ["a.jsonl", "a.jsonl", "b.jsonl"]
-    found = [Rejected(**(row | {"file": int(row["file"], 16)})) for row in stored]
-    assert found == sorted(lossy.rejected, key=lambda row: (row.file, row.row))
+    in_order = sorted(lossy.rejected, key=lambda row: (row.file, row.row))
+    assert [*commit.rejected] == in_order
     backwards = dataclasses.replace(lossy, rejected=lossy.rejected[::-1])
     assert commit_unit(work, "again", 4, block_of(9, 1), backwards) == commit
-    assert len(list(work.cache.quarantine.iterdir())) == 1
+    assert write_rejected(work, "run", [], NAMES) is None
+    entry = write_rejected(work, "run", in_order, NAMES)
+    stored = pq.read_table(work.cache.root / entry.file).to_pylist()
+    assert [row.pop("file_name") for row in stored] == ["a.jsonl", "a.jsonl", "b.jsonl"]
+    assert [Rejected(**(row | {"file": int(row["file"], 16)})) for row in stored] == in_order
 
 
 def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(work):
@@ -272,10 +281,6 @@ def test_a_log_prob_that_is_not_finite_is_never_stored(work, bad):
     assert list(work.cache.data.iterdir()) == []
 
 
-def quarantine_of(work, commit):
-    return work.cache.root / commit.quarantine[0].file
-
-
 def edited(**fields):
     """Changes a commit and signs it anew."""
 
@@ -288,18 +293,21 @@ def edited(**fields):
 
 
 @pytest.mark.parametrize(
-    ("harm", "named"),
+    "harm",
     [
-        (lambda work, commit: work.cache.shard(commit).unlink(), "part-00000000"),
-        (lambda work, commit: quarantine_of(work, commit).unlink(), "part-00000000"),
-        (lambda work, commit: os.truncate(quarantine_of(work, commit), 9), "part-00000000"),
-        (edited(rows="five"), "rows"),
-        (edited(bytes=1), "part-00000000"),
+        lambda work, commit: work.cache.shard(commit).unlink(),
+        lambda work, commit: os.truncate(work.cache.shard(commit), 9),
+        edited(bytes=1),
     ],
 )
-def test_a_commit_of_what_is_not_there_is_refused(work, lossy, harm, named):
-    harm(work, commit_unit(work, "run", 0, block_of(5, 1), lossy))
-    with pytest.raises(CorruptionError, match=named):
+def test_a_commit_whose_shard_is_missing_or_short_goes_so_that_it_is_made_again(work, lossy, harm):
+    commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
+    harm(work, commit)
+    assert read_commits(work) == {}
+    assert commit_unit(work, "run", 0, block_of(5, 1), lossy) == commit
+    assert read_commits(work) == {0: commit}
+    edited(rows="five")(work, commit)
+    with pytest.raises(CorruptionError, match="rows"):
         read_commits(work)
 
 

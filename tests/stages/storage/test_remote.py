@@ -180,7 +180,7 @@ def put_cache(place, shards):
         place.put(f"cache/data/part-{number}", payload)
         sha256 = hashlib.sha256(payload).hexdigest()
         listed.append({"file": f"part-{number}", "sha256": sha256})
-    manifest = {"shards": listed, "quarantine": []}
+    manifest = {"shards": listed, "rejected": None}
     place.put("cache/manifest.json", json.dumps(manifest).encode())
 
 

@@ -1,4 +1,4 @@
-"""Columns of a page: tables of rows as Arrow record batches, by the declarations of their columns.
+"""Tables of rows as Arrow record batches, by the declarations of their columns.
 
 Each column of rows has one of the batch; those of branches and their tokens are lists in one more.
 """
@@ -21,19 +21,19 @@ Table = TypeVar("Table", bound=ColumnTable)
 _BRANCHES = "branches"
 
 
-def to_page(table: ColumnTable) -> pa.RecordBatch:
+def to_batch(table: ColumnTable) -> pa.RecordBatch:
     """The columns of a table, over the same memory."""
     of_rows: dict[str, pa.Array] = {}
     of_branches: dict[str, pa.Array] = {}
     offsets = table.ends()
-    assert offsets is not None, "rows of a page have branches"
+    assert offsets is not None, "rows of a batch have branches"
     for name, each, values in _declared(table):
         if each.is_named:
             named = {f"{name}.{key}": arrow_of(one, _type_of(each)) for key, one in values.items()}
             of_rows |= named
         elif each.per == "row":
             of_rows[name] = arrow_of(values, _type_of(each))
-        elif values is None:  # all pages of a file have all columns
+        elif values is None:  # all batches of a file have all columns
             of_branches[name] = pa.nulls(int(offsets[-1]), _type_of(each))
         elif each.per != "offsets":
             of_branches[name] = arrow_of(values, _type_of(each))
@@ -59,10 +59,10 @@ def _type_of(each: Column) -> pa.DataType:
     return pa.list_(number) if each.is_list else number
 
 
-def from_page(kind: type[Table], page: pa.RecordBatch) -> Table:
-    """The table of a page or of several that were joined, over their memory."""
-    *of_rows, lists = page.columns
-    arrays = dict(zip(page.schema.names, of_rows, strict=False))
+def from_batch(kind: type[Table], batch: pa.RecordBatch) -> Table:
+    """The table of a batch or of several that were joined, over their memory."""
+    *of_rows, lists = batch.columns
+    arrays = dict(zip(batch.schema.names, of_rows, strict=False))
     names = [each.name for each in lists.type.value_type]
     arrays |= zip(names, lists.values.flatten(), strict=True)
     return _filled(kind, "", arrays, numpy_of(lists.offsets).astype(np.int64))
@@ -89,7 +89,7 @@ def _filled(
 
 
 def _of_tokens(each: Column, lists: pa.Array, tokens: pa.Array) -> Ragged | None:
-    """A column per token; where pages without it were joined to others, its missing value."""
+    """A column per token; where batches without it were joined to others, its missing value."""
     if lists.null_count == len(lists):
         return None
     found, count = ragged_of(lists), np.arange(len(lists))

@@ -1,1 +1,0 @@
-"""An external sort: rows are divided by key range, sorted, and read by row or completion."""

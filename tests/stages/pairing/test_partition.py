@@ -1,0 +1,175 @@
+"""Rows that are divided by key range come back sorted, numbered and with all of their columns."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from align.schemas.errors import CorruptionError
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import Role
+from align.stages.pairing import partition, shard_rows
+from align.stages.pairing.partition import (
+    EncodedSlice,
+    likeliest_majority,
+    number_of_ranges,
+    number_of_shards,
+)
+from align.stages.pairing.record_batches import from_batch, to_batch
+from support.encoded_rows import Shards, encoded, record_lists, shards_of
+from support.marked_rows import MarkedKeys, marked
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "asked", "ranges", "shards"),
+    [
+        (0, 0, 0, 1, 1),
+        (2 * MIB, 10**6, 0, 1, 1),
+        (2 * MIB + 1, 10**6, 0, 2, 2),
+        (9 * MIB, 7_999, 0, 8, 4),
+        (9 * MIB, 8_000, 0, 8, 8),
+        (20 << 30, 10**7, 0, 1024, 1024),
+        (20 << 30, 999, 0, 1024, 1),
+        (9 * MIB, 10, 5, 5, 5),
+    ],
+)
+def test_how_many_shards_there_are_follows_from_bytes_and_rows_or_is_asked_for(
+    size, rows, asked, ranges, shards
+):
+    assert number_of_ranges(size, asked) == ranges
+    assert number_of_shards(ranges, rows, asked) == shards
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(record_lists(with_scores=True), st.randoms(), st.data())
+def test_order_chunks_slices_and_ranges_leave_no_trace(new_folder, records, shuffler, data):
+    options = {"carried": ("weight",)}
+    rows = shards_of(new_folder(), records, **options).all_rows()
+    keys = [(row.place, row.row_id, row.copy) for row in rows]
+    assert keys == sorted(keys)
+    assert sorted(row.source[1] for row in rows) == list(range(len(records)))
+    for row in rows:  # each knows where it came from
+        source = records[row.source[1]]
+        assert row.prompt == tuple(source.prompt)
+        assert [branch[0] for branch in row.branches] == [tuple(ids) for ids in source.completions]
+        assert row.carried == (source.record.carried["weight"],)
+    shuffled = records[:]
+    shuffler.shuffle(shuffled)
+    wide = data.draw(st.integers(1, 4))
+    options |= {
+        "chunk": data.draw(st.integers(1, 8)),
+        "per_file": data.draw(st.integers(1, 30)),
+        "ranges": wide * data.draw(st.integers(1, 9)),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "TOKENS_PER_PORTION", data.draw(st.sampled_from([1, 60, 10**6])))
+        patch.setattr(partition, "FILES_OPEN", data.draw(st.sampled_from([1, 99])))
+        again = shards_of(new_folder(), shuffled, shards=options["ranges"] // wide, **options)
+    assert [row._replace(source=None) for row in again.all_rows()] == [
+        row._replace(source=None) for row in rows
+    ]
+
+
+@settings(max_examples=10)
+@given(record_lists(prompts=2, alphabet=1), st.integers(1, 4))
+def test_rows_of_equal_content_are_numbered_from_zero_as_they_came(new_folder, records, chunk):
+    options = {"chunk": chunk, "per_file": 9, "ranges": 2, "carried": ("weight",)}
+    shards = shards_of(new_folder(), records, **options)
+    rows = shards.all_rows()
+    seen = Counter()
+    for row in rows:
+        assert row.copy == seen[row.row_id]
+        seen[row.row_id] += 1
+    assert shards.notes["rows_that_repeat_another_row"] == len(rows) - len(seen)
+    sources = sorted((row.row_id, row.copy, row.source) for row in rows)
+    assert [row[0::2] for row in sources] == sorted(row[0::2] for row in sources)
+
+
+def test_a_pair_that_is_there_in_both_orders_is_counted_once(tmp_path):
+    good, bad, other = [6], [7], [8]
+    records = [
+        encoded([5], good, bad, row=0),
+        encoded([5], good, bad, row=1),
+        encoded([5], bad, good, row=2),
+        encoded([5], good, other, row=3),
+        encoded([9], bad, good, row=4),  # of another prompt
+        encoded([9], bad, bad, row=5),
+        encoded([3], good, bad, row=6, roles=(Role.CANDIDATE,) * 2),
+        encoded([3], bad, good, row=7, roles=(Role.CANDIDATE,) * 2),
+    ]
+    for ranges in (1, 3):
+        shards = shards_of(tmp_path, records, per_file=3, ranges=ranges)
+        shards.read()
+        assert shards.notes["pairs_in_both_orders"] == 1
+
+
+def test_a_column_that_is_added_comes_through_with_the_partners(tmp_path, monkeypatch):
+    """Its first portion has no marks, so they have their missing value there."""
+    for module in (partition, shard_rows):
+        monkeypatch.setattr(module, "KeyedRows", MarkedKeys)
+    monkeypatch.setattr(partition, "TOKENS_PER_PORTION", 1)
+    records = [encoded([row], [row, 1, 2], [row, 2], row=row) for row in range(40)]
+    keyed = [key_rows(some, seed=0, carried=()) for some in (records[:20], records[20:])]
+    chunks = [
+        MarkedKeys(marked(each.rows, with_marks=bool(number)), each.ring_keys, each.completion_keys)
+        for number, each in enumerate(keyed)
+    ]
+    shards = Shards(tmp_path, [chunks], 4, shards=1, num_pairs=1)
+    rows = shards.build(max_length=3).rows  # a prompt and two tokens
+    is_own = np.tile([True, True, False, False], 40)
+    assert (rows.number == rows.row + 1).all()
+    assert rows.completions.lengths.max() == 3
+    assert (rows.name == 3 * (rows.completions.lengths + rows.cut)).all()
+    assert rows.cut[is_own].max() == 0 < rows.cut[~is_own].max()
+    assert (rows.guess[is_own] == rows.roles[is_own] + 0.5).all()
+    assert (rows.guess[~is_own] == -1).all()
+    for ids, marks in zip(rows.completions, rows.marks, strict=True):
+        assert marks.tolist() == [-2 if ids[0] < 20 else 2 * token for token in ids]
+
+
+def test_batches_without_a_column_of_tokens_keep_none():
+    rows = key_rows([encoded([1], [2])], seed=0, carried=())
+    keyed = MarkedKeys(marked(rows.rows, with_marks=False), rows.ring_keys, rows.completion_keys)
+    batch = to_batch(keyed)
+    assert from_batch(MarkedKeys, batch).rows.marks is None
+    assert "rows.marks" in {each.name for each in batch.schema.field("branches").type.value_type}
+
+
+def test_names_of_columns_may_hold_any_byte(tmp_path):
+    name = "a/b ü \0 row"
+    records = [encoded([1], [2], carried={name: 0.25}), encoded([1], [3], carried={name: -0.5})]
+    (keyed,) = shards_of(tmp_path, records, carried=(name,)).read()
+    assert sorted(keyed.rows.carried[name].tolist()) == [-0.5, 0.25]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    records = [encoded([row], [row, 1], row=row) for row in range(40)]
+    shards_of(tmp_path, records)
+    path = tmp_path / "0.arrow"
+    shards = shards_of(tmp_path, records)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorruptionError, match=rf"{path.name}"):
+        shards.read()
+    path.unlink()
+    with pytest.raises(CorruptionError, match=rf"{path.name}"):
+        shards.read()
+
+
+@given(st.lists(st.lists(st.sampled_from("aab"), min_size=0, max_size=6), max_size=6))
+def test_the_one_prompt_that_may_have_more_than_half_is_found_slice_by_slice(slices):
+    """Prompts are letters here, one for each completion; `a` is the likelier one."""
+    records = []
+    for prompts in slices:
+        largest = Counter(prompts).most_common(1) or [("", 0)]
+        numbers = {"completions": len(prompts), "prompt_tokens": 0, "completion_tokens": 0}
+        empty = {"notes": {}, "reasons": {}, "rejected": (), "texts": ("", "")}
+        counts = {"bytes": 0, "counts": (), "rows_in": ()}
+        records.append(EncodedSlice(**counts, **numbers, **empty, largest_prompt=largest[0]))
+    every = Counter(prompt for prompts in slices for prompt in prompts)
+    majority = [prompt for prompt, count in every.items() if 2 * count > every.total()]
+    assert majority in ([], [likeliest_majority(records)])
