@@ -82,6 +82,12 @@ class Record:
     tools: tuple[Any, ...] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     carried: Mapping[str, float] = field(default_factory=dict)
+    # Of each completion, which of its messages are learned; None: all of them.
+    learned: tuple[tuple[bool, ...] | None, ...] = ()
+
+    def learned_of(self, number: int) -> tuple[bool, ...] | None:
+        """Which messages of a completion are learned, where its data leave some out."""
+        return self.learned[number] if self.learned else None
 
     @property
     def is_conversation(self) -> bool:

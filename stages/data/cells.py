@@ -26,10 +26,6 @@ _FALSE = {"false", "undesirable", "0", "0.0"}
 LABELS = "true, 1 or desirable, and false, 0 or undesirable"
 
 
-class Unlearned(dict[str, Any]):
-    """An assistant's message that is not to be learned: it equals the same one without a mark."""
-
-
 def read_prompt(value: Any, column: str) -> Text:
     """A prompt that is not blank."""
     prompt = read_text(value, column)
@@ -60,6 +56,7 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
 
 def _require_no_prompt(completion: tuple[Message, ...], prompt: Text, column: str) -> None:
     """Refuses completions that begin with messages of their prompt."""
+    completion, prompt = unmarked(completion), unmarked(prompt)
     repeats = completion[: len(prompt)] == prompt
     if completion[0]["role"] != ASSISTANT:
         ends = (prompt[start:] for start in range(1, len(prompt)))
@@ -174,13 +171,20 @@ def _message(entry: Any, index: int, column: str) -> Message:
 
 
 def _marked(message: dict[str, Any], index: int, column: str) -> Message:
-    """The message, as one that is not to be learned if it says so."""
+    """The message, with the mark `loss` if it says that it is not to be learned."""
     marks = {bool(message.pop(key)) for key in LOSS_KEYS if _is_mark(message, key, column)}
     if len(marks) > 1:
         raise BadRow(
             "schema", f"of message {index} of {column!r} 'loss' and 'weight' say different things"
         )
-    return Unlearned(message) if marks == {False} else message
+    return {**message, "loss": False} if marks == {False} else message
+
+
+def unmarked(text: Text) -> Any:
+    """A text, or messages without the mark that one of them is not to be learned."""
+    if isinstance(text, str) or not any("loss" in message for message in text):
+        return text
+    return tuple({k: v for k, v in message.items() if k != "loss"} for message in text)
 
 
 def _is_mark(message: Message, key: str, column: str) -> bool:

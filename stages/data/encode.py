@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ...schemas.data_options import TokenOptions
 from ...schemas.row_keys import EncodedRecord
-from ...schemas.rows import BadRow, Message, Record, Rejected, Role, Text
-from .cells import ASSISTANT, Unlearned
+from ...schemas.rows import BadRow, Message, Record, Rejected, Role
+from .cells import ASSISTANT
 from .chat_template import Conversation
 from .stop_tokens import Endings, span_of
 
@@ -98,9 +98,9 @@ class Encoder:
             except BadRow as bad:
                 result.reject(rendered.record, bad)
 
-    def _render(self, given: Record) -> _Rendered:
+    def _render(self, record: Record) -> _Rendered:
         """The texts of a record, where completions start, and the turns that are learned."""
-        record, notes = self._tokenizer.fitted(given), Counter[str]()
+        record, notes = self._tokenizer.fitted(record), Counter[str]()
         conversation, prompt, texts = _texts_of(record, self._tokenizer)
         boundaries = tuple(common_length(prompt, text) for text in texts)
         turns: list[tuple[Turn, ...] | None] = [None] * len(texts)
@@ -108,8 +108,8 @@ class Encoder:
             notes["rows_of_conversations"] += 1
             if self._options.learn != "all":
                 turns = [
-                    _turns_of(completion, conversation, number, boundaries[number], self._tokenizer)
-                    for number, completion in enumerate(given.completions)
+                    _turns_of(record, conversation, number, boundaries[number], self._tokenizer)
+                    for number in range(len(texts))
                 ]
             notes["rows_with_reasoning_that_the_template_never_shows"] += (
                 _has_reasoning(record) and not conversation.chat.shows_reasoning
@@ -303,18 +303,19 @@ def _has_reasoning(record: Record) -> bool:
 
 def has_turns(record: Record) -> bool:
     """Whether a completion is something else than one turn of the assistant."""
-    return any(map(_is_several, record.completions))
+    return any(_is_several(record, number) for number in range(len(record.completions)))
 
 
-def _is_several(completion: Text) -> bool:
+def _is_several(record: Record, number: int) -> bool:
+    completion = record.completions[number]
     if isinstance(completion, str):
         return False
-    first = completion[0]
-    return len(completion) > 1 or first["role"] != ASSISTANT or isinstance(first, Unlearned)
+    is_one = len(completion) == 1 and completion[0]["role"] == ASSISTANT
+    return not is_one or record.learned_of(number) is not None
 
 
 def _turns_of(
-    given: Text,
+    record: Record,
     conversation: Conversation,
     number: int,
     boundary: int,
@@ -323,13 +324,14 @@ def _turns_of(
     """The assistant's turns in the text of a completion; None if it is one that is learned.
 
     They are where the template marks them ({% generation %}), or begin and end where the
-    conversation up to there does when it is rendered by itself. `given` says what is learned.
+    conversation up to there does when it is rendered by itself.
     """
-    if not _is_several(given):
+    if not _is_several(record, number):
         return None
+    learned = record.learned_of(number) or ()
     messages = conversation.wholes[number]
     text, spans = conversation.render(messages)
-    first = len(messages) - len(given)
+    first = len(messages) - len(record.completions[number])
     turns = [index for index, each in enumerate(messages) if each["role"] == ASSISTANT]
     is_marked = len(spans) == len(turns)
     found = list[Turn]()
@@ -349,7 +351,7 @@ def _turns_of(
             if len(upto) < len(messages):
                 stop = _end_of(conversation, upto, text, tokenizer)
         start = boundary if index == first else start
-        found.append(Turn(start, stop, isinstance(given[index - first], Unlearned)))
+        found.append(Turn(start, stop, bool(learned) and not learned[index - first]))
     return tuple(found)
 
 

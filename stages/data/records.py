@@ -17,6 +17,7 @@ from .cells import (
     read_system,
     read_tools,
     require_characters,
+    unmarked,
 )
 from .columns import KNOWN, prompt_shapes
 from .files import InputFile, rows_of
@@ -88,8 +89,26 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked
         return Rejected(file, row, bad.reason, bad.detail)
     except RecursionError:
         return Rejected(file, row, "schema", TOO_DEEP)
-    answers, roles, scores = found.completions, found.roles, found.scores
-    return Record(file, row, prompt, answers, roles, scores, tools, options, carried)
+    learned = tuple(map(_learned, found.completions))
+    return Record(
+        file,
+        row,
+        unmarked(prompt),
+        tuple(map(unmarked, found.completions)),
+        found.roles,
+        found.scores,
+        tools,
+        options,
+        carried,
+        learned if any(learned) else (),
+    )
+
+
+def _learned(completion: Text) -> tuple[bool, ...] | None:
+    """Which messages of a completion are learned, if one says that it is not."""
+    if isinstance(completion, str) or not any("loss" in message for message in completion):
+        return None
+    return tuple("loss" not in message for message in completion)
 
 
 def _asked(
@@ -177,6 +196,6 @@ def read_prompts(
             except RecursionError:
                 rows.rejected.append(Rejected(number, row, "schema", TOO_DEEP))
             else:
-                rows.prompts.append(Prompt(prompt, tools, options, carried))
+                rows.prompts.append(Prompt(unmarked(prompt), tools, options, carried))
     rows.not_carried = tuple(clashes)
     return rows

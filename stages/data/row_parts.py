@@ -18,6 +18,7 @@ from .cells import (
     read_prompt,
     read_text,
     shown,
+    unmarked,
 )
 from .readers import Row
 
@@ -77,7 +78,8 @@ def shared_length(first: Text, second: Text) -> int:
         return _shared_words(first, second)
     if isinstance(first, str) or isinstance(second, str):
         raise BadRow("schema", "of chosen and rejected one is text, the other a conversation")
-    alike = (left == right for left, right in zip(first, second, strict=False))
+    pairs = zip(unmarked(first), unmarked(second), strict=False)
+    alike = (left == right for left, right in pairs)
     return sum(takewhile(bool, alike))
 
 
@@ -110,7 +112,8 @@ def given(cells: Cells, column: str) -> Text:
 def stated(cells: Cells, column: str, again: str) -> Text:
     """UltraFeedback binarized: `messages` are the chosen conversation once more."""
     value, called = cells(again)
-    if value and read_text(value, called) != read_text(*cells("chosen")):
+    chosen = read_text(*cells("chosen")) if value else ""
+    if value and unmarked(read_text(value, called)) != unmarked(chosen):
         raise BadRow("schema", f"{called!r} are not 'chosen': leave them out with --map {again}=")
     return given(cells, column)
 

@@ -8,7 +8,6 @@ import pytest
 from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import BadRow
-from align.stages.data.cells import Unlearned
 from align.stages.data.tokenizer import load_tokenizer
 from support import tool_templates
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, byte_tokenizer
@@ -153,6 +152,3 @@ def test_options_of_a_row_cannot_stand_for_its_messages(folder_of):
     for name in ("messages", "tokenize", "add_generation_prompt"):
         with pytest.raises(BadRow, match=name):
             chat.render([user("hi")], None, {name: True})
-    marked = Unlearned(bot("A"))
-    hi = user("hi")
-    assert chat.render([hi, marked]) == chat.render([hi, bot("A")])

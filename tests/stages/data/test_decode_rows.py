@@ -143,6 +143,15 @@ def test_columns_are_carried_renamed_and_seen_however_late():
     assert "'question'" in rejection_of(row | {"question": ""}, mapped=mapped).detail
 
 
+def test_which_messages_are_learned_is_in_the_record_and_no_part_of_them():
+    several = [bot("a") | {"loss": False}, user("b"), bot("c") | {"weight": 1}]
+    record = record_of(CHAT | {"prompt": [user("p") | {"loss": 0}], "chosen": several})
+    assert record.prompt == (user("p"),)
+    assert record.completions == ((bot("a"), user("b"), bot("c")), (bot("r"),))
+    assert record.learned == ((False, True, True), None)
+    assert record_of(CHAT).learned == ()
+
+
 ASKED = user("p")
 REFUSED = [
     (PAIRED | {"chosen": None}, "null", "'chosen'"),

@@ -1,5 +1,6 @@
 """What of a completion of several messages is learned, beside what a person marked by hand."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -95,7 +96,7 @@ def test_a_message_that_says_so_is_not_learned(folders, mark):
     assert turns_of(folders["qwen base"], record) == ("A two<|im_end|>",)
     # Neither the template nor what identifies a prompt sees the marks.
     plain = record_of(row | {"prompt": [USER], "completion": [ONE, user("and?"), TWO]})
-    assert record == plain
+    assert replace(record, learned=()) == plain
     alone = record_of(row | {"completion": [ONE | mark]})
     assert refusal_of(folders["qwen base"], alone).reason == "nothing_learned"
     last = record_of(row | {"completion": [TWO, USER, ONE | mark]})
