@@ -28,7 +28,6 @@ parser.add_argument("--steps", type=int, default=2)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--beta", type=float, default=0.1)
 parser.add_argument("--epsilon", type=float, default=1e-8, help="of AdamW")
-parser.add_argument("--seed", type=int, default=0, help="of the ring")
 given = parser.parse_args()
 
 
@@ -57,7 +56,7 @@ rows = [(text["prompt"], encode(text)) for text in texts]
 
 # 2. The ring: which completion is scored under which other prompt.
 #
-# Rows are ordered by a seeded hash of their prompt, so the order of the file does not matter; rows
+# Rows are ordered by a hash of their prompt, so the order of the file does not matter; rows
 # of one prompt have one hash, and are ordered by a digest of all that is in them.
 
 
@@ -67,13 +66,12 @@ def place_on_the_ring(row: tuple[str, dict[str, list[int]]]) -> tuple[int, bytes
     # A prompt is its text, its tools and the options of its template; here it is text alone.
     content = json.dumps([prompt, None, {}], separators=(",", ":"))
     key = blake2b(content.encode(), digest_size=16, person=b"align prompt").digest()
-    place = blake2b(key, digest_size=8, key=str(given.seed).encode()).digest()
     parts = [key + array("i", ids["prompt"]).tobytes()]
     parts += [blake2b(array("i", ids[side]).tobytes(), digest_size=16).digest() for side in SIDES]
     parts += [bytes([0, 1]), array("d", [math.nan, math.nan]).tobytes()]  # roles, no scores
     head = f"{len(parts[0])},2,16,0;".encode()  # bytes, completions, bytes of scores, no columns
     row_digest = blake2b(b"".join((head, *parts)), digest_size=16).digest()
-    return int.from_bytes(place, "little"), row_digest
+    return int.from_bytes(key[:8], "big"), row_digest
 
 
 rows.sort(key=place_on_the_ring)

@@ -81,7 +81,7 @@ class Commit:
     rows: int
     branches: int
     tokens: int  # completion tokens scored or reused
-    first_key: str  # hex of the first row's ring key
+    first_key: str  # hex of the first row's key
     last_key: str
     tokens_per_batch: int  # the final value, after any back-off
     rejected: tuple[Rejected, ...]  # while scoring; in a manifest they are in a file instead

@@ -120,13 +120,6 @@ class CacheOptions:
     token_logps: bool = option(
         False, "also store the log-prob of every token", on=("precompute-ref",)
     )
-    seed: int = option(
-        0,
-        "orders the rows and so chooses the mismatched completions",
-        run_flag="--cache-seed",
-        on=("precompute-ref",),
-        read_by=("score",),
-    )
     shards: int = option(
         0,
         "how many shards; 0: as many as the data ask for, of some 1,000 rows or more",

@@ -38,24 +38,29 @@ class EncodedRecord:
 
 @dataclass(frozen=True)
 class KeyedRows(ColumnTable):
-    """Rows with their ring keys, which are equal for the rows of one prompt."""
+    """Rows with the keys of their completions, in any order or in key order."""
 
     rows: RowBlock = column("row", within=RowBlock)
-    ring_keys: NDArray[np.uint64] = column("row", "u8")  # a seeded hash of the prompt's key
     completion_keys: NDArray[np.uint64] = column("branch", "u8")  # hash of its ids
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def in_ring_order(self) -> KeyedRows:
-        """The rows sorted by ring key, then by their digest; equal rows by file and number."""
+    @property
+    def keys(self) -> NDArray[np.uint64]:
+        """The key of each row: the first eight bytes of its prompt's hash, as a number."""
+        halves = np.ascontiguousarray(self.rows.prompt_keys.prompt).view(">u8").reshape(-1, 2)
+        return halves[:, 0].astype(np.uint64)
+
+    def in_key_order(self) -> KeyedRows:
+        """The rows sorted by key, then by their digest; equal rows by file and number."""
         rows = self.rows
-        halves = rows.row_id.view(">u8").reshape(-1, 2)
-        order = np.lexsort((rows.row, rows.file, halves[:, 1], halves[:, 0], self.ring_keys))
+        halves = np.ascontiguousarray(rows.row_id).view(">u8").reshape(-1, 2)
+        order = np.lexsort((rows.row, rows.file, halves[:, 1], halves[:, 0], self.keys))
         return self.take(order)
 
 
-def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[str]) -> KeyedRows:
+def key_rows(encoded: Sequence[EncodedRecord], *, carried: Sequence[str]) -> KeyedRows:
     """Encoded records as columns, with the hashes of rows, prompts and completions."""
     completions = Ragged.of([ids for row in encoded for ids in row.completions], np.int32)
     turns = _turns(completions, [each for row in encoded for each in row.turns])
@@ -89,11 +94,7 @@ def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[s
         },
         turns=turns,
     )
-    return KeyedRows(
-        rows,
-        _ring_keys(prompt_keys.prompt.tobytes(), seed),
-        np.frombuffer(b"".join(digests), dtype=np.uint64)[::2].copy(),
-    )
+    return KeyedRows(rows, np.frombuffer(b"".join(digests), dtype=np.uint64)[::2].copy())
 
 
 def _turns(completions: Ragged, turns: Sequence[NDArray[np.int16] | None]) -> Ragged | None:
@@ -145,19 +146,12 @@ def _row_ids(
     return np.frombuffer(b"".join(digests), dtype="S16")
 
 
-def _ring_keys(prompt_keys: bytes, seed: int) -> NDArray[np.uint64]:
-    salt = str(seed).encode()
-    starts = range(0, len(prompt_keys), 16)
-    digests = [_digest(prompt_keys[start : start + 16], size=8, key=salt) for start in starts]
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
-
-
 def _number(score: float | None) -> float:
     return nan if score is None else score
 
 
-def _digest(content: bytes, *, size: int, key: bytes = b"") -> bytes:
-    return hashlib.blake2b(content, digest_size=size, key=key).digest()
+def _digest(content: bytes, *, size: int) -> bytes:
+    return hashlib.blake2b(content, digest_size=size).digest()
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,9 @@ def _flat(sections: Mapping[str, Any], where: str = "") -> dict[str, Any]:
 def _parse_set(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"--set {text:.60}: expected NAME=VALUE, for example --set cache.seed=1.")
+        raise UsageError(
+            f"--set {text:.60}: expected NAME=VALUE, for example --set cache.shards=8."
+        )
     return name, setting_value(name, value, where=f"--set {text:.60}")
 
 

@@ -85,8 +85,7 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
         try:
             for made, shards in _scored(folder):
                 if made.reference_key == plan.reference_key:
-                    same_ring = made.fingerprint["cache.seed"] == plan.fingerprint["cache.seed"]
-                    earlier.append(EarlierCache(folder, shards, same_ring))
+                    earlier.append(EarlierCache(folder, shards))
         except (AlignError, OSError) as error:
             logger.warning("%s is not reused: %s", folder.root, error)
     return earlier

@@ -187,7 +187,7 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
             encoded = encoder.encode(records)
             found.drop(encoded.rejected)
             found.notes.update(encoded.notes)
-            found.add_tokens(key_rows(encoded.rows, seed=0, carried=shape.carried))
+            found.add_tokens(key_rows(encoded.rows, carried=shape.carried))
         else:
             found.add(records)
         progress.advance(len(batch))

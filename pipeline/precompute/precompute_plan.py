@@ -94,7 +94,6 @@ class CacheJob:
                 self.config.model.path,
                 self.config.tokens,
                 self.shape,
-                self.config.cache.seed,
                 self.files,
                 tokenizer_fingerprint(self.tokenizer),
             ),

@@ -23,7 +23,6 @@ class EncodingJob:
     model: str
     options: TokenOptions
     shape: Shape
-    seed: int
     files: tuple[int, ...]  # the identity of each input
     tokenizer: Mapping[str, str]  # its fingerprint, which every process has to reproduce
 
@@ -52,7 +51,7 @@ class SliceEncoder:
             with collector_paused():
                 records = [one for one in batch if isinstance(one, Record)]
                 encoded = self._encoder.encode(records)
-                keyed = key_rows(encoded.rows, seed=job.seed, carried=job.shape.carried)
+                keyed = key_rows(encoded.rows, carried=job.shape.carried)
             rejected = [*(one for one in batch if isinstance(one, Rejected)), *encoded.rejected]
             counts.count(EncodedChunk(part.file, keyed, rejected, dict(encoded.notes)))
             yield keyed

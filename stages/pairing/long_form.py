@@ -16,7 +16,7 @@ from ...schemas.rows import RowBlock
 
 
 def merge_same_prompts(keyed: KeyedRows, notes: Counter[str], *, prompt_side: str) -> KeyedRows:
-    """Joins neighbouring rows with one prompt; their branches keep ring order.
+    """Joins neighbouring rows with one prompt; their branches keep key order.
 
     Their prompt is the longest run of ids that all of them begin with. What a row's own prompt has
     behind that goes to the front of its completion. `prompt_side` is where long prompts were cut:
@@ -33,7 +33,7 @@ def merge_same_prompts(keyed: KeyedRows, notes: Counter[str], *, prompt_side: st
     every = np.arange(len(rows.completions))
     merged = keyed.gather(firsts, every, np.append(rows.branch_offsets[firsts], len(every)))
     named = replace(merged.rows, row_id=_joined_ids(rows.row_id, firsts, stops))
-    return replace(merged, rows=named).in_ring_order()
+    return replace(merged, rows=named).in_key_order()
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def write_slice(sink: BufferedIOBase, chunks: Iterable[KeyedRows], ranges: int) 
     for portion in _portions(chunks):
         rows = KeyedRows.concat(portion)
         portion.clear()  # so that no row is held three times
-        number = range_of(rows.ring_keys, ranges)
+        number = range_of(rows.keys, ranges)
         facts.add(rows, np.bincount(number, minlength=ranges))
         batch = to_batch(rows.take(np.argsort(number.astype(np.uint16), kind="stable")))
         writer = writer or pa.ipc.new_file(sink, batch.schema)
@@ -109,7 +109,7 @@ class SliceFacts:
         self.completion_tokens += len(rows.completions.values)
         self.lowest = min(self.lowest, int(keyed.completion_keys.min(initial=self.lowest)))
         self.highest = max(self.highest, int(keyed.completion_keys.max(initial=self.highest)))
-        self._prompts.append(keyed.ring_keys[rows.row_of_branch])
+        self._prompts.append(keyed.keys[rows.row_of_branch])
 
     @property
     def largest_prompt(self) -> tuple[str, int]:
@@ -172,7 +172,7 @@ class EncodedRows:
         self._opened = lru_cache(FILES_OPEN)(lambda path: pa.ipc.open_file(pa.OSFile(str(path))))
 
     def read(self, shard: int, notes: Counter[str]) -> KeyedRows | None:
-        """The rows of a shard in ring order, each numbered in its file of data; None without any.
+        """The rows of a shard in key order, each numbered in its file of data; None without any.
 
         Rows of equal content are numbered 0, 1, 2, ... as copies, in the order of the data.
         """
@@ -192,19 +192,19 @@ class EncodedRows:
         keyed = from_batch(KeyedRows, *joined.to_batches())
         del joined
         row = keyed.rows.row + np.repeat([file.first_row for file in self._files], lengths)
-        keyed = replace(keyed, rows=replace(keyed.rows, row=row)).in_ring_order()
+        keyed = replace(keyed, rows=replace(keyed.rows, row=row)).in_key_order()
         notes["pairs_in_both_orders"] += _in_both_orders(keyed)
         if self._prompt_side:
             keyed = merge_same_prompts(keyed, notes, prompt_side=self._prompt_side)
         return _with_copies_numbered(keyed, notes)
 
-    def completions_of(self, ring_key: int) -> int:
+    def completions_of(self, key: int) -> int:
         """How many completions a prompt has."""
-        keys = np.array([ring_key], np.uint64)
+        keys = np.array([key], np.uint64)
         keyed = self.read(int(range_of(keys, self._shards)[0]), Counter())
         if keyed is None:
             return 0
-        return int(np.diff(keyed.rows.branch_offsets)[keyed.ring_keys == keys].sum())
+        return int(np.diff(keyed.rows.branch_offsets)[keyed.keys == keys].sum())
 
     def _batches(self, file: SliceFile, shard: int) -> list[pa.RecordBatch]:
         wide = file.counts.shape[1] // self._shards
@@ -230,7 +230,7 @@ def _in_both_orders(keyed: KeyedRows) -> int:
     starts = rows.branch_offsets[:-1][np.diff(rows.branch_offsets) == 2]
     firsts = starts[(rows.roles[starts] == Role.CHOSEN) & (rows.roles[starts + 1] == Role.REJECTED)]
     chosen, rejected = keyed.completion_keys[firsts], keyed.completion_keys[firsts + 1]
-    prompts, is_turned = keyed.ring_keys[rows.row_of_branch[firsts]], chosen > rejected
+    prompts, is_turned = keyed.keys[rows.row_of_branch[firsts]], chosen > rejected
     pairs = np.stack([prompts, np.minimum(chosen, rejected), np.maximum(chosen, rejected)])
     order = np.lexsort((is_turned, *pairs))
     pairs, is_turned = pairs[:, order], is_turned[order]

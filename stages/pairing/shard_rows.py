@@ -70,7 +70,7 @@ def build_shard(read: Read, shard: int, shards: int, num_pairs: int, rule: CutRu
         Rejected(int(own.rows.file[row]), int(own.rows.row[row]), "no_mismatch", why)
         for row, why in sorted(missing.items())
     ]
-    keys = own.ring_keys
+    keys = own.keys
     return ShardRows(rows, f"{keys[0]:016x}", f"{keys[-1]:016x}", tuple(rejected), notes)
 
 
@@ -86,7 +86,7 @@ class _Candidates:
         self._keyed, rows = keyed, keyed.rows
         self._row_of = rows.row_of_branch
         self._no_prompts = rows.with_heads("prompts", np.zeros(len(rows), np.int64))
-        self.prompts, self.texts = keyed.ring_keys[self._row_of], keyed.completion_keys
+        self.prompts, self.texts = keyed.keys[self._row_of], keyed.completion_keys
 
     def borrow(self) -> bool:
         """Adds the completions of the next range that has rows; False if there is none."""

@@ -35,8 +35,8 @@ def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
     run = load_run("run")
     assert run.model
     assert run.settings["tokens.max_length"] == 512
-    given = {name: run.settings[name] for name in ("method.beta", "train.seed", "cache.seed")}
-    assert given == {"method.beta": 0.3, "train.seed": 5, "cache.seed": 0}
+    given = {name: run.settings[name] for name in ("method.beta", "train.seed", "cache.kl_pairs")}
+    assert given == {"method.beta": 0.3, "train.seed": 5, "cache.kl_pairs": 1}
 
     monkeypatch.setattr(HfReference, "load", loaded_reference)
     again = align(*words, "--resume", "auto")

@@ -43,7 +43,6 @@ def drawn(config, tmp_path):
         cache = replace(
             config.cache,
             output=str(tmp_path / f"cache-{seed}"),
-            seed=chance.randint(0, 3),
             kl_pairs=chance.randint(0, 3),
             shards=chance.choice([0, 0, 1, 7]),
         )

@@ -67,7 +67,8 @@ def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_pa
     known = replace(to().cache, output=str(tmp_path / "far" / "b"), reuse_known=True)
     assert run(replace(to(), cache=known)).tally.scored == 0
     assert beside("other", StubReference("other")).reused == alone
-    assert beside("seed", seed=5).reused >= first.manifest.branches // 2  # all but the mismatched
+    assert beside("pairs", kl_pairs=0).scored == 0
+    assert beside("shards", shards=3).reused > first.manifest.branches // 2  # and most partners
     run(to(output=str(tmp_path / "sums"), token_logps=False))
     wanted = to(output=str(tmp_path / "tokens"), reuse=[str(tmp_path / "sums")])
     assert run(wanted).tally.reused == alone  # sums alone, where tokens are wanted
@@ -154,7 +155,6 @@ CHANGES = {
     "tokens.bos": "never",
     "tokens.eos": "never",
     "tokens.date": "2026-01-01",
-    "cache.seed": 1,
     "cache.kl_pairs": 2,
     "cache.token_logps": False,
     "cache.shards": 17,
@@ -207,8 +207,8 @@ def test_a_changed_tokenizer_or_template_is_noticed_and_named(config, tmp_path):
 
 def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
     child(config, "after:fsync_folder:commits=kill@2").join(PATIENCE)
-    with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.seed"):
-        run(to(seed=1))
+    with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.kl_pairs"):
+        run(to(kl_pairs=0))
     assert run(config).manifest.rows == 120
 
 
@@ -271,10 +271,10 @@ def warnings(caplog):
 
 
 @pytest.mark.parametrize(
-    ("damage", "seed", "token_logps"), [(Path.unlink, 0, True), (corrupt, 5, False)]
+    ("damage", "shards", "token_logps"), [(Path.unlink, 8, True), (corrupt, 3, False)]
 )
-def test_a_damaged_shard_is_scored_anew(to, tmp_path, warnings, damage, seed, token_logps):
-    run(to(seed=seed, token_logps=token_logps))
+def test_a_damaged_shard_is_scored_anew(to, tmp_path, warnings, damage, shards, token_logps):
+    run(to(shards=shards, token_logps=token_logps))
     shard = shards_of(to().cache.output)[0]
     damage(shard)
     reused = to(output=str(tmp_path / "b"), reuse=[to().cache.output], token_logps=token_logps)
@@ -304,8 +304,8 @@ DAMAGE = {
 @pytest.mark.parametrize("is_named", [True, False])
 def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warnings, is_named):
     outputs = [str(tmp_path / name) for name in DAMAGE]
-    for seed, output in enumerate(outputs):
-        run(to(output=output, seed=seed))
+    for shards, output in enumerate(outputs, start=3):
+        run(to(output=output, shards=shards))
         cache_compatibility.register_cache(CacheFolder(Path(output)))
         DAMAGE[Path(output).name](Path(output) / "manifest.json")
     again = to(reuse=outputs if is_named else [], reuse_known=not is_named)

@@ -85,7 +85,7 @@ def test_scoring_takes_what_is_planned(folder_of, dtype, budget):
         encoded(each[:PROMPT], *(each[PROMPT:][:COMPLETION], each[-COMPLETION:]), row=row)
         for row, each in enumerate(drawn.tolist())
     ]
-    block = key_rows(records, seed=0, carried=()).rows
+    block = key_rows(records, carried=()).rows
     nothing = KnownScores(np.zeros(2 * ROWS, np.bool_), None, np.zeros(2 * ROWS), {})
     scorer, live = HfReference(ModelOptions(path=folder, device="cpu")).open(), LiveMemory("cpu")
     weights = [*scorer.model.parameters(), *scorer.model.buffers()]

@@ -44,9 +44,9 @@ def test_the_written_file_loads_back_to_the_defaults_and_init_never_overwrites()
     assert align("init").code == 0
     assert load().config == Config()
     assert set(load().origins) == set(flatten(Config()))
-    write("cache:\n  seed: 5\n")
+    write("cache:\n  shards: 5\n")
     assert "align.yaml exists" in refusal(2, "init")
-    assert load().config.cache.seed == 5
+    assert load().config.cache.shards == 5
     assert align("init", "other.yaml").code == 0
 
 
@@ -77,25 +77,25 @@ def test_a_schema_beside_the_file_knows_every_setting(here):
 
 
 def test_config_prints_what_was_changed_alone_where_that_is_asked_for():
-    write("cache:\n  seed: 5\n  kl_pairs: 1\n")  # the second is the default
+    write("cache:\n  shards: 5\n  kl_pairs: 1\n")  # the second is the default
     given = ("--set", "train.lr=1e-05", "--set", "method.beta=0.2")
     lines = align("config", "--changed", *given).out.splitlines()
     found = {line for line in lines if not line.startswith("#")}
     assert found == {
-        "cache.seed = 5  (align.yaml)",
+        "cache.shards = 5  (align.yaml)",
         "train.lr = 1e-05  (--set)",
         "method.beta = 0.2  (--set)",
     }
 
 
 def test_config_prints_every_setting_and_where_it_comes_from(monkeypatch):
-    write("cache:\n  seed: 5\n  kl_pairs: 2\nmodel:\n  path: here\ndata:\n  files: [a]\n")
+    write("cache:\n  shards: 5\n  kl_pairs: 2\nmodel:\n  path: here\ndata:\n  files: [a]\n")
     monkeypatch.setenv("ALIGN_MODEL", "from-env")
     lines = align("config", "data.parquet", "--set", "cache.kl_pairs=3").out.splitlines()
     shown = dict(line.split(" = ", 1) for line in lines if not line.startswith("#"))
     assert set(shown) == set(flatten(Config()))
     for name, value, origin in (
-        ("cache.seed", "5", "align.yaml"),
+        ("cache.shards", "5", "align.yaml"),
         ("model.path", "'from-env'", "ALIGN_MODEL"),
         ("data.files", "['data.parquet']", "flag"),
         ("cache.kl_pairs", "3", "--set"),
@@ -109,7 +109,7 @@ def test_config_prints_every_setting_and_where_it_comes_from(monkeypatch):
 
 def test_a_set_value_has_the_type_of_its_setting():
     for text, value in (
-        ("cache.seed=7", 7),
+        ("cache.shards=7", 7),
         ("cache.token_logps=true", True),
         ("data.max_bad_frac=1", 1.0),
         ("model.path=5", "5"),
@@ -148,15 +148,15 @@ def test_memory_may_be_a_number_of_bytes():
 
 # A config file, and what the refusal names beside the file itself.
 MISTAKES = {
-    "cache:\n  sed: 1\n": ("'cache.sed'", "Did you mean 'seed'?"),
+    "cache:\n  shard: 1\n": ("'cache.shard'", "Did you mean 'shards'?"),
     "cache: 5\n": ("cache is a section",),
-    "cache:\n  seed: 1.5\n": ("cache.seed: ", "1.5"),
-    "cache:\n  seed: true\n": ("cache.seed: ", "True"),
-    "cache:\n  seed: 010\n": ("cache.seed: ", "10.0"),
+    "cache:\n  shards: 1.5\n": ("cache.shards: ", "1.5"),
+    "cache:\n  shards: true\n": ("cache.shards: ", "True"),
+    "cache:\n  shards: 010\n": ("cache.shards: ", "10.0"),
     "model:\n  dtype: float33\n": ("Did you mean 'float32'?",),
     "- a\n": ("expected sections",),
     "5: 1\n": ("unknown key '5'",),
-    "cache.seed: 1\ncache:\n  seed: 2\n": ("given twice: cache.seed",),
+    "cache.shards: 1\ncache:\n  shards: 2\n": ("given twice: cache.shards",),
     "model:\n  path: ~nosuchuser/m\n": ("model.path is '~nosuchuser/",),
     "data:\n  files: [a, ~nosuchuser/b]\n": ("data.files is '~nosuchuser/",),
     'model:\n  path: "a\\0b"\n': ("model.path is 'a\\x00b'",),
@@ -180,9 +180,9 @@ def test_a_mistake_in_a_set_names_it_and_the_nearest_name():
     for text, named in (
         ("modle.path=x", ("'modle.path'", "Did you mean 'model.path'?")),
         ("cache=4", ("cache is a section",)),
-        ("cache.seed", ("cache.seed: expected NAME=VALUE",)),
-        ("cache.seed=", ("cache.seed: ", "None")),
-        ("cache.seed=[", ("cache.seed=[: ", "not readable as YAML")),
+        ("cache.shards", ("cache.shards: expected NAME=VALUE",)),
+        ("cache.shards=", ("cache.shards: ", "None")),
+        ("cache.shards=[", ("cache.shards=[: ", "not readable as YAML")),
         ("cache.reuse=[&a b, *a]", ("not readable as YAML",)),
         ("data.map={a: b, a: c}", ("not readable as YAML",)),
     ):
@@ -196,7 +196,7 @@ HOSTILE = (
         "aliases are not allowed",
     ),
     ("a: &a {b: 1}\ncache:\n  <<: *a\n", "aliases are not allowed"),
-    ("cache:\n  seed: 1\n  seed: 2\n", "given twice: seed"),
+    ("cache:\n  shards: 1\n  shards: 2\n", "given twice: shards"),
     ('model: !!python/object/apply:os.system ["touch canary"]\n', "tags are not allowed"),
     ("[" * 20_000, "not readable as YAML"),
     ("? [1, 2]\n: 3\n", "not readable as YAML"),
@@ -280,8 +280,8 @@ def test_odd_values_are_read_or_refused(name, value):
         ("lora.dropout", 1.5, "lora.dropout: expected"),
         ("objects.local_gib", 1e308, "objects.local_gib: expected"),
         ("train.epochs", 1e300, "train.epochs: expected"),
-        pytest.param("cache.seed", 1 << 20_000, "cache.seed is of 20,001 bits", id="huge"),
-        ("cache.seed", 2**63, "cache.seed is 9223372036854775808; it cannot be that large"),
+        pytest.param("cache.shards", 1 << 20_000, "cache.shards is of 20,001 bits", id="huge"),
+        ("cache.shards", 2**63, "cache.shards is 9223372036854775808; it cannot be that large"),
     ],
 )
 def test_a_number_that_nothing_could_use_is_refused_where_it_is_given(name, value, said):
@@ -307,9 +307,9 @@ def test_paths_in_the_file_are_meant_from_where_it_lies(here):
 
 def test_the_file_here_comes_before_the_one_beside_the_data_or_the_cache(here):
     (here / "project").mkdir()
-    write("cache:\n  seed: 1\n", "project/align.yaml")
+    write("cache:\n  shards: 1\n", "project/align.yaml")
     beside = {"train.cache": "project/cache"}
-    assert load(data=["project/a.parquet"]).config.cache.seed == 1
-    assert load(**beside).config.cache.seed == 1
-    write("cache:\n  seed: 2\n")
-    assert load(data=["project/a.parquet"]).config.cache.seed == 2
+    assert load(data=["project/a.parquet"]).config.cache.shards == 1
+    assert load(**beside).config.cache.shards == 1
+    write("cache:\n  shards: 2\n")
+    assert load(data=["project/a.parquet"]).config.cache.shards == 2

@@ -108,8 +108,8 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
 ):
     root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
     late, other = (
-        replace(config, cache=replace(config.cache, output=f"{root}/cache", seed=seed))
-        for seed in (0, 1)
+        replace(config, cache=replace(config.cache, output=f"{root}/cache", kl_pairs=pairs))
+        for pairs in (0, 1)
     )
     made = []
     progress = Meanwhile(lambda: made.append(run(other).manifest))
@@ -119,7 +119,7 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
     assert load_manifest(folder) == made[0]
     assert run(other).was_complete
     assert is_tidy(folder, made[0])
-    with pytest.raises(FingerprintError, match="cache.seed: the cache has 1, now 0"):
+    with pytest.raises(FingerprintError, match="cache.kl_pairs: the cache has 1, now 0"):
         run(late)
 
 

@@ -165,7 +165,7 @@ def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
         encoded([5], [row + 6], row=row, roles=(Role.CANDIDATE,), scores=(float(row),))
         for row in range(4)
     ]
-    keyed = key_rows(encoded_rows, seed=0, carried=()).in_ring_order()
+    keyed = key_rows(encoded_rows, carried=()).in_key_order()
     keyed = replace(keyed, rows=marked(keyed.rows))
     joined = merge_same_prompts(keyed, Counter(), prompt_side="left")
     require_marked(joined.rows)

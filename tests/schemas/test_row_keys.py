@@ -22,8 +22,8 @@ ROW = encoded(
 )
 
 
-def only(record, *, seed=0):
-    (row,) = plain(key_rows([record], seed=seed, carried=tuple(record.record.carried)))
+def only(record):
+    (row,) = plain(key_rows([record], carried=tuple(record.record.carried)))
     return row
 
 
@@ -48,18 +48,15 @@ def test_a_row_id_changes_with(name):
     assert only(CHANGES[name]).row_id != only(ROW).row_id
 
 
-def test_the_seed_moves_prompts_and_leaves_completions_and_ids_as_the_source_does():
+def test_a_row_is_placed_by_its_prompts_hash_and_named_wherever_it_comes_from():
     assert only(with_record(file=3, row=99)).row_id == only(ROW).row_id
-    assert only(ROW, seed=7).row_id == only(ROW).row_id
-    assert only(ROW, seed=7).place != only(ROW).place
-    assert only(ROW, seed=7).completion_keys == only(ROW).completion_keys
-    assert only(ROW, seed=-1).place != only(ROW, seed=1).place
+    assert only(ROW).place == int.from_bytes(only(ROW).prompt_keys[0][:8], "big")
 
 
 @settings(max_examples=60)
 @given(record_lists(with_scores=True))
 def test_rows_hold_their_records_and_ids_and_keys_are_equal_exactly_where_contents_are(records):
-    rows = plain(key_rows(records, seed=3, carried=("weight",)))
+    rows = plain(key_rows(records, carried=("weight",)))
     contents = [(row.prompt, row.branches, row.carried) for row in rows]
     assert len(set(contents)) == len({row.row_id for row in rows})
     assert len(set(zip(contents, [row.row_id for row in rows], strict=True))) == len(set(contents))

@@ -68,7 +68,7 @@ def plain(keyed):
                 branches=tuple(branches),
                 turns=tuple(tuple(rows.whole("turns")[b].tolist()) for b in own),
                 carried=tuple(float(column[index]) for column in rows.carried.values()),
-                place=int(keyed.ring_keys[index]),
+                place=int(keyed.keys[index]),
                 prompt_keys=(
                     rows.prompt_keys.prompt[index : index + 1].tobytes(),
                     int(rows.prompt_keys.split[index]),
@@ -109,13 +109,13 @@ class Shards:
         return build_shard(self.rows.read, shard, self.count, self.num_pairs, rule)
 
 
-def shards_of(folder, records, *, chunk=1000, seed=0, carried=(), per_file=None, **options):
+def shards_of(folder, records, *, chunk=1000, carried=(), per_file=None, **options):
     """These records by key range; they arrive in chunks of so many, and slices of so many."""
     per_file = per_file or len(records)
     slices = [records[start : start + per_file] for start in range(0, len(records), per_file)]
     chunked = [
         [
-            key_rows(rows[start : start + chunk], seed=seed, carried=carried)
+            key_rows(rows[start : start + chunk], carried=carried)
             for start in range(0, len(rows), chunk)
         ]
         for rows in slices
@@ -125,8 +125,7 @@ def shards_of(folder, records, *, chunk=1000, seed=0, carried=(), per_file=None,
 
 def plain_of(shard):
     """The rows of a built shard, one at a time."""
-    no_keys = np.zeros(len(shard.rows), np.uint64)
-    keyed = KeyedRows(shard.rows, no_keys, np.zeros(len(shard.rows.completions), np.uint64))
+    keyed = KeyedRows(shard.rows, np.zeros(len(shard.rows.completions), np.uint64))
     return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
 
 

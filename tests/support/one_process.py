@@ -33,14 +33,14 @@ def prepared_at_once(job):
     for number, file in enumerate(job.inputs):
         records, rejected = parted(records_in(file, job.shape, job.files[number]))
         encoded = encoder.encode(records)
-        parts.append(key_rows(encoded.rows, seed=config.cache.seed, carried=job.shape.carried))
+        parts.append(key_rows(encoded.rows, carried=job.shape.carried))
         intake.rows_per_file[number] += len(records) + len(rejected)
         intake.rejected += [*rejected, *encoded.rejected]
     keyed = _sorted(KeyedRows.concat(parts))
-    prompts = Counter(keyed.ring_keys[keyed.rows.row_of_branch].tolist())
+    prompts = Counter(keyed.keys[keyed.rows.row_of_branch].tolist())
     can_be_paired = 2 * max(prompts.values(), default=0) <= prompts.total()
     can_be_paired &= len({*keyed.completion_keys.tolist()}) > 1
-    places = keyed.ring_keys.tolist()
+    places = keyed.keys.tolist()
     if job.shape.kind == "scored_long":
         side = config.tokens.prompt_side
         keyed = merge_same_prompts(keyed, intake.notes, prompt_side=side)
@@ -57,7 +57,7 @@ def prepared_at_once(job):
 def _sorted(keyed):
     """By place, by digest, and of equal rows by file and number."""
     ids, rows = keyed.rows.row_id.tobytes(), keyed.rows
-    places = keyed.ring_keys.tolist()
+    places = keyed.keys.tolist()
 
     def key(at):
         return places[at], ids[16 * at : 16 * at + 16], int(rows.file[at]), int(rows.row[at])

@@ -42,7 +42,7 @@ def folder_of(tmp_path_factory):
 
 def lines_for(row, tokenizer, *, file="data.jsonl", side="left"):
     """The lines of an encoded row, its prompt's after the first."""
-    rows = key_rows([row], seed=0, carried=()).rows
+    rows = key_rows([row], carried=()).rows
     return [*lines_of(rows, tokenizer, file=file, prompt_side=side)]
 
 

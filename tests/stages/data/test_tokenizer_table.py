@@ -204,7 +204,7 @@ def test_a_prompt_that_is_cut_keeps_its_bos_and_the_side_that_is_asked_for(kind,
             assert texts_of(folder, record, **options)[0][0] == cut
             row, _ = encode_one(folder, record, **options)
             assert row.prompt_cut == whole - 4
-            rows = key_rows([row], seed=0, carried=()).rows
+            rows = key_rows([row], carried=()).rows
             _, shown, *_ = map(str, lines_of(rows, tokenizer, file="x", prompt_side=side))
             missing = f"({whole - 4} tokens cut)"
             if side == "right":

@@ -15,7 +15,7 @@ from align.stages.pairing import partition
 from align.stages.pairing.long_form import merge_same_prompts
 from support.encoded_rows import encoded, plain, shards_of, token_lists
 
-PLAIN = {"seed": 0, "carried": ()}
+PLAIN = {"carried": ()}
 
 
 def long_row(prompt, completion, score, *, weight=1.0, row=0):
@@ -95,7 +95,7 @@ def joined(*rows, side="left", limit=None):
         record = replace(row.record, prompt="the same text", carried={})
         records.append(replace(row, record=record, prompt_cut=cut))
     notes = Counter()
-    keyed = key_rows(records, **PLAIN).in_ring_order()
+    keyed = key_rows(records, **PLAIN).in_key_order()
     merged = merge_same_prompts(keyed, notes, prompt_side=side)
     found = []
     for row in plain(merged):
@@ -155,7 +155,7 @@ def test_what_a_completion_gets_of_its_prompt_counts_as_its_first_token_does():
         )
         for place, (prompt, completion, turns) in enumerate(rows)
     ]
-    keyed = key_rows(records, **PLAIN).in_ring_order()
+    keyed = key_rows(records, **PLAIN).in_key_order()
     (row,) = plain(merge_same_prompts(keyed, Counter(), prompt_side="left"))
     found = dict(zip((ids for ids, *_ in row.branches), row.turns, strict=True))
     assert found == {(4, 7, 8): (0, 0, 1), (4, 5, 9): (1, 1, 1), (9, 9): (0, 1)}

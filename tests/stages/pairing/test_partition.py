@@ -114,9 +114,9 @@ def test_a_column_that_is_added_comes_through_with_the_partners(tmp_path, monkey
         monkeypatch.setattr(module, "KeyedRows", MarkedKeys)
     monkeypatch.setattr(partition, "TOKENS_PER_PORTION", 1)
     records = [encoded([row], [row, 1, 2], [row, 2], row=row) for row in range(40)]
-    keyed = [key_rows(some, seed=0, carried=()) for some in (records[:20], records[20:])]
+    keyed = [key_rows(some, carried=()) for some in (records[:20], records[20:])]
     chunks = [
-        MarkedKeys(marked(each.rows, with_marks=bool(number)), each.ring_keys, each.completion_keys)
+        MarkedKeys(marked(each.rows, with_marks=bool(number)), each.completion_keys)
         for number, each in enumerate(keyed)
     ]
     shards = Shards(tmp_path, [chunks], 4, shards=1, num_pairs=1)
@@ -133,8 +133,8 @@ def test_a_column_that_is_added_comes_through_with_the_partners(tmp_path, monkey
 
 
 def test_batches_without_a_column_of_tokens_keep_none():
-    rows = key_rows([encoded([1], [2])], seed=0, carried=())
-    keyed = MarkedKeys(marked(rows.rows, with_marks=False), rows.ring_keys, rows.completion_keys)
+    rows = key_rows([encoded([1], [2])], carried=())
+    keyed = MarkedKeys(marked(rows.rows, with_marks=False), rows.completion_keys)
     batch = to_batch(keyed)
     assert from_batch(MarkedKeys, batch).rows.marks is None
     assert "rows.marks" in {each.name for each in batch.schema.field("branches").type.value_type}

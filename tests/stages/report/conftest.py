@@ -44,7 +44,7 @@ def block_of(rows, first):
         )
         for number, row in enumerate(rows, first)
     ]
-    block = key_rows(records, seed=0, carried=[*rows[0].carried]).rows
+    block = key_rows(records, carried=[*rows[0].carried]).rows
     ids = np.array([f"{number:016d}" for number in block.row], dtype="S16")
     logps = np.array([branch.logp for row in rows for branch in row.branches])
     return ScoredBlock(replace(block, row_id=ids), logps, None)

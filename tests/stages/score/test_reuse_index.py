@@ -35,31 +35,30 @@ def odd_scores(rows):
 
 @pytest.fixture
 def halves(rows):
-    """The rows, scored, as two arcs of a ring."""
+    """The rows, scored, as two shards."""
     middle = 21  # its prompt is also that of the row before it
     return [odd_scores(rows.take(np.arange(*arc))) for arc in ((0, middle), (middle, 40))]
 
 
 @pytest.fixture
 def earlier(halves, tmp_path):
-    """A cache of those two arcs, the second of which begins where the first ends."""
+    """A cache of those two shards, the second of which begins where the first ends."""
     arcs = ((LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST))
     facts = [
         UnitFacts(*arc, 64, (), {}, numerics) for arc, numerics in zip(arcs, NUMERICS, strict=True)
     ]
     folder, commits = commit_blocks(tmp_path / "cache", halves, facts)
-    return lambda same_ring: EarlierCache(folder, tuple(commits), same_ring)
+    return EarlierCache(folder, tuple(commits))
 
 
-@pytest.mark.parametrize("same_ring", [True, False])
-def test_every_branch_is_found_in_any_order_bit_for_bit(earlier, halves, rows, same_ring):
+def test_every_branch_is_found_in_any_order_bit_for_bit(earlier, halves, rows):
     expected = {}
     for block in halves:
         values = zip(block.logps, block.token_logps, strict=True)
         for content, value in zip(by_content(block.rows), values, strict=True):
             expected.setdefault(content, []).append(value)
     shuffled = rows.take(np.random.default_rng(1).permutation(len(rows)))
-    index = ReuseIndex([earlier(same_ring)], need_token_logps=True)
+    index = ReuseIndex([earlier], need_token_logps=True)
     known = index.find(shuffled, first_key=LOWEST, last_key=HIGHEST)
     assert known.found.all()
     for branch, content in enumerate(by_content(shuffled)):
@@ -71,7 +70,7 @@ def test_every_branch_is_found_in_any_order_bit_for_bit(earlier, halves, rows, s
 
 
 def block_of(*records):
-    return key_rows(list(records), seed=0, carried=()).rows
+    return key_rows(list(records), carried=()).rows
 
 
 def test_the_boundary_is_part_of_what_a_branch_is(rows):
@@ -97,7 +96,7 @@ def test_the_boundary_is_part_of_what_a_branch_is(rows):
 def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
     prompt, completion = (rows.prompts[5], rows.completions[rows.branch_offsets[5]])
     mixed = block_of(encoded(prompt, [1, 1, 1], completion, [2, 2, 2]))
-    index = ReuseIndex([earlier(True)], need_token_logps=True)
+    index = ReuseIndex([earlier], need_token_logps=True)
     known = index.find(mixed, first_key=LOWEST, last_key=HIGHEST)
     assert known.found.tolist() == [False, True, False]
     assert known.token_logps.lengths.tolist() == [0, len(completion), 0]
@@ -107,7 +106,7 @@ def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
 
 
 def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier, halves):
-    cache = earlier(False)
+    cache = earlier
     first = cache.folder.shard(cache.shards[0])
     pq.write_table(pq.read_table(first), first, compression="none")
     index = ReuseIndex([cache], need_token_logps=True)
@@ -117,7 +116,7 @@ def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier,
 
 
 def test_the_numerics_are_those_of_the_scores_that_were_copied(earlier, halves):
-    index = ReuseIndex([earlier(False)], need_token_logps=False)
+    index = ReuseIndex([earlier], need_token_logps=False)
     only_second = set(by_content(halves[1].rows)) - set(by_content(halves[0].rows))
     prompt, completion = sorted(only_second)[0]
     known = index.find(block_of(encoded(prompt, completion)), first_key=LOWEST, last_key=HIGHEST)
