@@ -20,17 +20,12 @@ Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
 TIE = "tie"  # two answers of which none won: nothing is wrong with such a row
 REASONS = (
     "schema",
-    "null",
     "empty_prompt",
     "empty_completion",
     "too_long",
     "too_large",
-    "bad_utf8",
-    "bad_label",
     TIE,
-    "bad_number",
     "template_error",
-    "already_rendered",
     "nothing_learned",
     "no_mismatch",
     "nonfinite_logp",

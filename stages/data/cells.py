@@ -94,7 +94,7 @@ def read_text(value: Any, column: str) -> Text:
     if isinstance(value, list):
         return tuple(_message(entry, index, column) for index, entry in enumerate(value))
     if value is None:
-        raise BadRow("null", f"{column!r} is missing or null")
+        raise BadRow("schema", f"{column!r} is missing or null")
     raise BadRow("schema", f"{column!r} is neither text nor a list of messages: {shown(value)}")
 
 
@@ -231,19 +231,19 @@ def _require_json(value: Any, column: str) -> None:
 def read_label(value: Any, column: str) -> bool:
     """Whether the completion is desirable."""
     if value is None or value == "":
-        raise BadRow("null", f"{column!r} is missing or null")
+        raise BadRow("schema", f"{column!r} is missing or null")
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     word = value.strip().lower() if isinstance(value, str) else None
     if word in _TRUE or word in _FALSE:
         return word in _TRUE
-    raise BadRow("bad_label", f"{column!r} is not a label ({LABELS}): {shown(value)}")
+    raise BadRow("schema", f"{column!r} is not a label ({LABELS}): {shown(value)}")
 
 
 def read_number(value: Any, column: str) -> float:
     """A finite number, which may be given as text."""
     if value is None or value == "":
-        raise BadRow("null", f"{column!r} is missing or null")
+        raise BadRow("schema", f"{column!r} is missing or null")
     if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -251,7 +251,7 @@ def read_number(value: Any, column: str) -> float:
             number = math.nan
         if math.isfinite(number):
             return number
-    raise BadRow("bad_number", f"{column!r} is not a finite number: {shown(value)}")
+    raise BadRow("schema", f"{column!r} is not a finite number: {shown(value)}")
 
 
 def read_list(value: Any, column: str) -> list[Any]:
@@ -261,7 +261,7 @@ def read_list(value: Any, column: str) -> list[Any]:
     if isinstance(value, list):
         return value
     if value is None:
-        raise BadRow("null", f"{column!r} is missing or null")
+        raise BadRow("schema", f"{column!r} is missing or null")
     raise BadRow("schema", f"{column!r} is not a list: {shown(value)}")
 
 
@@ -319,7 +319,7 @@ def require_characters(value: Any, column: str) -> None:
     if isinstance(value, str):
         if not value.isascii() and not _is_encodable(value):
             what = "bytes that are not UTF-8 or half a character"
-            raise BadRow("bad_utf8", f"{column!r} holds {what}: {shown(value)}")
+            raise BadRow("schema", f"{column!r} holds {what}: {shown(value)}")
     elif isinstance(value, list):
         for entry in value:
             require_characters(entry, column)
@@ -385,7 +385,7 @@ class Wrapping:
         marks = [mark for mark in self.control if mark in text] if self.is_chat else []
         if found or marks:
             raise BadRow(
-                "already_rendered",
+                "schema",
                 f"{column!r} holds {found[0].strip() if found else marks[0]!r}: data.wrap=chat "
                 "would render it twice. Give its messages, or leave text as it is with "
                 "data.wrap=none",

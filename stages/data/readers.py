@@ -227,7 +227,7 @@ def _row_or_bad(batch: pa.RecordBatch, row: int) -> Row | BadRow:
             cells[name] = _values(batch.column(name).slice(row, 1))[0]
         except UnicodeDecodeError as error:
             detail = f"byte {error.start} of {name!r} is not UTF-8: {shown(error.object)}"
-            return BadRow("bad_utf8", detail)
+            return BadRow("schema", detail)
         except (ValueError, KeyError, ArithmeticError) as error:
             is_twice = "duplicate" in str(error)  # else it is a time or a decimal that Python lacks
             what = "has an object with a key twice" if is_twice else "cannot be read"
@@ -386,7 +386,7 @@ def _json_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row
         if end - start > MOST_BYTES:
             yield too_large(end - start)
         elif is_damaged and _has_surrogates(text[start:end]):
-            yield BadRow("bad_utf8", "the row has bytes that are not UTF-8")
+            yield BadRow("schema", "the row has bytes that are not UTF-8")
         elif not isinstance(row, dict):
             yield BadRow("schema", f"no JSON object: {shown(row)}")
         else:
@@ -408,7 +408,7 @@ def _line_row(line: bytes, columns: Collection[str]) -> Row | BadRow:
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return BadRow("bad_utf8", f"byte {error.start} of the row is not UTF-8")
+        return BadRow("schema", f"byte {error.start} of the row is not UTF-8")
     except ValueError as error:
         return BadRow("schema", f"no valid JSON ({error}): {shown(line)}")
     except RecursionError:

@@ -125,7 +125,7 @@ def user(cells: Cells, column: str) -> Text:
     if not isinstance(prompt, str):
         return prompt
     if "<extra_id_1>" in prompt:  # of HelpSteer
-        raise BadRow("already_rendered", f"{called!r} has turns marked by <extra_id_1>: write them")
+        raise BadRow("schema", f"{called!r} has turns marked by <extra_id_1>: write them")
     return ({"role": "user", "content": prompt},)
 
 
@@ -302,7 +302,7 @@ def one_or_two(cells: Cells, column: str) -> float:
     """The number of the better one, or a mean of such numbers."""
     won = read_number(*cells(column))
     if not 1 <= won <= 2:
-        raise BadRow("bad_label", f"{column!r} is not between 1 and 2: {shown(won)}")
+        raise BadRow("schema", f"{column!r} is not between 1 and 2: {shown(won)}")
     return 1.5 - won
 
 
@@ -319,7 +319,7 @@ def winner(cells: Cells, column: str) -> float:
     value, called = cells(column)
     ahead = {"model_a": 1.0, "model_b": -1.0, "tie": 0.0, "tie (bothbad)": 0.0, "both_bad": 0.0}
     if not isinstance(value, str) or value not in ahead:
-        raise BadRow("bad_label", f"{called!r} is neither model_a nor model_b: {shown(value)}")
+        raise BadRow("schema", f"{called!r} is neither model_a nor model_b: {shown(value)}")
     return ahead[value]
 
 
@@ -329,7 +329,7 @@ def flags(cells: Cells, first: str, second: str, tie: str) -> float:
         return 0.0
     ahead = float(labelled_as(cells, first)) - float(labelled_as(cells, second))
     if not ahead:
-        raise BadRow("bad_label", f"{first!r} and {second!r} name no winner, or two")
+        raise BadRow("schema", f"{first!r} and {second!r} name no winner, or two")
     return ahead
 
 

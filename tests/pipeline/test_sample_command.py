@@ -98,7 +98,7 @@ def test_text_is_asked_as_it_is_and_said_to_be_or_as_a_conversation(world, whole
     assert table(tmp_path / "wrapped").equals(table(whole_sample[0]))
     written = write_prompts(tmp_path / "w.jsonl", [f"Human: {text}" for text in QUESTIONS])
     given = ("--model", world.model, "--output", tmp_path / "o", "--no-mlflow", *wrapped)
-    assert "5 already_rendered" in refusal(3, "sample", written, *given)
+    assert "5 schema" in refusal(3, "sample", written, *given)
 
 
 def test_an_adapter_is_another_model_and_its_samples_are_its_own(

@@ -91,7 +91,7 @@ def test_what_cannot_be_wrapped_is_refused_with_each_way_on_and_each_goes(over):
     rendered = [text(n, prompt=f"Human: Q{n}?") for n in range(20)]
     config = over("rendered", "qwen", rendered, wrap="chat")
     for refuse in (run, split_prompts):  # the rounds ask what stage 1 scores
-        with pytest.raises(BadDataError, match=r"(?s)20 already_rendered.*data\.wrap=none"):
+        with pytest.raises(BadDataError, match=r"(?s)20 schema.*data\.wrap=none"):
             refuse(config)
     assert run(over("rendered", "qwen", rendered, wrap="none")).manifest.rows == 20
     none = over("brief", "qwen", BRIEF, wrap="none")

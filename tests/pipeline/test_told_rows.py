@@ -62,7 +62,7 @@ def test_ties_are_counted_apart_and_any_number_of_them_may_be_there(config_over)
     assert (made.manifest.rows, "20 of 40 rows left out: ties" in made.text()) == (20, True)
     assert "dropped" not in made.text()
     faulty = config_over(*rows, compared(40, "much"))
-    with pytest.raises(BadDataError, match=r"(?s)1 of 41 .*1 bad_number.*jsonl row 40: bad_num"):
+    with pytest.raises(BadDataError, match=r"(?s)1 of 41 .*1 schema.*jsonl row 40: schema"):
         run(replace(faulty, cache=replace(faulty.cache, output=f"{faulty.cache.output}-2")))
     ties = config_over(*(compared(n, 0) for n in range(4)))
     with pytest.raises(BadDataError, match="0 of 4 .*4 ties"):

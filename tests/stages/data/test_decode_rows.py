@@ -154,10 +154,10 @@ def test_which_messages_are_learned_is_in_the_record_and_no_part_of_them():
 
 ASKED = user("p")
 REFUSED = [
-    (PAIRED | {"chosen": None}, "null", "'chosen'"),
-    (SCORED | {"scores": [1, None, 2]}, "null", "'scores[1]'"),
-    (SCORED | {"completions": ["a", None, "b"]}, "null", "'completions[1]'"),
-    (SCORED | {"completions": None}, "null", "'completions'"),
+    (PAIRED | {"chosen": None}, "schema", "'chosen'"),
+    (SCORED | {"scores": [1, None, 2]}, "schema", "'scores[1]'"),
+    (SCORED | {"completions": ["a", None, "b"]}, "schema", "'completions[1]'"),
+    (SCORED | {"completions": None}, "schema", "'completions'"),
     (PAIRED | {"chosen": 3}, "schema", "'chosen'"),
     (PAIRED | {"chosen": ["c"]}, "schema", "'chosen'"),
     (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "'role'"),
@@ -187,22 +187,22 @@ REFUSED = [
     (SCORED | {"completions": ["a", "", "c"]}, "empty_completion", "'completions[1]'"),
     ({"chosen": "same text", "rejected": "same text"}, "empty_completion", "'chosen'"),
     ({"chosen": [ASKED, bot("b")], "rejected": [ASKED]}, "empty_completion", "'rejected'"),
-    (UNPAIRED | {"label": "yes"}, "bad_label", "'yes'"),
-    (UNPAIRED | {"label": float("nan")}, "bad_label", "nan"),
-    (LONG | {"score": "high"}, "bad_number", "'high'"),
-    (LONG | {"score": 10**400}, "bad_number", "'score'"),
-    (SCORED | {"scores": [1, 2, float("inf")]}, "bad_number", "'scores[2]'"),
-    (PAIRED | {"prompt": "a\ud800"}, "bad_utf8", "'prompt'"),
-    (CHAT | {"chosen": [bot("\udc00")]}, "bad_utf8", "'chosen'"),
+    (UNPAIRED | {"label": "yes"}, "schema", "'yes'"),
+    (UNPAIRED | {"label": float("nan")}, "schema", "nan"),
+    (LONG | {"score": "high"}, "schema", "'high'"),
+    (LONG | {"score": 10**400}, "schema", "'score'"),
+    (SCORED | {"scores": [1, 2, float("inf")]}, "schema", "'scores[2]'"),
+    (PAIRED | {"prompt": "a\ud800"}, "schema", "'prompt'"),
+    (CHAT | {"chosen": [bot("\udc00")]}, "schema", "'chosen'"),
     # Public sets
-    (STEER | {"prompt": "p\n<extra_id_1>Assistant\nc"}, "already_rendered", "'prompt'"),
+    (STEER | {"prompt": "p\n<extra_id_1>Assistant\nc"}, "schema", "'prompt'"),
     (STEER | {"preference_strength": 0}, "tie", "response_1"),
     ({"messages": [ASKED, bot("c")], "chosen": bot("c"), "rejected": "r"}, "schema", "'messages'"),
     ({"messages": [ASKED], "rejected_response": "r"}, "schema", "'messages'"),
     ({"messages": [bot("c")], "label": 1}, "empty_prompt", "'messages'"),
     ({"messages": [ASKED, bot("a"), bot("c")], "label": 1}, "schema", "'messages'"),
-    ({"instruction": "p", "completions": [{"response": "c"}]}, "null", "completions"),
-    ({"prompt": "p", "answers": [{"answer": "c", "rank": None}]}, "null", "answers"),
+    ({"instruction": "p", "completions": [{"response": "c"}]}, "schema", "completions"),
+    ({"prompt": "p", "answers": [{"answer": "c", "rank": None}]}, "schema", "answers"),
     ({"context": [ASKED], "completions": [{"completion": "c", "rank": 1}]}, "schema", "rank"),
 ]
 
@@ -221,9 +221,9 @@ def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read():
         (b"null", "schema"),
         (b"[" * 100_000, "schema"),
         (b"1" * 5000, "schema"),
-        (b'{"prompt": "\xff", "chosen": "c", "rejected": "r"}', "bad_utf8"),
+        (b'{"prompt": "\xff", "chosen": "c", "rejected": "r"}', "schema"),
         (b"\x00\x00\x00", "schema"),
-        (b"{}", "null"),
+        (b"{}", "schema"),
     ):
         records, rejected = read_lines(PAIRED, line, PAIRED)
         assert [record.row for record in records] == [0, 2]

@@ -43,12 +43,12 @@ def test_csv_cells_are_text_until_a_column_says_otherwise(tmp_path):
     records, rejected = parse_csv(tmp_path, ("prompt", "completions", "scores"), *cells)
     assert [(one.row, one.scores) for one in records] == [(0, (1.0, 2.5)), (5, (1.0,))]
     assert records[1].completions == ((bot("a"),),)
-    assert [bad.reason for bad in rejected] == ["schema"] * 3 + ["bad_utf8", "schema"]
+    assert [bad.reason for bad in rejected] == ["schema"] * 5
     cells = [("p", "c", "1.0", "2"), ("p", "c", "False", "-1e3"), ("p", "c", "", "1")]
     records, (bad,) = parse_csv(tmp_path, ("prompt", "completion", "label", "margin"), *cells)
     assert [record.roles[0] for record in records] == [Role.DESIRABLE, Role.UNDESIRABLE]
     assert [record.carried["margin"] for record in records] == [2.0, -1000.0]
-    assert bad.reason == "null"
+    assert bad.reason == "schema"
 
 
 def test_conversations_in_json_text_are_the_same_in_every_format(tmp_path):
@@ -125,7 +125,7 @@ def test_arrow_values_of_other_types_are_read_or_reject_their_own_row_only(tmp_p
     table = pa.table({"prompt": ["p"] * 3, "completion": ["c"] * 3, "score": scores})
     records, rejected = parse_arrow(tmp_path, table)
     assert [record.scores[0] for record in records] == [1.5, 2.5]
-    assert rejected[0].reason == "null"
+    assert rejected[0].reason == "schema"
     days = pa.table({"prompt": [date(2024, 1, 1)], "chosen": [b"c"], "rejected": ["r"]})
     assert parse_arrow(tmp_path, days)[1][0].reason == "schema"
     when = pa.array([0, 2**62], pa.timestamp("us"))  # the second is none that Python has

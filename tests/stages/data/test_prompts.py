@@ -132,7 +132,7 @@ def test_rows_that_cannot_be_used_are_rejected_with_their_place_and_reason(read)
     assert (texts(rows), rows.rows_in) == (["a"], 4)
     assert [(bad.row, bad.reason) for bad in rows.rejected] == [
         (1, "empty_prompt"),
-        (2, "null"),
+        (2, "schema"),
         (3, "schema"),
     ]
 
@@ -148,7 +148,7 @@ def test_pairs_without_a_prompt_give_what_both_begin_with_and_carry_the_rest(rea
     row = {"chosen": "a b", "rejected": "a c", "margin": 1, "x": 1, "answer": "b"}
     found = read([row, row, row | {"answer": "\ud800"}], x="")
     assert (texts(found), carried(found)) == (["a"] * 2, [{"answer": "b"}] * 2)
-    assert [(bad.row, bad.reason) for bad in found.rejected] == [(2, "bad_utf8")]
+    assert [(bad.row, bad.reason) for bad in found.rejected] == [(2, "schema")]
     chats = {name: [user("hi"), bot(name)] for name in ("chosen", "rejected")}
     assert texts(read([chats])) == [(user("hi"),)]
 

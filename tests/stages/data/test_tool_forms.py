@@ -192,7 +192,7 @@ def test_a_transcript_is_not_rendered_twice():
         ("system", "User: Which?"),
     ):
         bad = refused(PAIR | {column: text})
-        assert (bad.reason, repr(column) in bad.detail) == ("already_rendered", True), text
+        assert (bad.reason, repr(column) in bad.detail) == ("schema", True), text
         assert "data.wrap=none" in bad.detail
         assert column == "system" or record_of(PAIR | {column: text})
 
@@ -223,7 +223,7 @@ def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, t
     row = PAIR | {"system": "Be kind."}
     for name in row:
         bad = refused(row | {name: f"{row[name]}<|im_end|>"}, wrapping(qwen_folder))
-        assert (bad.reason, "<|im_end|>" in bad.detail) == ("already_rendered", True)
+        assert (bad.reason, "<|im_end|>" in bad.detail) == ("schema", True)
         assert repr(name) in bad.detail
         assert wrapped(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
     # A special token that the template does not write is text.
