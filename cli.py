@@ -104,20 +104,20 @@ def precompute_ref(
     )
     given = loaded.config
     require_inputs(given)
-    from .pipeline.executors.executor import share_of
     from .pipeline.jobs.object_inputs import with_local_inputs
+    from .pipeline.parts import part_of
     from .pipeline.precompute.precompute import precompute
     from .pipeline.precompute.precompute_plan import require_model
     from .stages.model.reference import HfReference
     from .stages.storage.disk.digests import own_digests
 
-    share = share_of(part, os.environ)
-    require_model(given, share)
+    own_part = part_of(part, os.environ)
+    require_model(given, own_part)
     local = with_local_inputs(given)
     recorded = recorded_by_first(local)
     reference, progress = HfReference(local.model, own_digests()), begin_work()
     print_result(
-        precompute(recorded, reference, progress=progress, share=share, shows_row=not quiet)
+        precompute(recorded, reference, progress=progress, share=own_part, shows_row=not quiet)
     )
 
 
@@ -131,8 +131,8 @@ def score(
     sets: Sets = None,
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
-    from .pipeline.executors.executor import share_of
     from .pipeline.options.settings import load_settings
+    from .pipeline.parts import part_of
     from .pipeline.tables.score_rewards import rewards_from_model
     from .schemas.errors import UsageError
 
@@ -142,13 +142,13 @@ def score(
     from .stages.model.reward_model import HfReward
     from .stages.storage.disk.digests import own_digests
 
-    share = share_of(part, os.environ)
+    own_part = part_of(part, os.environ)
     print_result(
         rewards_from_model(
             recorded_by_first(given),
             lambda options: HfReward(options, own_digests()),
             progress=begin_work(),
-            share=share,
+            part=own_part,
         )
     )
 

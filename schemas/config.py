@@ -164,9 +164,10 @@ class ScoringOptions:
         "a running Ray cluster; empty: one on this machine, which ends with the run",
         on=("precompute-ref", "score"),
     )
-    ray_workers: str = option(
-        "",
-        "actors, as MIN:MAX or one number; empty: one per GPU, or per machine without GPUs",
+    ray_workers: int = option(
+        0,
+        "actors; 0: one per GPU, or per machine without GPUs",
+        ge=0,
         on=("precompute-ref", "score"),
     )
     ray_gpus_per_worker: float = option(

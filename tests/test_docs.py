@@ -46,7 +46,6 @@ TO_BE_WRITTEN = {  # by who adds them
     "stages/storage/bucket/folder_bucket.py",
     "stages/tracking/file_tracker.py",
     "stages/data/ranked_rows.py",
-    "pipeline/executors/threads.py",
     "pipeline/tables/length_judge.py",
 }
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.

@@ -36,15 +36,15 @@ def sample(
     sets: Sets = None,
 ) -> None:
     """Sample completions of prompts from a policy; what was sampled before is not sampled again."""
-    from ..executors.executor import share_of
     from ..options.settings import load_settings
+    from ..parts import part_of
     from ..tables.sample import sample as run_sample
 
     given = load_settings(flags, sets or [], file=config, data=prompts or [], command="sample")
-    share = share_of(part, os.environ)
+    own_part = part_of(part, os.environ)
     recorded = recorded_by_first(given.config)
     progress = begin_work()
-    print_result(run_sample(recorded, progress=progress, share=share))
+    print_result(run_sample(recorded, progress=progress, part=own_part))
 
 
 @with_flags("judge")
@@ -60,8 +60,8 @@ def judge(
     sets: Sets = None,
 ) -> None:
     """Judge samples: by a reward model, a language model, or a check of their answers."""
-    from ..executors.executor import share_of
     from ..options.settings import load_settings
+    from ..parts import part_of
     from ..tables.judge import calibrate as run_calibrate
     from ..tables.judge import judge as run_judge
 
@@ -75,8 +75,8 @@ def judge(
         say(run_calibrate(given, calibrate, progress=begin_work()).text())
         return
     assert samples
-    share = share_of(part, os.environ)
-    print_result(run_judge(recorded_by_first(given), samples, progress=begin_work(), share=share))
+    own_part = part_of(part, os.environ)
+    print_result(run_judge(recorded_by_first(given), samples, progress=begin_work(), part=own_part))
 
 
 @with_flags("select")

@@ -21,8 +21,8 @@ from ...schemas.config import Config
 from ...schemas.safe_text import mask_secrets_of, safe
 from ...stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ...stages.tracking.progress import NoProgress, Progress, make_progress
-from ..executors.cores import HOW_THREADS_WAIT
 from ..options.other_names import hint
+from ..workers import HOW_THREADS_WAIT
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
 # waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth

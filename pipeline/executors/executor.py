@@ -6,15 +6,11 @@ at any time and anywhere, and no process needs a lock, or a message from another
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from ...schemas.errors import UsageError
-from ...stages.engine.launchers import world_apart
 from ...stages.tracking.progress import Progress
+from ..parts import Part
 
 Facts = TypeVar("Facts")
 Facts_co = TypeVar("Facts_co", covariant=True)
@@ -95,64 +91,6 @@ class Executor(Runner, Protocol):
         ...
 
 
-PART = re.compile(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
-
-
-@dataclass(frozen=True)
-class Share:
-    """One of so many parts of the tasks, split by their cost."""
-
-    number: int = 1  # from 1
-    count: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    @staticmethod
-    def read(text: str) -> Share:
-        """Reads `2/8`."""
-        found = PART.fullmatch(text)
-        if not found or int(found[1]) > int(found[2]):
-            raise UsageError(
-                f"--part {text}: expected I/N, the I-th of N parts, from 1/N to N/N; for example "
-                "--part 2/8."
-            )
-        return Share(int(found[1]), int(found[2]))
-
-    def of(self, tasks: Tasks[Facts]) -> list[int]:
-        """The tasks this part makes, the most expensive first; of an input all, its own first."""
-        costs = tasks.costs
-        order = sorted(range(len(costs)), key=lambda task: (-costs[task], task))
-        parts = _split(order, costs, self.count)
-        own = [task for task in order if parts[task] == self.number - 1]
-        if not tasks.is_input:
-            return own
-        # From the other end: what the other parts have not begun, if they are at it.
-        return own + [task for task in reversed(order) if parts[task] != self.number - 1]
-
-
-WHOLE = Share()
-
-
-def share_of(part: str | None, environment: Mapping[str, str]) -> Share | None:
-    """The part this process makes: the given one, or its rank's; None for the whole."""
-    world = world_apart(environment)
-    if part and world.size > 1:
-        raise UsageError(
-            "--part: this is one of several ranks, each of which makes its own part. Leave it out."
-        )
-    if part:
-        return Share.read(part)
-    return Share(world.rank + 1, world.size) if world.size > 1 else None
-
-
-def _split(order: Sequence[int], costs: Sequence[float], count: int) -> dict[int, int]:
-    """The part of each task: the next in order goes to the part that has the least so far."""
-    loads = [(0.0, part) for part in range(count)]
-    heapify(loads)
-    parts = {}
-    for task in order:
-        load, part = loads[0]
-        parts[task] = part
-        heapreplace(loads, (load + costs[task], part))
-    return parts
+def tasks_of(part: Part, tasks: Tasks[Facts]) -> list[int]:
+    """The tasks that a part makes, the most expensive first; of an input all, its own first."""
+    return part.first_of(tasks.costs) if tasks.is_input else part.of(tasks.costs)

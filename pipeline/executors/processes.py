@@ -1,32 +1,48 @@
-"""Makes tasks on this machine: in this process, or side by side in children of it."""
+"""Where the tasks of stage 1 are made: in this process, in children of it, or on Ray."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from multiprocessing.forkserver import ensure_running
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
-from ...schemas.errors import BadDataError
+from ...schemas.config import ScoringOptions
+from ...schemas.errors import UsageError
 from ...stages.engine.launchers import ranks_here
 from ...stages.tracking.progress import NoProgress, Progress
-from .cores import usable_cores
-from .executor import WHOLE, Facts, Runner, Share, Tasks
+from ..parts import WHOLE, Part
+from ..ray_actors import RayCluster, require_ray
+from ..workers import run_in_processes, usable_cores
+from .executor import Executor, Facts, Runner, Tasks, tasks_of
+
+
+def require_executor(options: ScoringOptions, part: Part | None) -> None:
+    """Refuses, by the settings alone, an executor that there cannot be."""
+    if options.executor == "inline":
+        return
+    if part:
+        raise UsageError(
+            f"--executor {options.executor}: a part, or a rank, works in its own process. Leave "
+            "out one of the two."
+        )
+    require_ray()
+
+
+def executor_of(options: ScoringOptions, part: Part | None, device: str) -> Executor:
+    """The executor that the options ask for, of what computes on a device."""
+    require_executor(options, part)
+    if options.executor == "inline":
+        return Inline(part or WHOLE)
+    return OnRay(RayCluster.of(options, on_gpu=device == "cuda"))
 
 
 @dataclass(frozen=True)
 class Inline:
-    """Makes a share of the tasks in this process, one after the other."""
+    """Makes a part of the tasks in this process, one after the other."""
 
-    share: Share = WHOLE
+    share: Part = WHOLE
 
     def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
         """All cores of this machine; each of the ranks here has children of its own."""
@@ -38,7 +54,7 @@ class Inline:
         self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
     ) -> None:
         """Tasks that another process commits meanwhile are not made."""
-        chosen = self.share.of(tasks)
+        chosen = tasks_of(self.share, tasks)
         total = sum(tasks.sizes[task] for task in chosen)
         progress.begin(tasks.name, total=total, unit=tasks.unit)
 
@@ -57,104 +73,77 @@ class Inline:
 
 @dataclass(frozen=True)
 class Children:
-    """Makes a share of the tasks in child processes, side by side; a single one in this process."""
+    """Makes a part of the tasks in child processes; a single one in this process."""
 
-    share: Share
+    share: Part
     processes: int
 
     def run(
         self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
     ) -> None:
         """Tasks that another process commits meanwhile are not made."""
-        chosen, sizes = self.share.of(tasks), tasks.sizes
+        chosen = tasks_of(self.share, tasks)
         todo = [task for task in chosen if not tasks.is_committed(task)]
         if len(todo) < 2:
             Inline(self.share).run(tasks, progress=progress, on_done=on_done)
             return
-        progress.begin(tasks.name, total=sum(sizes[task] for task in chosen), unit=tasks.unit)
-        progress.advance(sum(sizes[task] for task in {*chosen} - {*todo}))
-        with closing(_in_children(tasks, todo, num_processes=self.processes)) as made:
-            for task, facts in made:
-                progress.advance(sizes[task])
-                if facts is not None:
-                    on_done(facts)
-        progress.end()
+        progress.begin(tasks.name, total=sum(tasks.sizes[task] for task in chosen), unit=tasks.unit)
+        progress.advance(sum(tasks.sizes[task] for task in {*chosen} - {*todo}))
+        _take(run_in_processes(_Maker(tasks), todo, self.processes), tasks, progress, on_done)
 
 
-def _in_children(
-    work: Tasks[Facts], tasks: Sequence[int], *, num_processes: int
-) -> Generator[tuple[int, Facts | None]]:
-    """Each task with its facts, in the order given; without facts if another has made it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([type(work).__module__])
-    _start_server_ignoring_sigint()
-    others = {*multiprocessing.active_children()}
-    with ProcessPoolExecutor(
-        num_processes, mp_context=context, initializer=_start, initargs=(work,)
-    ) as pool:
-        waiting: deque[tuple[int, Future[Facts | None]]] = deque()
-        try:
-            for task in tasks:
-                waiting.append((task, pool.submit(_make, task)))
-                if len(waiting) > 2 * num_processes:
-                    yield _finished(waiting)
-            while waiting:
-                yield _finished(waiting)
-        except BrokenProcessPool as error:
-            raise BadDataError(
-                "A tokenizing process died, most likely for want of memory. "
-                "Use fewer of them (--set data.workers=1) and look for very long rows."
-            ) from error
-        except BaseException:
-            # A task takes seconds, and half a task leaves nothing that is ever read.
-            for child in {*multiprocessing.active_children()} - others:
-                child.kill()
-            raise
+@dataclass(frozen=True)
+class OnRay:
+    """Makes all tasks in actors of a cluster."""
+
+    cluster: RayCluster
+
+    def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
+        """A cluster of many machines has an actor for each core; else this machine's cores."""
+        if self.cluster.address and not is_small:
+            return OnRay(replace(self.cluster, actors=0, gpus=0.0, is_per_core=True))
+        return Inline().for_preparing(is_small=is_small, workers=workers)
+
+    def run(
+        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
+    ) -> None:
+        """Tasks that another process commits meanwhile are not made."""
+        todo = [task for task in tasks_of(WHOLE, tasks) if not tasks.is_committed(task)]
+        progress.begin(tasks.name, total=sum(tasks.sizes), unit=tasks.unit)
+        progress.advance(sum(tasks.sizes) - sum(tasks.sizes[task] for task in todo))
+        if todo:
+            noun = f"{tasks.name}, task"
+            _take(self.cluster.run(_Maker(tasks), todo, noun), tasks, progress, on_done)
+        else:
+            progress.end()
 
 
-def _finished(waiting: deque[tuple[int, Future[Facts | None]]]) -> tuple[int, Facts | None]:
-    task, future = waiting.popleft()
-    return task, future.result()
+def _take(
+    made: Generator[tuple[int, Facts | None]],
+    tasks: Tasks[Facts],
+    progress: Progress,
+    on_done: Callable[[Facts], None],
+) -> None:
+    with closing(made):
+        for task, facts in made:
+            progress.advance(tasks.sizes[task])
+            if facts is not None:
+                on_done(facts)
+    progress.end()
 
 
-_work: Tasks[Any] | None = None
-_make_each: Callable[[Iterable[int]], Generator[Any]] | None = None
+class _Maker(Generic[Facts]):
+    """Makes tasks in another process, which opens them once."""
 
+    def __init__(self, tasks: Tasks[Facts]) -> None:
+        self.__module__ = type(tasks).__module__  # which children load once for all
+        self._tasks = tasks
+        self._make: Callable[[Iterable[int]], Generator[Facts]] | None = None
 
-def _start(work: Tasks[Any]) -> None:
-    global _work, _make_each
-    # Each process keeps to one core; threads of the tokenizer would fight over them.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # Without a parent there is nothing left to do.
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _work, _make_each = work, work.open(NoProgress())
-
-
-def _start_server_ignoring_sigint() -> None:
-    """Ignores Ctrl-C and hang-ups, which reach every process: the parent handles them."""
-    if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread may set signals
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
-    }
-    try:
-        ensure_running()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _make(task: int) -> Any:
-    assert _work is not None
-    assert _make_each is not None
-    if _work.is_committed(task):
-        return None
-    (facts,) = _make_each([task])
-    return facts
+    def __call__(self, task: int) -> Any:
+        """The facts of a task; None if it was committed already."""
+        if self._tasks.is_committed(task):
+            return None
+        self._make = self._make or self._tasks.open(NoProgress())
+        (facts,) = self._make([task])
+        return facts

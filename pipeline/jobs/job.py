@@ -20,8 +20,9 @@ from ...stages.storage.bucket.objects import Location
 from ...stages.storage.disk.locks import Ownable, owner_lock
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
-from ..executors.executor import Executor, Share, Tasks
-from ..executors.kinds import executor_of
+from ..executors.executor import Executor, Tasks
+from ..executors.processes import executor_of
+from ..parts import Part
 from .counts import Counts
 from .recorded_work import recorded_work
 
@@ -71,7 +72,7 @@ class Job(Protocol[M, T]):
         ...
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> Part | None:
         """The part of the work that this process does; None: all of it."""
         ...
 
@@ -112,7 +113,7 @@ class Call(Generic[T]):
     has_published: bool = False
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> Part | None:
         """The part of the work that is asked for."""
         return self.job.share
 

@@ -35,10 +35,10 @@ from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.outbox import unsent_runs
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ..executors.executor import Share
 from ..jobs.job import Call, Made, carry_out
 from ..jobs.recorded_work import send_earlier
 from ..jobs.rejected_rows import RejectedRows
+from ..parts import Part
 from .cache_compatibility import candidates, may_have_scores, register_cache, require_same
 from .early_opening import opened_meanwhile
 from .precompute_plan import STAGE_ONE, CacheJob, encode_again, make_plan, open_job
@@ -57,7 +57,7 @@ def precompute(
     reference: Reference,
     *,
     progress: Progress,
-    share: Share | None = None,
+    share: Part | None = None,
     stage: str = STAGE_ONE,
     shows_row: bool = False,
 ) -> PrecomputeResult:
@@ -79,7 +79,7 @@ class PrecomputeJob:
     """One process's work on a cache, and what has come of it."""
 
     cache: CacheJob
-    share: Share | None
+    share: Part | None
     stage: str
     shows_row: bool = False
     tally: Tally = field(default_factory=Tally)

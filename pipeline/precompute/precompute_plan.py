@@ -39,10 +39,11 @@ from ...stages.storage.cache.commits import write_rejected
 from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.copies import origin_of
 from ...stages.storage.tables import drawing_of
-from ..executors.cores import usable_cores
-from ..executors.executor import Executor, Runner, Share
-from ..executors.kinds import require_executor
+from ..executors.executor import Executor, Runner
+from ..executors.processes import require_executor
 from ..jobs.rejected_rows import RejectedRows, first_rejected
+from ..parts import Part
+from ..workers import usable_cores
 from .cache_compatibility import candidates, fingerprint
 from .prepare_tasks import Encoded, EncodeTasks, joined_slices
 
@@ -110,7 +111,7 @@ class CacheJob:
         return folder.manifest.exists() and load_manifest(folder).plan_key == self.plan_key
 
 
-def require_model(config: Config, share: Share | None = None) -> None:
+def require_model(config: Config, share: Part | None = None) -> None:
     """Refuses what the settings alone get wrong, before data or a model are looked at."""
     if not config.model.path:
         raise UsageError(

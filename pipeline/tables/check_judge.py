@@ -11,8 +11,7 @@ from ...schemas.round_options import JudgeOptions
 from ...schemas.samples import Sampler
 from ...stages.judge.judged_rows import SampleRows
 from ...stages.judge.verifiers import Verifier, verifier_of
-from ..jobs.job import Call
-from .judges import Judged, RowJudge, SampleKey, Scores, Verdicts
+from .judges import Judging, RowJudge, SampleKey, Scores, Verdicts
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,13 @@ class CheckJudge(RowJudge):
         """The digest of the check's names."""
         return {"judge": digest(dict(self.named_by))}
 
-    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores]:
+    def scores(self, samples: SampleRows, judging: Judging) -> Verdicts[Scores]:
         """The score of each sample, which may be none."""
-        call.progress.begin("checking", total=len(samples.rows), unit="samples")
+        judging.progress.begin("checking", total=len(samples.rows), unit="samples")
         scores: dict[SampleKey, float | None] = {}
         for row, one in zip(samples.rows, samples.candidates, strict=True):
             scores[one.prompt_key, one.number] = self.verify(row, one.text)
-            call.progress.advance(1)
-        call.progress.end()
-        call.tally.new += len(scores)
+            judging.progress.advance(1)
+        judging.progress.end()
+        judging.tally.new += len(scores)
         return Verdicts(scores)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ...schemas.config import Config
 from ...schemas.errors import CorruptionError, UsageError, counted
-from ...schemas.samples import Sampler
+from ...schemas.samples import Drawing, Sampler
 from ...schemas.table_manifest import TableManifest
 from ...stages.judge.calibration import Calibration
-from ...stages.judge.judged_rows import SampleRows
 from ...stages.storage.tables import TableFolder, read_table
-from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
-from ..executors.executor import Share
-from ..jobs.job import Call, Made, carry_out
-from .answer_tasks import in_this_process, require_kept
-from .judge_inputs import Gold, read_gold, sample_rows
-from .judges import Judge, Judged, kind_of
-from .table_inputs import TableInput, read_input
+from ..parts import Part
+from ..work import Made, working
+from .judge_inputs import read_gold, sample_rows
+from .judges import Judged, Judging, kind_of
+from .samplers import require_kept
+from .table_inputs import read_input
 
 JudgeResult: TypeAlias = Made[TableManifest, Judged]
 
@@ -29,7 +28,7 @@ def judge(
     samples: str,
     *,
     progress: Progress,
-    share: Share | None = None,
+    part: Part | None = None,
     sampler: Sampler | None = None,
 ) -> JudgeResult:
     """Judges a table of samples; what was judged before is not judged again.
@@ -37,186 +36,118 @@ def judge(
     Of several parts, each that finds all judgments there publishes the table. `sampler` stands for
     the language model that the settings would name.
     """
-    return carry_out(_opened(in_this_process(config), samples, share, sampler), progress=progress)
+    # The judge, which loads no weights yet, and the samples.
+    kind, options = kind_of(config.judge), config.judge
+    if options.against and not kind.compares:
+        raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
+    kind.require(config, has_sampler=sampler is not None)
+    require_kept(part, options.output, options.answers, "judge.answers")
+    source = read_input(config, samples, "samples")
+    rows = sample_rows(source.table, samples)
+    judge = kind.of(config, source.table.columns, sampler)
+
+    folder, tally = TableFolder.at(options.output, "judged"), Judged()
+    made_from = {"samples": source.root, **judge.made_from}
+    settings = {"by": options.by, **judge.settings}
+    if found := _finished(folder, made_from, settings, source.sampling):
+        tally.known = found.counts.get("judgments", found.counts["judged"])
+        lines = _lines(folder, found, tally)
+        return Made(folder.root, found, tally, lines, part, was_complete=True)
+
+    with working(folder, "judge", config.tracking, part, name="judge", kept=tally.text) as run:
+        run.log_params({f"judge.{name}": str(value) for name, value in settings.items()})
+        run.log_dataset("samples", digest=source.root, source=samples, context="judging")
+        made = judge.judged(source.table, rows, Judging(run, progress, tally, part))
+        run.log_metrics({"judge/new": float(tally.new), "judge/known": float(tally.known)})
+        if made is None:
+            return Made(folder.root, None, tally, (), part)
+        judged = made.found.height - made.found["score"].null_count()
+        manifest = folder.publish(
+            made.found,
+            made_from=made_from,
+            settings=settings,
+            counts={
+                **source.left_out,
+                "judged": judged,
+                "unjudged": made.found.height - judged,
+                **made.counts,
+            },
+            sampling=source.sampling,
+        )
+        counts = {f"judge/{name}": float(count) for name, count in manifest.counts.items()}
+        run.log_metrics({**counts, "judge/rows": float(manifest.rows)})
+        run.set_tags(_tags(folder, manifest, {"samples": samples, "against": options.against}))
+    lines = _lines(folder, manifest, tally)
+    return Made(folder.root, manifest, tally, lines, part, has_published=True)
 
 
 def calibrate(
     config: Config, gold: str, *, progress: Progress, sampler: Sampler | None = None
 ) -> Calibration:
     """Measures a judge on pairs of known preference; its judgments are kept as any others."""
-    alone = replace(in_this_process(config), judge=replace(config.judge, against=""))
-    kind = kind_of(alone.judge)
-    kind.require(alone, has_sampler=sampler is not None)
-    require_kept(None, alone.judge.output, alone.judge.answers, "judge.answers")
-    pairs = read_gold(gold, alone.data)
-    judge = kind.of(alone, pairs.samples.columns, sampler)
-    return carry_out(CalibrationJob(config=alone, gold=pairs, judge=judge), progress=progress).whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgingJob:
-    """A judge at work; its judgments are kept in the output folder, or where settings say."""
-
-    config: Config
-    judge: Judge
-    tally: Judged = field(default_factory=Judged)
-
-    stage = run_name = "judge"
-
-    @property
-    def folder(self) -> TableFolder:
-        """The folder of the table, where judgments are kept too."""
-        return TableFolder.at(self.config.judge.output, "judged")
-
-    @property
-    def device(self) -> str:
-        """The device of the judge."""
-        return self.judge.device
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeJob(JudgingJob):
-    """One call's samples, and the table that is made of them."""
-
-    named: str  # the samples, as the user names them
-    source: TableInput
-    samples: SampleRows
-    share: Share | None
-
-    noun = "table"
-
-    @property
-    def made_from(self) -> dict[str, str]:
-        """Digests of all that the judgments follow from."""
-        return {"samples": self.source.root, **self.judge.made_from}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that the table depends on."""
-        return {"by": self.config.judge.by, **self.judge.settings}
-
-    def finished(self, *, is_prepared: bool) -> TableManifest | None:
-        """The manifest, if the table of this very call is whole."""
-        if not self.folder.file.is_file():
-            return None
-        try:
-            manifest, _ = read_table(self.folder)
-        except CorruptionError:  # it is made again
-            return None
-        is_whole = not manifest.counts.get("questions_not_taken")  # these are asked again
-        made = (manifest.made_from, manifest.settings, manifest.sampling)
-        is_same = made == (self.made_from, self.settings, self.source.sampling)
-        if not (is_whole and is_same):
-            return None
-        self.tally.known = manifest.counts.get("judgments", manifest.counts["judged"])
-        return manifest
-
-    def make(self, call: Call[Judged]) -> TableManifest | None:
-        """Judges the unjudged samples, and publishes the table if no part is missing."""
-        found = self.judge.judged(self.source.table, self.samples, call)
-        run = call.run
-        run.log_params({f"judge.{name}": str(value) for name, value in self.settings.items()})
-        run.log_dataset("samples", digest=self.source.root, source=self.named, context="judging")
-        new, known = float(self.tally.new), float(self.tally.known)
-        run.log_metrics({"judge/new": new, "judge/known": known})
-        if found is None:
-            return None
-        judged = found.found.height - found.found["score"].null_count()
-        manifest = self.folder.publish(
-            found.found,
-            made_from=self.made_from,
-            settings=self.settings,
-            counts={
-                **self.source.left_out,
-                "judged": judged,
-                "unjudged": found.found.height - judged,
-                **found.counts,
-            },
-            sampling=self.source.sampling,
-        )
-        call.has_published = True
-        self._record(run, manifest)
-        return manifest
-
-    def _record(self, run: Run, made: TableManifest) -> None:
-        """Logs the metrics and tags of a table of judged samples."""
-        counts = {f"judge/{name}": float(count) for name, count in made.counts.items()}
-        run.log_metrics({**counts, "judge/rows": float(made.rows)})
-        folders = {"samples": self.named, "against": self.config.judge.against}
-        tags = {f"align.{name}": folder for name, folder in folders.items() if folder}
-        for name, found in made.made_from.items():
-            tags[f"align.{name}_root" if name in folders else f"align.{name}"] = found
-        judged = {"align.judged_root": made.root, "align.judged": str(self.folder.root)}
-        run.set_tags({**tags, **judged})
-
-    def lines(self, made: TableManifest, *, was_complete: bool) -> list[str]:
-        """The number of samples with a score, and the judgments made for them."""
-        counts = made.counts
-        scored = f"{counts['judged']:,} of them with a score"
-        lines = [f"{self.folder.root}: {counted(made.rows, 'samples')}, {scored}"]
-        lines.append(self.tally.text())
-        if counts.get("comparisons"):
-            lines.append(
-                f"{counted(counts['comparisons'], 'comparisons')}: "
-                f"{counts['comparisons_tied']:,} tied, of these "
-                f"{counts['comparisons_of_equal_texts']:,} of equal texts; "
-                f"{counts['comparisons_refused']:,} refused"
-            )
-        if "refusals" in counts:
-            lines.append(
-                f"{counted(counts['judgments'], 'answers')} of the judge, "
-                f"{counts['refusals']:,} without a verdict; "
-                f"{counts['judge_prompt_tokens']:,} tokens read, "
-                f"{counts['judge_completion_tokens']:,} written"
-            )
-        if counts.get("questions_not_taken"):
-            untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
-            lines.append(f"{untaken}, such as one longer than its context; asked again next time")
-        if counts["judged"]:
-            return [*lines, f"next: align select {self.folder.root}"]
-        return [*lines, "no sample has a score, so there is nothing to select"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationJob(JudgingJob):
-    """A judge, measured; beside its judgments nothing is kept."""
-
-    gold: Gold
-
-    noun = "calibration"
-    share = None
-
-    def finished(self, *, is_prepared: bool) -> None:
-        """It is measured each time, of judgments that may be known."""
-
-    def make(self, call: Call[Judged]) -> Calibration:
-        """Judges both sides of each pair."""
-        shares = self.judge.measured(self.gold, call)
-        measured = Calibration(
-            self.config.judge.by,
-            len(self.gold.pairs),
-            self.gold.left_out,
-            shares.found,
-            shares.counts,
-        )
-        call.run.log_metrics(measured.metrics())
-        return measured
-
-    def lines(self, made: Calibration, *, was_complete: bool) -> list[str]:
-        """Its table."""
-        return made.text().splitlines()
-
-
-def _opened(config: Config, samples: str, share: Share | None, sampler: Sampler | None) -> JudgeJob:
-    """Reads the samples, and finds the judge; loads no weights."""
-    kind = kind_of(config.judge)
-    if config.judge.against and not kind.compares:
-        raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
+    config = replace(config, judge=replace(config.judge, against=""))
+    kind, options = kind_of(config.judge), config.judge
     kind.require(config, has_sampler=sampler is not None)
-    require_kept(share, config.judge.output, config.judge.answers, "judge.answers")
-    source = read_input(config, samples, "samples")
-    rows = sample_rows(source.table, samples)
-    judge = kind.of(config, source.table.columns, sampler)
-    return JudgeJob(
-        config=config, named=samples, source=source, samples=rows, judge=judge, share=share
-    )
+    require_kept(None, options.output, options.answers, "judge.answers")
+    pairs = read_gold(gold, config.data)
+    judge = kind.of(config, pairs.samples.columns, sampler)
+    folder, tally = TableFolder.at(options.output, "judged"), Judged()
+    with working(folder, "judge", config.tracking, None, name="judge", kept=tally.text) as run:
+        shares = judge.measured(pairs, Judging(run, progress, tally))
+        made = Calibration(
+            options.by, len(pairs.pairs), pairs.left_out, shares.found, shares.counts
+        )
+        run.log_metrics(made.metrics())
+    return made
+
+
+def _finished(
+    folder: TableFolder,
+    made_from: Mapping[str, str],
+    settings: Mapping[str, Any],
+    sampling: Drawing | None,
+) -> TableManifest | None:
+    """The table of this very call; one with questions that were not taken is made again."""
+    if not folder.file.is_file():
+        return None
+    try:
+        manifest, _ = read_table(folder)
+    except CorruptionError:  # it is made again
+        return None
+    is_whole = not manifest.counts.get("questions_not_taken")
+    found = (manifest.made_from, manifest.settings, manifest.sampling)
+    return manifest if is_whole and found == (made_from, settings, sampling) else None
+
+
+def _tags(folder: TableFolder, manifest: TableManifest, named: Mapping[str, str]) -> dict[str, str]:
+    """The tags of a run: the folders that it read, as they were named, and its lineage."""
+    tags = {f"align.{name}": given for name, given in named.items() if given}
+    for name, root in manifest.made_from.items():
+        tags[f"align.{name}_root" if name in named else f"align.{name}"] = root
+    return {**tags, "align.judged_root": manifest.root, "align.judged": str(folder.root)}
+
+
+def _lines(folder: TableFolder, made: TableManifest, tally: Judged) -> tuple[str, ...]:
+    """The number of samples with a score, and the judgments made for them."""
+    counts = made.counts
+    scored = f"{counts['judged']:,} of them with a score"
+    lines = [f"{folder.root}: {counted(made.rows, 'samples')}, {scored}", tally.text()]
+    if counts.get("comparisons"):
+        lines.append(
+            f"{counted(counts['comparisons'], 'comparisons')}: "
+            f"{counts['comparisons_tied']:,} tied, of these "
+            f"{counts['comparisons_of_equal_texts']:,} of equal texts; "
+            f"{counts['comparisons_refused']:,} refused"
+        )
+    if "refusals" in counts:
+        lines.append(
+            f"{counted(counts['judgments'], 'answers')} of the judge, "
+            f"{counts['refusals']:,} without a verdict; "
+            f"{counts['judge_prompt_tokens']:,} tokens read, "
+            f"{counts['judge_completion_tokens']:,} written"
+        )
+    if counts.get("questions_not_taken"):
+        untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
+        lines.append(f"{untaken}, such as one longer than its context; asked again next time")
+    following = f"next: align select {folder.root}"
+    return (*lines, following if counts["judged"] else "no sample has a score to select by")

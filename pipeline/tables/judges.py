@@ -16,8 +16,9 @@ from ...schemas.samples import Sampler
 from ...stages.judge.calibration import Proportion, of_scores
 from ...stages.judge.judged_rows import SampleRows, with_scores
 from ...stages.storage.tables import TableFolder
-from ..jobs.counts import Counts
-from ..jobs.job import Call
+from ...stages.tracking.journaled_run import Run
+from ...stages.tracking.progress import Progress
+from ..parts import Part
 from .judge_inputs import Gold
 
 if TYPE_CHECKING:
@@ -52,6 +53,35 @@ def kind_of(options: JudgeOptions) -> type[Judge]:
 def kept_by(config: Config) -> Path:
     """The folder that keeps every judgment, on a disk."""
     return TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)
+
+
+@dataclass
+class Judged:
+    """Counts of judgments, and of the tokens that a language model was asked for them."""
+
+    new: int = 0
+    known: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """The counts of requests to a language model so far."""
+        named = ("new", "prompt_tokens", "completion_tokens")
+        return {f"judge/{name}": float(getattr(self, name)) for name in named}
+
+    def text(self) -> str:
+        """The counts of new and known judgments."""
+        return f"{counted(self.new, 'judgments')} made, {self.known:,} known before"
+
+
+@dataclass(frozen=True)
+class Judging:
+    """The work that a judge is at: its record, its counts, and the part of it that it makes."""
+
+    run: Run
+    progress: Progress
+    tally: Judged
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -103,12 +133,12 @@ class Judge(ABC):
 
     @abstractmethod
     def judged(
-        self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]
+        self, table: pl.DataFrame, samples: SampleRows, judging: Judging
     ) -> Verdicts[pl.DataFrame] | None:
         """The table of the samples with their scores; None while other parts are not done."""
 
     @abstractmethod
-    def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
+    def measured(self, gold: Gold, judging: Judging) -> Verdicts[Shares]:
         """Its results on pairs of known preference."""
 
 
@@ -116,47 +146,22 @@ class RowJudge(Judge):
     """A judge that gives each sample a score of its own."""
 
     @abstractmethod
-    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
+    def scores(self, samples: SampleRows, judging: Judging) -> Verdicts[Scores] | None:
         """The score of each sample, or None for it; None while other parts are not done."""
 
     def judged(
-        self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]
+        self, table: pl.DataFrame, samples: SampleRows, judging: Judging
     ) -> Verdicts[pl.DataFrame] | None:
         """The table with a column of scores."""
-        made = self.scores(samples, call)
+        made = self.scores(samples, judging)
         if made is None:
             return None
         return Verdicts(with_scores(table, samples, made.found), made.counts)
 
-    def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
+    def measured(self, gold: Gold, judging: Judging) -> Verdicts[Shares]:
         """Whether the better one of each pair has the higher score."""
-        made = self.scores(gold.samples, call)
+        made = self.scores(gold.samples, judging)
         assert made, "a judge is measured in one process"
         keyed = [[(one.prompt_key, one.number) for one in pair] for pair in gold.pairs]
         scores = ((made.found.get(first), made.found.get(second)) for first, second in keyed)
         return Verdicts(of_scores(scores), made.counts)
-
-
-@dataclass
-class Judged(Counts):
-    """Counts of judgments, and of the tokens that a language model was asked for them."""
-
-    new: int = 0
-    known: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def step(self) -> int:
-        """The judgments made now."""
-        return self.new
-
-    def metrics(self) -> dict[str, float]:
-        """Counts of the requests to a language model so far."""
-        named = ("new", "prompt_tokens", "completion_tokens")
-        return {f"judge/{name}": float(getattr(self, name)) for name in named}
-
-    def text(self) -> str:
-        """The counts of new and known judgments."""
-        return f"{counted(self.new, 'judgments')} made, {self.known:,} known before"

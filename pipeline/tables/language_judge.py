@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
-from ...schemas.samples import SERVER, OpenSampler, Sampler, Sampling
+from ...schemas.samples import Sampler, Sampling
 from ...stages.judge.judge_template import JudgeTemplate, Question, load_template
 from ...stages.judge.judgments import Asked, LanguageJudge, Readings
-from ...stages.tracking.progress import Progress
-from ..executors.executor import WHOLE, one_by_one
-from ..jobs.job import Call
-from .answer_tasks import ANSWERS_PER_TASK, AnswerTasks
-from .judges import Judge, Judged, kept_by
-from .samplers import sampler_of
+from ...stages.storage.answers import Answers
+from ..parts import WHOLE
+from .judges import Judge, Judging, kept_by
+from .samplers import sampler_of, unknown
 
 
 def require_language(config: Config, kind: Question, *, has_sampler: bool) -> None:
@@ -90,88 +87,27 @@ class AskingJudge(Judge):
         return self.model.sampler.device
 
 
-def answer(
-    model: JudgeModel, questions: Mapping[str, Asked], call: Call[Judged]
-) -> Readings | None:
+def answer(model: JudgeModel, questions: Mapping[str, Asked], judging: Judging) -> Readings | None:
     """Asks what has no answer yet, or a part of that; None while other parts have not asked."""
-    judge = model.judge
-    groups = _groups(questions, _group_count(len(questions), call, model.sampler.device))
-    tasks = JudgeTasks(kept_by(model.config), model, groups)
-    answers = tasks.answers
+    judge, tally, part = model.judge, judging.tally, judging.part or WHOLE
+    answers = Answers(kept_by(model.config))
     missing = answers.missing(questions)
-    call.tally.known += len(questions) - len(missing)
+    tally.known += len(questions) - len(missing)
     if missing:
-        call.work(tasks)
+        own = [*questions][part.number - 1 :: part.count]
+        judging.progress.begin("judging", total=len(own), unit="questions")
+        opened = None
+        for keys in unknown(answers, own, sampler=model.sampler, progress=judging.progress):
+            opened = opened or model.sampler.open(judge.sampling)
+            for some in judge.ask(opened, {key: questions[key] for key in keys}, answers):
+                tally.new += some.new
+                tally.prompt_tokens += some.prompt_tokens
+                tally.completion_tokens += some.completion_tokens
+                done = some.new + some.not_taken
+                judging.progress.advance(done, tokens=some.completion_tokens)
+            judging.run.log_metrics(tally.metrics(), step=tally.new)
+        judging.progress.end()
         answers.look()
     if len(answers.refused(questions)) < len(answers.missing(questions)):
         return None
     return judge.read(questions.keys(), answers)
-
-
-def _groups(questions: Mapping[str, Asked], count: int) -> tuple[dict[str, Asked], ...]:
-    """Groups by the keys of the questions, so that parts which know different answers agree."""
-    groups: list[dict[str, Asked]] = [{} for _ in range(count)]
-    for key, asked in questions.items():
-        groups[int(key, 16) % count][key] = asked
-    return tuple(filter(None, groups))
-
-
-def _group_count(questions: int, call: Call[Judged], device: str) -> int:
-    """A server is sent requests side by side within a group; a local model fills batches of one."""
-    if device == SERVER:
-        return (call.share or WHOLE).count
-    return max((call.share or WHOLE).count, -(-questions // ANSWERS_PER_TASK))
-
-
-@dataclass(frozen=True)
-class JudgeTasks(AnswerTasks):
-    """Groups of questions, and the model that answers them."""
-
-    model: JudgeModel
-    groups: tuple[Mapping[str, Asked], ...]
-
-    name = "judging"
-    unit = "questions"
-
-    @cached_property
-    def sizes(self) -> Sequence[int]:
-        """The questions of each group, known ones too."""
-        return [*map(len, self.groups)]
-
-    @cached_property
-    def costs(self) -> Sequence[float]:
-        """The most tokens that may be drawn, and the characters of the answers that are shown."""
-        most = self.model.judge.sampling.max_new_tokens
-        return [
-            float(sum(most + sum(map(len, asked.texts)) for asked in group.values()))
-            for group in self.groups
-        ]
-
-    def missing(self, task: int) -> dict[str, Asked]:
-        """The questions of a group that have no answer."""
-        group = self.groups[task]
-        return {key: group[key] for key in self.answers.missing(group)}
-
-    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[Judged]]:
-        """Loads the model once a group needs it."""
-        return one_by_one(_GroupJudge(self, progress).ask)
-
-
-@dataclass(frozen=True)
-class _GroupJudge:
-    tasks: JudgeTasks
-    progress: Progress
-
-    def ask(self, task: int) -> Judged:
-        """Asks for the missing judgments of a group."""
-        tasks, judged = self.tasks, Judged()
-        missing = tasks.missing(task)
-        self.progress.advance(tasks.sizes[task] - len(missing))
-        for some in tasks.model.judge.ask(self._model, missing, tasks.answers):
-            judged.add(Judged(some.new, 0, some.prompt_tokens, some.completion_tokens))
-            self.progress.advance(some.new + some.not_taken, tokens=some.completion_tokens)
-        return judged
-
-    @cached_property
-    def _model(self) -> OpenSampler:
-        return self.tasks.model.sampler.open(self.tasks.model.judge.sampling)

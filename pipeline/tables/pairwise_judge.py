@@ -15,9 +15,8 @@ from ...stages.judge.judged_rows import SampleRows, standings_of, with_standings
 from ...stages.judge.judgments import Candidate, pairs_against, pairs_within, pairwise_questions
 from ...stages.judge.verdicts import Compared
 from ...stages.storage.tables import TableFolder, read_table
-from ..jobs.job import Call
 from .judge_inputs import Gold, sample_rows
-from .judges import Judged, Shares, Verdicts
+from .judges import Judging, Shares, Verdicts
 from .language_judge import AskingJudge, JudgeModel, answer, require_language
 
 if TYPE_CHECKING:
@@ -62,18 +61,18 @@ class PairwiseJudge(AskingJudge):
         return {**pairs, **super().settings}
 
     def judged(
-        self, table: pl.DataFrame, samples: SampleRows, call: Call[Judged]
+        self, table: pl.DataFrame, samples: SampleRows, judging: Judging
     ) -> Verdicts[pl.DataFrame] | None:
         """The table with wins, ties, losses and the score that they make."""
-        made = self._compared(self._pairs(samples), call)
+        made = self._compared(self._pairs(samples), judging)
         if made is None:
             return None
         standings = standings_of(samples, made.found, both=not self.against)
         return Verdicts(with_standings(table, samples, standings), made.counts)
 
-    def measured(self, gold: Gold, call: Call[Judged]) -> Verdicts[Shares]:
+    def measured(self, gold: Gold, judging: Judging) -> Verdicts[Shares]:
         """Whether it prefers the better one of each pair, in either order."""
-        made = self._compared(gold.pairs, call)
+        made = self._compared(gold.pairs, judging)
         assert made, "a judge is measured in one process"
         return Verdicts(of_comparisons([one for *_, one in made.found]), made.counts)
 
@@ -89,9 +88,9 @@ class PairwiseJudge(AskingJudge):
             raise UsageError(f"judge.by pairwise: there is nothing to compare: {missing}")
         return pairs
 
-    def _compared(self, pairs: Pairs, call: Call[Judged]) -> Verdicts[ComparedPairs] | None:
+    def _compared(self, pairs: Pairs, judging: Judging) -> Verdicts[ComparedPairs] | None:
         judge = self.model.judge
-        readings = answer(self.model, judge.keyed(pairwise_questions(pairs)), call)
+        readings = answer(self.model, judge.keyed(pairwise_questions(pairs)), judging)
         if readings is None:
             return None
         compared = [(*pair, judge.compared(*pair, readings)) for pair in pairs]

@@ -19,9 +19,8 @@ from ...stages.model.reward_model import HfReward
 from ...stages.storage.cache.cache_folder import SCORES
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
-from ..jobs.job import Call
 from ..jobs.object_inputs import local_model
-from .judges import Judged, RowJudge, Scores, Verdicts, kept_by
+from .judges import Judging, RowJudge, Scores, Verdicts, kept_by
 from .score_rewards import ROWS as REWARDED
 from .score_rewards import Rewarded, rewards_from_model
 
@@ -55,7 +54,7 @@ class RewardJudge(RowJudge):
         """The model."""
         return {"judge": self.name}
 
-    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
+    def scores(self, samples: SampleRows, judging: Judging) -> Verdicts[Scores] | None:
         """Of each sample that is not blank; equal ones of a prompt are scored once.
 
         They are kept in a folder of this model, and used again for samples that have become more.
@@ -73,15 +72,15 @@ class RewardJudge(RowJudge):
         made = rewards_from_model(
             _scoring(self.config, folder, [one for one in earlier if one != folder]),
             lambda options: HfReward(options, own_digests()),
-            progress=call.progress,
-            share=call.share,
+            progress=judging.progress,
+            part=judging.part,
         )
         if not isinstance(made, Rewarded):
             return None
         found = dict(_scored(folder))
         new = len(found.keys() - known)
-        call.tally.new += new
-        call.tally.known += len(found) - new
+        judging.tally.new += new
+        judging.tally.known += len(found) - new
         named = ((_name(row, row["completion"]), row) for row in samples.rows)
         return Verdicts(
             {
@@ -102,6 +101,7 @@ def _scoring(config: Config, folder: Path, earlier: Sequence[Path]) -> Config:
             reuse_known=config.cache.reuse_known,
         ),
         rewards=replace(config.rewards, output=str(folder / SCORED)),
+        scoring=replace(config.scoring, executor="inline"),  # a judge has parts alone
         tracking=config.tracking.none(),  # the judge has a run of its own
     )
 

@@ -8,8 +8,7 @@ from ...schemas.config import Config
 from ...schemas.samples import Sampler
 from ...stages.judge.judged_rows import SampleRows
 from ...stages.judge.judgments import rubric_questions
-from ..jobs.job import Call
-from .judges import Judged, RowJudge, Scores, Verdicts
+from .judges import Judging, RowJudge, Scores, Verdicts
 from .language_judge import AskingJudge, JudgeModel, answer, require_language
 
 
@@ -26,10 +25,10 @@ class RubricJudge(AskingJudge, RowJudge):
         """Asks a server for its name, if it is not given."""
         return RubricJudge(JudgeModel.of(config, "rubric", sampler))
 
-    def scores(self, samples: SampleRows, call: Call[Judged]) -> Verdicts[Scores] | None:
+    def scores(self, samples: SampleRows, judging: Judging) -> Verdicts[Scores] | None:
         """Each different sample of a prompt is asked for once."""
         judge = self.model.judge
-        readings = answer(self.model, judge.keyed(rubric_questions(samples.candidates)), call)
+        readings = answer(self.model, judge.keyed(rubric_questions(samples.candidates)), judging)
         if readings is None:
             return None
         scores = {key: judge.score(one, readings) for key, one in samples.keyed.items()}

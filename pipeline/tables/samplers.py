@@ -13,6 +13,7 @@ from ...schemas.errors import UsageError
 from ...schemas.round_options import SampleOptions, ServerOptions
 from ...schemas.rows import BadRow, Record, Role
 from ...schemas.samples import (
+    SERVER,
     Finish,
     Prompt,
     Refused,
@@ -22,13 +23,48 @@ from ...schemas.samples import (
     Wanted,
 )
 from ...stages.data.cells import Wrapping
+from ...stages.storage.answers import Answers
 from ...stages.storage.disk.digests import own_digests
+from ...stages.storage.locations import is_remote
+from ...stages.tracking.progress import Progress
 from ..jobs.object_inputs import local_options
+from ..parts import Part
 
 if TYPE_CHECKING:  # both import transformers, which a server does without
     from ...stages.data.tokenizer import TextTokenizer
     from ...stages.model.generate import Drawn, Generator, PromptTokens
     from ...stages.model.reference import HfReference
+
+
+ANSWERS_AT_ONCE = 512  # of a local model: several batches, so that few of them are not full
+
+
+def require_kept(part: Part | None, output: str, answers: str, setting: str) -> None:
+    """Refuses answers in a store, and a part whose answers no other machine would see."""
+    if is_remote(answers) or (part and is_remote(output) and not answers):
+        raise UsageError(
+            f"{setting}: answers are kept on a disk, and {answers or output} is none. Name a "
+            f"folder that all parts see: --set {setting}=DIR."
+        )
+
+
+def unknown(
+    answers: Answers, keys: Sequence[str], *, sampler: Sampler, progress: Progress
+) -> Iterator[list[str]]:
+    """The keys without an answer, group by group; the others advance the progress.
+
+    Before each group the answers of other processes are read: nothing is paid for twice. A local
+    model fills its batches from a group; a server is sent all requests side by side.
+    """
+    size = ANSWERS_AT_ONCE if sampler.device != SERVER else max(1, len(keys))
+    for start in range(0, len(keys), size):
+        group = keys[start : start + size]
+        if answers.missing(group):
+            answers.look()
+        missing = answers.missing(group)
+        progress.advance(len(group) - len(missing))
+        if missing:
+            yield missing
 
 
 def sampler_of(

@@ -34,9 +34,9 @@ from ...stages.storage.cache.shards import read_shard
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import require_on_disk
 from ...stages.tracking.progress import Progress
-from ..executors.executor import Share
-from ..executors.kinds import require_executor
+from ..executors.processes import require_executor
 from ..jobs.object_inputs import with_local_inputs
+from ..parts import Part
 from ..precompute.precompute import PrecomputeResult, precompute
 
 
@@ -68,14 +68,14 @@ def rewards_from_model(
     open_reward: Callable[[ModelOptions], Reference],
     *,
     progress: Progress,
-    share: Share | None = None,
+    part: Part | None = None,
 ) -> Rewarded | PrecomputeResult:
     """Scores every completion with a reward model; scores of an earlier run are kept.
 
     Of several parts, each that finds all completions scored writes the data; of another one, the
     result is its part of the scores.
     """
-    require_executor(config.scoring, share)
+    require_executor(config.scoring, part)
     _require_writable(config)
     config = with_local_inputs(config)
     data = _opened(config)
@@ -89,7 +89,7 @@ def rewards_from_model(
     cache = replace(config.cache, output=str(output.root / SCORES), kl_pairs=0, token_logps=False)
     tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
     scoring = replace(config, model=model, cache=cache, tokens=tokens)
-    made = precompute(scoring, open_reward(model), progress=progress, share=share, stage="score")
+    made = precompute(scoring, open_reward(model), progress=progress, share=part, stage="score")
     if not made.manifest:
         return made
     folder = CacheFolder(output.root / SCORES)

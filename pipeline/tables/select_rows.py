@@ -17,8 +17,8 @@ from ...schemas.table_manifest import TableManifest
 from ...stages.data.cells import read_completion, read_prompt
 from ...stages.select.selection import select_rows
 from ...stages.storage.bucket.objects import Location
-from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.tables import TableFolder
+from ..work import owned
 from .table_inputs import read_input
 
 ROWS = {
@@ -72,8 +72,7 @@ def select(config: Config, judged: str) -> SelectResult:
     settings = {**asdict(options), "length": _unit_of_length(source.table)}
     del settings["output"]
     output = TableFolder.at(options.output, "selected")
-    output.prepare()
-    with owner_lock(output, "select"):
+    with owned(output, "select", part=None):
         manifest = output.publish(
             selected.table,
             made_from={source.kind: source.root},

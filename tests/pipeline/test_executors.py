@@ -1,8 +1,8 @@
 """The executors of one machine keep to what stage 1 relies on."""
 
 from align.pipeline.executors import processes
-from align.pipeline.executors.executor import WHOLE, Share
 from align.pipeline.executors.processes import Children, Inline
+from align.pipeline.parts import WHOLE, Part
 from align.pipeline.precompute import precompute_plan
 from support.executor_contract import (
     COUNT,
@@ -35,14 +35,14 @@ def test_stage_1_prepares_rows_as_its_executor_says(config, monkeypatch):
 
 def test_parts_make_every_task_once_between_them(tmp_path):
     tasks = FileTasks(tmp_path)
-    shares = [made_by(Inline(Share(number, 3)), tasks) for number in (1, 2, 3)]
+    shares = [made_by(Inline(Part(number, 3)), tasks) for number in (1, 2, 3)]
     assert sorted(task for made in shares for task in made) == [*range(COUNT)]
     assert all(shares)
 
 
 def test_rows_are_prepared_by_the_cores_that_a_rank_may_use(monkeypatch):
     monkeypatch.setattr(processes, "usable_cores", lambda: 16)
-    whole, part = Inline(), Inline(Share(2, 3))
+    whole, part = Inline(), Inline(Part(2, 3))
     ranks = (("NOBODY", "4", 16), ("LOCAL_WORLD_SIZE", "8", 2), ("LOCAL_SIZE", "32", 1))
     for name, here, cores in ranks:
         with monkeypatch.context() as patch:

@@ -5,7 +5,7 @@ import json
 import polars as pl
 import pytest
 
-from align.pipeline.executors.executor import Share
+from align.pipeline.parts import Part
 from align.pipeline.tables.judge import calibrate, judge
 from align.pipeline.tables.language_judge import judge_sampler
 from align.schemas.config import Config, ModelOptions, TrackingOptions
@@ -32,9 +32,9 @@ def config_of(output, options):
 def judged(tmp_path):
     """Judges samples, and returns the result and the rows."""
 
-    def run(samples, sampler=None, *, output=tmp_path / "judged", share=None, **options):
+    def run(samples, sampler=None, *, output=tmp_path / "judged", part=None, **options):
         config = config_of(output, options)
-        result = judge(config, samples, progress=NoProgress(), share=share, sampler=sampler)
+        result = judge(config, samples, progress=NoProgress(), part=part, sampler=sampler)
         if result.manifest is None:
             return result, []
         return result, read_table(TableFolder.at(str(output), "judged"))[1].rows(named=True)
@@ -149,7 +149,7 @@ def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
     assert untaken == (2 if by == "rubric" else 4)
     stubs = [StubJudge(longest=5000) for _ in order]
     made = [
-        judged(samples, stub, by=by, share=Share(number, 2))
+        judged(samples, stub, by=by, part=Part(number, 2))
         for stub, number in zip(stubs, order, strict=True)
     ]
     assert [result.manifest for result, _ in made] == [None, whole.manifest]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.executors.executor import Share
+from align.pipeline.parts import Part
 from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError
 from align.stages.storage.cache.cache_folder import CacheFolder
@@ -154,5 +154,5 @@ def test_any_number_of_parts_any_order_of_files_and_children_make_the_same_bytes
         cache=replace(whole.cache, output=str(tmp_path / "parts")),
     )
     for number in random.Random(count).sample(range(1, count + 1), count):
-        run(parts, share=Share(number, count))
+        run(parts, share=Part(number, count))
     assert contents(parts.cache.output) == contents(whole.cache.output)

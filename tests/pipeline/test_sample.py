@@ -5,7 +5,7 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from align.pipeline.executors.executor import Share
+from align.pipeline.parts import Part
 from align.schemas.errors import BadDataError, LockedError, UsageError
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
@@ -119,14 +119,14 @@ def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_re
     assert whole.manifest.counts["prompts_refused"] == 3
     assert whole.manifest.rows == 9 * 4
     parts = CountingSampler(tmp_path / "parts-log", refuses="question 1")
-    made = [run_sampling(config, parts, share=Share(number, 3)) for number in (3, 1, 2)]
+    made = [run_sampling(config, parts, part=Part(number, 3)) for number in (3, 1, 2)]
     assert [one.manifest for one in made] == [None, None, whole.manifest]
     assert all(one.tally.new for one in made)
     assert all(len(one.tally.refused) < 3 for one in made), "one part alone met them"
     assert len(set(parts.drawn())) == len(parts.drawn()) == 9 * 4
     # The command without parts does what a part that did not end has left.
     alone = config_of(prompts_file, tmp_path / "alone")
-    part = run_sampling(alone, counting, share=Share(1, 2))
+    part = run_sampling(alone, counting, part=Part(1, 2))
     rest = run_sampling(alone, counting)
     assert (rest.tally.new, rest.tally.known) == (36 - part.tally.new, part.tally.new)
     assert rest.manifest == whole.manifest
@@ -155,9 +155,9 @@ def test_the_executor_of_stage_1_is_none_of_samples(config, counting):
 def test_parts_of_a_table_in_a_store_need_a_folder_of_answers_that_all_see(prompts_file, counting):
     there = config_of(prompts_file, "s3://bucket/out")
     in_a_store = config_of(prompts_file, "out", answers="s3://bucket/answers")
-    for config, share in ((there, Share(1, 2)), (in_a_store, None)):
+    for config, part in ((there, Part(1, 2)), (in_a_store, None)):
         with pytest.raises(UsageError, match=r"sample\.answers=DIR"):
-            run_sampling(config, counting, share=share)
+            run_sampling(config, counting, part=part)
 
 
 @pytest.mark.parametrize(

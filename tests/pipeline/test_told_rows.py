@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.executors.executor import Share
+from align.pipeline.parts import Part
 from align.pipeline.precompute.precompute import precompute
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError
@@ -132,7 +132,7 @@ def test_the_row_that_is_shown_once_is_one_that_is_scored(to):
         assert "".join(texts(line)) == backend.decode(ids, skip_special_tokens=True)
     assert row_shown(config) == []  # it is complete
     parts = to(kl_pairs=0, output=f"{config.cache.output}-without")
-    second, first = (row_shown(parts, share=Share(number, 2)) for number in (2, 1))
+    second, first = (row_shown(parts, share=Part(number, 2)) for number in (2, 1))
     assert (second, len(first)) == ([], 4)  # its place, the prompt and two sides
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from align.pipeline.executors.cores import usable_cores
+from align.pipeline.workers import usable_cores
 
 SEEN = len(os.sched_getaffinity(0))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.executors.executor import Share
+from align.pipeline.parts import Part
 from align.pipeline.precompute.precompute import precompute
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, Interrupted, LockedError
@@ -38,7 +38,7 @@ def joined(*processes):
 
 
 def parts(count):
-    return [Share(number + 1, count) for number in range(count)]
+    return [Part(number + 1, count) for number in range(count)]
 
 
 def test_of_runs_at_once_one_works_and_the_other_is_told_who(config, clean, tmp_path):
@@ -82,7 +82,7 @@ def test_parts_may_start_and_end_in_any_order(config, clean):
 
 def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean):
     gate = Gate()
-    late = child(config, share=Share(1, 2), reference=gate.reference())
+    late = child(config, share=Part(1, 2), reference=gate.reference())
     assert gate.reached.wait(PATIENCE)  # it is about to score, while a whole call does everything
     assert run(config).manifest.rows == 120
     gate.opened.set()
@@ -114,7 +114,7 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
     made = []
     progress = Meanwhile(lambda: made.append(run(other).manifest))
     with pytest.raises(LockedError, match="another run, with other settings, has completed"):
-        precompute(late, StubReference(), progress=progress, share=Share(1, 1))
+        precompute(late, StubReference(), progress=progress, share=Part(1, 1))
     folder = CacheFolder(location(f"{root}/cache"))
     assert load_manifest(folder) == made[0]
     assert run(other).was_complete
@@ -125,13 +125,13 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
 
 def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean):
     """Killed before its rows have a record, and the next one when they have."""
-    first = child(config, "before:rename:encoded/*.json=kill", share=Share(1, 2))
+    first = child(config, "before:rename:encoded/*.json=kill", share=Part(1, 2))
     assert joined(first) == [KILLED]
     (work,) = CacheFolder(Path(config.cache.output)).works()
     dead = work.encoded / f".00000000.arrow.{'0' * 16}.tmp"
     dead.write_bytes(b"half")
-    killed = child(config, "after:rename:encoded/*.json=kill", share=Share(1, 2))
-    other = child(config, share=Share(2, 2))
+    killed = child(config, "after:rename:encoded/*.json=kill", share=Part(1, 2))
+    other = child(config, share=Part(2, 2))
     assert joined(other) == [0]
     assert joined(killed)[0] in {0, KILLED}
     assert not dead.exists()
@@ -151,14 +151,14 @@ def test_children_of_a_run_do_not_keep_its_folder_locked(config):
 def test_a_stopped_part_leaves_its_work_for_the_others(config, clean, tmp_path):
     gate = Gate()
     said = tmp_path / "said"
-    stopped = child(config, share=Share(2, 2), reference=gate.reference(), stderr=said)
+    stopped = child(config, share=Part(2, 2), reference=gate.reference(), stderr=said)
     assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
     assert joined(stopped) == [143]
     assert "Kept: scored 0 branches" in said.read_text()
     assert said.read_text().endswith("Continue with the same command.\n")
-    assert run(config, share=Share(1, 2)).manifest is None
-    assert run(config, share=Share(2, 2)).has_published
+    assert run(config, share=Part(1, 2)).manifest is None
+    assert run(config, share=Part(2, 2)).has_published
     assert contents(config.cache.output) == clean
 
 

@@ -100,13 +100,13 @@ def config_of(prompts, output, **options):
     )
 
 
-def run_sampling(config, sampler, *, share=None):
+def run_sampling(config, sampler, *, part=None):
     """Samples in this process."""
     with (
         mock.patch.object(module, "sampler_of", return_value=sampler),
         mock.patch.object(module, "require_sampled_model"),  # it is none of the settings
     ):
-        return module.sample(config, progress=Silent(), share=share)
+        return module.sample(config, progress=Silent(), part=part)
 
 
 def exit_code_of_child(config, sampler, faults):

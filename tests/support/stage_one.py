@@ -95,7 +95,8 @@ def _child(config, failpoints, share, reference, stderr, environment):
     faults = disk_faults.variables(failpoints)
     os.environ.update(environment, **faults)
     disk_faults.arm(faults[disk_faults.VARIABLE])
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stopped)
     sys.stderr = open(stderr, "w")  # noqa: SIM115, PTH123 - lives as long as the process
     try:
         run(config, reference, share=share)
@@ -104,7 +105,7 @@ def _child(config, failpoints, share, reference, stderr, environment):
         sys.exit(error.exit_code)
 
 
-def _terminated(number, _):
+def _stopped(number, _):
     raise Interrupted(number)
 
 

@@ -1,0 +1,129 @@
+"""Work in child processes of this one, side by side, on the cores that it may use."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..schemas.errors import BadDataError
+
+Result = TypeVar("Result")
+
+# OpenMP's variables by which a user says whether threads that wait for others spin or sleep.
+HOW_THREADS_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process is allowed, by the system and its control groups; at least 1."""
+    allowed = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    return max(1, min([allowed, *(math.ceil(limit) for limit in _limits(root))]))
+
+
+def _limits(root: Path) -> Iterator[float]:
+    """The limits, in cores, of this process's control group and of those around it.
+
+    Version 2 has one hierarchy, whose line names no controller and whose limit is one file; version
+    1 has one for each set of controllers. A quota of `max` or -1 is no limit.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, group = line.partition(":")[2].partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / controllers
+        group_folder = mount / group.lstrip("/")
+        for folder in (group_folder, *group_folder.parents):
+            if not folder.is_relative_to(mount):
+                break
+            quota_and_period = _text(folder / "cpu.max").split() or [
+                _text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+            ]
+            if len(quota_and_period) == 2 and all(map(str.isdecimal, quota_and_period)):
+                quota, period = map(int, quota_and_period)
+                yield quota / max(period, 1)
+
+
+def _text(path: Path) -> str:
+    """The text of a system file; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def run_in_processes(
+    function: Callable[[int], Result], items: Sequence[int], processes: int
+) -> Generator[tuple[int, Result]]:
+    """Each item with what the function makes of it, as they are done.
+
+    The function is sent to each process once, so what it opens it may keep for the next item. An
+    error, or a signal to this process, ends the children at once: half an item leaves nothing that
+    is ever read.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    _start_server()
+    others = {*multiprocessing.active_children()}  # of whoever called us
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_begin, initargs=(function,)
+    ) as pool:
+        try:
+            made = {pool.submit(_call, item): item for item in items}
+            for future in as_completed(made):
+                yield made[future], future.result()
+        except BrokenProcessPool as error:
+            raise BadDataError(
+                "A tokenizing process died, most likely for want of memory. Use fewer of them "
+                "(--set data.workers=1) and look for very long rows."
+            ) from error
+        except BaseException:
+            for child in {*multiprocessing.active_children()} - others:
+                child.kill()
+            raise
+
+
+def _start_server() -> None:
+    """Starts the server of children, which leave Ctrl-C and hang-ups to their parent."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set signals
+    ignored = (signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Worker:
+    """The function of a child process, as the pool's initializer has set it."""
+
+    function: Callable[[int], Any]
+
+
+def _begin(function: Callable[[int], Any]) -> None:
+    # Each process keeps to one core; threads of the tokenizer would fight over them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _Worker.function = function
+
+
+def _call(item: int) -> Any:
+    return _Worker.function(item)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
