@@ -19,14 +19,10 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
 from support import stage_one
 from support.command import align, refusal
+from support.refusals import refuses
 from support.stub_reference import Liar
 
 pytestmark = pytest.mark.usefixtures("here")
-
-
-@pytest.fixture
-def model(world):
-    return world.model
 
 
 def write(name, *rows):
@@ -34,57 +30,9 @@ def write(name, *rows):
     return name
 
 
-def run(code, *arguments):
-    return refusal(code, "precompute-ref", *arguments, "--no-mlflow", "--output", "cache")
-
-
 def pair(number=0, **changes):
     texts = {"prompt": f"Why {number}?", "chosen": f" so {number}", "rejected": f" no {number}"}
     return texts | changes
-
-
-def test_what_is_not_named_is_asked_for(world, model):
-    said = run(2, world.data.paired)
-    for way in ("--model DIR", "ALIGN_MODEL", "align.yaml"):
-        assert way in said
-    assert "No data files" in run(2, "--model", model)
-
-
-# What the file holds, and what the message has to name.
-ROWS = {
-    "columns that fit nothing": (
-        [{"promt": "a", "chosen_text": "b", "rejected": "c"}],
-        ("data.jsonl", "'promt', 'chosen_text', 'rejected'", "--map prompt=", "'chosen_text'?"),
-    ),
-    "completions without scores": (
-        [{"prompt": f"Why {n}?", "completions": [" so", " no"]} for n in range(3)],
-        ("data.jsonl", "--map scores=", "align score"),
-    ),
-    "a prompt under no name": ([pair()], ("Did you mean 'prompt'? Change --map",), "prompt=promtp"),
-    "a map of nothing": ([pair()], ("OURS=YOURS",), "prompt"),
-}
-
-
-def test_rows_that_cannot_be_used_are_refused_with_a_way_on(here, model):
-    for name, (rows, named, *maps) in ROWS.items():
-        more = [word for one in maps for word in ("--map", one)]
-        said = run(2, write("data.jsonl", *rows), "--model", model, *more)
-        assert [word for word in named if word not in said] == [], name
-        assert not [*here.rglob("data/*.parquet")]  # before anything was scored
-
-
-def test_a_file_that_cannot_be_read_is_named(here, model, world):
-    whole = world.data.paired.read_bytes()
-    (here / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    (here / "broken.parquet").write_bytes(whole[:100] + bytes(300) + whole[400:])
-    for name, code, said in (
-        ("nope.parquet", 2, "no such file or folder"),
-        ("cut.parquet", 2, "cannot be read as parquet"),
-        ("broken.parquet", 3, "read after row 0"),
-    ):
-        told = run(code, name, "--model", model)
-        assert name in told
-        assert said in told
 
 
 def rejected(here):
@@ -96,20 +44,19 @@ def rejected(here):
     return part, [(row["row"], row["reason"]) for row in rows]
 
 
-def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here, model):
+def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here, world):
     good = [pair(n) for n in range(9)]
     write("data.jsonl", *good, pair(9, chosen=""))
-    said = run(3, "data.jsonl", "--model", model, "--max-bad-frac", "0.09")
-    for told in ("1 of 10 rows", "--max-bad-frac", "data.jsonl row 9: empty_completion"):
-        assert told in said
+    named = ("1 of 10", "--max-bad-frac", "data.jsonl row 9", "empty_completion")
+    words = ("precompute-ref", "data.jsonl", "--model", world.model, "--no-mlflow")
+    said = refusal(3, *words, "--output", "cache", "--max-bad-frac", "0.09", names=named)
     part, rows = rejected(here)
     assert str(part.relative_to(here)) in said
     assert rows == [(9, "empty_completion")]
     assert not (here / "cache" / "manifest.json").exists()
-    words = ("precompute-ref", "data.jsonl", "--model", model, "--no-mlflow")
     answer = align(*words, "--output", "cache", "--max-bad-frac", "0.1")
     assert answer.code == 0, answer
-    assert "1 of 10 rows dropped: 1 empty_completion" in answer.out
+    assert "1 empty_completion" in answer.out
     assert "empty_completion" in align("inspect", "cache").out
     assert rejected(here)[1] == [(9, "empty_completion")]
     refusal(3, *words, "--output", "other")
@@ -118,48 +65,15 @@ def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here
     assert {path.name for path in (here / "other").iterdir()} == {"manifest.json", "data", "_align"}
 
 
-def test_what_a_model_folder_lacks_is_named(here, world, model):
-    bare = here / "bare"
-    for gone, data, named in (
-        (["model.safetensors"], "paired", ("bare: there is no model.safetensors",)),
-        (["config.json"], "paired", ("config.json",)),
-        (["chat_template.jinja"], "paired_chat", ("no chat template", "tokens.chat_template=")),
-        (["tokenizer.json", "tokenizer_config.json"], "paired", ("bare: no tokenizer",)),
-    ):
-        shutil.rmtree(bare, ignore_errors=True)
-        shutil.copytree(model, bare)
-        for name in gone:
-            (bare / name).unlink()
-        said = run(2, getattr(world.data, data), "--model", bare)
-        assert [word for word in named if word not in said] == []
-    assert "/nowhere: no such model folder" in run(2, world.data.paired, "--model", "/nowhere")
-
-
-def test_an_output_that_is_another_cache_or_none(journey, here, world, model):
+def test_a_cache_of_other_settings_or_without_a_whole_manifest_is_not_used(journey, here):
     words = ("precompute-ref", journey.folder / "data.parquet", "--no-mlflow")
-    said = refusal(4, *words, "--max-length", "64")
-    assert "tokens.max_length: the cache has 2048, now 64" in said
-    assert "--output" in said
-    (here / "cache").mkdir()
-    (here / "cache" / "photo.jpg").write_bytes(b"")
-    assert "cache holds 'photo.jpg'" in run(2, world.data.paired, "--model", model)
-    shutil.rmtree("cache")
-    (here / "cache").touch()
-    assert "cache is not a folder" in run(2, world.data.paired, "--model", model)
-
-
-@pytest.fixture
-def copy(journey, here):
-    shutil.copytree(journey.cache, here / "copy")
-    return here / "copy"
-
-
-def test_a_cache_without_a_whole_manifest_is_never_used(copy, here):
+    changed = ("tokens.max_length", "2048", "64", "--output")
+    refusal(4, *words, "--max-length", "64", names=changed)
+    copy = shutil.copytree(journey.cache, here / "copy")
     path = copy / "manifest.json"
     path.write_text(path.read_text().replace('"rows":60', '"rows":61'))
     for command in ("verify", "inspect", "export"):
-        assert f"{path} is damaged" in refusal(5, command, copy)
-        assert f"{here} is not a finished cache" in refusal(2, command, here)
+        refusal(5, command, copy, names=(path,))
 
 
 def test_log_probs_that_never_were_the_references_are_found(world):
@@ -169,15 +83,15 @@ def test_log_probs_that_never_were_the_references_are_found(world):
     config = replace(config, model=options, tracking=TrackingOptions(mlflow=False))
     stage_one.run(config, Liar(options))
     assert align("verify", "align-cache", "--rescore", "0").code == 0
-    assert "a branch of input row " in refusal(5, "verify", "align-cache")
+    refusal(5, "verify", "align-cache", names=("input row",))
 
 
 def test_score_replaces_what_it_wrote_and_nothing_of_a_persons_own(world, reward_model, tmp_path):
     """`rows.jsonl` is a person's file, under the name that `align score` gives its own."""
     own = shutil.copy(world.data.paired_jsonl, tmp_path / "rows.jsonl")
     before = own.read_bytes()
-    said = refusal(2, "score", own, "--reward-model", reward_model, "--output", tmp_path)
-    assert "and is not a rewards folder" in said
+    words = (own, "--reward-model", reward_model, "--output", tmp_path)
+    refusal(2, "score", *words, names=("rows.jsonl", "rewards"))
     assert own.read_bytes() == before
     assert [*tmp_path.iterdir()] == [own]
 
@@ -194,7 +108,7 @@ def test_score_replaces_what_it_wrote_and_nothing_of_a_persons_own(world, reward
     write_rewarded(out, rows[:4])
     edited = content[1] + json.dumps({"prompt": "mine"}).encode()
     written.write_bytes(edited)
-    with pytest.raises(UsageError, match=r"rows\.jsonl"):
+    with refuses(UsageError, "rows.jsonl"):
         write_rewarded(out, rows)
     assert written.read_bytes() == edited
 
@@ -212,14 +126,14 @@ def test_a_folder_of_one_command_or_of_a_person_is_not_taken_by_another(tmp_path
     mine.parent.mkdir()
     mine.write_text("mine")
     for kind, folder in KINDS.items():
-        with pytest.raises(UsageError, match=r"sweep\.json.*Choose another --output"):
+        with refuses(UsageError, "sweep.json", "--output"):
             folder(mine.parent).prepare()
-        with pytest.raises(UsageError, match="not a folder"):
+        with refuses(UsageError, mine):
             folder(mine).prepare()
         assert [path.read_text() for path in mine.parent.iterdir()] == ["mine"]
         root = tmp_path / kind
         folder(root).prepare()
         folder(root).prepare()
         for other in KINDS.keys() - {kind}:
-            with pytest.raises(UsageError, match=f"is not a {other} folder"):
+            with refuses(UsageError, root, other):
                 KINDS[other](root).prepare()

@@ -14,6 +14,7 @@ from align.stages.report.cache_summary import summarize
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from support.read_rows import bot, user, write_rows
+from support.refusals import refuses
 from support.stage_one import Silent, run
 
 SEVERAL = [bot("A one"), user("and?"), bot("A two")]
@@ -72,7 +73,7 @@ def test_without_a_model_the_shape_and_the_balance_are_told(conversations):
     assert checked.roles == {Role.CHOSEN: 8, Role.REJECTED: 8}
     assert (checked.usable - len(checked.seen), len(checked.prompts)) == (1, 7)
     text = "\n".join(map(str, checked.lines()))
-    assert "read as paired rows: prompt, chosen, rejected" in text
+    assert "paired rows: prompt, chosen, rejected" in text
     assert "tokens" not in text
 
 
@@ -88,7 +89,7 @@ def test_ties_and_one_of_several_splits_are_told_as_stage_one_tells_them(convers
     checked = check_data(bare, progress=Silent())
     text = "\n".join(map(str, checked.lines()))
     assert (checked.rows_in, checked.usable, checked.rejected) == (6, 3, [])
-    assert "left out: 3 ties" in text
+    assert "3 ties" in text
     assert "dropped" not in text
     assert "response_1 and response_2 -> chosen or rejected" in text
 
@@ -97,5 +98,5 @@ def test_data_that_stage_one_would_refuse_are_refused(conversations, tmp_path):
     for name in ("data-train.jsonl", "data-test.jsonl"):
         write_rows(tmp_path / name, ROWS)
     files = [str(tmp_path / f"data-{split}.jsonl") for split in ("train", "test")]
-    with pytest.raises(UsageError, match="split"):
+    with refuses(UsageError, "split"):
         check_data(replace(conversations, data=DataOptions(files=files)), progress=Silent())

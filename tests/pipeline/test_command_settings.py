@@ -16,6 +16,7 @@ from align.schemas.errors import UsageError
 from align.schemas.option import COMMANDS
 from align.stages.tracking.tracker import TRACKERS, kind_of
 from support.command import align, refusal
+from support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -55,9 +56,7 @@ def test_a_set_is_used_or_refused_by_name():
             if reads(command, name):
                 load_settings({}, [text], file=None, command=command)
                 continue
-            with pytest.raises(
-                UsageError, match=rf"^--set: {name} is not used by `align {command}`"
-            ):
+            with refuses(UsageError, f"--set: {name} ", f"`align {command}`"):
                 load_settings({}, [text], file=None, command=command)
 
 
@@ -71,16 +70,6 @@ def value_of(name):
         section, _, field = name.partition(".")
         return getattr(getattr(Config(), section), field) or "x"
     return VALUES[type(default)]
-
-
-def test_the_refusal_says_what_serves_in_its_place():
-    for command, text, way in (
-        (("train", "--method", "dpo"), "model.path=other", "--model DIR (train.model)"),
-        (("train", "--method", "dpo"), "data.carry=[a]", "`align precompute-ref`"),
-        (("precompute-ref", "x.jsonl"), "train.lr=1", "`align train`"),
-        (("score", "x.jsonl"), "model.path=other", "--reward-model DIR"),
-    ):
-        assert way in refusal(2, *command, "--set", text)
 
 
 def opened(cache, **flags):
@@ -98,9 +87,8 @@ def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
     for source in ("align.yaml", "ALIGN_MODEL"):
         if source == "ALIGN_MODEL":
             monkeypatch.setenv("ALIGN_MODEL", str(other))
-        said = refusal(4, "train", "--method", "dpo", "--cache", journey.cache)
-        assert said.startswith(f"{source}: model.path is {other}")
-        assert "train.other_reference=true" in said
+        words = ("train", "--method", "dpo", "--cache", journey.cache)
+        refusal(4, *words, names=(source, "model.path", other, "train.other_reference=true"))
     policy = {"train.model": str(other), "train.other_reference": True}
     assert opened(journey.cache, **policy).policy.path == str(other)
     # The cache's model by any of its names.
@@ -111,50 +99,27 @@ def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
         assert opened(journey.cache).policy.path == str(world.model)
 
 
-NOWHERE = {
-    "precompute-ref": ("nowhere.jsonl", "--model", "nowhere"),
-    "score": ("nowhere.jsonl", "--reward-model", "nowhere"),
-    "sample": ("nowhere.jsonl", "--model", "nowhere"),
-    "judge": ("nowhere", "--by", "rubric", "--model", "nowhere"),
-}
-
-
-def test_what_flags_or_libraries_lack_is_said_before_data_or_a_model_is_looked_at(
+def test_a_library_that_is_missing_is_named_before_data_or_a_model_is_looked_at(
     here, journey, monkeypatch
 ):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    for command, words in NOWHERE.items():
-        said = refusal(2, command, *words, "--set", "scoring.executor=ray")
-        on_ray = command in {"precompute-ref", "score"}
-        assert ("Ray is not installed" if on_ray else "`align precompute-ref`") in said, command
-    sample = ("sample", *NOWHERE["sample"])
-    assert "pip install peft" in refusal(2, *sample, "--adapter", "nowhere")
-    lora = ("train", "--method", "dpo", "--cache", journey.cache, "--lora")
-    assert "pip install peft" in refusal(2, *lora)
-    missing = ("train", "--method", "dpo", "--cache", "nowhere", "--track")
-    for name in [name for name in TRACKERS if kind_of(name).library]:
-        monkeypatch.setitem(sys.modules, kind_of(name).library, None)
-        assert f"align-cached-reference[{name}]" in refusal(2, *missing, f"mlflow,{name}"), name
-    assert "'nothing' is none of mlflow" in refusal(2, *missing, "mlflow,nothing")
-    assert "Leave out one of them" in refusal(2, *missing, "mlflow", "--no-mlflow")
-    for words, said in (
-        (("sample", "nowhere.jsonl"), "No model to sample from"),
-        (("score", *NOWHERE["score"], "--output", "no/scores"), "its parent is not a folder"),
-        (("judge", "nowhere"), "--by"),
-        (("judge", "nowhere", "--by", "reward"), "name the reward model"),
-        (("judge", "nowhere", "--by", "rubric"), "name the language model"),
-        (("judge", *NOWHERE["judge"], "--template", "no.j2"), "no.j2"),
-        (("judge", *NOWHERE["judge"], "--against", "no"), "only judge.by pairwise compares"),
-        (("judge", "nowhere", "--by", "regex", "--pattern", "("), "is not a regular expression"),
-        (("judge", "nowhere", "--by", "function", "--function", "no:no"), "cannot be imported"),
+    data, train = ("nowhere.jsonl", "--model", "nowhere"), ("train", "--method", "dpo")
+    own = [name for name in TRACKERS if kind_of(name).library]
+    for library in ("ray", "peft", *(kind_of(name).library for name in own)):
+        monkeypatch.setitem(sys.modules, library, None)
+    for words, name in (
+        (("precompute-ref", *data, "--set", "scoring.executor=ray"), "Ray"),
+        (("score", "x.jsonl", "--reward-model", "x", "--set", "scoring.executor=ray"), "Ray"),
+        (("sample", *data, "--adapter", "nowhere"), "pip install peft"),
+        ((*train, "--cache", journey.cache, "--lora"), "pip install peft"),
+        *(
+            ((*train, "--cache", "nowhere", "--track", f"mlflow,{one}"), f"reference[{one}]")
+            for one in own
+        ),
     ):
-        assert said in refusal(2, *words), words
+        refusal(2, *words, names=(name,))
     assert [*here.iterdir()] == []
 
 
-def test_settings_with_an_option_that_no_method_has_are_refused_and_not_shown():
-    for method in ([], ["--set", "train.method=kto"]):
-        assert "beta" in refusal(2, "config", *method, "--set", "method.betta=1")
+def test_options_of_methods_are_shown():
     shown = align("config", "--set", "method.dpo.beta=0.2", "--set", "method.std=none").out
     assert "method.dpo.beta = 0.2" in shown

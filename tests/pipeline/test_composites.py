@@ -109,5 +109,5 @@ def test_a_family_that_is_not_read_as_text_is_refused_in_one_message(server, wor
     asked = ("precompute-ref", world.data.paired, "--model", tmp_path / "model", "--no-mlflow")
     answer = server.run(*asked, "--output", tmp_path / "cache")
     assert answer.code == 2, answer
-    assert f"{tmp_path / 'model' / 'config.json'}: cannot be built" in answer.err
+    assert str(tmp_path / "model" / "config.json") in answer.err
     assert "Traceback" not in answer.err

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from support.refusals import require_names
 from support.rounds_play import write_settings
 from support.sampling import write_prompts
 from support.trainings import KILLED, Person
@@ -181,8 +182,7 @@ def test_the_whole_command_ends_what_a_killed_part_has_begun(table, name, tmp_pa
     killed = table.person.tries(*given, "--part", "1/2", failpoints=f"{KILLS_A_PART[name]}=kill")
     assert killed.code == KILLED, killed
     said = table.person.gives(*given, "--part", "2/2").out
-    assert said.startswith(f"part 2/2 of {tmp_path / 'out'} is done: ")
-    assert "the same command without --part does what is missing" in said
+    require_names(said, "part 2/2", tmp_path / "out", "--part")
     tables = {"manifest.json", "samples.parquet", "judged.parquet"}
     assert not tables & published(tmp_path / "out").keys()
     table.person.gives(*given)

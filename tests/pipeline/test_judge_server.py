@@ -14,6 +14,7 @@ from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import NoProgress
 from support.chat_server import chat_server
 from support.command import align
+from support.refusals import refuses
 from support.sample_tables import sample_table
 from support.stub_judge import StubJudge
 from support.trainings import KILLED
@@ -95,17 +96,17 @@ def dies(asked):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "options", "error", "message"),
+    ("trouble", "options", "error", "name"),
     [
-        ({"refuse": dies}, {"retries": 1}, ServerError, "memory"),
-        ({}, {"max_tokens": 5000}, BudgetError, "is spent"),
+        ({"refuse": dies}, {"retries": 1}, ServerError, "out of memory"),
+        ({}, {"max_tokens": 5000}, BudgetError, "server.max_tokens"),
     ],
 )
 def test_a_server_that_dies_or_costs_too_much_is_one_error_and_the_same_command_goes_on(
-    by_server, undisturbed, trouble, options, error, message
+    by_server, undisturbed, trouble, options, error, name
 ):
     with chat_server(said, **trouble) as stub:
-        with pytest.raises(error, match=message):
+        with refuses(error, name):
             by_server(stub, **options)
         bought = stub.answered
     with chat_server(said) as stub:

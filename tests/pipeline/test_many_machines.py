@@ -15,6 +15,7 @@ from align.schemas.errors import UsageError
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder
 from support.patience import PATIENCE
+from support.refusals import refuses
 from support.rooms import ROOT
 from support.rounding import EPSILON, NATS, apart
 from support.trainings import distances, require_same, saved, weights
@@ -58,7 +59,7 @@ def test_a_launcher_that_is_stopped_leaves_a_checkpoint(course, tmp_path):
     launcher.send_signal(signal.SIGTERM)
     (_, said), code = launcher.communicate(timeout=PATIENCE), launcher.returncode
     assert code != 0
-    assert "error: Interrupted by signal 15" in said
+    assert "signal 15" in said
     assert saved(run)[0] < 16
     course.run(run, *longer, *AUTO, ranks=2)
     require_same(run, course.whole(*longer, ranks=2))
@@ -87,7 +88,7 @@ def test_a_machine_that_comes_late_is_waited_for_and_one_that_is_lost_is_done_wi
         os.kill(pid, signal.SIGKILL)
     second.communicate()
     (said,) = ended(first)
-    assert ": ranks 2 → 1\n" in said
+    assert "ranks 2 → 1" in said
     assert saved(run) == (60, 1, 0)
     whole, limits = course.whole(*long), {"losses": NATS, "weights": apart(60 * 1e-3)}
     assert all(far <= limits[what] for what, far in distances(run, whole).items())
@@ -120,5 +121,5 @@ def test_a_folder_of_another_machine_is_refused(tmp_path, monkeypatch):
     with owner_lock(folders[0], "cafe"):
         resume.require_shared(folders[0], "cafe")
         for folder, run_id in ((folders[1], "cafe"), (folders[0], "beef")):
-            with pytest.raises(UsageError, match="is not the folder that rank 0 writes to"):
+            with refuses(UsageError, folder.root, "--output"):
                 resume.require_shared(folder, run_id)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import typer
 
 from align import cli
@@ -10,9 +9,6 @@ from align.pipeline.options.declared import set_by
 from align.pipeline.options.flags import fixed_in, varied_in
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS
-from support.command import refusal
-
-pytestmark = pytest.mark.usefixtures("here")
 
 COMMANDS = typer.main.get_command(cli.app).commands
 OPTIONS = {
@@ -44,18 +40,6 @@ def test_every_option_of_a_method_is_a_flag_of_what_trains():
     assert not {"--beta", "--kl-use"} & {*flags_of("precompute-ref")}
 
 
-def test_a_flag_sets_the_option_that_it_names():
-    for method, words, said in (
-        ("kto", "--beta -1", "kto: method.beta: expected a number above 0, found -1 (int)"),
-        ("kto", "--desirable-weight much", "method.desirable_weight: expected"),
-        ("kto", "--beta [", "--beta [: the value is not readable"),
-        ("orpo", "--beta 0.1", "orpo: unknown key 'method.beta'"),
-        ("kto", "--beta 0.1 --desirable-weight auto", "nowhere is not a finished cache"),
-    ):
-        given = ("train", "--method", method, "--cache", "nowhere", *words.split())
-        assert said in refusal(2, *given), words
-
-
 def test_a_sweep_takes_what_a_training_takes_and_varies_what_has_several_values():
     own = {f"--{name.partition('.')[2]}" for name in set_by("sweep")}
     assert {*flags_of("train")} - own <= {*flags_of("sweep", "--method", "kto")}
@@ -78,14 +62,3 @@ def test_a_sweep_takes_what_a_training_takes_and_varies_what_has_several_values(
         "lora.enabled": True,
         "lora.targets": ["q_proj", "v_proj"],
     }
-
-
-def test_a_value_of_a_sweep_is_refused_by_the_name_of_its_flag():
-    words = ("sweep", "--method", "dpo", "--cache", "nowhere")
-    for flag, said in (
-        ("--epochs=x", "--epochs: train.epochs: expected a"),
-        ("--epochs=1,x", "dpo-1: nowhere"),
-        ("--lr=x,1", "dpo-x: --set: train.lr: expected a number"),
-        ("--beta=-1", "dpo--1: dpo: method.beta: expected a number above 0"),
-    ):
-        assert said in refusal(2, *words, flag), flag

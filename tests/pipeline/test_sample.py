@@ -9,6 +9,7 @@ from align.pipeline.parts import Part
 from align.schemas.errors import BadDataError, LockedError, UsageError
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
+from support.refusals import refuses
 from support.sampling import (
     BATCH,
     CountingSampler,
@@ -101,7 +102,7 @@ def test_rows_that_repeat_a_prompt_or_cannot_be_used_are_counted_and_too_many_re
 ):
     prompts_file = write_prompts(tmp_path / "p.jsonl", ["a", "", None, "b", "a"])
     config = config_of(prompts_file, tmp_path / "out")
-    with pytest.raises(BadDataError, match="(?s)2 of 5 rows.*p.jsonl row 1: empty_prompt"):
+    with refuses(BadDataError, "2 of 5", "p.jsonl row 1", "empty_prompt"):
         run_sampling(config, counting)
     assert not counting.lines()
     allowed = replace(config, data=replace(config.data, max_bad_frac=0.5))
@@ -137,13 +138,13 @@ def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_re
 
 def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):
     refusing = CountingSampler(tmp_path / "log", refuses="question")
-    with pytest.raises(BadDataError, match="refuses all 12 prompts: no"):
+    with refuses(BadDataError, "12 prompts"):
         run_sampling(config, refusing)
-    with pytest.raises(UsageError, match=r"is a cache.*data\.parquet"):
+    with refuses(UsageError, journey.cache, "data.parquet"):
         run_sampling(config_of(journey.cache, tmp_path / "out"), counting)
     folder = TableFolder(tmp_path / "out", "samples")
     folder.prepare()
-    with owner_lock(folder, "other"), pytest.raises(LockedError, match="choose another --output"):
+    with owner_lock(folder, "other"), refuses(LockedError, folder.root, "--output"):
         run_sampling(config, counting)
 
 
@@ -156,7 +157,7 @@ def test_parts_of_a_table_in_a_store_need_a_folder_of_answers_that_all_see(promp
     there = config_of(prompts_file, "s3://bucket/out")
     in_a_store = config_of(prompts_file, "out", answers="s3://bucket/answers")
     for config, part in ((there, Part(1, 2)), (in_a_store, None)):
-        with pytest.raises(UsageError, match=r"sample\.answers=DIR"):
+        with refuses(UsageError, "sample.answers"):
             run_sampling(config, counting, part=part)
 
 

@@ -51,12 +51,10 @@ def test_more_samples_in_another_order_cost_what_is_missing_of_the_same_model(sa
 
 def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_words, here):
     with chat_server(echo, faults={500: 1.0}) as stub:
-        said = refusal(69, *sample_words(stub, "--set", "server.retries=1"))
-        assert "the same command goes on" in said
+        refusal(69, *sample_words(stub, "--set", "server.retries=1"), names=("same command",))
     with chat_server(echo) as stub:
         budget = ("-n", 4, "--concurrency", 1, "--set", "server.max_tokens=150")
-        said = refusal(75, *sample_words(stub, *budget))
-        assert "server.max_tokens of 150 is spent" in said
+        refusal(75, *sample_words(stub, *budget), names=("server.max_tokens", "150"))
         assert align(*sample_words(stub, "-n", 4)).code == 0
         assert set(stub.answered.values()) == {1}
         assert stub.answered.total() == 8 * 4
@@ -72,7 +70,7 @@ def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(
         assert worked.code == 0
         stub.key = "another"  # it says the key that it was given
         failed = refusal(2, *sample_words(stub, "-n", 4, with_mlflow=True))
-    assert "Incorrect API key provided: Bearer ***" in failed
+    assert "Bearer ***" in failed
     files = [path for path in here.rglob("*") if path.is_file()]
     assert {"samples.parquet", "mlflow.db"} <= {path.name for path in files}
     assert not [path for path in files if KEY.encode() in path.read_bytes()]

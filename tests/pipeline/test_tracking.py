@@ -19,6 +19,7 @@ from align.stages.tracking import journaled_run
 from align.stages.tracking.outbox import new_record, unsent_runs
 from support.mlflow_runs import ledger_of, new_ledger, open_store, the_run, warnings_in
 from support.patience import PATIENCE
+from support.refusals import refuses
 from support.stage_one import Heard, child, contents, run
 from support.stub_reference import StubReference
 
@@ -114,7 +115,7 @@ def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
 ):
     done = run(down)
     (warning,) = warnings_in(caplog)
-    assert f"MLflow at {mlflow_server.uri} failed" in warning
+    assert mlflow_server.uri in warning
     folder = output_of(down)
     made = contents(folder.root)
     assert {name: made[name] for name in made if "_align/outbox/" not in name} == clean
@@ -148,12 +149,12 @@ def test_runs_that_were_killed_are_ended_by_the_next_or_by_mlflow_sync_whatever_
     assert statuses(tracked) == ["KILLED", "RUNNING"]
     assert first.info.end_time >= first.info.start_time
     assert second.data.tags["align.goes_on_from"] == first.info.run_id
-    with pytest.raises(UsageError, match=f"pass --uri {tracked.tracking.uri}"):
+    with refuses(UsageError, "--uri", tracked.tracking.uri):
         sync_runs(home, TrackingOptions(uri="sqlite:///elsewhere.db"))
     damaged = new_record(home)
     damaged.mlflow.write_text("{}")
     damaged.root.rename(damaged.root.with_name(f"{'0' * 13}-{'0' * 8}"))  # the oldest
-    with pytest.raises(CorruptionError, match="mlflow.json is damaged"):
+    with refuses(CorruptionError, "mlflow.json"):
         sync_runs(home, tracked.tracking)
     assert statuses(tracked) == ["KILLED", "KILLED"]
     assert len(unsent_runs(home)) == 1  # the damaged
@@ -181,8 +182,8 @@ def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplo
     ledger = new_ledger(theirs, "http://theirs")
     run(tracked)
     assert statuses(tracked) == ["FINISHED"]
-    damaged, foreign = sorted(warnings_in(caplog), key=lambda one: "is damaged" not in one)
-    assert "is damaged" in damaged
-    assert "names the store http://theirs" in foreign
+    damaged, foreign = sorted(warnings_in(caplog), key=lambda one: "http://theirs" in one)
+    assert "mlflow.json" in damaged
+    assert "http://theirs" in foreign
     assert ledger_of(theirs).record == ledger.record
     assert len(unsent_runs(folder.root)) == 2

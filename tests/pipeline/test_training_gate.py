@@ -20,33 +20,23 @@ def policy(course, tmp_path):
     return shutil.copytree(course.model, tmp_path / "policy")
 
 
-def refused(course, *more):
+def refused(course, *more, names):
     """Gives a command that the gate must refuse."""
-    return refusal(4, "train", "--cache", course.cache, "--method", "dpo", "--no-mlflow", *more)
+    words = ("--cache", course.cache, "--method", "dpo", "--no-mlflow", *more)
+    refusal(4, "train", *words, names=names)
 
 
-def test_another_tokenizer_or_chat_template_is_refused(course, policy, tmp_path):
+def test_another_tokenizer_or_chat_template_is_refused(course, policy):
     with (policy / "chat_template.jinja").open("a") as template:
         template.write(" ")
-    assert "  tokenizer.chat_template: the cache has" in refused(course, "--model", policy)
-    (tmp_path / "own.jinja").write_text("{{ messages }}")
-    given = ("--set", f"tokens.chat_template={tmp_path / 'own.jinja'}")
-    assert "  tokenizer.chat_template: the cache has" in refused(course, *given)
+    refused(course, "--model", policy, names=("tokenizer.chat_template: ",))
     shutil.copy(course.model / "chat_template.jinja", policy)
     tokenizer = json.loads((policy / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (policy / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "  tokenizer.vocabulary:" in refused(course, "--model", policy)
-
-
-def test_a_token_setting_that_was_written_down_has_to_be_the_caches(course, tmp_path):
-    for name, known, value in (("max_length", "2048", "64"), ("prompt_side", "left", "right")):
-        said = f"tokens.{name}: the cache has {known}, now {value}"
-        assert said in refused(course, "--set", f"tokens.{name}={value}")
-    (tmp_path / "align.yaml").write_text("tokens:\n  eos: never\n")
-    assert "tokens.eos: the cache" in refused(course, "--config", tmp_path / "align.yaml")
+    refused(course, "--model", policy, names=("tokenizer.vocabulary: ",))
 
 
 def test_another_reference_is_refused_unless_it_is_asked_for_or_none_is_read(
@@ -55,12 +45,10 @@ def test_another_reference_is_refused_unless_it_is_asked_for_or_none_is_read(
     content = bytearray((policy / "model.safetensors").read_bytes())
     content[-4] ^= 1  # the last bit of the last weight
     (policy / "model.safetensors").write_bytes(content)
-    said = refused(course, "--model", policy)
-    assert "  model.weights: the cache has" in said
-    assert "pass --set train.other_reference=true" in said
+    named = ("model.weights: ", "train.other_reference=true")
+    refused(course, "--model", policy, names=named)
     meant = ("--model", policy, "--max-steps", 1)
-    answer = course.run(tmp_path / "run", *meant, "--set", "train.other_reference=true")
-    assert "not the reference of the cache: its log-probs are not compared" in answer.err
+    course.run(tmp_path / "run", *meant, "--set", "train.other_reference=true")
     course.run(tmp_path / "orpo", *meant, "--method", "orpo")
 
 
@@ -68,8 +56,8 @@ def test_a_cache_to_evaluate_on_is_of_the_same_reference_and_tokens(course, worl
     made = ("--model", course.model, "--output", tmp_path / "other", "--max-length", 1024)
     answer = course.server.run("precompute-ref", world.data.paired, *made, "--no-mlflow")
     assert answer.code == 0, answer
-    said = refused(course, "--set", f"train.eval_cache={tmp_path / 'other'}")
-    assert "  tokens.max_length: " in said
+    other = ("--set", f"train.eval_cache={tmp_path / 'other'}")
+    refused(course, *other, names=("tokens.max_length: ",))
 
 
 def test_numbers_that_are_not_the_references_are_refused_by_all_ranks(course, world, tmp_path):
@@ -82,7 +70,7 @@ def test_numbers_that_are_not_the_references_are_refused_by_all_ranks(course, wo
     lying = ("--cache", tmp_path / "cache", "--deepspeed", "zero3")
     answers = course.start(tmp_path / "run", *lying, ranks=2).answers()
     assert [answer.code for answer in answers] == [4, 4], answers
-    assert "`align verify` says whether the cache is damaged" in answers[0].err
+    assert "align verify" in answers[0].err
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -95,7 +83,7 @@ def test_a_run_takes_the_file_beside_its_cache_and_a_folder_where_one_failed_to_
     (project / "cache").symlink_to(course.cache)
     (project / "align.yaml").write_text("train:\n  lr: 0.125\n  eval_fraction: 0.4\n")
     words = ("train", "--cache", project / "cache", "--output", "run", *ONE_STEP)
-    assert "nosuch" in refusal(2, *words, "--lora", "--set", "lora.targets=[nosuch]")
+    refusal(2, *words, "--lora", "--set", "lora.targets=[nosuch]", names=("nosuch",))
     answer = align(*words)
     assert answer.code == 0, answer
     assert "lr: 0.125" in (here / "run" / "config.yaml").read_text()
@@ -118,8 +106,9 @@ def test_a_default_that_init_wrote_does_not_count_as_given(course, world, here):
     assert align("precompute-ref", world.data.paired, *made).code == 0
     answer = align("train", "--cache", "short", "--output", "run", *ONE_STEP)
     assert answer.code == 0, answer
-    said = refusal(4, "train", "--cache", "short", *ONE_STEP, "--set", "tokens.max_length=2048")
-    assert "tokens.max_length: the cache has 256, now 2048" in said
+    given = ("--set", "tokens.max_length=2048")
+    named = ("tokens.max_length: ", "256", "2048")
+    refusal(4, "train", "--cache", "short", *ONE_STEP, *given, names=named)
 
 
 def test_a_run_resumes_under_the_deepspeed_configuration_it_began_with(course, world, here):
@@ -131,10 +120,9 @@ def test_a_run_resumes_under_the_deepspeed_configuration_it_began_with(course, w
     begun = align("train", *words)
     assert begun.code == 0, begun
     prompts = len(set(pq.read_table(world.data.paired)["prompt"].to_pylist()))
-    assert f"{prompts} of {prompts} prompts of {course.cache} are in the tr" in begun.err
+    assert f"{prompts} of {prompts} prompts of {course.cache}" in begun.err
     more = (*words, "--max-steps", 2, "--resume", "auto")
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "prescale_gradients": True}))
-    said = refusal(4, "train", *more)
-    assert "deepspeed prescale_gradients: begun with nothing, now True" in said
+    refusal(4, "train", *more, names=("deepspeed prescale_gradients: ", "True"))
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     assert align("train", *more).code == 0

@@ -63,13 +63,11 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
         for survivor in (answer for answer in answers if answer.code != KILLED):
             is_done = place in ENDINGS
             assert survivor.code == (0 if is_done else 69), survivor
-            assert ("lost another rank" in survivor.err) != is_done
             assert "Traceback" not in survivor.err
         assert step_of(run) == step
     resumed = course.run(run, *kind, "--resume", "auto", ranks=ranks)
     is_over = place == ENDINGS[1]
-    assert ("this run is finished" in resumed.out) == is_over
-    assert ("continuing after step" in resumed.err) == (bool(step) and not is_over)
+    assert (f"after step {step}" in resumed.err) == (bool(step) and not is_over)
     whole = course.whole(*kind, ranks=ranks)
     require_same(run, whole)
     assert names(run) == names(whole)

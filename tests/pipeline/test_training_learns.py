@@ -11,6 +11,7 @@ from align.pipeline.train.train import run_training
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
+from support.refusals import refuses
 from support.stage_one import Silent
 from support.training_world import job_of, learn, make_pairs, scored
 
@@ -52,7 +53,7 @@ def test_a_run_makes_one_model_and_needs_nothing_of_the_reference_but_its_cache(
     cache = scored(tmp_path, "pairs", kl_pairs=1)
     policy = (tmp_path / "model").rename(tmp_path / "policy")
     settings = {"output": str(tmp_path / "run"), "max_steps": 1, "eval_fraction": 0.15}
-    with pytest.raises(UsageError, match="the reference of the cache, is not there.*--model DIR"):
+    with refuses(UsageError, tmp_path / "model", "--model"):
         job_of(cache, "kto", **settings)
     job = job_of(cache, "kto", model=str(policy), **settings)
     assert job.begins_as_reference

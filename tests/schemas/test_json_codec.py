@@ -20,6 +20,7 @@ from align.schemas.json_codec import (
     to_signed_json,
 )
 from align.schemas.option import option
+from support.refusals import refuses
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def test_a_field_of_several_kinds_takes_the_one_that_fits_or_names_them_all():
     for one, weight in ((2, 2.0), ("auto", "auto"), (None, None)):
         assert from_plain(Weighted, {"weight": one}).weight == weight
     for wrong in ("atuo", 0, True, [1]):
-        with pytest.raises(CodecError, match=r"weight.* 0.*auto"):
+        with refuses(CodecError, "weight", " 0", "auto"):
             from_plain(Weighted, {"weight": wrong})
 
 

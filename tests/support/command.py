@@ -14,6 +14,7 @@ from unittest import mock
 from align import cli
 from align.pipeline.jobs.signals import STOPS
 from support.patience import PATIENCE
+from support.refusals import require_names
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ def align(*arguments):
     raise AssertionError("a command always ends in an exit code")
 
 
-def refusal(code, *arguments):
-    """Gives a command that must fail; returns its one message."""
+def refusal(code, *arguments, names=()):
+    """Gives a command that must fail; returns its one message, which names each of these."""
     answer = align(*arguments)
     assert answer.code == code, answer
     _, *messages = f"\n{answer.err}".split("\nerror: ")
     assert len(messages) == 1, answer
     assert "Traceback" not in answer.out + answer.err
+    require_names(messages[0], *names)
     return messages[0]
 
 

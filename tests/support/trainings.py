@@ -19,6 +19,7 @@ from support.checkpoint_saves import chosen_in
 from support.command import Answer
 from support.patience import PATIENCE
 from support.programs import TESTS, program
+from support.refusals import require_names
 from support.rounding import EPSILON
 
 KILLED = -signal.SIGKILL
@@ -263,8 +264,11 @@ def distances(run, whole):
     return far
 
 
-def refused(course, code, run, *more, ranks=1):
-    """Gives a command that every rank must refuse alike, touching nothing; returns what it says."""
+def refused(course, code, run, *more, ranks=1, names=()):
+    """Gives a command that every rank must refuse alike, touching nothing; returns what it says.
+
+    It names each of these.
+    """
     from support.stage_one import contents  # noqa: PLC0415  it imports stage 1
 
     before = contents(run)
@@ -273,6 +277,7 @@ def refused(course, code, run, *more, ranks=1):
     assert "Traceback" not in "".join(answer.out + answer.err for answer in answers)
     assert len({answer.err.partition("error: ")[2] for answer in answers}) == 1, answers
     assert contents(run) == before
+    require_names(answers[0].err, *names)
     return answers[0].err
 
 

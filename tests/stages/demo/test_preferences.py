@@ -15,6 +15,7 @@ from align.stages.demo.preferences import draw_preferences, make_data, transcrip
 from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.demo.tiny_world import ModelShape, make_model, make_world
 from align.stages.demo.verifier import score
+from support.refusals import refuses
 
 DRAWN = list(draw_preferences(1000, seed=0))
 
@@ -179,6 +180,6 @@ def test_a_world_is_whole_stops_at_eos_and_is_not_overwritten(pretrained_world, 
     assert config.eos_token_id == tokenizer.eos_token_id
     assert config.pad_token_id == tokenizer.pad_token_id
     kept = sorted(pretrained_world.model.parent.iterdir())
-    with pytest.raises(UsageError, match="not empty"):
+    with refuses(UsageError, pretrained_world.model.parent):
         make_world(pretrained_world.model.parent, rows=5, pretrain_steps=0)
     assert sorted(pretrained_world.model.parent.iterdir()) == kept

@@ -1,7 +1,6 @@
 """What DeepSpeed is told: by a preset, or by a user's file that agrees with the options."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
+from support.refusals import refuses, require_names
 
 HERE = EngineContext(dtype="float32", hidden_size=64, world_size=4)
 ON_GPU = replace(HERE, device="cuda")
@@ -64,23 +64,18 @@ def test_adamw_is_the_one_made_for_where_its_state_is(config_of):
 
 
 @pytest.mark.parametrize(
-    ("preset", "dtype", "options", "said"),
+    ("preset", "dtype", "options", "names"),
     [
-        ("zero0", "float16", {}, "Use zero1"),
-        ("zero2", "float32", {"optimizer_dtype": "bfloat16"}, "Set train.dtype to bfloat16"),
-        ("auto", "bfloat16", {"optimizer_dtype": "bfloat16"}, "is ZeRO 1"),
+        ("zero0", "float16", {}, ("zero0", "zero1", "train.dtype")),
+        ("zero2", "float32", {"optimizer_dtype": "bfloat16"}, ("train.optimizer_dtype", "float32")),
+        ("auto", "bfloat16", {"optimizer_dtype": "bfloat16"}, ("train.deepspeed=auto", "zero2")),
     ],
 )
 def test_what_a_stage_would_not_do_is_refused_with_one_that_does(
-    config_of, preset, dtype, options, said
+    config_of, preset, dtype, options, names
 ):
-    with pytest.raises(UsageError, match=said):
+    with refuses(UsageError, *names):
         config_of(preset, here=replace(HERE, dtype=dtype), **options)
-
-
-def test_an_unknown_preset_is_answered_with_the_nearest():
-    with pytest.raises(UsageError, match=r"'zer02'.*'zero2'"):
-        engine_config(replace(OPTIONS, deepspeed="zer02"), HERE)
 
 
 def test_every_auto_of_a_file_is_filled_and_the_rest_is_left_alone(config_of):
@@ -144,30 +139,39 @@ def test_every_contradiction_is_listed_at_once_with_the_option_that_decides(conf
     told = {
         "scheduler": "train.schedule",
         "elasticity": "--resume auto",
-        "bf16.check_grad_overflow": "has to be True",
+        "bf16.check_grad_overflow": "True",
         "optimizer.type": "(train.optimizer)",
-        "gradient_clipping": "1.0 in the file, 0.5 here (train.max_grad_norm)",
+        "gradient_clipping": "(train.max_grad_norm)",
         "optimizer.params.lr": "(train.lr)",
         "bf16.enabled": "(train.dtype)",
         "bf16.bf16_optimizer_states": "(train.optimizer_dtype)",
-        "train_batch_size": "64 in the file, 32 here (train.batch_size)",
+        "train_batch_size": "(train.batch_size)",
         "gradient_accumulation_steps": "(train.tokens_per_batch)",
     }
     assert {line.partition(": ")[0] for line in lines} == set(told)
     assert all(told[line.partition(": ")[0]] in line for line in lines)
+    require_names(caught.value, *("1.0", "0.5", "64", "32"))
 
 
-def test_a_file_that_makes_no_sense_is_refused(config_of):
-    for content, named in (
-        ("{", "not readable as JSON"),
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ("{", "JSON"),
         ('{"fp16": {}, "fp16": {}}', "'fp16'"),
-        ("[]", "a JSON object"),
-        ({"bf16": True}, "bf16 must be an object"),
+        ("[]", "JSON"),
+        ({"bf16": True}, "bf16"),
         ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
-        ({"zero_optimization": {"stage": 5}}, "stage is 5"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16"),
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage is 5"),
         ({"comms_logger": {"verbose": "auto"}}, "comms_logger.verbose"),
-        ({"zero_optimisation": {"stage": 2}}, "Did you mean 'zero_optimization'?"),
-    ):
-        with pytest.raises(UsageError, match=re.escape(named)):
-            config_of(content)
+        ({"zero_optimisation": {"stage": 2}}, "'zero_optimization'"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(config_of, content, name):
+    with refuses(UsageError, "ds.json", name):
+        config_of(content)
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest():
+    with refuses(UsageError, "'zer02'", "'zero2'"):
+        engine_config(replace(OPTIONS, deepspeed="zer02"), HERE)

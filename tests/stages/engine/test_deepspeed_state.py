@@ -9,6 +9,7 @@ import torch
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.engine.deepspeed_engine import open_engine
 from support.engine_ranks import OPTIONS, WIDTH, Run
+from support.refusals import refuses
 from support.tiny_policy import TinyPolicy
 
 FILES = ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
@@ -41,7 +42,7 @@ def test_a_damaged_foreign_or_hostile_state_is_refused_and_not_run(one_rank, tmp
             if damaged is not None:
                 path.write_bytes(damaged)
             for run in runs:
-                with pytest.raises(CorruptionError, match="does not fit the model and engine"):
+                with pytest.raises(CorruptionError):
                     run.engine.load_state(tmp_path)
         path.write_bytes(whole)
     assert not (tmp_path / "ran").exists()
@@ -55,12 +56,12 @@ def test_a_damaged_foreign_or_hostile_state_is_refused_and_not_run(one_rank, tmp
 
 def test_a_policy_with_nothing_to_learn_is_refused(one_rank):
     policy = TinyPolicy().requires_grad_(False)
-    with pytest.raises(UsageError, match="no parameter that learns"):
+    with refuses(UsageError, "lora.targets"):
         open_engine(policy, OPTIONS, one_rank, hidden_size=WIDTH)
 
 
 def test_what_deepspeed_refuses_is_reported_with_the_file_that_asked_for_it(one_rank, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": "perhaps"}}')
-    with pytest.raises(UsageError, match=r"DeepSpeed refuses train.deepspeed=.*ds\.json"):
+    with refuses(UsageError, "train.deepspeed", path):
         Run(one_rank, replace(OPTIONS, deepspeed=str(path), dtype="float32"))

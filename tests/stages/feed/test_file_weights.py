@@ -1,6 +1,5 @@
 """How often rows are drawn by the weights of their files, against counts made one by one."""
 
-import re
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -18,6 +17,7 @@ from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.feed.epoch_order import shuffled_order
 from align.stages.feed.file_weights import Draws, weights_of
+from support.refusals import refuses
 from support.shard_cache import PAIR, block_of, feed_of, opened, write_cache
 
 FILES = ("one.jsonl", "two.parquet", "three.jsonl.gz")
@@ -140,7 +140,7 @@ def test_steps_draw_by_the_weights_on_any_ranks_and_from_any_step(mixed):
     assert drawn(source, epochs=2, start=(0, 5)) == steps[5:]
     assert drawn(source, epochs=2, start=(1, 3)) == steps[16:]
     assert source.labels == Labels(100, 100)  # pairs alone
-    assert any("one.jsonl: 80 draws an epoch from 40 rows" in note for note in source.notes)
+    assert any("one.jsonl: 80 draws" in note for note in source.notes)
     assert drawn(opened(mixed, file_weights={"one": 1.0}), epochs=1) == drawn(plain, epochs=1)
 
 
@@ -164,29 +164,26 @@ def test_a_file_is_named_by_its_name_or_its_stem_and_what_is_none_is_refused():
     inputs = [*map(entry, FILES), entry("two.jsonl")]
     assert weights_of(inputs, {"one": 2.0, "two.jsonl": 0.0}) == (2.0, 1.0, 1.0, 0.0)
     listed = "one.jsonl, two.parquet, three.jsonl.gz, two.jsonl"
-    for given_weights, said in (
-        (
-            {"four": 1.0},
-            f"names four, and no file of the cache is called that. Its files: {listed}",
-        ),
-        ({"two": 1.0}, "two may be each of two.parquet, two.jsonl"),
-        ({"one": 1.0, "one.jsonl": 1.0}, "names one.jsonl twice"),
-        ({"one": -1.0}, "the weight -1; it must be from 0 to 1000"),
+    for given_weights, *names in (
+        ({"four": 1.0}, "four", listed),
+        ({"two": 1.0}, "two.parquet, two.jsonl", listed),
+        ({"one": 1.0, "one.jsonl": 1.0}, "one.jsonl"),
+        ({"one": -1.0}, "one", "-1", "1000"),
     ):
-        with pytest.raises(UsageError, match=re.escape(said)):
+        with refuses(UsageError, "train.file_weights", *names):
             weights_of(inputs, given_weights)
     same = [entry("a.jsonl", "c" * 64), entry("b.jsonl", "c" * 64)]
     assert weights_of(same, {"a": 2.0, "b": 2.0}) == (2.0, 2.0)
-    with pytest.raises(UsageError, match="the same content"):
+    with refuses(UsageError, "b.jsonl"):
         weights_of(same, {"a": 2.0})
 
 
 def test_what_leaves_nothing_or_belongs_to_no_file_is_refused(mixed):
     folder, manifest = mixed
     nothing = {"one": 0.0, "two": 0.0, "three": 0.0}
-    with pytest.raises(UsageError, match="leaves no row"):
+    with refuses(UsageError, "train.file_weights", folder.root):
         opened((folder, manifest), file_weights=nothing)
     known = dict(vars(manifest))
     known["inputs"] = manifest.inputs[:2]
-    with pytest.raises(CorruptionError, match="does not list"):
+    with pytest.raises(CorruptionError):
         opened((folder, type(manifest)(**known)), file_weights={"one": 2.0})

@@ -64,7 +64,7 @@ def test_the_first_prompts_give_desirable_and_the_last_undesirable_completions(c
     assert bad
     assert not good & bad  # shares of at most 1 together
     assert source.labels == Labels(*(sum(one[1] == of for one in found) for of in (True, False)))
-    assert any("undesirable completions are left by" in note for note in source.notes)
+    assert any("train.undesirable_share" in note for note in source.notes)
 
 
 def test_held_out_rows_keep_both_labels(cache):

@@ -14,6 +14,7 @@ from align.schemas.methods import Labels
 from align.stages.methods.method_docs import plain_table, render_method, render_table
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import BY_NAME, each
+from support.refusals import refuses
 
 KTO = METHODS["kto"]
 counts = st.integers(1, 10**7)
@@ -24,51 +25,51 @@ def test_no_option_takes_what_it_cannot_use(method):
     for field in fields(method.options):
         texts = () if field.type == "str" else ("nonsense",)
         for value in (math.nan, math.inf, -1.0, -1, True, None, [], *texts):
-            with pytest.raises(UsageError, match=rf"method\.{field.name}\b"):
+            with refuses(UsageError, f"method.{field.name}"):
                 options_of(method, {field.name: value})
 
 
+# A method, its options, and the names in the refusal.
 REFUSED = [
-    ("dpo", {"beta": 0}, "method.beta: expected a number above 0"),
-    ("dpo", {"label_smoothing": 0.5}, "expected a number of at least 0 and below 0.5"),
-    ("exo", {"label_smoothing": 0}, "expected a number above 0 and below 0.5"),
-    ("kto", {"beat": 1}, "'method.beat'. Did you mean 'beta'?"),
-    ("kto", {"kl_use": "rotat"}, "method.kl_use: expected rotate or all"),
-    ("kto", {"kl_per_step": 1.5}, "method.kl_per_step: expected a whole number"),
+    ("dpo", {"beta": 0}, "method.beta", "0"),
+    ("dpo", {"label_smoothing": 0.5}, "method.label_smoothing", "0.5"),
+    ("exo", {"label_smoothing": 0}, "method.label_smoothing", "0"),
+    ("kto", {"beat": 1}, "'method.beat'", "'beta'"),
+    ("kto", {"kl_use": "rotat"}, "method.kl_use", "rotate", "all"),
+    ("kto", {"kl_per_step": 1.5}, "method.kl_per_step", "1.5"),
     ("grpo", {"epsilon": 0}, "method.epsilon"),
     ("ppo", {"epsilon": 1}, "method.epsilon"),
     ("ppo", {"lam": 1.1}, "method.lam"),
     ("ppo", {"gamma": 1.1}, "method.gamma"),
-    ("dpo", {"f_alpha": 0.3, "f_divergence": "js"}, "f_alpha has no effect without method.f_"),
-    ("dpo", {"log_eps_r": 2.0}, "log_eps_r has no effect without method.humanline=true"),
+    ("dpo", {"f_alpha": 0.3, "f_divergence": "js"}, "f_alpha", "method.f_divergence"),
+    ("dpo", {"log_eps_r": 2.0}, "log_eps_r", "method.humanline"),
     ("dpo", {"log_eps_p": 0.0, "humanline": True}, "method.log_eps_p"),
     ("dpo", {"log_eps_r": 0, "humanline": True}, "method.log_eps_r"),
     ("dpo", {"ld_alpha": -0.1}, "method.ld_alpha"),
-    ("dpo", {"f_divergence": "kl"}, "method.f_divergence: expected reverse_kl or"),
+    ("dpo", {"f_divergence": "kl"}, "method.f_divergence", "reverse_kl", "'kl'"),
     ("dpo", {"f_alpha": math.inf, "f_divergence": "alpha"}, "method.f_alpha"),
-    ("dpo+dpo", {}, "can stand in a mixture once"),
-    ("dpo+kot", {}, "Did you mean 'kto'"),
-    ("dpo:0+sft", {}, "'0' is not a weight"),
-    ("dpo:inf+sft", {}, "'inf' is not a weight"),
-    ("dpo:2", {}, "in a mixture only"),
-    ("dpo+reward", {}, "dpo and reward need different models"),
-    ("dpo+grpo", {}, "grpo learns from groups"),
-    ("dpo+sft", {"beta": 1}, "for example method.dpo.beta"),
+    ("dpo+dpo", {}, "'dpo+dpo'", "once"),
+    ("dpo+kot", {}, "'kot'", "'kto'"),
+    ("dpo:0+sft", {}, "'dpo:0'", "'0'"),
+    ("dpo:inf+sft", {}, "'dpo:inf'", "'inf'"),
+    ("dpo:2", {}, "'dpo:2'", "mixture"),
+    ("dpo+reward", {}, "dpo and reward"),
+    ("dpo+grpo", {}, "grpo"),
+    ("dpo+sft", {"beta": 1}, "method.beta", "method.dpo.beta"),
     ("dpo+sft", {"kto.beta": 1}, "method.kto.beta"),
-    ("dpo+sft", {"dpo": {"beat": 1}}, "'method.dpo.beat'. Did you mean 'beta'"),
-    ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta: expected a number above 0"),
-    ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto"),
-    ("KTO", {}, "mean 'kto'"),
-    ("apo", {}, "'apo_zero' or 'apo_down' or 'apo_zero_unpaired'"),
-    ("", {}, "Known: dpo"),
+    ("dpo+sft", {"dpo": {"beat": 1}}, "'method.dpo.beat'", "'beta'"),
+    ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta", "0"),
+    ("dpo+kto", {"margin": "wanted"}, "method.margin", "kto"),
+    ("KTO", {}, "'KTO'", "'kto'"),
+    ("apo", {}, "'apo_zero'", "'apo_down'", "'apo_zero_unpaired'"),
+    ("", {}, "dpo"),
 ]
 
 
-@each({f"{name} {values}": (name, values, said) for name, values, said in REFUSED})
-def test_a_refusal_says_which_option_or_method_and_what_it_may_be(name, values, said):
-    with pytest.raises(UsageError) as refusal:
+@each({f"{name} {values}": (name, values, names) for name, values, *names in REFUSED})
+def test_a_refusal_says_which_option_or_method_and_what_it_may_be(name, values, names):
+    with refuses(UsageError, *names):
         recipe_of(name, values)
-    assert said in str(refusal.value)
 
 
 @each(BY_NAME)
@@ -121,7 +122,7 @@ def test_following_the_advice_ends_it(desirable, undesirable, high, low):
 def test_weights_are_advised_against_outside_of_one_to_three_halves_or_of_a_single_label():
     for desirable, is_advised in ((100, False), (150, False), (151, True), (99, True)):
         assert bool(weigh(1.0, 1.0, Labels(desirable, 100))[1]) == is_advised, desirable
-    for labels, only in ((Labels(5, 0), " desirable"), (Labels(0, 5), " undesirable")):
+    for labels, only in ((Labels(5, 0), " desirable"), (Labels(0, 5), "undesirable")):
         weights, (advice,) = weigh("auto", 2.0, labels)
         assert weights == (1.0, 2.0)
-        assert f"All training rows are{only}" in advice
+        assert only in advice

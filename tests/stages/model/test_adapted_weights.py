@@ -16,6 +16,7 @@ from align.stages.model.policy import Policy, load_policy
 from align.stages.model.save import save_adapter, save_merged
 from support.engine_ranks import OPTIONS, Run, saved
 from support.families import MIXTURES, TREE_FAMILIES, learning_names, mixed_trees, tiny_model
+from support.refusals import refuses
 from support.tiny_policy import some_trees
 
 pytestmark = pytest.mark.numeric
@@ -41,7 +42,7 @@ def test_fused_experts_are_adapted_where_they_are_named(name):
     ("name", "target"), [("granitemoe", "gate_proj"), ("gpt_oss", "up_proj"), ("llama", "k_porj")]
 )
 def test_a_target_of_which_nothing_is_found_is_refused(name, target):
-    with pytest.raises(UsageError, match=f"called {target}"):
+    with refuses(UsageError, "lora.targets", target):
         adapted(name, ["q_proj", target])
 
 
@@ -119,8 +120,8 @@ def test_only_the_adapter_moves_and_a_run_resumes_bit_for_bit(
 
 def test_what_is_no_plain_model_or_lacks_bitsandbytes_is_refused(world, tmp_path, monkeypatch):
     options = ModelOptions(path=str(world.model), device="cpu", adapter=str(tmp_path))
-    with pytest.raises(UsageError, match="Merge them into a plain model first"):
+    with refuses(UsageError, world.model, "adapter", "lora.quantize"):
         quantized_base.load_in_4_bits(options)
     monkeypatch.setattr(quantized_base, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install bitsandbytes"):
+    with refuses(UsageError, "lora.quantize=nf4", "pip install bitsandbytes"):
         quantized_base.require_bitsandbytes("lora.quantize=nf4")

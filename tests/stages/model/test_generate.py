@@ -16,6 +16,7 @@ from align.stages.model.keyed_noise import KeyedNoise, stream_of, uniforms
 from align.stages.model.loading.load import load_causal_lm
 from align.stages.model.save import stop_generation_at
 from support.families import PLAIN_FAMILIES, tiny_model
+from support.refusals import refuses
 
 LENGTHS = (3, 9, 1, 5, 17, 4)
 NEW = 12
@@ -129,7 +130,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_one_sample_does_not(
         assert samples(drawing_model, prompt_ids) == whole
         assert max(sizes[3:]) <= room
     else:
-        with pytest.raises(UsageError, match="one sample of 29 tokens.*--max-new-tokens"):
+        with refuses(UsageError, "29 tokens", "--max-new-tokens"):
             samples(drawing_model, prompt_ids)
     assert sizes[:3] == [24, 12, 6]
 
@@ -151,7 +152,7 @@ def test_where_a_cache_cannot_be_repeated_or_is_wrong_prompts_are_computed_again
 ):
     generator = generator_of(tiny_model(*PLAIN_FAMILIES["mamba"]), new=3)
     assert not generator.shares_prompts
-    assert "computes each prompt once for every sample" in caplog.text
+    assert len(caplog.records) == 1
     assert sum(map(len, generator.draw(asked([[5, 6, 7]], range(3))))) == 3
     cache_of = module._cache_of
 

@@ -14,6 +14,7 @@ from align.stages.engine.distributed import joined_world
 from align.stages.model.loading.load import load_model, unused_weights
 from align.stages.model.loading.sharded_load import load_sharded
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
+from support.refusals import refuses
 from support.sharded_ranks import PRESET, partitions_of
 
 pytestmark = pytest.mark.numeric
@@ -87,22 +88,26 @@ def test_a_head_that_is_stored_is_tied_where_it_equals_its_embedding(
     require_equal(loaded, load_model(options))
 
 
-CHANGES = {
-    "lack 1 tensors": {"model.norm.weight": None},
-    "another shape": {"model.norm.weight": torch.ones(7)},
-    "does not use 1": {"model.surplus": torch.ones(7)},
-}
-
-
-@pytest.mark.parametrize("message", [*CHANGES, "cut short"])
-def test_a_folder_that_is_not_the_model_is_refused(message, tied_folder, load_spread, tmp_path):
-    folder = with_tensors(tied_folder, tmp_path, CHANGES.get(message, {}))
-    if message not in CHANGES:
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"model.norm.weight": None}, ("1 tensors", "model.norm.weight")),
+        ({"model.norm.weight": torch.ones(7)}, ("1 tensors", "model.norm.weight", "[7]")),
+        ({"model.surplus": torch.ones(7)}, ("model.surplus", "model.allow_unused_weights")),
+        ({}, ("model.safetensors",)),  # it is cut short
+    ],
+    ids=["lacking", "of another shape", "unused", "cut"],
+)
+def test_a_folder_that_is_not_the_model_is_refused(
+    changes, names, tied_folder, load_spread, tmp_path
+):
+    folder = with_tensors(tied_folder, tmp_path, changes)
+    if not changes:
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, folder, *names):
         load_spread(options_of(folder))
-    if message == "does not use 1":
+    if "model.surplus" in changes:
         allowed = load_spread(options_of(folder, allow_unused_weights=True))
         require_equal(allowed, load_model(options_of(tied_folder)))
 

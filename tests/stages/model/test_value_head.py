@@ -1,6 +1,5 @@
 """Rows beside log-probs: the purity of every prediction, and a value read from its state."""
 
-import re
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.save import parted, save_value_head
 from support.branch_by_branch import num_tokens, own_predictions, slopes_of, worst_parameter
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
+from support.refusals import refuses
 
 pytestmark = pytest.mark.numeric
 
@@ -104,12 +104,11 @@ def test_a_saved_head_is_read_again_or_refused_by_name(llama, tmp_path):
         (head | {"more": head["bias"].clone()}, "'more' [1]"),
         ({"weight": head["weight"]}, "'bias' [1]"),
         (head | {"bias": head["bias"].long()}, "'bias' [1]"),
-        (in_half | {"bias": in_half["bias"] / 0}, "bias has values that are NaN or infinite"),
+        (in_half | {"bias": in_half["bias"] / 0}, "bias"),
     ):
         save_value_head(weights, tmp_path)
-        with pytest.raises(UsageError, match=re.escape(told)) as refused:
+        with refuses(UsageError, file, told):
             read_value_head(again, file)
-        assert str(file) in str(refused.value)
     assert stored_value_head(ModelOptions(path=str(tmp_path / "elsewhere"))) is None
     # With an adapter, the head that was trained with the adapter.
     (tmp_path / "adapter").mkdir()

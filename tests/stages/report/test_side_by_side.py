@@ -1,9 +1,8 @@
 """Answers side by side are read back as they were written."""
 
-import pytest
-
 from align.schemas.errors import CorruptionError
 from align.stages.report.side_by_side import Answered, answers_jsonl, read_answers
+from support.refusals import refuses
 
 TEXTS = ("a\n\n# A heading\n\n> three", "</pre><img src=x>", '"quoted" \\ \u2028 é')
 
@@ -19,5 +18,5 @@ def test_answers_are_read_back_and_what_is_no_answer_is_refused(tmp_path):
     path.write_bytes(answers_jsonl(answers))
     assert read_answers(path) == answers
     path.write_text('{"prompt": "a"}\n')
-    with pytest.raises(CorruptionError, match="is damaged"):
+    with refuses(CorruptionError, path):
         read_answers(path)

@@ -23,6 +23,7 @@ from align.stages.server.server_client import (
 from support.asking import chat as chat_prompt
 from support.asking import collected, echo, options_of, sampler_of_stub, wanted_of
 from support.chat_server import chat_server
+from support.refusals import refuses, require_names
 
 KEY = "planted-key-8f3a91c4d7"
 
@@ -56,8 +57,8 @@ def test_the_key_of_the_environment_is_sent_and_nothing_shows_it(monkeypatch, ca
         assert "what is ***?" in said
         stub.key = "another"  # it repeats the key that it was given
         said += said_by(lambda: sample_all(stub))
-    assert "Incorrect API key provided: Bearer ***. Put its API key into PLANTED" in said
-    assert "Sent again" in caplog.text
+    require_names(said, "Bearer ***", "PLANTED")
+    assert caplog.text
     shown = [said, repr(samples), caplog.text, *capsys.readouterr()]
     assert not [text for text in shown if KEY in text]
 
@@ -69,36 +70,37 @@ def test_a_key_that_is_not_set_or_cannot_be_sent_is_not_sent(monkeypatch):
         assert not [asked for asked in stub.requests if "authorization" in asked.headers]
         monkeypatch.setenv("PLANTED", "schlüssel-zum-server")
         said = said_by(lambda: sample_all(stub))
-    assert "PLANTED holds what no API key has" in said
+    assert "PLANTED" in said
     assert "zum" not in said
 
 
-NO_ADDRESSES = {
-    "not an address": ("127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:port/v1"),
-    "has a user": ("http://me:hidden-word@host/v1",),
-    "a query": ("http://host/v1?key=hidden-word", "http://host/v1#hidden-word"),
-}
-
-
-@pytest.mark.parametrize("said", NO_ADDRESSES)
-def test_an_address_that_is_none_is_refused(said):
-    for url in NO_ADDRESSES[said]:
-        with pytest.raises(UsageError, match=said) as caught:
-            ServerClient(ServerOptions(url=url), ServerCosts())
-        assert "hidden-word" not in str(caught.value)
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:port/v1"),
+        "http://me:hidden-word@host/v1",
+        *("http://host/v1?key=hidden-word", "http://host/v1#hidden-word"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(url):
+    with refuses(UsageError, "server.url") as caught:
+        ServerClient(ServerOptions(url=url), ServerCosts())
+    assert "hidden-word" not in str(caught.value)
 
 
 @pytest.mark.parametrize("payload", [b"\xff\xfe{", b'{"n": %s}' % (b"9" * 5000)])
 def test_what_is_not_json_is_no_answer(payload):
-    said = "2 requests without a usable answer.*not JSON"
-    with chat_server(echo, amend=lambda _: payload) as stub, pytest.raises(ServerError, match=said):
+    with (
+        chat_server(echo, amend=lambda _: payload) as stub,
+        refuses(ServerError, stub.url, "2 requests", "JSON"),
+    ):
         sample_all(stub)
 
 
 def test_a_proxy_or_certificates_that_cannot_be_used_are_an_error_of_the_environment(monkeypatch):
     for name, value in (("HTTP_PROXY", "gopher://127.0.0.1"), ("SSL_CERT_FILE", "/no/such/file")):
         monkeypatch.setenv(name, value)
-        with pytest.raises(UsageError, match=name):
+        with refuses(UsageError, name):
             ServerClient(ServerOptions(url="http://127.0.0.1:9/v1"), ServerCosts())
 
 
@@ -118,7 +120,7 @@ def pauses(monkeypatch):
             if not settings:
                 stub.stop()
             monkeypatch.setattr(client.stopping, "wait", waited.append)
-            with pytest.raises(ServerError, match=f"{retries + 1:,} requests"):
+            with refuses(ServerError, f"{retries + 1:,} requests"):
                 client.post("/chat/completions", {"messages": []}, lambda answer: answer)
         return waited
 
@@ -130,7 +132,7 @@ def test_pauses_double_up_to_a_bound_and_a_server_may_ask_for_longer_ones(pauses
     assert pauses(faults={429: 1.0}, retry_after="2") == [2, 2, 2, 3, 3]
     assert not caplog.text
     assert pauses(faults={429: 1.0}, retry_after="7") == [7] * 5
-    assert caplog.text.count("429 injected 429. Sent again in 7 s.") == 5
+    assert caplog.text.count("429 injected 429") == caplog.text.count("7 s") == 5
     # Where nobody listens, and more often than a pause can double.
     assert pauses(retries=1100)[-1] == 3
 
@@ -143,7 +145,7 @@ def test_a_run_that_stops_waits_for_no_pause(monkeypatch):
     def refuse(_):
         return (500, "later") if next(order) == 0 else (401, "never")
 
-    with chat_server(echo, refuse=refuse) as stub, pytest.raises(UsageError, match="401 never"):
+    with chat_server(echo, refuse=refuse) as stub, refuses(UsageError, "401 never"):
         sample_all(stub, concurrency=2)
 
 
@@ -208,34 +210,31 @@ def saying(**message):
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "said"),
+    ("spoiled", "names"),
     [
-        (None, "without usage"),
-        ({**WHOLE, "usage": {"prompt_tokens": 7}}, "without completion_tokens"),
+        (None, ("usage",)),
+        ({**WHOLE, "usage": {"prompt_tokens": 7}}, ("completion_tokens",)),
         (
             {**WHOLE, "usage": {"prompt_tokens": 7, "completion_tokens": 2.0}},
-            "completion_tokens is of the type float",
+            ("completion_tokens", "float"),
         ),
-        ({**WHOLE, "choices": {"0": {}}}, "choices is of the type dict"),
-        ({**WHOLE, "choices": []}, "0 choices"),
-        ({**WHOLE, "choices": ["x"]}, "without finish_reason"),
-        (choosing(text="x", finish_reason=None), "without finish_reason"),
+        ({**WHOLE, "choices": {"0": {}}}, ("choices", "dict")),
+        ({**WHOLE, "choices": []}, ("0 choices",)),
+        ({**WHOLE, "choices": ["x"]}, ("finish_reason",)),
+        (choosing(text="x", finish_reason=None), ("finish_reason",)),
+        *((choosing(text="half an", finish_reason=up), (up,)) for up in ("abort", "error")),
+        (choosing(finish_reason="stop"), ("text",)),
+        (choosing(text="\ud800", finish_reason="stop"), ("text", "Unicode")),
+        (saying(), ("content",)),
+        (saying(tool_calls=[]), ("content",)),
         *(
-            (choosing(text="half an", finish_reason=up), "the server gave this answer up")
-            for up in ("abort", "error")
-        ),
-        (choosing(finish_reason="stop"), "without text"),
-        (choosing(text="\ud800", finish_reason="stop"), "not valid Unicode"),
-        (saying(), "without content"),
-        (saying(tool_calls=[]), "without content"),
-        *(
-            (saying(content=content), "content is of the type")
+            (saying(content=content), ("content", type(content).__name__))
             for content in (0, False, [], {}, [{"type": "text"}])
         ),
     ],
 )
-def test_what_is_not_a_whole_answer_is_never_used(spoiled, said):
-    with pytest.raises(BrokenAnswerError, match=said):
+def test_what_is_not_a_whole_answer_is_never_used(spoiled, names):
+    with refuses(BrokenAnswerError, *names):
         read(spoiled)
 
 
@@ -249,7 +248,7 @@ def test_an_answer_without_text_is_whole_and_its_finish_is_kept():
 
 def test_what_an_unusable_answer_cost_is_counted():
     costs = ServerCosts()
-    with pytest.raises(BrokenAnswerError, match="2 choices"):
+    with refuses(BrokenAnswerError, "2 choices"):
         read({**WHOLE, "choices": WHOLE["choices"] * 2}, costs)
     assert (costs.prompt_tokens, costs.completion_tokens, costs.tokens) == (7, 2, 9)
 

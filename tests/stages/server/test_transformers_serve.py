@@ -18,6 +18,7 @@ from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Sampling
 from align.stages.server.server_sampler import ServerSampler
 from support.asking import chat, collected, wanted_of
+from support.refusals import refuses
 
 pytestmark = pytest.mark.slow  # a server that imports transformers
 
@@ -94,5 +95,5 @@ def test_a_real_server_says_what_transformers_generates_here_and_refuses_what_it
     warm = drawn(CHATS[:1], 4, temperature=1.0)[0]
     assert len({sample.text for sample in warm.values()}) == 4
     assert drawn(CHATS[:1], 4, temperature=1.0)[0] == warm
-    with pytest.raises(UsageError, match="422 Unexpected fields in the request: .*top_k"):
+    with refuses(UsageError, "422", "top_k"):
         drawn(CHATS, 1, top_k=5)

