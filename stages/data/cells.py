@@ -182,9 +182,11 @@ def _marked(message: dict[str, Any], index: int, column: str) -> Message:
 
 def unmarked(text: Text) -> Any:
     """A text, or messages without the mark that one of them is not to be learned."""
-    if isinstance(text, str) or not any("loss" in message for message in text):
-        return text
-    return tuple({k: v for k, v in message.items() if k != "loss"} for message in text)
+    messages = () if isinstance(text, str) else text
+    for message in messages:
+        if "loss" in message:
+            return tuple({k: v for k, v in each.items() if k != "loss"} for each in messages)
+    return text
 
 
 def _is_mark(message: Message, key: str, column: str) -> bool:

@@ -89,33 +89,28 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked
         return Rejected(file, row, bad.reason, bad.detail)
     except RecursionError:
         return Rejected(file, row, "schema", TOO_DEEP)
-    learned = tuple(map(_learned, found.completions))
-    return Record(
-        file,
-        row,
-        unmarked(prompt),
-        tuple(map(unmarked, found.completions)),
-        found.roles,
-        found.scores,
-        tools,
-        options,
-        carried,
-        learned if any(learned) else (),
-    )
+    _, answers, roles, scores, _ = found
+    learned = tuple(map(_learned, answers))
+    if any(learned):
+        answers = tuple(map(unmarked, answers))
+    else:
+        learned = ()
+    return Record(file, row, prompt, answers, roles, scores, tools, options, carried, learned)
 
 
 def _learned(completion: Text) -> tuple[bool, ...] | None:
     """Which messages of a completion are learned, if one says that it is not."""
-    if isinstance(completion, str) or not any("loss" in message for message in completion):
-        return None
-    return tuple("loss" not in message for message in completion)
+    for message in () if isinstance(completion, str) else completion:
+        if "loss" in message:
+            return tuple("loss" not in each for each in completion)
+    return None
 
 
 def _asked(
     cells: Cells, shape: DataShape, given: Text
 ) -> tuple[Text, tuple[Any, ...] | None, Mapping[str, Any]]:
     """The prompt with its system message, and the chat template's tools and options."""
-    prompt = cells.wrap.prompt(given, cells.source.get("prompt", "prompt"))
+    prompt = unmarked(cells.wrap.prompt(given, cells.source.get("prompt", "prompt")))
     found: dict[str, tuple[Any, str]] = {}
     for name in OPTIONAL:
         cell = cells(shape.tools if name == "tools" and shape.tools else name)
@@ -196,6 +191,6 @@ def read_prompts(
             except RecursionError:
                 rows.rejected.append(Rejected(number, row, "schema", TOO_DEEP))
             else:
-                rows.prompts.append(Prompt(unmarked(prompt), tools, options, carried))
+                rows.prompts.append(Prompt(prompt, tools, options, carried))
     rows.not_carried = tuple(clashes)
     return rows

@@ -35,9 +35,9 @@ class Cells:
         called = self.source.get(name)
         if called is not None:
             return self._row.get(called), called
-        ours, *keys = name.split(".")
-        if not keys or ours not in self.source:
+        if "." not in name:
             return None, name
+        ours, *keys = name.split(".")
         value, called = self(ours)
         for key in keys:
             if isinstance(value, str) and value.lstrip().startswith("{"):

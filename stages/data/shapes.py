@@ -202,18 +202,19 @@ def _said_again(
     one: DataShape, cells: Cells, prompt: Text
 ) -> tuple[Text, tuple[Text, Text]] | None:
     """The beginning and the ends of two whole conversations in which a prompt of text is said."""
-    found = [cells(name) for name in one.answers.columns] if isinstance(prompt, str) else []
-    if not found or not all(
-        isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
-        for value, _ in found
-    ):
+    if not isinstance(prompt, str):
         return None
+    found = [cells(name) for name in one.answers.columns]
+    for value, _ in found:
+        is_text = isinstance(value, str) and value.lstrip().startswith("[")
+        if not (is_text or isinstance(value, list)):
+            return None
     first, second = (read_text(*each) for each in found)
     if isinstance(first, str) or isinstance(second, str) or min(len(first), len(second)) < 2:
         return None
     begun, ends = parts.forked(first, second, [name for _, name in found])
     said = [one["content"].strip() for one in begun if one["role"] == "user"]  # type: ignore[index]
-    if str(prompt).strip() not in said:
+    if prompt.strip() not in said:
         raise BadRow(
             "schema",
             f"{cells('prompt')[1]!r} is text, which no user says in what {found[0][1]!r} and "
