@@ -295,14 +295,16 @@ def _checked(row: Row, columns: Collection[str]) -> Row | BadRow:
 
 def _csv_cells(path: Path) -> Iterator[list[str]]:
     """The rows that are not blank, the header first; bytes that are no text are surrogates."""
-    # Python's own limit ends files with long answers.
-    csv.field_size_limit(MOST_BYTES)
+    # Python's own limit ends files with long answers; it is the process's, and others keep theirs.
+    usual = csv.field_size_limit(MOST_BYTES)
     with _open_text(path) as file:
         reader = csv.reader(file, strict=True, delimiter=_delimiter(path))
         try:
             yield from filter(None, reader)
         except csv.Error as error:
             raise BadDataError(f"line {reader.line_num:,} is not valid CSV ({error})") from None
+        finally:
+            csv.field_size_limit(usual)
 
 
 def _open_text(path: Path) -> TextIOWrapper:
