@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from ..schemas.config import TrackingOptions
 from ..schemas.errors import Interrupted
-from ..stages.storage.bucket.objects import Location
 from ..stages.storage.disk.locks import Ownable, owner_lock
 from ..stages.tracking.journaled_run import Run
 from .jobs.recorded_work import recorded_work
@@ -32,11 +30,6 @@ Counts = TypeVar("Counts", bound=Tally)
 
 class Output(Ownable, Protocol):
     """The folder of a cache or of a table."""
-
-    @property
-    def local(self) -> Path:
-        """The folder of what needs a disk."""
-        ...
 
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
@@ -65,7 +58,7 @@ def working(
     """
     with (
         owned(folder, stage, part),
-        recorded_work(tracking, folder.local, stage, name=name, is_alone=not part) as run,
+        recorded_work(tracking, folder.root, stage, name=name, is_alone=not part) as run,
     ):
         run.set_tags({"align.part": str(part)} if part else {})
         try:
@@ -78,7 +71,7 @@ def working(
 class Made(Generic[Manifest, Counts]):
     """The result of a command: its output, and the work of this process for it."""
 
-    folder: Location
+    folder: str  # or its location in a bucket
     manifest: Manifest | None  # None while another part is not done
     tally: Counts
     lines: tuple[str, ...]  # a summary of the whole output

@@ -228,20 +228,6 @@ class RewardOptions:
 
 
 @dataclass(frozen=True)
-class ObjectOptions:
-    """Local copies of what is in an object store (s3://, gs://, az://)."""
-
-    folder: str = option(
-        "",
-        "folder of the copies and of unfinished work; empty: ~/.cache/align/objects",
-        is_path=True,
-    )
-    local_gib: float = option(
-        64.0, "most GiB of copies; those used longest ago are removed for others", gt=0, le=1e9
-    )
-
-
-@dataclass(frozen=True)
 class Config:
     """One `align.yaml`."""
 
@@ -263,9 +249,5 @@ class Config:
     judge: JudgeOptions = section(JudgeOptions, read_by=("judge",), binds=("round",))
     select: SelectOptions = section(SelectOptions, read_by=("select",), binds=("round",))
     rounds: RoundsOptions = section(RoundsOptions, read_by=("rounds",), binds=("round",))
-    objects: ObjectOptions = section(
-        ObjectOptions,
-        read_by=("check", *SCORERS, *TRAINING, "select", "verify"),
-    )
     # What may stand here depends on train.method: its own options class checks it.
     method: dict[str, Any] = section(dict, on=TRAINING, binds=("run", "round"))

@@ -16,7 +16,6 @@ from xdist.scheduler import LoadFileScheduling
 from align.pipeline.commands.terminal import SOON_ASLEEP
 from align.schemas import safe_text
 from align.stages.demo.tiny_tokenizer import make_tokenizer
-from align.stages.storage.bucket.objects import ObjectPath
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import DEFAULTS
 from support.command import Answer
@@ -247,9 +246,9 @@ def object_server():
 
 @pytest.fixture
 def bucket(object_server, monkeypatch):
-    """A place in the bucket that no other test uses; the environment names its server."""
+    """A location in the bucket that no other test uses; the environment names its server."""
     from support.object_server import BUCKET, forget, use  # noqa: PLC0415
 
     use(monkeypatch, object_server)
-    yield ObjectPath("s3", BUCKET, secrets.token_hex(4))
+    yield f"s3://{BUCKET}/{secrets.token_hex(4)}"
     forget()

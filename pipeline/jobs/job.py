@@ -16,7 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ...schemas.config import Config
 from ...schemas.errors import Interrupted
-from ...stages.storage.bucket.objects import Location
 from ...stages.storage.disk.locks import Ownable, owner_lock
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
@@ -32,11 +31,6 @@ T = TypeVar("T", bound=Counts)
 
 class Output(Ownable, Protocol):
     """The folder of what a job makes."""
-
-    @property
-    def local(self) -> Path:
-        """The folder of what needs a disk."""
-        ...
 
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
@@ -154,7 +148,7 @@ class Made(Generic[M, T]):
     has_published: bool = False  # of several parts, one has
 
     @property
-    def folder(self) -> Location:
+    def folder(self) -> Path:
         """The root of the output."""
         return self.job.folder.root
 
@@ -180,7 +174,7 @@ class Made(Generic[M, T]):
             else f"whichever part is the last completes the {self.job.noun}; if one does not end, "
             "the same command without --part does what is missing"
         )
-        return f"part {share} of {self.folder} is done: {self.tally.text()}\n{rest}"
+        return f"part {share} of {self.job.folder} is done: {self.tally.text()}\n{rest}"
 
 
 def carry_out(job: Job[M, T], *, progress: Progress) -> Made[M, T]:
@@ -193,7 +187,7 @@ def carry_out(job: Job[M, T], *, progress: Progress) -> Made[M, T]:
         if found := job.finished(is_prepared=True):
             return Made(job, found, was_complete=True)
         # Only now: what has nothing to do leaves no empty run with a tracker.
-        tracking, home = job.config.tracking, job.folder.local
+        tracking, home = job.config.tracking, job.folder.root
         with recorded_work(tracking, home, job.stage, name=job.run_name, is_alone=is_alone) as run:
             run.set_tags({"align.part": str(job.share)} if job.share else {})
             call = Call(run, progress, job)

@@ -18,7 +18,6 @@ from ...schemas.errors import UsageError
 from ...schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
 from ...schemas.option import Command
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
-from ...stages.storage.bucket.local_copies import keep_copies_in
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import is_remote
 from ...stages.tracking.tracker import require_trackers
@@ -95,7 +94,6 @@ def load_settings(
     settings = Settings(_build(values, origins), origins)
     if reads(command, "tracking.trackers"):
         require_trackers(settings.config.tracking)
-    keep_copies_in(settings.config.objects.folder, settings.config.objects.local_gib)
     for name in settings.on_command:
         require_used(command, name, origins[name])
     return settings

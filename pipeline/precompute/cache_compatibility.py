@@ -11,12 +11,14 @@ from ...schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan
 from ...schemas.config import CacheOptions, Config
 from ...schemas.errors import AlignError, FingerprintError, UsageError
 from ...stages.score.reuse import EarlierCache
-from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.commits import read_commits
 from ...stages.storage.cache.manifest_file import PLANS, load_manifest
+from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk.digests import user_folder
+from ...stages.storage.locations import is_remote
 from ..jobs.differences import differences
+from ..jobs.object_inputs import cache_at
 from ..options.declared import bound
 from ..options.settings import flatten
 
@@ -71,23 +73,26 @@ def require_same(
 
 def candidates(options: CacheOptions) -> tuple[str, ...]:
     """Folders to search: those the user names, then those in the registry."""
-    for folder in (CacheFolder(location(name)) for name in options.reuse):
+    for name in options.reuse:
+        folder = CacheFolder(manifest_folder(name))
         if not (folder.manifest.is_file() or any(work.is_planned for work in folder.works())):
-            raise UsageError(f"{folder.root}: no cache to reuse (--reuse). Check the path.")
+            raise UsageError(f"{name}: no cache to reuse (--reuse). Check the path.")
     known = filter(_is_there, _lines()) if options.reuse_known else ()
-    return tuple(dict.fromkeys(str(location(one).resolve()) for one in [*options.reuse, *known]))
+    paths = (one if is_remote(one) else str(Path(one).resolve()) for one in options.reuse)
+    return tuple(dict.fromkeys([*paths, *known]))
 
 
 def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     """The readable caches among the folders that the same reference scored."""
     earlier: list[EarlierCache] = []
-    for folder in (CacheFolder(location(name)) for name in folders):
+    for name in folders:
         try:
+            folder = cache_at(name)
             for made, shards in _scored(folder):
                 if made.reference_key == plan.reference_key:
                     earlier.append(EarlierCache(folder, shards))
         except (AlignError, OSError) as error:
-            logger.warning("%s is not reused: %s", folder.root, error)
+            logger.warning("%s is not reused: %s", name, error)
     return earlier
 
 
@@ -107,15 +112,15 @@ def may_have_scores(folders: Sequence[str], reference_key: str) -> bool:
     """Whether one of the folders is of this reference; nothing is said of those that are broken."""
     for name in folders:
         with suppress(AlignError, OSError):
-            scored = _scored(CacheFolder(location(name)))
+            scored = _scored(CacheFolder(manifest_folder(name)))
             if any(made.reference_key == reference_key for made, _ in scored):
                 return True
     return False
 
 
 def register_cache(folder: CacheFolder) -> None:
-    """Adds a finished cache to this user's registry, unless it is in a store."""
-    if not folder.store.is_near:
+    """Adds a finished cache to this user's registry, unless it is in a bucket."""
+    if folder.url:
         return
     path = _list_of_caches()
     try:

@@ -9,20 +9,22 @@ from ...schemas.cache import Stops
 from ...schemas.errors import UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.report.export_trl import Decode, export_trl
-from ...stages.storage.bucket.objects import Location, location
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
-from ..jobs.object_inputs import local_model
+from ...stages.storage.copies import origin_of
+from ..jobs.object_inputs import cache_at, local_model
 
 
 def beside(folder: CacheFolder, to: str) -> Path:
-    """The default path of an export: beside the cache, or here if that is in a store."""
-    return folder.store.folder_beside(folder.root) / f"{folder.root.resolve().name}-{to}.parquet"
+    """The default path of an export: beside the cache, or here if that is in a bucket."""
+    root = folder.root.resolve()
+    is_copy = origin_of(str(root)) != str(root)
+    return (Path() if is_copy else root.parent) / f"{root.name}-{to}.parquet"
 
 
-def export(cache: str | Location, target: Path, *, model: str | None, overwrite: bool) -> int:
+def export(cache: str | Path, target: Path, *, model: str | None, overwrite: bool) -> int:
     """Writes `target` with TRL's column names; returns its number of rows."""
-    folder = CacheFolder(location(cache))
+    folder = cache_at(str(cache))
     decode = text_of(folder, model)
     return export_trl(folder, target, decode=decode, overwrite=overwrite)
 

@@ -22,6 +22,7 @@ from ...schemas.errors import (
 from ...schemas.rows import TIE, Reference
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
+from ...stages.storage.cache.cache_remote import sync
 from ...stages.storage.cache.cleanup import collect, is_tidy, retire
 from ...stages.storage.cache.commits import read_commits, write_rejected
 from ...stages.storage.cache.manifest_file import (
@@ -111,6 +112,8 @@ class PrecomputeJob:
 
     def finished(self, *, is_prepared: bool) -> Manifest | None:
         """The manifest, if it is of this plan; refuses the folder of another cache."""
+        if self.folder.url:
+            sync(self.cache.work)
         if is_prepared:
             self.plan = _plan_in(self.cache.work)  # first: who publishes now takes it away
         found = _finished(self.cache)
@@ -125,12 +128,12 @@ class PrecomputeJob:
             if not is_tidy(folder, manifest):
                 collect(folder, self.cache.work)
             return
-        if is_tidy(folder, manifest) and not unsent_runs(folder.local):
+        if is_tidy(folder, manifest) and not unsent_runs(folder.root):
             return
         with try_owner_lock(folder, self.stage) as is_owner:
             if is_owner:
                 collect(folder, self.cache.work)
-                send_earlier(folder.local, tracking)
+                send_earlier(folder.root, tracking)
 
     def make(self, call: Call[Tally]) -> Manifest | None:
         """Makes its share; the manifest, if that or others' work completes the cache."""
@@ -148,9 +151,10 @@ class PrecomputeJob:
             if self._has_written:  # and cannot tidy up
                 raise
             # Who completes the cache removes the work, also under a process that is still at it.
-            is_gone = not (job.work.is_planned if self.plan else job.work.local.is_dir())
-            is_going = not job.folder.store.removes_at_once and job.is_published
-            if is_gone or is_going:
+            if job.folder.url:
+                sync(job.work)
+            is_gone = not (job.work.is_planned if self.plan else job.work.root.is_dir())
+            if is_gone or job.is_published:
                 manifest = _made_by_another(job)
             else:
                 raise
@@ -190,6 +194,8 @@ class PrecomputeJob:
     def _published(self, plan: Plan, call: Call[Tally]) -> Manifest | None:
         """Writes the manifest and removes the work, if every shard has its commit."""
         job = self.cache
+        if job.folder.url:
+            sync(job.work)
         commits = read_commits(job.work)
         if job.folder.manifest.exists():
             return _made_by_another(job)
@@ -214,13 +220,13 @@ class PrecomputeJob:
         if manifest is None:
             return
         run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
-        run.set_tags({"align.cache_root": manifest.root, "align.cache": str(self.folder.root)})
+        run.set_tags({"align.cache_root": manifest.root, "align.cache": str(self.folder)})
         run.log_artifact(self.folder.manifest)
 
     def lines(self, made: Manifest, *, was_complete: bool) -> list[str]:
         """The size of the cache, the scoring done for it, and the dropped rows."""
         lines = [
-            f"{self.folder.root}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
+            f"{self.folder}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
             f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
             f"cache root {made.root}",
             "already complete: nothing was scored" if was_complete else self.tally.text(),
@@ -239,7 +245,7 @@ class PrecomputeJob:
         """The command that trains on the cache, by the method of the settings or a usual one."""
         usual = "kto" if self.config.cache.kl_pairs else "dpo"
         method = self.config.train.method or usual
-        return [f"next: align train --method {method} --cache {self.folder.root}"]
+        return [f"next: align train --method {method} --cache {self.folder}"]
 
 
 def _finished(job: CacheJob) -> Manifest | None:
@@ -247,11 +253,11 @@ def _finished(job: CacheJob) -> Manifest | None:
     folder = job.folder
     if folder.manifest.exists():
         manifest = load_manifest(folder)
-        require_same(manifest.fingerprint, job.fingerprint, where=str(folder.root))
+        require_same(manifest.fingerprint, job.fingerprint, where=str(folder))
         return manifest
     for plan in filter(None, map(_plan_in, folder.works())):
-        where = f"The unfinished run in {folder.root}"
-        require_same(plan.fingerprint, job.fingerprint, where=where, reuse=str(folder.root))
+        where = f"The unfinished run in {folder}"
+        require_same(plan.fingerprint, job.fingerprint, where=where, reuse=str(folder))
     return None
 
 
@@ -278,7 +284,7 @@ def _made_by_another(job: CacheJob) -> Manifest:
         return manifest
     retire(job.work)  # what came late
     raise LockedError(
-        f"{job.folder.root}: another run, with other settings, has completed its cache here. "
+        f"{job.folder}: another run, with other settings, has completed its cache here. "
         "Choose another --output: scores that both need are copied."
     )
 
@@ -292,7 +298,7 @@ def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
         f"{quoted(data_name(names))}."
     )
     config = job.config
-    places = {"cache": job.folder.root, "reference": plan.model, "adapter": plan.adapter}
+    places = {"cache": job.folder, "reference": plan.model, "adapter": plan.adapter}
     chosen = {
         "data": ", ".join(config.data.files),
         "tokens.max_length": config.tokens.max_length,
@@ -314,9 +320,11 @@ def _require_usable(job: CacheJob, manifest: Manifest) -> None:
         return
     what = (
         f"{rejected} and {manifest.rows} rows would be left. They are listed in "
-        f"{job.folder.rejected}."
+        f"{job.folder.shown(job.folder.rejected)}."
     )
-    again = f"To score again, delete {job.work.root} first: it keeps what was scored."
+    again = (
+        f"To score again, delete {job.folder.shown(job.work.root)} first: it keeps what was scored."
+    )
     is_float16 = job.fingerprint.get("model.dtype") == "float16"
     remedy = "try --dtype bfloat16, and check the weights" if is_float16 else "check the weights"
     not_finite = f"nonfinite_logp: the reference's log-prob is not finite; {remedy}."

@@ -33,11 +33,12 @@ from ...stages.data.slice_encoder import EncodingJob
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.pairing.partition import likeliest_majority, number_of_ranges
-from ...stages.storage.bucket.objects import location
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.commits import write_rejected
 from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.copies import origin_of
+from ...stages.storage.disk import fs
+from ...stages.storage.locations import is_remote
 from ...stages.storage.tables import drawing_of
 from ..executors.executor import Executor, Runner
 from ..executors.processes import require_executor
@@ -154,7 +155,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     return CacheJob(
         config=config,
         reference=reference,
-        folder=CacheFolder(location(config.cache.output)),
+        folder=CacheFolder.at(config.cache.output),
         inputs=inputs,
         digested=before,
         shape=shape,
@@ -192,7 +193,11 @@ def make_plan(job: CacheJob, run_id: str, executor: Executor, progress: Progress
     if job.config.cache.kl_pairs:
         _require_partners(encoded)
     _require_space(job, encoded)
-    return PLANS.put(job.work.plan, _plan(job, encoded))
+    plan = PLANS.put(job.work.plan, _plan(job, encoded))
+    if job.folder.url:
+        job.folder.share(job.work.plan)
+        plan = PLANS.read(job.work.plan)
+    return plan
 
 
 def encode(job: CacheJob, executor: Executor, progress: Progress) -> Encoded:
@@ -213,8 +218,8 @@ def encode_again(job: CacheJob, plan: Plan, executor: Executor, progress: Progre
     job.work.prepare()
     if encode(job, executor, progress).shards(job.config.cache.shards) != plan.shards:
         raise CorruptionError(
-            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
-            "again; all rows that no other cache holds are then scored again."
+            f"{job.folder.shown(job.work.root)}: its rows, prepared again, differ from its plan. "
+            "Delete it and run again; all rows that no other cache holds are then scored again."
         )
 
 
@@ -243,7 +248,7 @@ def _require_usable(job: CacheJob, counts: InputCounts, run_id: str) -> None:
     write_rejected(job.work, run_id, counts.rejected, names)
     rejected.require_few(
         first_rejected(counts.rejected, job.paths.__getitem__),
-        listed=str(job.folder.rejected) if counts.rejected else "",
+        listed=job.folder.shown(job.folder.rejected) if counts.rejected else "",
         hint=hint,
     )
 
@@ -272,10 +277,10 @@ def _require_space(job: CacheJob, encoded: Encoded) -> None:
     pairs = job.config.cache.kl_pairs
     tokens = sum(one.prompt_tokens + (1 + pairs) * one.completion_tokens for one in encoded.records)
     needed = int(1.3 * 4 * tokens * (2 if job.config.cache.token_logps else 1))
-    free = job.folder.store.free_bytes(job.folder.root)
-    if free is not None and free < needed:
+    free = fs.free_bytes(job.folder.root)
+    if not job.folder.url and free < needed:
         raise StorageError(
-            f"{job.folder.root}: the shards may need {needed:,} bytes and {free:,} are free. "
+            f"{job.folder}: the shards may need {needed:,} bytes and {free:,} are free. "
             "Make room, or choose another --output."
         )
 
@@ -320,4 +325,5 @@ def _notes(job: CacheJob, counts: InputCounts) -> dict[str, int]:
 
 
 def _absolute(path: str) -> str:
-    return str(location(origin_of(path)).resolve()) if path else ""
+    origin = origin_of(path)
+    return origin if not path or is_remote(origin) else str(Path(origin).resolve())

@@ -15,11 +15,11 @@ from ...schemas.errors import CorruptionError, FingerprintError
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Rescored, ScoredBlock, Scorer, Tree
 from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
-from ...stages.storage.bucket.objects import location
-from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.verify_cache import sample_rows, verify_cache
+from ...stages.storage.copies import damaged_objects
+from ...stages.storage.locations import is_remote
 from ..jobs.differences import differences
-from ..jobs.object_inputs import local_model
+from ..jobs.object_inputs import cache_at, local_model
 
 
 def verify(
@@ -34,7 +34,10 @@ def verify(
 
     What the cache does not record, such as device_map, is taken from `options`.
     """
-    folder = CacheFolder(location(cache))
+    if is_remote(cache) and (damage := damaged_objects(str(cache))):
+        shown = "\n".join(f"  {what}" for what in damage[:10])
+        raise CorruptionError(f"{cache}: {len(damage)} files are damaged:\n{shown}")
+    folder = cache_at(str(cache))
     manifest = verify_cache(folder)
     text = (
         f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"

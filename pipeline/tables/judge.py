@@ -52,7 +52,7 @@ def judge(
     if found := _finished(folder, made_from, settings, source.sampling):
         tally.known = found.counts.get("judgments", found.counts["judged"])
         lines = _lines(folder, found, tally)
-        return Made(folder.root, found, tally, lines, part, was_complete=True)
+        return Made(str(folder), found, tally, lines, part, was_complete=True)
 
     with working(folder, "judge", config.tracking, part, name="judge", kept=tally.text) as run:
         run.log_params({f"judge.{name}": str(value) for name, value in settings.items()})
@@ -60,7 +60,7 @@ def judge(
         made = judge.judged(source.table, rows, Judging(run, progress, tally, part))
         run.log_metrics({"judge/new": float(tally.new), "judge/known": float(tally.known)})
         if made is None:
-            return Made(folder.root, None, tally, (), part)
+            return Made(str(folder), None, tally, (), part)
         judged = made.found.height - made.found["score"].null_count()
         manifest = folder.publish(
             made.found,
@@ -78,7 +78,7 @@ def judge(
         run.log_metrics({**counts, "judge/rows": float(manifest.rows)})
         run.set_tags(_tags(folder, manifest, {"samples": samples, "against": options.against}))
     lines = _lines(folder, manifest, tally)
-    return Made(folder.root, manifest, tally, lines, part, has_published=True)
+    return Made(str(folder), manifest, tally, lines, part, has_published=True)
 
 
 def calibrate(
@@ -108,7 +108,7 @@ def _finished(
     sampling: Drawing | None,
 ) -> TableManifest | None:
     """The table of this very call; one with questions that were not taken is made again."""
-    if not folder.file.is_file():
+    if not folder.stored():
         return None
     try:
         manifest, _ = read_table(folder)
@@ -124,14 +124,14 @@ def _tags(folder: TableFolder, manifest: TableManifest, named: Mapping[str, str]
     tags = {f"align.{name}": given for name, given in named.items() if given}
     for name, root in manifest.made_from.items():
         tags[f"align.{name}_root" if name in named else f"align.{name}"] = root
-    return {**tags, "align.judged_root": manifest.root, "align.judged": str(folder.root)}
+    return {**tags, "align.judged_root": manifest.root, "align.judged": str(folder)}
 
 
 def _lines(folder: TableFolder, made: TableManifest, tally: Judged) -> tuple[str, ...]:
     """The number of samples with a score, and the judgments made for them."""
     counts = made.counts
     scored = f"{counts['judged']:,} of them with a score"
-    lines = [f"{folder.root}: {counted(made.rows, 'samples')}, {scored}", tally.text()]
+    lines = [f"{folder}: {counted(made.rows, 'samples')}, {scored}", tally.text()]
     if counts.get("comparisons"):
         lines.append(
             f"{counted(counts['comparisons'], 'comparisons')}: "
@@ -149,5 +149,5 @@ def _lines(folder: TableFolder, made: TableManifest, tally: Judged) -> tuple[str
     if counts.get("questions_not_taken"):
         untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
         lines.append(f"{untaken}, such as one longer than its context; asked again next time")
-    following = f"next: align select {folder.root}"
+    following = f"next: align select {folder}"
     return (*lines, following if counts["judged"] else "no sample has a score to select by")

@@ -82,7 +82,7 @@ def sample(config: Config, *, progress: Progress, part: Part | None = None) -> S
         with owned(folder, "sample", part):
             manifest = _published(folder, samples, asked)
         lines = _lines(folder, manifest, tally, asked.notes)
-        return Made(folder.root, manifest, tally, lines, part, was_complete=True)
+        return Made(str(folder), manifest, tally, lines, part, was_complete=True)
 
     named = config.server.model if config.server.url else config.model.path
     name = run_name(named, "sample", data_name(config.data.files))
@@ -91,11 +91,11 @@ def sample(config: Config, *, progress: Progress, part: Part | None = None) -> S
             f"sample.{name}": str(value) for name, value in asdict(samples.sampling).items()
         }
         run.log_params({**settings, "sample.n": str(samples.n), **samples.identity})
-        run.set_tags({"align.samples": str(folder.root), "align.model_key": samples.model_key})
+        run.set_tags({"align.samples": str(folder), "align.model_key": samples.model_key})
         prompts = counted(len(samples.prompts), "prompts")
         sentence = f"{samples.n} answers of {quoted(model_name(named))} to each of {prompts}."
         files = ", ".join(config.data.files)
-        places = {"table": folder.root, "model": named, "prompts": files}
+        places = {"table": folder, "model": named, "prompts": files}
         run.describe(description(sentence, {**places, **settings}))
         prompt_digest = digest([*samples.prompts])
         run.log_dataset("prompts", digest=prompt_digest, source=files, context="sampling")
@@ -120,7 +120,7 @@ def sample(config: Config, *, progress: Progress, part: Part | None = None) -> S
             run.log_metrics(counts, step=tally.new)
             run.set_tags({"align.samples_root": manifest.root})
     lines = _lines(folder, manifest, tally, asked.notes)
-    return Made(folder.root, manifest, tally, lines, part, has_published=manifest is not None)
+    return Made(str(folder), manifest, tally, lines, part, has_published=manifest is not None)
 
 
 @dataclass(frozen=True)
@@ -331,11 +331,11 @@ def _lines(
     mean = counts["completion_tokens"] / max(counts["samples"], 1)
     left = [counted(counts[name], words) for name, words in LEFT_OUT.items() if counts[name]]
     return (
-        f"{folder.root}: {counted(counts['samples'], 'samples')} of "
+        f"{folder}: {counted(counts['samples'], 'samples')} of "
         f"{counted(counts['prompts'], 'prompts')}, {mean:.1f} tokens each on average",
         tally.text(),
         f"cut at max_new_tokens: {counts['cut']:,}; empty: {counts['empty']:,}",
         *([f"left out: {', '.join(left)}"] if left else []),
         *(f"note: {note}" for note in notes),
-        f"next: align judge {folder.root} --by …",
+        f"next: align judge {folder} --by …",
     )

@@ -16,7 +16,6 @@ from ...schemas.rows import BadRow, Text
 from ...schemas.table_manifest import TableManifest
 from ...stages.data.cells import read_completion, read_prompt
 from ...stages.select.selection import select_rows
-from ...stages.storage.bucket.objects import Location
 from ...stages.storage.tables import TableFolder
 from ..work import owned
 from .table_inputs import read_input
@@ -42,7 +41,7 @@ OF_PAIRS = {"too_near": "no further apart than min_gap", "too_unlike": "too unli
 class SelectResult:
     """The selected rows, where they are, and what was left out."""
 
-    folder: Location
+    folder: str
     manifest: TableManifest
 
     def text(self) -> str:
@@ -80,7 +79,7 @@ def select(config: Config, judged: str) -> SelectResult:
             counts=counts,
             sampling=source.sampling,
         )
-    return SelectResult(output.root, manifest)
+    return SelectResult(str(output), manifest)
 
 
 def left_out(counts: Mapping[str, int], kind: str) -> list[str]:

@@ -20,7 +20,6 @@ from ...stages.data.readers import ending_of
 from ...stages.data.records import read_records
 from ...stages.data.shapes import Shape
 from ...stages.select.plain_rows import samples_of
-from ...stages.storage.bucket.objects import location
 from ...stages.storage.tables import TableFolder, read_table
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows, first_rejected
@@ -55,8 +54,8 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
 
 def _folder_of(named: str, kind: TableKind) -> TableFolder:
     """The folder that is named, or the one that the named table lies in."""
-    folder, root = TableFolder.at(named, kind), location(named)
-    return replace(folder, root=root.parent) if root.name == folder.file.name else folder
+    parent, _, name = named.rstrip("/").rpartition("/")
+    return TableFolder.at((parent or ".") if name == f"{kind}.parquet" else named, kind)
 
 
 def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) -> TableInput:

@@ -23,9 +23,8 @@ from ...stages.report.signs import Evidence, Sign, look_for_signs
 from ...stages.report.visited_rows import join_parts, learned_rows, read_visits
 from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
-from ...stages.storage.copies import fetch_folder
+from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
-from ...stages.storage.locations import is_remote
 from ...stages.storage.run.checkpoints import read_checkpoint, wanted
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
@@ -206,7 +205,7 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
     """The origin of the reference's log-probs, as far as the cache still has it."""
     given = settings["train.cache"] or settings["cache.output"]
     try:
-        cache = CacheFolder(fetch_folder(given, _manifest) if is_remote(given) else Path(given))
+        cache = CacheFolder(manifest_folder(given))
         roots = {
             read_checkpoint(folder.step(step)).position.identity.cache_root
             for step in folder.steps()
@@ -221,11 +220,6 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
     name = data_name([entry.name for entry in manifest.inputs])
     policy = settings["train.model"] or manifest.model
     return _CacheFacts(_data(manifest), policy, name, lineage, manifest.fingerprint)
-
-
-def _manifest(names: list[str]) -> list[str]:
-    """The one file of a cache that a report reads."""
-    return [name for name in names if name == "manifest.json"]
 
 
 def _data(manifest: Manifest) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -22,7 +23,6 @@ from ...schemas.cache import Commit, Manifest, StoredKind
 from ...schemas.columns import ColumnTable, column, offsets_of
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
-from ..storage.bucket.objects import Location
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import TURNS, learned_tokens, read_columns
 from ..storage.cache.verify_cache import naming_unit
@@ -75,8 +75,8 @@ class ShardColumns:
     def __init__(self, check: Check, *, keeps: bool = False) -> None:
         self._check = check
         self._keeps = keeps
-        self._kept: dict[tuple[Location, str], tuple[pa.ChunkedArray, NDArray[np.int64]]] = {}
-        self._checked: set[Location] = set()
+        self._kept: dict[tuple[Path, str], tuple[pa.ChunkedArray, NDArray[np.int64]]] = {}
+        self._checked: set[Path] = set()
 
     def read(
         self, folder: CacheFolder, shard: Commit, names: Sequence[str]
@@ -105,8 +105,7 @@ def build_index(
     weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
     names = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
     source = (SOURCE,) if weights else ()
-    fetched = folder.store.ahead(map(folder.shard, manifest.shards))
-    for shard, _ in zip(manifest.shards, fetched, strict=True):
+    for shard in manifest.shards:
         with naming_unit(shard.unit):
             table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *source, *spec.columns))
             rows = read_table(table, sizes, spec, str(folder.root))

@@ -187,10 +187,6 @@ def read_pieces(
     """These rows of a table, read group by group; a row group is freed once its rows are copied."""
     groups = table.group_of(numbers)
     locations = source.index.group_locations
-    units = {locations[group].unit for group in np.unique(groups).tolist()}
-    shards = [source.folder.shard(source.manifest.shards[unit]) for unit in sorted(units)]
-    for _ in source.folder.store.ahead(shards):
-        pass  # each is there now
     pieces = []
     for group in np.unique(groups).tolist():
         here = np.unique(numbers[groups == group])  # a row may be drawn more than once

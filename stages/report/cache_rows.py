@@ -105,7 +105,7 @@ def dropped_rows(folder: CacheFolder, manifest: Manifest) -> Iterator[Dropped]:
     """The rows that could not be used, in the order of the data."""
     if manifest.rejected is None:
         return
-    with open_shard(folder.pinned(manifest.rejected)) as file:
+    with open_shard(folder.rejected) as file:
         rows = file.read(use_threads=False).to_pylist()
     for row in rows:
         yield Dropped(row["file_name"], row["row"], row["reason"], row["detail"])

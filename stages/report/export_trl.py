@@ -27,7 +27,6 @@ from ..storage.cache.manifest_file import load_manifest
 from ..storage.cache.shards import TURNS, carried_names, iter_row_groups, open_shard
 from ..storage.cache.verify_cache import check_shard
 from ..storage.disk import fs
-from ..storage.store import store_of
 
 
 def export_trl(
@@ -56,9 +55,9 @@ def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
     Only the first rows are looked at now. Rows of another kind are refused as they are read.
     """
     manifest = _require_rows(folder)
-    paths = [folder.store.local(folder.shard(shard)) for shard in manifest.shards]
+    paths = [folder.shard(shard) for shard in manifest.shards]
     for path, shard in zip(paths, manifest.shards, strict=True):
-        if store_of(path).size(path) != shard.bytes:
+        if not path.is_file() or path.stat().st_size != shard.bytes:
             raise CorruptionError(
                 f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
                 "cache again."

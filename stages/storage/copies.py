@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.errors import CorruptionError, PathError, UsageError
 from ...schemas.json_codec import digest
 from ...schemas.plain_names import is_plain_path
 from .disk import fs
@@ -69,20 +69,53 @@ def fetch_cache(url: str) -> Path:
             f"{remote.url} is not a finished cache: it has no manifest.json. Make it with "
             "`align precompute-ref`, or let that finish."
         )
+    files = [(name, sha256, "") for name, sha256 in _files_of(remote, payload).items()]
+    folder = _fetched(remote, hashlib.sha256(payload).hexdigest(), files)
+    if not (folder / "manifest.json").exists():
+        fs.publish(folder / "manifest.json", payload)
+    return folder
+
+
+def damaged_objects(url: str) -> list[str]:
+    """The files of a finished cache in a bucket that are missing or not what was written."""
+    from .remote import Remote  # noqa: PLC0415 - as above
+
+    remote = Remote(url)
+    files = _files_of(remote, remote.get("manifest.json") or b"")
+
+    def fault(name: str) -> str:
+        found = hashlib.sha256()
+        try:
+            for chunk in remote.chunks(name):
+                found.update(chunk)
+        except PathError:
+            return f"{remote.at(name)} is missing."
+        is_whole = found.hexdigest() == files[name]
+        return "" if is_whole else f"{remote.at(name)} is not what was written (sha256 differs)."
+
+    with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
+        return [one for one in pool.map(fault, files) if one]
+
+
+def _files_of(remote: Remote, manifest: bytes) -> dict[str, str]:
+    """The files of a cache and their digests, from the bytes of its manifest."""
     try:
-        listed = json.loads(payload)
-        files = [(f"data/{one['file']}", one["sha256"], "") for one in listed["shards"]]
-        if rejected := listed["rejected"]:
-            files.append((rejected["file"], rejected["sha256"], ""))
+        listed = json.loads(manifest)
+        rejected = [listed["rejected"]] if listed["rejected"] else []
+        shards = {f"data/{one['file']}": one["sha256"] for one in listed["shards"]}
+        return shards | {one["file"]: one["sha256"] for one in rejected}
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
             f"{remote.at('manifest.json')} is damaged: {error}. Restore it from a copy, or make "
             "the cache again."
         ) from error
-    folder = _fetched(remote, hashlib.sha256(payload).hexdigest(), files)
-    if not (folder / "manifest.json").exists():
-        fs.publish(folder / "manifest.json", payload)
-    return folder
+
+
+def manifest_folder(text: str) -> Path:
+    """A cache's folder, or a copy of it that has the manifest alone."""
+    if not is_remote(text):
+        return Path(text)
+    return fetch_folder(text, lambda names: [name for name in names if name == "manifest.json"])
 
 
 def _fetched(remote: Remote, key: object, files: list[tuple[str, str, str]]) -> Path:

@@ -25,11 +25,10 @@ from ...schemas.errors import CorruptionError, UsageError, damaged
 from ...schemas.json_codec import CodecError, digest, from_signed_json, to_signed_json
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
-from .bucket.objects import Location, location
 from .cache.cache_folder import OutputFolder
-from .copies import fetch_folder
+from .copies import fetch_folder, work_folder
 from .disk import fs
-from .store import Store, store_of
+from .locations import is_remote
 
 if TYPE_CHECKING:
     import polars as pl
@@ -48,56 +47,63 @@ _DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 @dataclass(frozen=True)
 class TableFolder:
-    """The folder of one table."""
+    """The folder of one table; with a URL, one that is made here and pushed to a bucket."""
 
-    root: Location
+    root: Path
     kind: TableKind
+    url: str = ""
 
     when_locked = "Wait for it, or choose another --output."
 
     @staticmethod
     def at(text: str, kind: TableKind) -> TableFolder:
         """The folder that a setting names."""
-        return TableFolder(location(text), kind)
+        if is_remote(text):
+            return TableFolder(work_folder(text), kind, text)
+        return TableFolder(Path(text), kind)
+
+    def __str__(self) -> str:
+        return self.url or str(self.root)
 
     @property
-    def store(self) -> Store[Location]:
-        """The operations on its files."""
-        return store_of(self.root)
-
-    @property
-    def file(self) -> Location:
-        """The table."""
+    def file(self) -> Path:
+        """The table; of one in a bucket, where it is written first."""
         return self.root / f"{self.kind}.parquet"
-
-    def answers(self, named: str) -> Path:
-        """The folder of answers, on a disk: one that a setting names, or one of the table."""
-        return Path(named) if named else self.local / "_align" / "answers"
-
-    @property
-    def local(self) -> Path:
-        """The folder of what needs a disk: that of the table, or one beside the store."""
-        return self.store.work_folder(self.root)
 
     @property
     def lock(self) -> Path:
         """Held by the owner of the folder, among the processes of a machine."""
-        return self.local / "_align" / "LOCK"
+        return self.root / "_align" / "LOCK"
+
+    def answers(self, named: str) -> Path:
+        """The folder of answers, on a disk: one that a setting names, or one of the table."""
+        return Path(named) if named else self.root / "_align" / "answers"
+
+    def stored(self, kind: TableKind | None = None) -> Path | None:
+        """The table as it is now, or a copy of it; None if there is none."""
+        name = f"{kind or self.kind}.parquet"
+        if not self.url:
+            path = self.root / name
+            return path if path.is_file() else None
+        try:
+            return fetch_folder(f"{self.url}/{name}", lambda _: [])
+        except UsageError:  # there is no such object
+            return None
 
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
-        if self.store.has_folders:
-            OutputFolder(self.local, self.kind).prepare()
-        else:
+        OutputFolder(self.root, self.kind).prepare()
+        fs.drop_drafts(self.file)
+        if self.url:
             self._refuse_others()
-        fs.drop_drafts(self.local / self.file.name)
 
     def find(self) -> TableManifest | None:
         """The manifest of the table, if there is one; it has to be of this kind."""
-        if not self.file.is_file():
+        path = self.stored()
+        if path is None:
             self._refuse_others()
             return None
-        found = _stored(_on_disk(self.file))
+        found = _stored(path)
         if found and found.kind != self.kind:
             raise self._of_another_kind(found.kind)
         return found
@@ -125,25 +131,31 @@ class TableFolder:
             sha256="",
             sampling=sampling,
         )
-        with fs.locked_draft(self.local / self.file.name) as (draft, sink):
+        with fs.locked_draft(self.root / self.file.name) as (draft, sink):
             manifest = _write(draft, sink, table, unsigned)
-            there = self.file if isinstance(self.file, Path) and self.file.is_file() else None
+            there = self.stored()
             if there and filecmp.cmp(draft, there, shallow=False):
                 fs.unlink(draft)
-                # Whoever wrote the table may have died before its name was durable.
-                fs.fsync_folder(there.parent)
             else:
-                self.store.install(draft, self.file)
+                fs.fsync(draft)
+                fs.rename(draft, self.file)
+            # Also if it is there: whoever wrote it may have died before its name was durable.
+            fs.fsync_folder(self.root)
+        if self.url and self.file.is_file():
+            from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
+
+            Remote(self.url).put(self.file.name, self.file)
+            fs.unlink(self.file)
         return manifest
 
     def _refuse_others(self) -> None:
         for kind in NAMES:
-            if kind != self.kind and (self.root / f"{kind}.parquet").is_file():
+            if kind != self.kind and self.stored(kind):
                 raise self._of_another_kind(kind)
 
     def _of_another_kind(self, kind: TableKind) -> UsageError:
         return UsageError(
-            f"{self.root} holds {NAMES[kind]}, not {NAMES[self.kind]}. Name a folder that "
+            f"{self} holds {NAMES[kind]}, not {NAMES[self.kind]}. Name a folder that "
             f"`{COMMANDS[self.kind]}` made."
         )
 
@@ -153,7 +165,7 @@ def read_manifest(folder: TableFolder) -> TableManifest:
     if found := folder.find():
         return found
     raise UsageError(
-        f"{folder.root} holds no finished table of {NAMES[folder.kind]} ({folder.file.name}). "
+        f"{folder} holds no finished table of {NAMES[folder.kind]} ({folder.file.name}). "
         f"Run `{COMMANDS[folder.kind]}` to its end, or name another folder."
     )
 
@@ -171,18 +183,19 @@ def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
     """A finished table, its bytes compared with the manifest."""
     import polars as pl  # noqa: PLC0415 - a command that reads no table need not wait for it
 
-    manifest, path = read_manifest(folder), _on_disk(folder.file)
+    manifest, path = read_manifest(folder), folder.stored()
+    assert path, "its manifest was read"
     if _sha256_of(path, manifest.bytes) != manifest.sha256:
-        raise damaged(folder.file, "its rows are not those that were written", _REMEDY)
+        raise damaged(path, "its rows are not those that were written", _REMEDY)
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             schema = file.schema_arrow
             if (_columns(schema), file.metadata.num_rows) != (manifest.columns, manifest.rows):
-                raise damaged(folder.file, "its footer is not what was written", _REMEDY)
+                raise damaged(path, "its footer is not what was written", _REMEDY)
             groups = map(file.read_row_group, range(file.num_row_groups))
             pieces = [pl.from_arrow(one) for one in (schema.empty_table(), *groups)]
     except _DAMAGE as error:
-        raise damaged(folder.file, str(error).partition("\n")[0], _REMEDY) from error
+        raise damaged(path, str(error).partition("\n")[0], _REMEDY) from error
     return manifest, pl.concat(cast("list[pl.DataFrame]", pieces))
 
 
@@ -226,8 +239,3 @@ def _sha256_of(path: Path, size: int) -> str:
             sha256.update(chunk)
             size -= len(chunk)
     return sha256.hexdigest()
-
-
-def _on_disk(path: Location) -> Path:
-    """The file, or a copy of the object as it is now."""
-    return path if isinstance(path, Path) else fetch_folder(str(path), list)

@@ -14,11 +14,9 @@ from ...schemas.cache import InputEntry
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.safe_text import redacted
-from ..storage.bucket.objects import Location
 from ..storage.disk import fs
 from ..storage.disk.locks import owner_lock
 from ..storage.run.run_folder import RunFolder
-from ..storage.store import store_of
 from .delivery import PRIVATE, Senders
 from .journal import MAX_PARAM, MAX_TAG, Callback, Journal, key_of, open_journal, shortened
 from .outbox import Ledger, close_record, new_record, now_ms, open_ledger, remove_if_sent
@@ -238,20 +236,18 @@ class Run:
         for ledger in self._ledgers:
             ledger.append("datasets", *notes)
 
-    def log_artifact(self, path: Location) -> None:
+    def log_artifact(self, path: Path) -> None:
         """Records a file or folder to keep with the run; again when it has changed.
 
         Of a file elsewhere a copy is kept: only files inside the run are sent.
         """
         if not self._ledgers:
             return
-        whole = self._root / PRIVATE / "artifacts" / path.name
-        store = store_of(path)
-        if store.is_within(path, self._root):
-            whole = store.local(path).absolute()
-        else:
+        whole = path.absolute()
+        if not whole.is_relative_to(self._root):
+            whole = self._root / PRIVATE / "artifacts" / path.name
             fs.make_folder(whole.parent)
-            fs.publish(whole, store.read(path))
+            fs.publish(whole, fs.read_bytes(path))
         for ledger in self._ledgers:
             ledger.renew_artifact(str(whole.relative_to(self._root)))
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from ...schemas.errors import StorageError, UsageError, log_failure
 from ...schemas.safe_text import mask_secrets_of, masked_address, redacted, shown
-from ..storage.bucket.objects import Location
 from ..storage.cache.cache_folder import CacheFolder, make_place
 from ..storage.disk import fs
 from ..storage.disk.locks import try_owner_lock
@@ -176,7 +175,7 @@ def _records_for(kind: TrackerKind) -> SignedRecords[RunRecord]:
     )
 
 
-def _faults(record: RunRecord, path: Location) -> Iterator[str]:
+def _faults(record: RunRecord, path: Path) -> Iterator[str]:
     if not KEY.fullmatch(record.key):  # it is part of a query to the store
         yield f"key {record.key!r:.40} is not sixteen hexadecimal digits"
 

@@ -55,7 +55,7 @@ def column(rows, name):
 def test_a_rubric_asks_for_each_different_sample_once_also_in_a_store(samples, judged, bucket):
     stub = StubJudge()
     for new in (5, 0):
-        result, rows = judged(samples, stub, output=bucket / "judged", by="rubric")
+        result, rows = judged(samples, stub, output=f"{bucket}/judged", by="rubric")
         assert column(rows, "score") == [7.0, 3.0, 9.0, 2.0, 2.0, 5.0]
         assert (result.tally.new, len(stub.asked)) == (new, 5)  # "2" stands twice
     assert result.manifest.counts["judgments"] == 5

@@ -12,7 +12,7 @@ import pytest
 from align.schemas.errors import AlignError, StorageError, UsageError
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
-from align.stages.storage.disk.disk_store import DiskStore
+from align.stages.storage.disk import fs
 from support import disk_faults
 from support.flips import flips
 from support.patience import PATIENCE
@@ -81,11 +81,11 @@ def test_a_disk_without_room_for_the_shards_is_refused_before_anything_is_scored
     # Four bytes for each id, and as many for each log-prob; the prompts' come on top.
     least = 2 * 4 * manifest.tokens
     elsewhere = replace(config, cache=replace(config.cache, output=str(tmp_path / "elsewhere")))
-    monkeypatch.setattr(DiskStore, "free_bytes", lambda *_: least)
+    monkeypatch.setattr(fs, "free_bytes", lambda *_: least)
     with refuses(StorageError, "elsewhere") as told:
         run(elsewhere, Unopened())
     assert told.value.exit_code == 74
-    monkeypatch.setattr(DiskStore, "free_bytes", lambda *_: 4 * least)
+    monkeypatch.setattr(fs, "free_bytes", lambda *_: 4 * least)
     assert run(elsewhere).manifest == manifest
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from align.stages.storage.bucket import objects
+from align.stages.storage.remote import Remote
 from support.object_server import Faults, environment, faulty_proxy
 from support.planted import contents_below
 from support.trainings import Person
@@ -91,9 +91,9 @@ def test_no_credential_is_written_said_or_stored(
         assert one.tries("verify", f"{bucket}/cache", AWS_ENDPOINT_URL=told[fault]).code != 0
     faults.waiting.clear()
     _refused_here(person, bucket)
-    for key in objects.below(bucket):
-        held = objects.read(objects.ObjectPath(bucket.scheme, bucket.bucket, key))
-        (folder / key.replace("/", "-")).write_bytes(held)
+    remote = Remote(bucket)
+    for name in remote.list():
+        (folder / name.replace("/", "-")).write_bytes(remote.get(name))
     assert found_in(folder) == []
     (folder / "said-planted.txt").write_text(CANARIES["secret key"])
     assert found_in(folder) == [("said-planted.txt", "secret key")], "it would have been found"

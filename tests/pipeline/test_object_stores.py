@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from align.stages.storage.bucket import objects
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.cache.verify_cache import verify_cache
+from align.stages.storage.copies import damaged_objects, fetch_cache
+from align.stages.storage.remote import Remote
 from support.object_server import environment
 from support.trainings import KILLED, Person, learned
 
@@ -41,22 +42,22 @@ def cache_on_disk(server, world, tmp_path_factory):
 
 def require_clean(place, root):
     """The cache is whole, and nothing but it is left."""
-    folder = CacheFolder(place / "cache")
-    manifest = verify_cache(folder)
+    assert damaged_objects(f"{place}/cache") == []
+    manifest = verify_cache(CacheFolder(fetch_cache(f"{place}/cache")))
     assert manifest.root == root
-    assert sorted(path.name for path in folder.root.iterdir()) == ["data", "manifest.json"]
-    named = {shard.file for shard in manifest.shards}
-    assert {path.name for path in folder.data.iterdir()} == named
+    named = {f"data/{shard.file}" for shard in manifest.shards}
+    assert Remote(f"{place}/cache").list().keys() == {*named, "manifest.json"}
 
 
 def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_another_machine(
     person, bucket, world, cache_on_disk
 ):
     """Killed after its second checkpoint; nothing is lost but the steps since."""
+    place = Remote(bucket)
     for path in world.model.rglob("*"):
         if path.is_file():
-            objects.put(bucket / "model" / path.relative_to(world.model).as_posix(), path)
-    objects.put(bucket / "data" / world.data.paired.name, world.data.paired.read_bytes())
+            place.put(f"model/{path.relative_to(world.model).as_posix()}", path)
+    place.put(f"data/{world.data.paired.name}", world.data.paired)
     made = (
         *("precompute-ref", f"{bucket}/data", "--model", f"{bucket}/model"),
         *("--output", f"{bucket}/cache", *MAKE),
@@ -64,7 +65,7 @@ def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_anothe
     root = load_manifest(cache_on_disk).root
     assert root in person.gives(*made).out
     require_clean(bucket, root)
-    assert load_manifest(CacheFolder(bucket / "cache")).model == f"{bucket}/model"
+    assert load_manifest(CacheFolder(fetch_cache(f"{bucket}/cache"))).model == f"{bucket}/model"
     assert "already complete" in person.gives(*made).out
     assert root in person.gives("verify", f"{bucket}/cache").out
     assert json.loads(person.gives("inspect", f"{bucket}/cache", "--json").out)["root"] == root
@@ -77,8 +78,8 @@ def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_anothe
     person.gives("train", "--cache", cache_on_disk.root, "--output", "run", *RUN)
     stored = ("train", "--cache", f"{bucket}/cache", "--output", f"{bucket}/run", *RUN)
     assert person.tries(*stored, failpoints="step.started=kill@6").code == KILLED
-    checkpoints = bucket / "run" / "checkpoints"
-    assert {path.name for path in checkpoints.iterdir()} == {"step-00000002", "step-00000004"}
+    stored_steps = lambda: {name.split("/")[2] for name in place.list("run/checkpoints")}  # noqa: E731
+    assert stored_steps() == {"step-00000002", "step-00000004"}
     shutil.rmtree(person.home)
     refused = person.tries(*stored)
     assert refused.code == 2
@@ -88,15 +89,15 @@ def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_anothe
     copy = person.folder / "copy"
     copy.mkdir()
     for name in ("metrics.jsonl", "model/model.safetensors", "model/README.md"):
-        (copy / name.rpartition("/")[2]).write_bytes(objects.read(bucket / "run" / name))
+        (copy / name.rpartition("/")[2]).write_bytes(place.get(f"run/{name}"))
     assert learned(copy) == learned(person.folder / "run")
     model = person.folder / "run" / "model" / "model.safetensors"
     assert (copy / model.name).read_bytes() == model.read_bytes()
     assert f"{bucket}/model" in (copy / "README.md").read_text()
     whole = person.folder / "run" / "checkpoints" / "step-00000006"
     names = {path.relative_to(whole).as_posix() for path in whole.rglob("*") if path.is_file()}
-    prefix = f"{checkpoints.key}/step-00000006/"
-    assert {key.removeprefix(prefix) for key in objects.below(checkpoints)} == names
+    prefix = "run/checkpoints/step-00000006/"
+    assert {name.removeprefix(prefix) for name in place.list("run/checkpoints")} == names
     shutil.rmtree(person.home)
     assert "6 steps done already" in person.gives(*stored, "--resume", "auto").out
     again = ("train", "--cache", cache_on_disk.root, "--model", f"{bucket}/run/model")

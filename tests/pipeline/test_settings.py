@@ -203,7 +203,6 @@ MISTAKEN_SETS = {
     "train.beta1=10": ("train.beta1", "10"),
     "train.beta2=1.0": ("train.beta2",),
     "lora.dropout=1.5": ("lora.dropout", "1.5"),
-    "objects.local_gib=1e308": ("objects.local_gib",),
     "train.epochs=1e300": ("train.epochs",),
     f"cache.shards={2**63}": ("cache.shards", "9223372036854775808"),
 }

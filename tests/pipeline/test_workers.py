@@ -14,10 +14,11 @@ from align.pipeline.precompute.precompute import precompute
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, Interrupted, LockedError
 from align.stages.data import chat_template
-from align.stages.storage.bucket.objects import location
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.cleanup import is_tidy
 from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.copies import damaged_objects
+from align.stages.storage.remote import Remote
 from support import disk_faults
 from support.command import align
 from support.mlflow_runs import open_store, the_run
@@ -114,12 +115,24 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
     progress = Meanwhile(lambda: made.append(run(other).manifest))
     with refuses(LockedError, f"{root}/cache"):
         precompute(late, StubReference(), progress=progress, share=Part(1, 1))
-    folder = CacheFolder(location(f"{root}/cache"))
+    folder = CacheFolder.at(f"{root}/cache")
     assert load_manifest(folder) == made[0]
     assert run(other).was_complete
     assert is_tidy(folder, made[0])
     with refuses(FingerprintError, "cache.kl_pairs: ", "1", "0"):
         run(late)
+
+
+def test_a_cache_that_was_removed_from_a_bucket_is_made_again(config, bucket):
+    """What this machine still has of it counts for nothing."""
+    there = replace(config, cache=replace(config.cache, output=f"{bucket}/cache"))
+    made = run(there).manifest
+    assert run(there).was_complete
+    remote = Remote(f"{bucket}/cache")
+    remote.delete(remote.list())
+    again = run(there)
+    assert (again.manifest, again.was_complete) == (made, False)
+    assert damaged_objects(f"{bucket}/cache") == []
 
 
 def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean):

@@ -14,7 +14,6 @@ from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 from align.stages.storage import remote
-from align.stages.storage.bucket import buckets
 
 BUCKET = "bucket"
 LATE = 1.5  # seconds, more than a client waits that has AWS_TIMEOUT=1s
@@ -51,7 +50,6 @@ def s3_server():
 
 def forget():
     """Closes the servers that were open."""
-    buckets.open_bucket.cache_clear()
     remote.open_bucket.cache_clear()
 
 

@@ -8,7 +8,8 @@ _align/outbox/<time>-<id>/           a run that a tracker was not sent all of, a
 _align/<plan key>/                   work in progress, removed when it is done
     plan.json  commits/<unit>.json  encoded/<slice>.json and .arrow  tmp/<run id>/
 
-Of a cache in an object store LOCK, outbox, encoded and tmp are in a local work folder.
+A cache whose --output is in a bucket is made in a local folder. The bucket gets the manifest, the
+shards, the rejected rows and, until it is finished, the plan and the commits.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
-from ....schemas.errors import UsageError
-from ..bucket.objects import Location
+from ....schemas.errors import StorageError, UsageError
+from ..copies import work_folder
 from ..disk import fs
-from ..store import Store, store_of
+from ..locations import is_remote
 
 if TYPE_CHECKING:  # it imports numpy
-    from ....schemas.cache import Commit, FileEntry
-
-Root_co = TypeVar("Root_co", Path, Location, covariant=True)
+    from ....schemas.cache import Commit
+    from ..remote import Remote
 
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 PLAN_NAME = "plan.json"
@@ -47,88 +47,111 @@ class Below:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, folder: HasRoot[Root_co], owner: type[object]) -> Root_co:
+    def __get__(self, folder: HasRoot, owner: type[object]) -> Path:
         return folder.root / self._name
 
 
-class HasRoot(Protocol[Root_co]):
-    """Something in a folder or below a key."""
+class HasRoot(Protocol):
+    """Something in a folder."""
 
     @property
-    def root(self) -> Root_co:
+    def root(self) -> Path:
         """The folder it is in."""
         ...
 
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """One cache, on a disk or in an object store."""
+    """One cache in a folder; with a URL, one that is made there and pushed to a bucket."""
 
-    root: Location
+    root: Path
+    url: str = ""
 
     manifest = Below("manifest.json")
     data = Below("data")
     rejected = Below("rejected.parquet")  # only there if rows could not be used
     private = Below("_align")
+    lock = Below("_align/LOCK")
+    outbox = Below("_align/outbox")  # only there if a tracker was not sent all of a run
 
     when_locked = "Wait for it, or choose another --output."
 
-    @property
-    def store(self) -> Store[Location]:
-        """The operations on its files."""
-        return store_of(self.root)
+    @staticmethod
+    def at(output: str) -> CacheFolder:
+        """The folder that a cache is made in: its output, or one on this machine for a bucket."""
+        return (
+            CacheFolder(work_folder(output), output)
+            if is_remote(output)
+            else CacheFolder(Path(output))
+        )
 
-    @property
-    def local(self) -> Path:
-        """The folder of what needs a disk: the cache itself, or one beside the store."""
-        return self.store.work_folder(self.root)
+    def __str__(self) -> str:
+        return self.url or str(self.root)
 
-    @property
-    def lock(self) -> Path:
-        """Held by the owner of the folder, among the processes of a machine."""
-        return self.local / "_align/LOCK"
+    def shown(self, path: Path) -> str:
+        """A path of the cache as a user finds it."""
+        return f"{self}/{self._name(path)}"
 
-    @property
-    def outbox(self) -> Path:
-        """Only there if a tracker was not sent all of a run."""
-        return self.local / "_align/outbox"
-
-    def shard(self, entry: Commit) -> Location:
-        """The path of a shard; of an object with the bytes that it has to hold."""
-        return self.store.pinned(self.data / entry.file, entry.sha256, entry.bytes)
-
-    def pinned(self, entry: FileEntry) -> Location:
-        """The path of another file of the manifest, likewise."""
-        return self.store.pinned(self.root / entry.file, entry.sha256, entry.bytes)
+    def shard(self, entry: Commit) -> Path:
+        """The path of a shard."""
+        return self.data / entry.file
 
     def work(self, plan_key: str) -> WorkFolder:
         """The work in progress of one plan."""
         assert WORK_NAME.fullmatch(plan_key[:16]), plan_key
-        name = plan_key[:16]
-        return WorkFolder(self, self.private / name, self.local / "_align" / name)
+        return WorkFolder(self, self.private / plan_key[:16])
 
     def works(self) -> list[WorkFolder]:
         """The work in progress of every plan."""
         if not self.private.is_dir():
             return []
-        names = [path.name for path in self.store.listed(self.private)]
+        names = sorted(path.name for path in self.private.iterdir())
         return [self.work(name) for name in names if WORK_NAME.fullmatch(name)]
 
     def prepare(self) -> None:
         """Makes the folders; refuses a folder that holds something else."""
-        if self.store.has_folders:
-            refuse_foreign(self.local, is_ours=self._is_ours, what="cache")
-        else:
-            _refuse_foreign_objects(
-                self.root, {"manifest.json", "data", "rejected.parquet", "_align"}
-            )
-        make_place(self.local, self.local / "_align")
-        self.store.make_folder(self.data)
+        refuse_foreign(self.root, is_ours=self._is_ours, what="cache")
+        if self.url:
+            ours = {"manifest.json", "data", "rejected.parquet", "_align"}
+            if foreign := {name.partition("/")[0] for name in self.remote.list()} - ours:
+                raise UsageError(
+                    f"{self} holds '{min(foreign)}' and is not a cache. Choose another --output."
+                )
+        make_place(self.root, self.private)
+        fs.make_folder(self.data)
+        fs.fsync_folder(self.root)
 
     def _is_ours(self) -> bool:
         is_run = (self.root / "checkpoints").exists()
         ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
-        return ours and not (is_run or is_output(self.local / "_align"))
+        return ours and not (is_run or is_output(self.private))
+
+    # The bucket
+
+    @property
+    def remote(self) -> Remote:
+        """The place in the bucket; only a cache that is made in one has it."""
+        from ..remote import Remote  # noqa: PLC0415 - its library takes a while to import
+
+        return Remote(self.url)
+
+    def push(self, path: Path) -> None:
+        """Uploads a file of the cache."""
+        self.remote.put(self._name(path), path)
+
+    def share(self, path: Path) -> None:
+        """Creates a record in the bucket; one that is there already replaces it here."""
+        remote, name = self.remote, self._name(path)
+        if remote.put_new(name, fs.read_bytes(path)):
+            return
+        first = remote.get(name)
+        fs.unlink(path)
+        if first is None:
+            raise StorageError(f"{self.shown(path)} was removed. Run the same command again.")
+        fs.publish(path, first)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
 
 
 @dataclass(frozen=True)
@@ -136,36 +159,32 @@ class WorkFolder:
     """Everything one plan needs until its manifest is written."""
 
     cache: CacheFolder
-    root: Location
-    local: Path  # what needs a disk; the root itself if that is on one
+    root: Path
 
     plan = Below(PLAN_NAME)
     commits = Below("commits")  # one file per finished unit
+    encoded = Below("encoded")  # encoded slices of the data, each a file and its record
 
     @property
     def is_planned(self) -> bool:
         """Whether it has its plan, which is removed first: late commits may bring the rest back."""
         return self.plan.is_file()
 
-    @property
-    def encoded(self) -> Path:
-        """Encoded slices of the data, each a file and its record."""
-        return self.local / "encoded"
-
-    def commit(self, unit: int) -> Location:
+    def commit(self, unit: int) -> Path:
         """The path of the commit of a unit."""
         return self.commits / f"{unit:08d}.json"
 
     def tmp(self, run_id: str) -> Path:
         """Drafts of one run."""
-        return self.local / "tmp" / run_id
+        return self.root / "tmp" / run_id
 
     def prepare(self) -> None:
         """Makes the folders; `cache.prepare()` must have been called."""
-        fs.make_folder(self.local)
-        fs.fsync_folder(self.local.parent)
+        fs.make_folder(self.root)
+        fs.fsync_folder(self.root.parent)
         fs.make_folder(self.encoded)
-        self.cache.store.make_folder(self.commits)
+        fs.make_folder(self.commits)
+        fs.fsync_folder(self.root)
 
     def new_draft(self, run_id: str, name: str) -> Path:
         """A free name in the folder of one run's drafts."""
@@ -173,7 +192,7 @@ class WorkFolder:
 
     def make_tmp(self, name: str) -> Path:
         """Makes a folder of drafts, which only its owner may read."""
-        fs.make_folder(self.local / "tmp", 0o700)
+        fs.make_folder(self.root / "tmp", 0o700)
         fs.make_folder(self.tmp(name), 0o700)
         return self.tmp(name)
 
@@ -248,14 +267,6 @@ def refuse_foreign(root: Path, *, is_ours: Callable[[], bool], what: str) -> Non
     if (found := next(root.iterdir(), None)) is not None and not is_ours():
         raise UsageError(
             f"{root} holds '{found.name}' and is not a {what} folder. Choose another --output."
-        )
-
-
-def _refuse_foreign_objects(root: Location, ours: set[str]) -> None:
-    """Like `refuse_foreign`, by one look: others may work there at the same time."""
-    if foreign := {path.name for path in root.iterdir()} - ours:
-        raise UsageError(
-            f"{root} holds '{min(foreign)}' and is not a cache. Choose another --output."
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ....schemas.cache import Commit, FileEntry
-from ....schemas.errors import NonFiniteError
+from ....schemas.errors import NonFiniteError, StorageError
 from ....schemas.rows import Rejected, ScoredBlock
-from ..bucket.objects import Location
 from ..disk import fs
 from ..signed_records import SignedRecords
-from ..store import store_of
 from .cache_folder import WorkFolder, part_name
 from .shards import write_shard
 
@@ -52,12 +51,15 @@ def commit_unit(
         ours = _describe(draft, unit, block, facts)
         final = work.cache.data / ours.file
         is_new = not final.exists()
-        store_of(final).install(draft, final)
+        _install(draft, final)
     except BaseException:
         fs.discard(draft)
         raise
     kept = COMMITS.put(work.commit(unit), ours)
-    if kept is not ours:
+    if kept is ours and work.cache.url:
+        share_commit(work, ours)
+        kept = COMMITS.read(work.commit(unit))
+    if kept != ours:
         _yield_to(kept, ours, final, is_new=is_new)
     return kept
 
@@ -68,19 +70,48 @@ def read_commits(work: WorkFolder, *, is_own: bool = True) -> dict[int, Commit]:
     One whose shard is missing or short does not count; of the own work its commit goes, so that
     the shard is made again.
     """
-
-    def read(path: Location) -> Commit | None:
+    folder, found = work.cache, {}
+    stored = folder.remote.list("data") if folder.url else {}
+    for path in COMMITS.names(work.commits):
         commit = COMMITS.read(path)
-        shard = work.cache.data / commit.file
-        if store_of(shard).size(shard) == commit.bytes:
-            return commit
-        if is_own:
-            logger.warning("%s is missing or short: its rows are scored again.", shard)
+        shard = folder.shard(commit)
+        there = stored.get(f"data/{commit.file}")
+        size = there.size if there else -1
+        if (size if folder.url else _size(shard)) == commit.bytes:
+            found[commit.unit] = commit
+        elif is_own:
+            logger.warning(
+                "%s is missing or short: its rows are scored again.", folder.shown(shard)
+            )
             COMMITS.drop(path)
-        return None
+            if folder.url:
+                folder.remote.delete([path.relative_to(folder.root).as_posix()])
+    return found
 
-    found = work.cache.store.each(read, COMMITS.names(work.commits))
-    return {commit.unit: commit for commit in found if commit}
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):  # another worker may remove its own
+        return path.stat().st_size
+    return -1
+
+
+def share_commit(work: WorkFolder, commit: Commit) -> None:
+    """Pushes a shard to the bucket, then its commit; there the first commit of a unit counts."""
+    shard = work.cache.shard(commit)
+    try:
+        work.cache.push(shard)
+    except StorageError:
+        if shard.exists():
+            raise  # else another process of this machine has pushed it
+    work.cache.share(work.commit(commit.unit))
+    fs.unlink(shard)
+
+
+def _install(draft: Path, final: Path) -> None:
+    """Gives a whole draft its name, once its bytes are durable."""
+    fs.fsync(draft)
+    fs.rename(draft, final)
+    fs.fsync_folder(final.parent)
 
 
 def _require_finite(unit: int, block: ScoredBlock) -> None:
@@ -113,13 +144,13 @@ def _describe(draft: Path, unit: int, block: ScoredBlock, facts: UnitFacts) -> C
     )
 
 
-def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> None:
+def _yield_to(theirs: Commit, ours: Commit, final: Path, *, is_new: bool) -> None:
     if theirs.file != ours.file:
         logger.warning(
             "unit %d: another worker's shard is kept; this worker's has other bytes.", ours.unit
         )
         if is_new:  # else another process put it
-            store_of(final).remove(final)
+            fs.unlink(final)
 
 
 COMMITS = SignedRecords(Commit, remedy="Remove this file and run the same command again.")
@@ -161,10 +192,12 @@ def write_rejected(
                 write_page_checksum=True,
             )
         sha256, size = fs.sha256_of(draft), draft.stat().st_size
-        store_of(path).install(draft, path)
+        _install(draft, path)
     except BaseException:
         fs.discard(draft)
         raise
+    if work.cache.url:
+        work.cache.push(path)
     return FileEntry(path.name, size, sha256, len(rejected))
 
 

@@ -45,7 +45,11 @@ def build_manifest(
 
 def write_manifest(folder: CacheFolder, manifest: Manifest) -> bool:
     """Finishes a cache, which readers then see; False if it was finished as another one."""
-    return _MANIFESTS.put(folder.manifest, manifest).root == manifest.root
+    kept = _MANIFESTS.put(folder.manifest, manifest)
+    if folder.url:
+        folder.share(folder.manifest)
+        kept = _MANIFESTS.read(folder.manifest)
+    return kept.root == manifest.root
 
 
 def load_manifest(folder: CacheFolder) -> Manifest:
@@ -53,7 +57,7 @@ def load_manifest(folder: CacheFolder) -> Manifest:
     path = folder.manifest
     if not path.exists():
         raise UsageError(
-            f"{folder.root} is not a finished cache: it has no manifest.json. "
+            f"{folder} is not a finished cache: it has no manifest.json. "
             "Make it with `align precompute-ref`, or let that finish."
         )
     return _MANIFESTS.read(path)

@@ -30,9 +30,7 @@ from ....schemas.columns import Column, ColumnTable, offsets_of
 from ....schemas.errors import damaged, storage_error
 from ....schemas.rows import ID_DIGITS, PromptKeys, RowBlock, ScoredBlock, hex_texts
 from ....schemas.turns import learned_counts
-from ..bucket.objects import Location
 from ..disk import fs
-from ..store import store_of
 
 ROWS_PER_GROUP = 512
 TOKENS_PER_GROUP = 512 * 1024
@@ -49,20 +47,20 @@ def write_shard(path: Path, block: ScoredBlock) -> None:
             writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
 
 
-def read_shard(path: Location) -> ScoredBlock:
+def read_shard(path: Path) -> ScoredBlock:
     """Reads a whole shard."""
     with open_shard(path) as file:
         return read_block(file.read(use_threads=False))
 
 
-def iter_row_groups(path: Location, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def iter_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yields one table per row group, page checksums verified."""
     with open_shard(path) as file:
         for index in range(file.num_row_groups):
             yield file.read_row_group(index, columns=columns, use_threads=False)
 
 
-def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
+def read_columns(path: Path, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
     """Some columns of a whole shard, and how many rows each row group has.
 
     Optional ones that the shard does not have are left out.
@@ -73,7 +71,7 @@ def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDAr
         return file.read(columns=list(columns), use_threads=False), np.array(sizes, np.int64)
 
 
-def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
+def read_rows(path: Path, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
     """Some rows of a shard, ascending, row group by row group; no other group is read."""
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
@@ -85,16 +83,16 @@ def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
 
 
 @contextmanager
-def open_shard(path: Location) -> Iterator[pq.ParquetFile]:
+def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
     """Opens a shard for reading; what cannot be decoded is a CorruptionError."""
-    with store_of(path).open(path) as source:
+    with fs.open_file(path) as source:
         try:
             yield pq.ParquetFile(
                 source, pre_buffer=False, memory_map=False, page_checksum_verification=True
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise storage_error("read", Path(str(path)), error) from error
+                raise storage_error("read", path, error) from error
             said = str(error).partition("\n")[0]
             raise damaged(path, said, _RESTORE) from error
 

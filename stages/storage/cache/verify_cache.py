@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from ....schemas.cache import Commit, FileEntry, Manifest
-from ....schemas.errors import CorruptionError
+from ....schemas.errors import CorruptionError, StorageError
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.rows import ScoredBlock
-from ..bucket.objects import Location
+from ..disk.digests import remembered_sha256
 from .cache_folder import CacheFolder
 from .manifest_file import load_manifest
 from .shards import read_rows
@@ -54,41 +55,34 @@ def naming_unit(unit: int) -> Iterator[None]:
 def check_shard(folder: CacheFolder, commit: Commit, remember: Remember = digest_anew) -> None:
     """CorruptionError when the shard is not, byte for byte, what was committed."""
     with naming_unit(commit.unit):
-        _check(folder.shard(commit), commit, folder.store.measure, remember)
+        check_before_reading(folder, commit, remember)
 
 
 def check_before_reading(
     folder: CacheFolder, commit: Commit, remember: Remember = digest_anew
 ) -> None:
-    """Like `check_shard`, of the bytes that are read: of an object its copy, or a new one.
-
-    It names no unit: who reads a cache names that of any damage.
-    """
-    _check(folder.shard(commit), commit, folder.store.measure_read, remember)
+    """Like `check_shard`, but names no unit: the reader of a cache names that of any damage."""
+    _check(folder.shard(commit), commit, remember)
 
 
 def _damaged_list(folder: CacheFolder, manifest: Manifest) -> list[str]:
     """The damage of the list of rejected rows."""
     if manifest.rejected:
         try:
-            path = folder.pinned(manifest.rejected)
-            _check(path, manifest.rejected, folder.store.measure, digest_anew)
+            _check(folder.rejected, manifest.rejected, digest_anew)
         except CorruptionError as error:
             return [f"rejected rows: {error}"]
     return []
 
 
-def _check(
-    path: Location,
-    expected: Commit | FileEntry,
-    measure: Callable[[Location, int, Remember], tuple[int, str]],
-    remember: Remember,
-) -> None:
-    size, sha256 = measure(path, expected.bytes, remember)
-    if size != expected.bytes:
-        raise CorruptionError(f"{path} has {size} bytes, not {expected.bytes}.")
-    if sha256 != expected.sha256:
-        raise CorruptionError(f"{path} is not what was written (sha256 differs).")
+def _check(path: Path, expected: Commit | FileEntry, remember: Remember) -> None:
+    try:
+        if (size := path.stat().st_size) != expected.bytes:
+            raise CorruptionError(f"{path} has {size} bytes, not {expected.bytes}.")
+        if remembered_sha256(path, remember) != expected.sha256:
+            raise CorruptionError(f"{path} is not what was written (sha256 differs).")
+    except (OSError, StorageError) as error:
+        raise CorruptionError(f"{path} cannot be opened: {error.__cause__ or error}.") from error
 
 
 def sample_rows(

@@ -18,14 +18,13 @@ from typing import Protocol
 from filelock import FileLock, Timeout
 
 from ....schemas.errors import LockedError, os_errors_as_storage_errors
-from ..bucket.objects import Location
 
 
 class Ownable(Protocol):
     """A folder that one process at a time may work in."""
 
     @property
-    def root(self) -> Location:
+    def root(self) -> Path:
         """The folder."""
         ...
 

@@ -52,7 +52,7 @@ def test_a_flipped_bit_of_a_checkpoint_in_a_bucket_reaches_no_other_machine(
     run, numbers, found = RunFolder(tmp_path / "run"), itertools.count(), 0
     train(run, lambda *_: None)
     run.metrics.write_text("{}\n")
-    remote = Remote(str(bucket))
+    remote = Remote(bucket)
     RunRemote(remote, run).push()
 
     def pulled():

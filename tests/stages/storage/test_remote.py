@@ -2,26 +2,26 @@
 
 import hashlib
 import json
-import threading
 
 import pytest
 
 from align.schemas.errors import CorruptionError, PathError, StorageError, UsageError
 from align.stages.storage import remote as remotes
-from align.stages.storage.copies import fetch_cache, fetch_folder, origin_of
+from align.stages.storage.copies import damaged_objects, fetch_cache, fetch_folder, origin_of
 from align.stages.storage.disk.digests import user_folder
 from align.stages.storage.locations import is_remote
 from align.stages.storage.remote import Remote
+from support.at_once import at_the_same_time
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
 
-WRITERS, ROUNDS = 12, 10
+ROUNDS = 10
 
 
 @pytest.fixture
 def place(bucket, tmp_path, monkeypatch):
     """An empty place in the bucket; copies go to a folder of this test."""
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path / "home"))
-    return Remote(str(bucket))
+    return Remote(bucket)
 
 
 @pytest.fixture
@@ -31,21 +31,6 @@ def faults(place, bucket, object_server, monkeypatch):
     with faulty_proxy(object_server, faults) as url:
         use(monkeypatch, url, AWS_TIMEOUT="0.3s")
         yield faults
-
-
-def at_the_same_time(work):
-    """Calls the work in threads that start together, with their numbers."""
-    start = threading.Barrier(WRITERS)
-
-    def begin(writer):
-        start.wait()
-        work(writer)
-
-    threads = [threading.Thread(target=begin, args=(writer,)) for writer in range(WRITERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_of_twelve_who_create_one_object_one_wins(place):
@@ -64,7 +49,7 @@ def test_of_twelve_who_create_one_object_one_wins(place):
 @pytest.mark.parametrize("fault", ["412+", "409", "409+", "503", "503+", "drop", "drop+", "hang+"])
 def test_an_object_whose_answer_is_lost_is_neither_lost_nor_made_twice(bucket, faults, fault):
     faults.applies = lambda method, _, headers: method == "PUT" and "If-None-Match" in headers
-    place = Remote(str(bucket))
+    place = Remote(bucket)
     faults.waiting[:] = [fault]
     assert place.put_new("lost", b"ours")
     assert faults.injected == [fault]
@@ -95,7 +80,11 @@ def test_a_large_object_is_read_in_order_and_never_mixed_with_the_next(
     (tmp_path / "large").write_bytes(payload)
     place.put("large", tmp_path / "large")
     assert b"".join(place.chunks("large")) == payload
-    held = client(object_server).get_object(Bucket=BUCKET, Key=f"{bucket.key}/large")["Body"].read()
+    held = (
+        client(object_server)
+        .get_object(Bucket=BUCKET, Key=f"{bucket.rpartition('/')[2]}/large")["Body"]
+        .read()
+    )
     assert held == payload
     chunks = place.chunks("large")
     next(chunks)
@@ -205,6 +194,12 @@ def test_a_cache_is_fetched_shard_by_shard_and_its_manifest_last(place, bucket, 
     faults.requests.clear()
     assert fetch_cache(f"{bucket}/cache") == folder
     assert gets(faults) == ["manifest.json"]
+    assert damaged_objects(f"{bucket}/cache") == []
+    place.put("cache/data/part-2", b"other bytes")
+    place.delete(["cache/data/part-5"])
+    second, fifth = damaged_objects(f"{bucket}/cache")
+    assert f"{bucket}/cache/data/part-2" in second
+    assert f"{bucket}/cache/data/part-5" in fifth
     put_cache(place, shards[:3])
     assert fetch_cache(f"{bucket}/cache") != folder
 

@@ -24,7 +24,7 @@ def run_remote(prepared_run, bucket):
     """A run with a first checkpoint, which was pushed."""
     save(prepared_run, 2)
     prepared_run.metrics.write_text("{}\n")
-    remote = RunRemote(Remote(str(bucket)), prepared_run)
+    remote = RunRemote(Remote(bucket), prepared_run)
     remote.push()
     return remote
 
@@ -35,7 +35,7 @@ def test_only_files_that_changed_are_pushed(
     faults = Faults(lambda *_: False)
     with faulty_proxy(object_server, faults) as url:
         use(monkeypatch, url)
-        remote = RunRemote(Remote(str(bucket)), prepared_run)
+        remote = RunRemote(Remote(bucket), prepared_run)
         remote.push()  # a new process does not know which records were pushed
 
         def pushed():
@@ -73,7 +73,7 @@ def test_a_machine_takes_a_buckets_checkpoint_for_its_own_of_the_same_step(
 ):
     """As of a run that was begun anew since."""
     save(other, 2, write=writer(9))
-    RunRemote(Remote(str(bucket)), other).pull()
+    RunRemote(Remote(bucket), other).pull()
     assert (other.step(2) / "state-0.pt").read_bytes() == content(2, "state-0.pt")
     name = f"checkpoints/step-00000002/{RECORD_NAME}"
     run_remote.remote.put(name, run_remote.remote.get(name)[:40])
@@ -85,11 +85,11 @@ def test_a_model_is_pulled_only_from_a_run_that_has_ended(prepared_run, run_remo
     fs.make_folder(prepared_run.model)
     (prepared_run.model / "model.safetensors").write_bytes(b"weights")
     run_remote.push()
-    RunRemote(Remote(str(bucket)), other).pull()
+    RunRemote(Remote(bucket), other).pull()
     assert not other.model.exists()
     prepared_run.ending.write_text("{}")
     run_remote.push()
-    RunRemote(Remote(str(bucket)), other).pull()
+    RunRemote(Remote(bucket), other).pull()
     assert (other.model / "model.safetensors").read_bytes() == b"weights"
 
 
@@ -103,7 +103,7 @@ def test_a_bucket_keeps_no_answers_of_an_earlier_model_and_no_rows_of_steps_trai
     run_remote.push()
     fs.make_folder(other.row_parts)
     other.row_part(40, 1).write_text("of a machine that was killed then")
-    RunRemote(Remote(str(bucket)), other).pull()
+    RunRemote(Remote(bucket), other).pull()
     assert other.answers.exists()
     assert [*other.rows_written()] == [other.row_part(30, 1)]
     for path in made:

@@ -1,4 +1,4 @@
-"""Records on a disk and in a bucket: one writer wins, each is whole, and damage is loud."""
+"""Records: one writer wins, each is whole, and damage is loud."""
 
 import signal
 from dataclasses import dataclass
@@ -8,10 +8,9 @@ import pytest
 from align.schemas.errors import AlignError, CorruptionError
 from align.schemas.json_codec import to_signed_json
 from align.stages.storage.signed_records import SignedRecords
-from align.stages.storage.store import store_of
+from support.at_once import at_the_same_time
 from support.flips import flipped
 from support.made_caches import in_child_killed_before
-from support.store_contract import at_the_same_time
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,14 @@ def faults(record, _):
 PLAIN = SignedRecords(Plain, remedy="Remove it.", faults=faults)
 
 
-@pytest.fixture(params=["disk", "bucket"])
-def folder(request, tmp_path):
-    root = tmp_path if request.param == "disk" else request.getfixturevalue("bucket")
-    store_of(root).make_folder(root / "records")
-    return root / "records"
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "records").mkdir()
+    return tmp_path / "records"
 
 
 def write(path, text):
-    store_of(path).remove(path)
-    store_of(path).put_if_absent(path, text)
+    path.write_bytes(text)
 
 
 def test_of_those_who_put_at_the_same_time_one_wins_and_all_are_told_what_counts(folder):

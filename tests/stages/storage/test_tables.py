@@ -25,7 +25,7 @@ def published(table_folder, table=TABLE, **more):
 @pytest.fixture(params=["disk", "bucket"])
 def table_folder(request, tmp_path):
     root = tmp_path if request.param == "disk" else request.getfixturevalue("bucket")
-    made = TableFolder(root / "out", "samples")
+    made = TableFolder.at(f"{root}/out", "samples")
     made.prepare()
     return made
 
@@ -81,10 +81,9 @@ def test_a_table_is_written_and_read_one_row_group_at_a_time(table_folder, monke
     found, table = read_table(table_folder)
     assert (found, found.rows) == (manifest, 100)
     assert table.equals(rows)
-    if table_folder.store.has_folders:
-        groups = pq.read_metadata(table_folder.file)
-        sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
-        assert sizes == [16] * 6 + [4]
+    groups = pq.read_metadata(table_folder.stored())
+    sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
+    assert sizes == [16] * 6 + [4]
 
 
 def test_a_table_says_how_its_samples_were_drawn(on_disk):
@@ -122,7 +121,7 @@ def test_a_flipped_bit_is_refused_with_the_file_or_changes_nothing(on_disk, coun
 
 def test_a_table_of_another_kind_is_neither_read_nor_replaced(table_folder):
     published(table_folder)
-    other = TableFolder(table_folder.root, "judged")
+    other = TableFolder(table_folder.root, "judged", table_folder.url)
     for refused in (lambda: read_table(other), other.prepare):
         with pytest.raises(UsageError, match="judged"):
             refused()
