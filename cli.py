@@ -106,8 +106,8 @@ def precompute_ref(
     require_inputs(given)
     from .pipeline.jobs.object_inputs import with_local_inputs
     from .pipeline.parts import part_of
+    from .pipeline.precompute.opening import require_model
     from .pipeline.precompute.precompute import precompute
-    from .pipeline.precompute.precompute_plan import require_model
     from .stages.model.reference import HfReference
     from .stages.storage.disk.digests import own_digests
 

@@ -77,8 +77,8 @@ def precompute(
         >>> made.folder, made.manifest.rows, made.tally.scored
     """
     from ...stages.data.given_rows import files_of
+    from ..precompute.opening import require_model
     from ..precompute.precompute import precompute as run_precompute
-    from ..precompute.precompute_plan import require_model
 
     flags = {"model.path": model, "cache.output": output}
     with files_of(data) as files:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,7 +21,8 @@ from ...schemas.errors import (
     StorageError,
     counted,
 )
-from ...schemas.rows import TIE, Reference
+from ...schemas.rows import TIE, Reference, Scorer
+from ...stages.data.columns import not_read
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
 from ...stages.storage.cache.cache_remote import sync
@@ -40,10 +43,17 @@ from ..jobs.job import Call, Made, carry_out
 from ..jobs.recorded_work import send_earlier
 from ..jobs.rejected_rows import RejectedRows
 from ..parts import Part
-from .cache_compatibility import candidates, may_have_scores, register_cache, require_same
-from .early_opening import opened_meanwhile
-from .precompute_plan import STAGE_ONE, CacheJob, encode_again, make_plan, open_job
-from .scoring_worker import ScoreTasks, Tally, lines_of_first
+from .opening import (
+    STAGE_ONE,
+    CacheJob,
+    candidates,
+    may_have_scores,
+    open_job,
+    register_cache,
+    require_same,
+)
+from .prepare import EncodeTasks, encode, make_plan
+from .scoring import ScoreTasks, Tally, lines_of_first
 
 PrecomputeResult: TypeAlias = Made[Manifest, Tally]
 
@@ -142,10 +152,11 @@ class PrecomputeJob:
             job.work.prepare()
         try:
             with self._reference() as (reference, seconds):
-                self.plan = self._planned(call)
+                tasks = EncodeTasks.of(job)
+                self.plan = self._planned(tasks, call)
                 _describe(call.run, job, self.plan)
                 self.tally.seconds = seconds()  # of loading; the rest of it is waited for
-                self._score(self.plan, reference, call)
+                self._score(self.plan, tasks, reference, call)
             manifest = self._published(self.plan, call)
         except (StorageError, CorruptionError, OSError):
             if self._has_written:  # and cannot tidy up
@@ -171,21 +182,36 @@ class PrecomputeJob:
         is_here = job.config.scoring.executor == "inline" and self.device == "cuda"
         is_early = self.plan is None and is_here
         if is_early and not may_have_scores(candidates(job.config.cache), job.reference_key):
-            return opened_meanwhile(job.reference)
+            return _opened_meanwhile(job.reference)
         return nullcontext((job.reference, lambda: 0.0))
 
-    def _planned(self, call: Call[Tally]) -> Plan:
+    def _planned(self, tasks: EncodeTasks, call: Call[Tally]) -> Plan:
         """The plan, of an earlier run or of another process, or made now."""
-        job, plan = self.cache, self.plan
+        job, plan, progress = self.cache, self.plan, call.progress
         if plan is None:
-            return make_plan(job, self.run_id, call.executor, call.progress)
+            more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
+            progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
+            if job.shape.unread:
+                progress.say(not_read(job.shape.unread))
+            return make_plan(
+                job, encode(job, tasks, call.executor, progress), self.run_id, progress
+            )
         # Damage is seen before hours of work.
         if len(read_commits(job.work)) < _num_shards(plan):
-            encode_again(job, plan, call.executor, call.progress)
+            job.work.prepare()
+            encoded = encode(job, tasks, call.executor, progress)
+            if encoded.shards(job.config.cache.shards) != plan.shards:
+                raise CorruptionError(
+                    f"{job.folder.shown(job.work.root)}: its rows, prepared again, differ from its "
+                    "plan. Delete it and run again; all rows that no other cache holds are then "
+                    "scored again."
+                )
         return plan
 
-    def _score(self, plan: Plan, reference: Reference, call: Call[Tally]) -> None:
-        tasks = ScoreTasks.of(self.cache, plan, reference, self.run_id)
+    def _score(
+        self, plan: Plan, encoding: EncodeTasks, reference: Reference, call: Call[Tally]
+    ) -> None:
+        tasks = ScoreTasks.of(self.cache, plan, encoding, reference, self.run_id)
         if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
             for line in lines_of_first(tasks, self.cache):
                 call.progress.say(line.plain)
@@ -246,6 +272,62 @@ class PrecomputeJob:
         usual = "kto" if self.config.cache.kl_pairs else "dpo"
         method = self.config.train.method or usual
         return [f"next: align train --method {method} --cache {self.folder}"]
+
+
+@dataclass(frozen=True)
+class _OpenedEarly:
+    """A reference that is being opened in a thread."""
+
+    reference: Reference
+    scorer: Future[Scorer]
+
+    def identity(self) -> Mapping[str, str]:
+        """The identity of the reference."""
+        return self.reference.identity()
+
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.reference.hidden_size()
+
+    def open(self) -> Scorer:
+        """Waits for it; its error is raised here."""
+        return self.scorer.result()
+
+
+# One at a time, also of runs of one process; its end waits, as no thread is ended inside of torch.
+_LOADING = ThreadPoolExecutor(1, "align-load")
+
+
+@contextmanager
+def _opened_meanwhile(
+    reference: Reference,
+) -> Iterator[tuple[Reference, Callable[[], float]]]:
+    """The reference, which is being opened from now on, and the seconds that has taken so far.
+
+    Who leaves the block does not wait for it.
+    """
+    # Here, because only a reference that computes by torch needs it imported.
+    import torch  # noqa: PLC0415
+
+    # A new thread begins on the first GPU, whichever this one has chosen.
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    began, seconds = time.perf_counter(), list[float]()
+
+    def opened() -> Scorer:
+        if device is not None:
+            torch.cuda.set_device(device)
+        scorer = reference.open()
+        seconds.append(time.perf_counter() - began)
+        return scorer
+
+    opening = _LOADING.submit(opened)
+    try:
+        yield (
+            _OpenedEarly(reference, opening),
+            lambda: seconds[0] if seconds else time.perf_counter() - began,
+        )
+    finally:
+        opening.cancel()
 
 
 def _finished(job: CacheJob) -> Manifest | None:

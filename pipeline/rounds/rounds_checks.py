@@ -16,7 +16,7 @@ from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.declared import set_by
 from ..options.settings import Settings, as_absolute
 from ..plan.method_needs import require_own_samples
-from ..precompute.precompute_plan import require_model
+from ..precompute.opening import require_model
 from ..tables.judges import KINDS, NAMES, kind_of
 from ..tables.samplers import sampling_of
 from .round_prompts import split_prompts

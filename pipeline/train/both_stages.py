@@ -18,8 +18,8 @@ from ...stages.tracking.progress import Progress
 from ...stages.train.memory_backoff import release_cached_memory
 from ..jobs.object_inputs import with_local_inputs
 from ..options.settings import Settings
+from ..precompute.opening import require_model
 from ..precompute.precompute import PrecomputeResult, precompute
-from ..precompute.precompute_plan import require_model
 from .run_report import Trained
 from .train import run_training
 from .training_job import open_training, recipe_asked_for

@@ -3,7 +3,9 @@
 from align.pipeline.executors import processes
 from align.pipeline.executors.processes import Children, Inline
 from align.pipeline.parts import WHOLE, Part
-from align.pipeline.precompute import precompute_plan
+from align.pipeline.precompute import prepare
+from align.pipeline.precompute.opening import open_job
+from align.stages.tracking.progress import NoProgress
 from support.executor_contract import (
     COUNT,
     OTHERS,
@@ -26,11 +28,19 @@ def test_what_another_process_commits_meanwhile_is_not_made(tmp_path):
 
 
 def test_stage_1_prepares_rows_as_its_executor_says(config, monkeypatch):
-    monkeypatch.setattr(processes, "usable_cores", lambda: 16)
-    job = precompute_plan.open_job(config, StubReference())
-    assert precompute_plan._of_preparing(job, Inline()) == Inline()
-    monkeypatch.setattr(precompute_plan, "SMALL_INPUT_BYTES", 0)
-    assert precompute_plan._of_preparing(job, Inline()) == Children(WHOLE, 16)
+    job, asked = open_job(config, StubReference()), []
+    job.folder.prepare()
+    job.work.prepare()
+
+    class Asked(Inline):
+        def for_preparing(self, **how):
+            asked.append(how)
+            return Inline()
+
+    for least in (1 << 23, 0):
+        monkeypatch.setattr(prepare, "SMALL_INPUT_BYTES", least)
+        prepare.encode(job, prepare.EncodeTasks.of(job), Asked(), NoProgress())
+    assert asked == [{"is_small": True, "workers": 0}, {"is_small": False, "workers": 0}]
 
 
 def test_parts_make_every_task_once_between_them(tmp_path):

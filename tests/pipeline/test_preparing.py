@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from align.pipeline.executors.processes import Inline
-from align.pipeline.precompute.precompute_plan import make_plan, open_job
-from align.pipeline.precompute.prepare_tasks import Encoded
+from align.pipeline.precompute.opening import open_job
+from align.pipeline.precompute.prepare import EncodeTasks, encode, make_plan
 from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError, Interrupted
 from align.stages.data import files as data_files
@@ -55,13 +55,20 @@ def make_by_tasks(job, draw):
     """Makes every task in any order, some of them twice, each after a journey through pickle."""
     job.folder.prepare()
     job.work.prepare()
-    tasks = job.encoding
+    tasks = EncodeTasks.of(job)
     order = [*range(len(tasks.sizes)), draw.randrange(len(tasks.sizes))]
     draw.shuffle(order)
     for task in order:
         make = pickle.loads(pickle.dumps(tasks)).open(NoProgress())
         assert len([*make([task])]) == 1
     return {"slices": len(tasks.sizes), "ranges": tasks.ranges}
+
+
+def planned(job, progress=None):
+    """Encodes what is missing, and plans."""
+    progress = progress or NoProgress()
+    encoded = encode(job, EncodeTasks.of(job), Inline(), progress)
+    return make_plan(job, encoded, "run", progress)
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.long)])
@@ -77,7 +84,7 @@ def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monke
             counts.update(make_by_tasks(job, draw))
             expected = prepared_at_once(job)
             try:
-                plan = make_plan(job, "run", Inline(), NoProgress())
+                plan = planned(job)
             except BadDataError:
                 is_much = sum(expected.reasons.values()) > 0.9 * sum(
                     expected.rows_per_file.values()
@@ -91,9 +98,8 @@ def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monke
 
 
 def require_equal(job, plan, expected):
-    tasks, count = job.encoding, len(plan.shards)
-    is_long = job.shape.declared.is_long
-    encoded = Encoded(tasks, tasks.records())
+    count, is_long = len(plan.shards), job.shape.declared.is_long
+    encoded = EncodeTasks.of(job).encoded()
     rows = encoded.rows(
         shards=count, prompt_side=job.config.tokens.prompt_side if is_long else None
     )
@@ -132,12 +138,12 @@ def test_children_that_are_interrupted_keep_what_is_committed_and_change_no_byte
     other = CHILDREN.Process(target=time.sleep, args=(PATIENCE,))  # of whoever calls it
     other.start()
     with pytest.raises(Interrupted):
-        make_plan(job, "run", Inline(), Impatient())
+        planned(job, Impatient())
     # Whoever is interrupted waits for no child.
     assert multiprocessing.active_children() == [other]
     other.kill()
     other.join()
-    tasks = open_job(config, StubReference()).encoding
+    tasks = EncodeTasks.of(job)
     assert 3 <= sum(map(tasks.is_committed, range(len(tasks.sizes)))) < len(tasks.sizes)
     run(config)
     assert contents(config.cache.output) == contents(tmp_path / "clean")

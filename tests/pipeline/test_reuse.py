@@ -10,9 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.precompute import cache_compatibility
-from align.pipeline.precompute.cache_compatibility import require_same
-from align.pipeline.precompute.prepare_tasks import Encoded
+from align.pipeline.precompute.opening import candidates, register_cache, require_same
+from align.pipeline.precompute.prepare import Encoded
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
@@ -306,7 +305,7 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
     outputs = [str(tmp_path / name) for name in DAMAGE]
     for shards, output in enumerate(outputs, start=3):
         run(to(output=output, shards=shards))
-        cache_compatibility.register_cache(CacheFolder(Path(output)))
+        register_cache(CacheFolder(Path(output)))
         DAMAGE[Path(output).name](Path(output) / "manifest.json")
     again = to(reuse=outputs if is_named else [], reuse_known=not is_named)
     reused = run(again).tally.reused
@@ -328,12 +327,12 @@ def test_a_list_of_caches_may_hold_anything_passes_over_what_is_gone_and_need_no
     (tmp_path / "caches.txt").write_bytes(held)
     away.root.rename(tmp_path / "unmounted")
     for _ in range(2):
-        cache_compatibility.register_cache(folder)
+        register_cache(folder)
     wanted = to(reuse_known=True).cache
-    assert cache_compatibility.candidates(wanted) == (known[1],)
+    assert candidates(wanted) == (known[1],)
     assert (tmp_path / "caches.txt").read_bytes() == held + f"{known[1]}\n".encode()
     (tmp_path / "unmounted").rename(away.root)
-    assert cache_compatibility.candidates(wanted) == (*known,)
+    assert candidates(wanted) == (*known,)
     assert warnings() == []
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path / "caches.txt" / "home"))
     assert run(to(output=str(tmp_path / "other"))).manifest.rows == 120

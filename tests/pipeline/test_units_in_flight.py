@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.precompute import scoring_worker
+from align.pipeline.precompute import scoring
+from align.pipeline.precompute.opening import open_job
 from align.pipeline.precompute.precompute import precompute
-from align.pipeline.precompute.precompute_plan import open_job
-from align.pipeline.precompute.scoring_worker import ScoreTasks
+from align.pipeline.precompute.prepare import EncodeTasks
+from align.pipeline.precompute.scoring import ScoreTasks
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, Interrupted, StorageError, UsageError
 from align.stages.pairing.shard_rows import build_shard
@@ -65,7 +66,7 @@ def test_a_unit_is_scored_while_its_neighbours_are_read_and_written(config, clea
         read[len(built)].set()
         return built[-1]
 
-    monkeypatch.setattr(scoring_worker, "build_shard", noted)
+    monkeypatch.setattr(scoring, "build_shard", noted)
 
     def before(number):
         begun[number].set()
@@ -160,7 +161,8 @@ def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
         run(config, Watched(before=stop))
     scored = []
     job = open_job(config, Watched(before=scored.append))
-    tasks = ScoreTasks.of(job, PLANS.find(job.work.plan), job.reference, "run")
+    plan, encoding = PLANS.find(job.work.plan), EncodeTasks.of(job)
+    tasks = ScoreTasks.of(job, plan, encoding, job.reference, "run")
     units = tasks.open(Silent())(range(len(tasks.sizes)))
     next(units)
     units.close()

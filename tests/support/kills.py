@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from align.pipeline.precompute import scoring_worker
+from align.pipeline.precompute import scoring
 from align.pipeline.precompute.export import export
 from align.pipeline.tables.judge import judge
 from align.pipeline.tables.samplers import OpenLocalSampler
@@ -241,7 +241,7 @@ class Precomputing(Forked):
                 units[op.target.name] = {*self.paid()[len(scored) :]}
                 scored[:] = self.paid()
 
-        one_by_one = mock.patch.object(scoring_worker, "ThreadPoolExecutor", AtOnce)
+        one_by_one = mock.patch.object(scoring, "ThreadPoolExecutor", AtOnce)
         with disk_faults.watch(committed), one_by_one:
             self.run()
         assert len(set().union(*units.values())) == len(self.paid()) > len(units) > 1

@@ -1,0 +1,349 @@
+"""Preparing: slices of the data are encoded into files divided by key range, then the plan is made.
+
+Any processes may encode them, in any order and more than once: a slice ends in one file, the same
+bytes whoever writes it, and in one record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.cache import FORMAT_VERSION, InputEntry, Plan
+from ...schemas.errors import BadDataError, CorruptionError, StorageError, damaged
+from ...schemas.row_keys import InputCounts
+from ...stages.data.cells import template_unused
+from ...stages.data.files import (
+    LARGEST_SLICE,
+    LEAST_SLICE,
+    SLICES,
+    Digested,
+    InputFile,
+    Slice,
+    data_bytes,
+    require_same_version,
+    require_unchanged,
+    slices_of,
+)
+from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
+from ...stages.data.tokenizer import tokenizer_fingerprint
+from ...stages.pairing.partition import (
+    REMEDY,
+    EncodedRows,
+    EncodedSlice,
+    SliceFile,
+    likeliest_majority,
+    number_of_ranges,
+    number_of_shards,
+    write_slice,
+)
+from ...stages.storage.cache.cache_folder import WorkFolder
+from ...stages.storage.cache.commits import printable, write_rejected
+from ...stages.storage.cache.manifest_file import PLANS
+from ...stages.storage.copies import origin_of
+from ...stages.storage.disk import fs
+from ...stages.storage.locations import is_remote
+from ...stages.storage.signed_records import SignedRecords
+from ...stages.storage.tables import drawing_of
+from ...stages.tracking.progress import Progress
+from ..executors.executor import Executor, one_by_one
+from ..jobs.rejected_rows import RejectedRows, first_rejected
+from ..workers import usable_cores
+from .opening import CacheJob, candidates
+
+RECORDS = SignedRecords(EncodedSlice, remedy=REMEDY)
+
+# Below this, starting processes costs more than they save.
+SMALL_INPUT_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class EncodeTasks:
+    """Tokenizes the rows of each slice of the data."""
+
+    work: WorkFolder
+    encoding: EncodingJob
+    inputs: tuple[InputFile, ...]
+    digested: tuple[Digested, ...]
+    slices: tuple[tuple[Slice, ...], ...]  # one, or small whole files of data
+    ranges: int
+
+    name = "reading and tokenizing"
+    unit = "bytes"
+    is_input = True
+
+    @staticmethod
+    def of(job: CacheJob) -> EncodeTasks:
+        """The slices of the data, the same in every process."""
+        columns = job.shape.columns
+        total = data_bytes(job.inputs, columns)
+        return EncodeTasks(
+            work=job.work,
+            encoding=EncodingJob(
+                job.config.model.path,
+                job.config.tokens,
+                job.shape,
+                job.files,
+                tokenizer_fingerprint(job.tokenizer),
+            ),
+            inputs=job.inputs,
+            digested=job.digested,
+            slices=_joined(slices_of(job.inputs, columns, total=total), total),
+            ranges=number_of_ranges(total, job.config.cache.shards),
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each slice, about."""
+        return tuple(sum(part.bytes for part in parts) for parts in self.slices)
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """The bytes of each slice, about."""
+        return self.sizes
+
+    def is_committed(self, task: int) -> bool:
+        """Whether its rows are written."""
+        return self._find(task) is not None
+
+    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[int]]:
+        """A function that encodes slices, and gives how many rows it read for each."""
+        encoder = SliceEncoder(self.encoding)
+
+        def make(task: int) -> int:
+            rows = self._encode(task, encoder)
+            progress.advance(self.sizes[task])
+            return rows
+
+        return one_by_one(make)
+
+    def file(self, task: int) -> Path:
+        """The file of a slice; its record is beside it."""
+        return self.work.encoded / f"{task:08d}.arrow"
+
+    def encoded(self) -> Encoded:
+        """All slices, once they are encoded."""
+        found = [self._find(task) for task in range(len(self.slices))]
+        for task, record in enumerate(found):
+            if record is None:
+                raise damaged(self.file(task), "it is missing or short", REMEDY)
+        return Encoded(self, [record for record in found if record])
+
+    def _find(self, task: int) -> EncodedSlice | None:
+        """The record of a slice whose file is whole; another process may remove both."""
+        path = self.file(task)
+        try:
+            record = RECORDS.read(path.with_suffix(".json"))
+            return record if path.stat().st_size == record.bytes else None
+        except (StorageError, CorruptionError, FileNotFoundError):
+            return None  # it is encoded again
+
+    def _encode(self, task: int, encoder: SliceEncoder) -> int:
+        path, parts, counts = self.file(task), self.slices[task], InputCounts()
+        with fs.new_file(path, replaces=True) as sink:
+            rows = (keyed for part in parts for keyed in encoder.rows(self.inputs, part, counts))
+            facts = write_slice(sink, rows, self.ranges)
+            for part in parts:
+                require_same_version(self.inputs[part.file], self.digested[part.file])
+        record = EncodedSlice(
+            bytes=path.stat().st_size,
+            counts=tuple(map(tuple, facts.counts)),
+            rows_in=tuple(counts.rows_per_file[part.file] for part in parts),
+            notes=dict(counts.notes),
+            reasons=dict(counts.reasons),
+            rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
+            completions=facts.completions,
+            prompt_tokens=facts.prompt_tokens,
+            completion_tokens=facts.completion_tokens,
+            largest_prompt=facts.largest_prompt,
+            texts=(f"{facts.lowest:016x}", f"{facts.highest:016x}"),
+        )
+        RECORDS.replace(path.with_suffix(".json"), record)
+        return counts.rows_in
+
+
+def _joined(slices: Iterable[Slice], total: int) -> tuple[tuple[Slice, ...], ...]:
+    """Slices, small files of data together: each would cost a batch in every range."""
+    slices = tuple(slices)
+    most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
+    per_file = Counter(part.file for part in slices)
+    joined: list[tuple[Slice, ...]] = []
+    room = 0
+    for part in slices:
+        is_whole_file = per_file[part.file] == 1
+        if is_whole_file and joined and part.bytes <= room:
+            joined[-1] += (part,)
+            room -= part.bytes
+        else:
+            joined.append((part,))
+            room = most - part.bytes if is_whole_file else 0
+    return tuple(joined)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The encoded slices of all data, by their records."""
+
+    tasks: EncodeTasks
+    records: list[EncodedSlice]
+
+    @cached_property
+    def counts(self) -> InputCounts:
+        """The counts of all rows, and the first of the rejected ones."""
+        counts = InputCounts()
+        found = zip(self.tasks.slices, self._first_rows, self.records, strict=True)
+        for parts, first_row, one in found:
+            for part, rows in zip(parts, one.rows_in, strict=True):
+                counts.rows_per_file[part.file] += rows
+            counts.notes.update(one.notes)
+            counts.reasons.update(one.reasons)
+            counts.keep(replace(bad, row=bad.row + first_row) for bad in one.rejected)
+        return counts
+
+    def shards(self, asked: int) -> tuple[int, ...]:
+        """The rows of each shard, of so many, or of as many as the data ask for."""
+        rows: NDArray[np.int64] = np.zeros(self.tasks.ranges, np.int64)
+        for one in self.records:
+            rows += np.sum(one.counts, axis=0, dtype=np.int64) if one.counts else 0
+        shards = number_of_shards(self.tasks.ranges, int(rows.sum()), asked)
+        return tuple(rows.reshape(shards, -1).sum(axis=1).tolist())
+
+    def rows(self, *, shards: int, prompt_side: str | None = None) -> EncodedRows:
+        """What reads the rows of a shard; with `prompt_side` rows of one prompt are joined."""
+        ranges = self.tasks.ranges
+        files = [
+            SliceFile(
+                self.tasks.file(task), np.array(one.counts, np.int32).reshape(-1, ranges), first
+            )
+            for task, (one, first) in enumerate(zip(self.records, self._first_rows, strict=True))
+        ]
+        return EncodedRows(files, shards, prompt_side)
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        """How many rows its file of data has ahead of each slice."""
+        first_rows: list[int] = []
+        first, file = 0, 0
+        for (part, *_), one in zip(self.tasks.slices, self.records, strict=True):
+            first = first if part.file == file else 0
+            first_rows.append(first)
+            first, file = first + one.rows_in[0], part.file
+        return first_rows
+
+
+def encode(job: CacheJob, tasks: EncodeTasks, executor: Executor, progress: Progress) -> Encoded:
+    """Encodes the slices of the data that are not encoded yet on this machine."""
+    is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
+    runner = executor.for_preparing(is_small=is_small, workers=job.config.data.workers)
+    try:
+        runner.run(tasks, progress=progress, on_done=lambda rows: None)
+    except BadDataError:
+        require_unchanged(job.inputs, job.digested)  # the better reason
+        raise
+    # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
+    require_unchanged(job.inputs, job.digested)
+    return tasks.encoded()
+
+
+def make_plan(job: CacheJob, encoded: Encoded, run_id: str, progress: Progress) -> Plan:
+    """Writes the plan of what to score; refuses data that cannot be, before a model is loaded."""
+    counts, pairs = encoded.counts, job.config.cache.kl_pairs
+    texts = counts.notes["rows_of_plain_text"]
+    if texts and job.config.data.wrap == "auto" and job.tokenizer.chat:
+        progress.say(f"note: {template_unused(texts, 'rows')}")
+    _require_usable(job, counts, run_id)
+    if pairs:
+        _require_partners(encoded)
+    # Raw ids and sums; zstd makes less of them, and the rest of the columns comes on top.
+    tokens = sum(one.prompt_tokens + (1 + pairs) * one.completion_tokens for one in encoded.records)
+    needed = int(1.3 * 4 * tokens * (2 if job.config.cache.token_logps else 1))
+    free = fs.free_bytes(job.folder.root)
+    if not job.folder.url and free < needed:
+        raise StorageError(
+            f"{job.folder}: the shards may need {needed:,} bytes and {free:,} are free. "
+            "Make room, or choose another --output."
+        )
+    files = [*enumerate(zip(job.inputs, job.digested, strict=True))]
+    notes = dict(counts.notes)
+    if not all(notes.get(kind) for kind in KINDS):  # of one kind all rows are, which is no news
+        notes = {name: count for name, count in notes.items() if name not in KINDS}
+    drawn = tuple(drawing_of(file.path) for file in job.inputs)
+    plan = Plan(
+        format_version=FORMAT_VERSION,
+        plan_key=job.plan_key,
+        fingerprint=job.fingerprint,
+        reference_key=job.reference_key,
+        model=_absolute(job.config.model.path),
+        adapter=_absolute(job.config.model.adapter),
+        inputs=tuple(
+            InputEntry(file.path.name, read.bytes, read.sha256, counts.rows_per_file[index])
+            for index, (file, read) in files
+        ),
+        rows_in=counts.rows_in,
+        shards=encoded.shards(job.config.cache.shards),
+        rejected=tuple(counts.rejected),
+        quarantined=dict(sorted(counts.reasons.items())),
+        notes={name: count for name, count in sorted(notes.items()) if count},
+        reuse=candidates(job.config.cache),
+        threads=usable_cores(),
+        sampling=drawn if any(drawn) else (),
+    )
+    plan = PLANS.put(job.work.plan, plan)
+    if job.folder.url:
+        job.folder.share(job.work.plan)
+        plan = PLANS.read(job.work.plan)
+    return plan
+
+
+KINDS = ("rows_of_conversations", "rows_of_plain_text")
+
+
+def _absolute(path: str) -> str:
+    origin = origin_of(path)
+    return origin if not path or is_remote(origin) else str(Path(origin).resolve())
+
+
+def _require_usable(job: CacheJob, counts: InputCounts, run_id: str) -> None:
+    rejected = RejectedRows(
+        counts=counts.reasons,
+        rows_in=counts.rows_in,
+        rows_left=counts.rows_in - counts.reasons.total(),
+        allowed=job.config.data.max_bad_frac,
+    )
+    if not rejected.exceed_limit:
+        return
+    hint = ""
+    if counts.reasons["empty_prompt"] and not job.shape.has_prompt:
+        hint = " If the prompts are in a column of another name, pass --map prompt=NAME."
+    names = {file: path.name for file, path in job.paths.items()}
+    write_rejected(job.work, run_id, counts.rejected, names)
+    rejected.require_few(
+        first_rejected(counts.rejected, job.paths.__getitem__),
+        listed=job.folder.shown(job.folder.rejected) if counts.rejected else "",
+        hint=hint,
+    )
+
+
+def _require_partners(encoded: Encoded) -> None:
+    """Refuses data of which most completions are of one prompt, or all one text."""
+    total = sum(one.completions for one in encoded.records)
+    if prompt := likeliest_majority(encoded.records):
+        rows = encoded.rows(shards=encoded.tasks.ranges)
+        if 2 * (largest := rows.completions_of(int(prompt, 16))) > total:
+            raise BadDataError(
+                f"One prompt holds {largest} of all {total} completions, so they cannot all be "
+                "paired with another prompt's completion (KTO's mismatched pairs). "
+                "Add rows with other prompts, or pass --kl-pairs 0."
+            )
+    lowest, highest = zip(*(one.texts for one in encoded.records), strict=True)
+    if min(lowest) == max(highest):
+        raise BadDataError(
+            "Every completion is the same text, so a mismatched pair (KTO's KL term) would not be "
+            "a mismatch. Add rows with other completions, or pass --kl-pairs 0."
+        )
