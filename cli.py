@@ -117,7 +117,7 @@ def precompute_ref(
     recorded = recorded_by_first(local)
     reference, progress = HfReference(local.model, own_digests()), begin_work()
     print_result(
-        precompute(recorded, reference, progress=progress, share=own_part, shows_row=not quiet)
+        precompute(recorded, reference, progress=progress, part=own_part, shows_row=not quiet)
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from ..schemas.config import ScoringOptions
 from ..schemas.errors import AlignError, ServerError, UsageError, unexpected_os_error
+from .parts import Part
 from .workers import HOW_THREADS_WAIT, usable_cores
 
 Result = TypeVar("Result")
@@ -44,8 +45,14 @@ NO_KERNELS = {"USE_HUB_KERNELS": "0"}
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in Ray's messages
 
 
-def require_ray() -> None:
-    """Refuses to work without Ray, which is an extra; does not import it."""
+def require_executor(options: ScoringOptions, part: Part | None) -> None:
+    """Refuses Ray for a part, or where it is not installed; does not import it."""
+    if options.executor != "ray":
+        return
+    if part:
+        raise UsageError(
+            "--executor ray: a part, or a rank, works in its own process. Leave out one of the two."
+        )
     if find_spec("ray") is None:
         raise UsageError(
             "--executor ray: Ray is not installed. Install it with "

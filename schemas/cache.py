@@ -69,6 +69,11 @@ class Plan:
     threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
     sampling: tuple[Drawing | None, ...]  # as in the manifest
 
+    @property
+    def num_shards(self) -> int:
+        """The shards that have rows."""
+        return sum(map(bool, self.shards))
+
 
 @dataclass(frozen=True)
 class Commit:

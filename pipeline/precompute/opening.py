@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan, file_identity
@@ -27,12 +28,12 @@ from ...stages.storage.cache.manifest_file import PLANS, load_manifest
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote
-from ..executors.processes import require_executor
 from ..jobs.differences import differences
 from ..jobs.object_inputs import cache_at
 from ..options.declared import bound
 from ..options.settings import flatten
 from ..parts import Part
+from ..ray_actors import require_executor
 
 logger = logging.getLogger("align")
 
@@ -53,6 +54,12 @@ class CacheJob:
     fingerprint: dict[str, str]  # everything that the bytes of the cache depend on, by name
     plan_key: str
     reference_key: str
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of its drafts
+
+    @property
+    def device(self) -> str:
+        """The device of the reference."""
+        return self.fingerprint.get("model.device", "cpu")
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -76,7 +83,7 @@ class CacheJob:
         return folder.manifest.exists() and load_manifest(folder).plan_key == self.plan_key
 
 
-def require_model(config: Config, share: Part | None = None) -> None:
+def require_model(config: Config, part: Part | None = None) -> None:
     """Refuses what the settings alone get wrong, before data or a model are looked at."""
     if not config.model.path:
         raise UsageError(
@@ -85,7 +92,7 @@ def require_model(config: Config, share: Part | None = None) -> None:
         )
     if config.model.adapter:
         require_peft()
-    require_executor(config.scoring, share)
+    require_executor(config.scoring, part)
 
 
 def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> CacheJob:

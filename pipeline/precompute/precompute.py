@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...schemas.cache import Manifest, Plan
@@ -23,8 +22,9 @@ from ...schemas.errors import (
 )
 from ...schemas.rows import TIE, Reference, Scorer
 from ...stages.data.columns import not_read
+from ...stages.data.preview import lines_of
 from ...stages.report.cache_tables import worded
-from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
+from ...stages.storage.cache.cache_folder import WorkFolder
 from ...stages.storage.cache.cache_remote import sync
 from ...stages.storage.cache.cleanup import collect, is_tidy, retire
 from ...stages.storage.cache.commits import read_commits, write_rejected
@@ -37,12 +37,12 @@ from ...stages.storage.cache.manifest_file import (
 from ...stages.storage.disk.locks import try_owner_lock
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.outbox import unsent_runs
-from ...stages.tracking.progress import Progress
+from ...stages.tracking.progress import NoProgress, Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ..jobs.job import Call, Made, carry_out
-from ..jobs.recorded_work import send_earlier
 from ..jobs.rejected_rows import RejectedRows
-from ..parts import Part
+from ..parts import WHOLE, Part
+from ..ray_actors import RayCluster
+from ..work import Made, send_earlier, working
 from .opening import (
     STAGE_ONE,
     CacheJob,
@@ -52,8 +52,8 @@ from .opening import (
     register_cache,
     require_same,
 )
-from .prepare import EncodeTasks, encode, make_plan
-from .scoring import ScoreTasks, Tally, lines_of_first
+from .prepare import Slices, encode, make_plan
+from .scoring import Shards, ShardScorer, Tally
 
 PrecomputeResult: TypeAlias = Made[Manifest, Tally]
 
@@ -68,210 +68,188 @@ def precompute(
     reference: Reference,
     *,
     progress: Progress,
-    share: Part | None = None,
+    part: Part | None = None,
     stage: str = STAGE_ONE,
     shows_row: bool = False,
 ) -> PrecomputeResult:
     """Makes the cache that the config describes, or finishes what earlier runs and parts left.
 
-    With a share it makes that part of it; beside it, other processes may make the others, and each
-    prepares what all of them need if it is not there. `stage` is the command, which names the run
-    in the tracking store; with `shows_row` a row is shown before any is scored, of all parts by the
-    first.
+    A part makes its own shards; beside it, other processes may make the others, and each encodes
+    what all of them need if it is not there. `stage` is the command, which names the run in the
+    tracking store; with `shows_row` a row is shown before any is scored, of all parts by the first.
     """
-    is_first = not share or share.number == 1
-    cache = open_job(config, reference, stage)
-    job = PrecomputeJob(cache, share, stage, shows_row=shows_row and is_first)
-    return carry_out(job, progress=progress)
+    job, tally = open_job(config, reference, stage), Tally()
+    where = job.folder.url or job.folder.root
+    _sync(job)
+    if found := _finished(job):
+        _tidy(job, found, part, stage)
+        return Made(where, found, tally, _lines(job, found), part, was_complete=True)
 
-
-@dataclass
-class PrecomputeJob:
-    """One process's work on a cache, and what has come of it."""
-
-    cache: CacheJob
-    share: Part | None
-    stage: str
-    shows_row: bool = False
-    tally: Tally = field(default_factory=Tally)
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    plan: Plan | None = None
-    _has_written: bool = False  # the manifest
-
-    noun = "cache"
-
-    @property
-    def config(self) -> Config:
-        """The settings."""
-        return self.cache.config
-
-    @property
-    def run_name(self) -> str:
-        """The reference, the stage and the data."""
-        return run_name(self.config.model.path, self.stage, data_name(self.config.data.files))
-
-    @property
-    def folder(self) -> CacheFolder:
-        """The folder of the cache."""
-        return self.cache.folder
-
-    @property
-    def device(self) -> str:
-        """The device of the reference."""
-        return self.cache.fingerprint.get("model.device", "cpu")
-
-    def finished(self, *, is_prepared: bool) -> Manifest | None:
-        """The manifest, if it is of this plan; refuses the folder of another cache."""
-        if self.folder.url:
-            sync(self.cache.work)
-        if is_prepared:
-            self.plan = _plan_in(self.cache.work)  # first: who publishes now takes it away
-        found = _finished(self.cache)
-        if found and not is_prepared:
-            self._tidy(found)
-        return found
-
-    def _tidy(self, manifest: Manifest) -> None:
-        """Finishes the work of a run that died after its manifest, unless another process does."""
-        folder, tracking = self.folder, self.config.tracking
-        if self.share:  # it takes no lock, and leaves what others have not sent yet
-            if not is_tidy(folder, manifest):
-                collect(folder, self.cache.work)
-            return
-        if is_tidy(folder, manifest) and not unsent_runs(folder.root):
-            return
-        with try_owner_lock(folder, self.stage) as is_owner:
-            if is_owner:
-                collect(folder, self.cache.work)
-                send_earlier(folder.root, tracking)
-
-    def make(self, call: Call[Tally]) -> Manifest | None:
-        """Makes its share; the manifest, if that or others' work completes the cache."""
-        job = self.cache
-        if self.plan is None:
+    name = run_name(config.model.path, stage, data_name(config.data.files))
+    with working(job.folder, stage, config.tracking, part, name=name, kept=tally.text) as run:
+        _sync(job)
+        plan = _plan_in(job.work)  # first: who publishes now takes it away
+        if found := _finished(job):
+            return Made(where, found, tally, _lines(job, found), part, was_complete=True)
+        if plan is None:
             job.work.prepare()
         try:
-            with self._reference() as (reference, seconds):
-                tasks = EncodeTasks.of(job)
-                self.plan = self._planned(tasks, call)
-                _describe(call.run, job, self.plan)
-                self.tally.seconds = seconds()  # of loading; the rest of it is waited for
-                self._score(self.plan, tasks, reference, call)
-            manifest = self._published(self.plan, call)
+            with _opening(job, is_planned=plan is not None) as (opened, seconds):
+                slices = Slices.of(job)
+                plan = _planned(job, plan, slices, part, progress)
+                _describe(run, job, plan)
+                shards = Shards.of(job, plan, slices, opened)
+                if shows_row and (part or WHOLE).number == 1:
+                    _show_row(job, shards, progress)
+                began = time.perf_counter() - seconds()  # of loading; the rest of it is waited for
+                for done in _scored(job, shards, part, progress):
+                    tally.add(done)
+                    tally.seconds = time.perf_counter() - began
+                    run.log_metrics(tally.metrics(), step=tally.units)
+                tally.seconds = time.perf_counter() - began
+            manifest, has_published = _published(job, plan)
         except (StorageError, CorruptionError, OSError):
-            if self._has_written:  # and cannot tidy up
-                raise
             # Who completes the cache removes the work, also under a process that is still at it.
-            if job.folder.url:
-                sync(job.work)
-            is_gone = not (job.work.is_planned if self.plan else job.work.root.is_dir())
-            if is_gone or job.is_published:
-                manifest = _made_by_another(job)
-            else:
+            _sync(job)
+            is_gone = not (job.work.is_planned if plan else job.work.root.is_dir())
+            if not (is_gone or job.is_published):
                 raise
-        self._conclude(call.run, manifest)
-        return manifest
+            manifest, has_published = _made_by_another(job), False
+        run.log_metrics(tally.metrics(), step=tally.units)
+        if manifest:
+            run.log_metrics({f"dropped/{why}": n for why, n in manifest.quarantined.items()})
+            cache = {"align.cache_root": manifest.root, "align.cache": str(job.folder)}
+            run.set_tags(cache)
+            run.log_artifact(job.folder.manifest)
+    lines = _lines(job, manifest, tally)
+    return Made(where, manifest, tally, lines, part, has_published=has_published)
 
-    def _reference(self) -> AbstractContextManager[tuple[Reference, Callable[[], float]]]:
-        """The reference, and the seconds that it has been loaded for.
 
-        It is loaded onto a GPU while the cores of this machine prepare rows, unless an earlier
-        cache may hold all scores.
-        """
-        job = self.cache
-        is_here = job.config.scoring.executor == "inline" and self.device == "cuda"
-        is_early = self.plan is None and is_here
-        if is_early and not may_have_scores(candidates(job.config.cache), job.reference_key):
-            return _opened_meanwhile(job.reference)
-        return nullcontext((job.reference, lambda: 0.0))
+def _opening(
+    job: CacheJob, *, is_planned: bool
+) -> AbstractContextManager[tuple[Reference, Callable[[], float]]]:
+    """The reference, and the seconds that it has been loaded for.
 
-    def _planned(self, tasks: EncodeTasks, call: Call[Tally]) -> Plan:
-        """The plan, of an earlier run or of another process, or made now."""
-        job, plan, progress = self.cache, self.plan, call.progress
-        if plan is None:
-            more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
-            progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
-            if job.shape.unread:
-                progress.say(not_read(job.shape.unread))
-            return make_plan(
-                job, encode(job, tasks, call.executor, progress), self.run_id, progress
+    It is loaded onto a GPU while the cores of this machine encode rows, unless an earlier cache
+    may hold all scores.
+    """
+    is_early = not is_planned and job.config.scoring.executor == "inline" and job.device == "cuda"
+    if is_early and not may_have_scores(candidates(job.config.cache), job.reference_key):
+        return _opened_meanwhile(job.reference)
+    return nullcontext((job.reference, lambda: 0.0))
+
+
+def _planned(
+    job: CacheJob, plan: Plan | None, slices: Slices, part: Part | None, progress: Progress
+) -> Plan:
+    """The plan, of an earlier run or of another process, or made now; its rows are encoded."""
+    if plan is None:
+        more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
+        progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
+        if job.shape.unread:
+            progress.say(not_read(job.shape.unread))
+        return make_plan(job, encode(slices, job.config, part, progress=progress), progress)
+    # Damage is seen before hours of work.
+    if len(read_commits(job.work)) < plan.num_shards:
+        job.work.prepare()
+        encoded = encode(slices, job.config, part, progress=progress)
+        if encoded.shards(job.config.cache.shards) != plan.shards:
+            raise CorruptionError(
+                f"{job.folder.shown(job.work.root)}: its rows, prepared again, differ from its "
+                "plan. Delete it and run again; all rows that no other cache holds are then "
+                "scored again."
             )
-        # Damage is seen before hours of work.
-        if len(read_commits(job.work)) < _num_shards(plan):
-            job.work.prepare()
-            encoded = encode(job, tasks, call.executor, progress)
-            if encoded.shards(job.config.cache.shards) != plan.shards:
-                raise CorruptionError(
-                    f"{job.folder.shown(job.work.root)}: its rows, prepared again, differ from its "
-                    "plan. Delete it and run again; all rows that no other cache holds are then "
-                    "scored again."
-                )
-        return plan
+    return plan
 
-    def _score(
-        self, plan: Plan, encoding: EncodeTasks, reference: Reference, call: Call[Tally]
-    ) -> None:
-        tasks = ScoreTasks.of(self.cache, plan, encoding, reference, self.run_id)
-        if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
-            for line in lines_of_first(tasks, self.cache):
-                call.progress.say(line.plain)
-        call.work(tasks)
 
-    def _published(self, plan: Plan, call: Call[Tally]) -> Manifest | None:
-        """Writes the manifest and removes the work, if every shard has its commit."""
-        job = self.cache
-        if job.folder.url:
-            sync(job.work)
-        commits = read_commits(job.work)
-        if job.folder.manifest.exists():
-            return _made_by_another(job)
-        if len(commits) < _num_shards(plan):
-            return None if job.work.is_planned else _made_by_another(job)
-        rejected = [*plan.rejected, *(row for one in commits.values() for row in one.rejected)]
-        places = {entry.identity: place for place, entry in enumerate(plan.inputs)}
-        rejected.sort(key=lambda row: (places[row.file], row.row))
-        names = {entry.identity: entry.name for entry in plan.inputs}
-        listed = write_rejected(job.work, self.run_id, rejected, names)
-        manifest = build_manifest(plan, commits, listed)
-        _require_usable(job, manifest)
-        if not write_manifest(job.folder, manifest):
-            return _made_by_another(job)
-        self._has_written = True
-        call.has_published = collect(job.folder, job.work)
-        register_cache(job.folder)
-        return manifest
+def _show_row(job: CacheJob, shards: Shards, progress: Progress) -> None:
+    """Shows the model's input for the first row that has all of its completions.
 
-    def _conclude(self, run: Run, manifest: Manifest | None) -> None:
-        run.log_metrics(self.tally.metrics(), step=self.tally.step)
-        if manifest is None:
-            return
-        run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
-        run.set_tags({"align.cache_root": manifest.root, "align.cache": str(self.folder)})
-        run.log_artifact(self.folder.manifest)
+    It is text of the data: for who runs the command, and for no record of it.
+    """
+    numbers = [number for number, rows in enumerate(shards.plan.shards) if rows]
+    if all(map(shards.is_done, numbers)):
+        return
+    rows = shards.build(shards.encoded_rows(), numbers[0]).rows
+    if len(rows):
+        file = job.paths[int(rows.file[0])].name
+        side = job.config.tokens.prompt_side
+        for line in lines_of(rows.between(0, 1), job.tokenizer, file=file, prompt_side=side):
+            progress.say(line.plain)
 
-    def lines(self, made: Manifest, *, was_complete: bool) -> list[str]:
-        """The size of the cache, the scoring done for it, and the dropped rows."""
-        lines = [
-            f"{self.folder}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
-            f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
-            f"cache root {made.root}",
-            "already complete: nothing was scored" if was_complete else self.tally.text(),
-        ]
-        faults = {reason: count for reason, count in made.quarantined.items() if reason != TIE}
-        if faults:
-            total, each = sum(faults.values()), (f"{n} {reason}" for reason, n in faults.items())
-            lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(each)}")
-        if ties := made.quarantined.get(TIE):
-            lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
-        notes = sorted(made.notes.items())
-        lines += [f"note: {counted(count, worded(name))}" for name, count in notes]
-        return lines + self._following()
 
-    def _following(self) -> list[str]:
-        """The command that trains on the cache, by the method of the settings or a usual one."""
-        usual = "kto" if self.config.cache.kl_pairs else "dpo"
-        method = self.config.train.method or usual
-        return [f"next: align train --method {method} --cache {self.folder}"]
+def _scored(
+    job: CacheJob, shards: Shards, part: Part | None, progress: Progress
+) -> Iterator[Tally]:
+    """Scores the shards of this part, the largest first; gives the counts of each."""
+    rows, scoring = shards.plan.shards, job.config.scoring
+    own = (part or WHOLE).of(rows)
+    progress.begin("scoring", total=sum(rows[shard] for shard in own), unit="rows")
+
+    def missing() -> Iterator[int]:
+        for shard in own:
+            if shards.is_done(shard):
+                progress.advance(rows[shard])
+            else:
+                yield shard
+
+    if scoring.executor == "ray":
+        cluster = RayCluster.of(scoring, on_gpu=job.device == "cuda")
+        made = cluster.run(ShardScorer(shards, NoProgress()), [*missing()], "shard")
+        with closing(made):
+            for shard, done in made:
+                progress.advance(rows[shard])
+                if done:
+                    yield done
+    else:
+        with closing(ShardScorer(shards, progress).score_each(missing())) as made_here:
+            yield from made_here
+    progress.end()
+
+
+def _published(job: CacheJob, plan: Plan) -> tuple[Manifest | None, bool]:
+    """The manifest, if every shard has its commit, and whether this process has written it."""
+    _sync(job)
+    commits = read_commits(job.work)
+    if job.folder.manifest.exists():
+        return _made_by_another(job), False
+    if len(commits) < plan.num_shards:
+        return (None if job.work.is_planned else _made_by_another(job)), False
+    rejected = [*plan.rejected, *(row for one in commits.values() for row in one.rejected)]
+    places = {entry.identity: place for place, entry in enumerate(plan.inputs)}
+    rejected.sort(key=lambda row: (places[row.file], row.row))
+    names = {entry.identity: entry.name for entry in plan.inputs}
+    listed = write_rejected(job.work, job.run_id, rejected, names)
+    manifest = build_manifest(plan, commits, listed)
+    _require_usable(job, manifest)
+    if not write_manifest(job.folder, manifest):
+        return _made_by_another(job), False
+    has_published = collect(job.folder, job.work)
+    register_cache(job.folder)
+    return manifest, has_published
+
+
+def _lines(job: CacheJob, made: Manifest | None, tally: Tally | None = None) -> tuple[str, ...]:
+    """The size of the cache, the scoring done for it, if any, and the dropped rows."""
+    if made is None:
+        return ()
+    root, config = job.folder, job.config
+    lines = [
+        f"{root}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
+        f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
+        f"cache root {made.root}",
+        tally.text() if tally else "already complete: nothing was scored",
+    ]
+    faults = {reason: count for reason, count in made.quarantined.items() if reason != TIE}
+    if faults:
+        total, each = sum(faults.values()), (f"{n} {reason}" for reason, n in faults.items())
+        lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(each)}")
+    if ties := made.quarantined.get(TIE):
+        lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
+    lines += [f"note: {counted(count, worded(name))}" for name, count in sorted(made.notes.items())]
+    # The command that trains on it, by the method of the settings or a usual one.
+    method = config.train.method or ("kto" if config.cache.kl_pairs else "dpo")
+    return (*lines, f"next: align train --method {method} --cache {root}")
 
 
 @dataclass(frozen=True)
@@ -330,6 +308,12 @@ def _opened_meanwhile(
         opening.cancel()
 
 
+def _sync(job: CacheJob) -> None:
+    """Reads what other processes have shared through the bucket, if the cache is in one."""
+    if job.folder.url:
+        sync(job.work)
+
+
 def _finished(job: CacheJob) -> Manifest | None:
     """The manifest, if it is of this plan; refuses the folder of another cache."""
     folder = job.folder
@@ -343,8 +327,19 @@ def _finished(job: CacheJob) -> Manifest | None:
     return None
 
 
-def _num_shards(plan: Plan) -> int:
-    return sum(map(bool, plan.shards))
+def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> None:
+    """Finishes the work of a run that died after its manifest, unless another process does."""
+    folder = job.folder
+    if part:  # it takes no lock, and leaves what others have not sent yet
+        if not is_tidy(folder, manifest):
+            collect(folder, job.work)
+        return
+    if is_tidy(folder, manifest) and not unsent_runs(folder.root):
+        return
+    with try_owner_lock(folder, stage) as is_owner:
+        if is_owner:
+            collect(folder, job.work)
+            send_earlier(folder.root, job.config.tracking)
 
 
 def _plan_in(work: WorkFolder) -> Plan | None:

@@ -6,8 +6,10 @@ bytes whoever writes it, and in one record.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.cache import FORMAT_VERSION, InputEntry, Plan
+from ...schemas.config import Config
 from ...schemas.errors import BadDataError, CorruptionError, StorageError, damaged
 from ...schemas.row_keys import InputCounts
 from ...stages.data.cells import template_unused
@@ -33,6 +36,7 @@ from ...stages.data.files import (
 )
 from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
 from ...stages.data.tokenizer import tokenizer_fingerprint
+from ...stages.engine.launchers import ranks_here
 from ...stages.pairing.partition import (
     REMEDY,
     EncodedRows,
@@ -52,9 +56,10 @@ from ...stages.storage.locations import is_remote
 from ...stages.storage.signed_records import SignedRecords
 from ...stages.storage.tables import drawing_of
 from ...stages.tracking.progress import Progress
-from ..executors.executor import Executor, one_by_one
 from ..jobs.rejected_rows import RejectedRows, first_rejected
-from ..workers import usable_cores
+from ..parts import WHOLE, Part
+from ..ray_actors import RayCluster
+from ..workers import run_in_processes, usable_cores
 from .opening import CacheJob, candidates
 
 RECORDS = SignedRecords(EncodedSlice, remedy=REMEDY)
@@ -64,8 +69,8 @@ SMALL_INPUT_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class EncodeTasks:
-    """Tokenizes the rows of each slice of the data."""
+class Slices:
+    """The slices of the data, and the files that they are encoded into; alike in every process."""
 
     work: WorkFolder
     encoding: EncodingJob
@@ -74,16 +79,12 @@ class EncodeTasks:
     slices: tuple[tuple[Slice, ...], ...]  # one, or small whole files of data
     ranges: int
 
-    name = "reading and tokenizing"
-    unit = "bytes"
-    is_input = True
-
     @staticmethod
-    def of(job: CacheJob) -> EncodeTasks:
+    def of(job: CacheJob) -> Slices:
         """The slices of the data, the same in every process."""
         columns = job.shape.columns
         total = data_bytes(job.inputs, columns)
-        return EncodeTasks(
+        return Slices(
             work=job.work,
             encoding=EncodingJob(
                 job.config.model.path,
@@ -103,49 +104,34 @@ class EncodeTasks:
         """The bytes of each slice, about."""
         return tuple(sum(part.bytes for part in parts) for parts in self.slices)
 
-    @property
-    def costs(self) -> tuple[int, ...]:
-        """The bytes of each slice, about."""
-        return self.sizes
-
-    def is_committed(self, task: int) -> bool:
+    def is_done(self, number: int) -> bool:
         """Whether its rows are written."""
-        return self._find(task) is not None
+        return self._find(number) is not None
 
-    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[int]]:
-        """A function that encodes slices, and gives how many rows it read for each."""
-        encoder = SliceEncoder(self.encoding)
-
-        def make(task: int) -> int:
-            rows = self._encode(task, encoder)
-            progress.advance(self.sizes[task])
-            return rows
-
-        return one_by_one(make)
-
-    def file(self, task: int) -> Path:
+    def file(self, number: int) -> Path:
         """The file of a slice; its record is beside it."""
-        return self.work.encoded / f"{task:08d}.arrow"
+        return self.work.encoded / f"{number:08d}.arrow"
 
     def encoded(self) -> Encoded:
         """All slices, once they are encoded."""
-        found = [self._find(task) for task in range(len(self.slices))]
-        for task, record in enumerate(found):
+        found = [*map(self._find, range(len(self.slices)))]
+        for number, record in enumerate(found):
             if record is None:
-                raise damaged(self.file(task), "it is missing or short", REMEDY)
+                raise damaged(self.file(number), "it is missing or short", REMEDY)
         return Encoded(self, [record for record in found if record])
 
-    def _find(self, task: int) -> EncodedSlice | None:
+    def _find(self, number: int) -> EncodedSlice | None:
         """The record of a slice whose file is whole; another process may remove both."""
-        path = self.file(task)
+        path = self.file(number)
         try:
             record = RECORDS.read(path.with_suffix(".json"))
             return record if path.stat().st_size == record.bytes else None
         except (StorageError, CorruptionError, FileNotFoundError):
             return None  # it is encoded again
 
-    def _encode(self, task: int, encoder: SliceEncoder) -> int:
-        path, parts, counts = self.file(task), self.slices[task], InputCounts()
+    def encode(self, number: int, encoder: SliceEncoder) -> None:
+        """Encodes a slice: its file first, then its record."""
+        path, parts, counts = self.file(number), self.slices[number], InputCounts()
         with fs.new_file(path, replaces=True) as sink:
             rows = (keyed for part in parts for keyed in encoder.rows(self.inputs, part, counts))
             facts = write_slice(sink, rows, self.ranges)
@@ -165,7 +151,6 @@ class EncodeTasks:
             texts=(f"{facts.lowest:016x}", f"{facts.highest:016x}"),
         )
         RECORDS.replace(path.with_suffix(".json"), record)
-        return counts.rows_in
 
 
 def _joined(slices: Iterable[Slice], total: int) -> tuple[tuple[Slice, ...], ...]:
@@ -190,14 +175,14 @@ def _joined(slices: Iterable[Slice], total: int) -> tuple[tuple[Slice, ...], ...
 class Encoded:
     """The encoded slices of all data, by their records."""
 
-    tasks: EncodeTasks
+    slices: Slices
     records: list[EncodedSlice]
 
     @cached_property
     def counts(self) -> InputCounts:
         """The counts of all rows, and the first of the rejected ones."""
         counts = InputCounts()
-        found = zip(self.tasks.slices, self._first_rows, self.records, strict=True)
+        found = zip(self.slices.slices, self._first_rows, self.records, strict=True)
         for parts, first_row, one in found:
             for part, rows in zip(parts, one.rows_in, strict=True):
                 counts.rows_per_file[part.file] += rows
@@ -208,20 +193,20 @@ class Encoded:
 
     def shards(self, asked: int) -> tuple[int, ...]:
         """The rows of each shard, of so many, or of as many as the data ask for."""
-        rows: NDArray[np.int64] = np.zeros(self.tasks.ranges, np.int64)
+        rows: NDArray[np.int64] = np.zeros(self.slices.ranges, np.int64)
         for one in self.records:
             rows += np.sum(one.counts, axis=0, dtype=np.int64) if one.counts else 0
-        shards = number_of_shards(self.tasks.ranges, int(rows.sum()), asked)
+        shards = number_of_shards(self.slices.ranges, int(rows.sum()), asked)
         return tuple(rows.reshape(shards, -1).sum(axis=1).tolist())
 
     def rows(self, *, shards: int, prompt_side: str | None = None) -> EncodedRows:
         """What reads the rows of a shard; with `prompt_side` rows of one prompt are joined."""
-        ranges = self.tasks.ranges
+        ranges = self.slices.ranges
         files = [
             SliceFile(
-                self.tasks.file(task), np.array(one.counts, np.int32).reshape(-1, ranges), first
+                self.slices.file(number), np.array(one.counts, np.int32).reshape(-1, ranges), first
             )
-            for task, (one, first) in enumerate(zip(self.records, self._first_rows, strict=True))
+            for number, (one, first) in enumerate(zip(self.records, self._first_rows, strict=True))
         ]
         return EncodedRows(files, shards, prompt_side)
 
@@ -230,34 +215,64 @@ class Encoded:
         """How many rows its file of data has ahead of each slice."""
         first_rows: list[int] = []
         first, file = 0, 0
-        for (part, *_), one in zip(self.tasks.slices, self.records, strict=True):
+        for (part, *_), one in zip(self.slices.slices, self.records, strict=True):
             first = first if part.file == file else 0
             first_rows.append(first)
             first, file = first + one.rows_in[0], part.file
         return first_rows
 
 
-def encode(job: CacheJob, tasks: EncodeTasks, executor: Executor, progress: Progress) -> Encoded:
-    """Encodes the slices of the data that are not encoded yet on this machine."""
-    is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
-    runner = executor.for_preparing(is_small=is_small, workers=job.config.data.workers)
+class Encode:
+    """Encodes slices, in this process or in another one; each opens the tokenizer once."""
+
+    def __init__(self, slices: Slices) -> None:
+        self._slices = slices
+        self._encoder: SliceEncoder | None = None
+
+    def __call__(self, number: int) -> int:
+        """Encodes a slice, unless another process has; returns its bytes."""
+        if not self._slices.is_done(number):
+            self._encoder = self._encoder or SliceEncoder(self._slices.encoding)
+            self._slices.encode(number, self._encoder)
+        return self._slices.sizes[number]
+
+
+def encode(slices: Slices, options: Config, part: Part | None, *, progress: Progress) -> Encoded:
+    """Encodes the slices that are not encoded yet: those of this part, then those of others."""
+    order = (part or WHOLE).first_of(slices.sizes)
+    todo = [number for number in order if not slices.is_done(number)]
+    progress.begin("reading and tokenizing", total=sum(slices.sizes), unit="bytes")
+    progress.advance(sum(slices.sizes) - sum(slices.sizes[number] for number in todo))
+
+    function, scoring = Encode(slices), options.scoring
+    is_small = sum(file.bytes for file in slices.inputs) < SMALL_INPUT_BYTES
+    cores = max(1, usable_cores() // ranks_here(os.environ))
+    processes = options.data.workers or (0 if is_small else cores)
+    made: Generator[tuple[int, int]] = ((number, function(number)) for number in todo)
+    if scoring.executor == "ray" and scoring.ray_address and not is_small:
+        made = RayCluster(scoring.ray_address, is_per_core=True).run(function, todo, "slice")
+    elif processes and len(todo) > 1:
+        made = run_in_processes(function, todo, processes)
     try:
-        runner.run(tasks, progress=progress, on_done=lambda rows: None)
+        with closing(made):
+            for _, done in made:
+                progress.advance(done)
     except BadDataError:
-        require_unchanged(job.inputs, job.digested)  # the better reason
+        require_unchanged(slices.inputs, slices.digested)  # the better reason
         raise
     # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
-    require_unchanged(job.inputs, job.digested)
-    return tasks.encoded()
+    require_unchanged(slices.inputs, slices.digested)
+    progress.end()
+    return slices.encoded()
 
 
-def make_plan(job: CacheJob, encoded: Encoded, run_id: str, progress: Progress) -> Plan:
+def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     """Writes the plan of what to score; refuses data that cannot be, before a model is loaded."""
     counts, pairs = encoded.counts, job.config.cache.kl_pairs
     texts = counts.notes["rows_of_plain_text"]
     if texts and job.config.data.wrap == "auto" and job.tokenizer.chat:
         progress.say(f"note: {template_unused(texts, 'rows')}")
-    _require_usable(job, counts, run_id)
+    _require_usable(job, counts)
     if pairs:
         _require_partners(encoded)
     # Raw ids and sums; zstd makes less of them, and the rest of the columns comes on top.
@@ -309,7 +324,7 @@ def _absolute(path: str) -> str:
     return origin if not path or is_remote(origin) else str(Path(origin).resolve())
 
 
-def _require_usable(job: CacheJob, counts: InputCounts, run_id: str) -> None:
+def _require_usable(job: CacheJob, counts: InputCounts) -> None:
     rejected = RejectedRows(
         counts=counts.reasons,
         rows_in=counts.rows_in,
@@ -322,7 +337,7 @@ def _require_usable(job: CacheJob, counts: InputCounts, run_id: str) -> None:
     if counts.reasons["empty_prompt"] and not job.shape.has_prompt:
         hint = " If the prompts are in a column of another name, pass --map prompt=NAME."
     names = {file: path.name for file, path in job.paths.items()}
-    write_rejected(job.work, run_id, counts.rejected, names)
+    write_rejected(job.work, job.run_id, counts.rejected, names)
     rejected.require_few(
         first_rejected(counts.rejected, job.paths.__getitem__),
         listed=job.folder.shown(job.folder.rejected) if counts.rejected else "",
@@ -334,7 +349,7 @@ def _require_partners(encoded: Encoded) -> None:
     """Refuses data of which most completions are of one prompt, or all one text."""
     total = sum(one.completions for one in encoded.records)
     if prompt := likeliest_majority(encoded.records):
-        rows = encoded.rows(shards=encoded.tasks.ranges)
+        rows = encoded.rows(shards=encoded.slices.ranges)
         if 2 * (largest := rows.completions_of(int(prompt, 16))) > total:
             raise BadDataError(
                 f"One prompt holds {largest} of all {total} completions, so they cannot all be "

@@ -1,8 +1,7 @@
-"""Scores the shards of a plan, in whichever process an executor chooses."""
+"""Scores the shards of a plan, in this process or in an actor of Ray."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,13 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from rich.text import Text
-
 from ...schemas.cache import Plan
 from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Scorer
-from ...stages.data.preview import lines_of
 from ...stages.pairing.partition import EncodedRows
 from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
@@ -25,16 +21,15 @@ from ...stages.score.score import BatchDone, KnownScores, ScoringRules, UnitScor
 from ...stages.storage.cache.cache_folder import WorkFolder
 from ...stages.storage.cache.commits import UnitFacts, commit_unit
 from ...stages.tracking.progress import Progress
-from ..jobs.counts import Counts
 from .opening import CacheJob, open_earlier
-from .prepare import EncodeTasks
+from .prepare import Slices
 
 Read = TypeVar("Read")
 
 
 @dataclass
-class Tally(Counts):
-    """Counts of the work of this process."""
+class Tally:
+    """Counts of the shards that this process has made, or has had made."""
 
     units: int = 0
     rows: int = 0
@@ -44,10 +39,10 @@ class Tally(Counts):
     padding: int = 0
     seconds: float = 0.0
 
-    @property
-    def step(self) -> int:
-        """The shards made now."""
-        return self.units
+    def add(self, other: Tally) -> None:
+        """Adds the counts of other shards."""
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
     def text(self) -> str:
         """The counts in a sentence."""
@@ -71,27 +66,20 @@ class Tally(Counts):
 
 
 @dataclass(frozen=True)
-class ScoreTasks:
-    """The shards of a plan as tasks, by key range; the reference travels without its weights."""
+class Shards:
+    """The shards of a plan, by key range; the reference travels without its weights."""
 
     work: WorkFolder
     plan: Plan
-    encoding: EncodeTasks  # which are all done
+    slices: Slices  # which are all encoded
     reference: Reference
     num_pairs: int
     cut_rule: CutRule
     rules: ScoringRules
     run_id: str
-    made_by: tuple[str, int]  # host and process
-
-    name = "scoring"
-    unit = "rows"
-    is_input = False
 
     @staticmethod
-    def of(
-        job: CacheJob, plan: Plan, encoding: EncodeTasks, reference: Reference, run_id: str
-    ) -> ScoreTasks:
+    def of(job: CacheJob, plan: Plan, slices: Slices, reference: Reference) -> Shards:
         """The shards of a plan whose rows are encoded."""
         config = job.config
         rules = ScoringRules(
@@ -99,51 +87,38 @@ class ScoreTasks:
             hidden_size=reference.hidden_size(),
             keep_token_logps=config.cache.token_logps,
         )
-        return ScoreTasks(
+        return Shards(
             work=job.work,
             plan=plan,
-            encoding=encoding,
+            slices=slices,
             reference=reference,
             num_pairs=config.cache.kl_pairs,
             cut_rule=CutRule(config.tokens.max_length, job.tokenizer.stops.tokens),
             rules=rules,
-            run_id=run_id,
-            made_by=_this_process(),
+            run_id=job.run_id,
         )
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The rows of each shard."""
-        return self.plan.shards
-
-    @property
-    def costs(self) -> Sequence[float]:
-        """The rows of each shard: keys are hashes, so their lengths are alike."""
-        return self.plan.shards
-
-    def is_committed(self, task: int) -> bool:
+    def is_done(self, shard: int) -> bool:
         """Whether a shard has its commit or no rows, or all have had one: then the plan is gone."""
-        has_no_rows = not self.plan.shards[task]
-        return has_no_rows or self.work.commit(task).is_file() or not self.work.is_planned
+        has_no_rows = not self.plan.shards[shard]
+        return has_no_rows or self.work.commit(shard).is_file() or not self.work.is_planned
 
-    def open(self, progress: Progress) -> Callable[[Iterable[int]], Generator[Tally]]:
-        """A function that scores and commits shards; every process needs the same reference."""
-        if self.made_by != _this_process():
-            found = dict(self.reference.identity())
-            if digest(found) != self.plan.reference_key:
-                stored = self.plan.fingerprint
-                differing = [name for name in found if found[name] != stored.get(name)]
-                raise FingerprintError(
-                    f"On {socket.gethostname()} the reference is not the one that this run began "
-                    f"with ({', '.join(differing)} differ). Every machine needs the same model "
-                    "folder, the same versions and the same kind of device (--device)."
-                )
-        return ShardScorer(self, progress).score_each
+    def require_same_reference(self) -> None:
+        """Refuses to score with what this process finds at the path, if it is something else."""
+        found = dict(self.reference.identity())
+        if digest(found) == self.plan.reference_key:
+            return
+        differing = [name for name in found if found[name] != self.plan.fingerprint.get(name)]
+        raise FingerprintError(
+            f"On {socket.gethostname()} the reference is not the one that this run began with "
+            f"({', '.join(differing)} differ). Every machine needs the same model folder, the same "
+            "versions and the same kind of device (--device)."
+        )
 
     def encoded_rows(self) -> EncodedRows:
         """What reads the rows of a shard."""
-        shape, options = self.encoding.encoding.shape, self.encoding.encoding.options
-        return self.encoding.encoded().rows(
+        shape, options = self.slices.encoding.shape, self.slices.encoding.options
+        return self.slices.encoded().rows(
             shards=len(self.plan.shards),
             prompt_side=options.prompt_side if shape.declared.is_long else None,
         )
@@ -154,28 +129,19 @@ class ScoreTasks:
         return build_shard(rows.read, shard, shards, self.num_pairs, self.cut_rule)
 
 
-def _this_process() -> tuple[str, int]:
-    return socket.gethostname(), os.getpid()
-
-
-def lines_of_first(tasks: ScoreTasks, job: CacheJob) -> Iterator[Text]:
-    """The model's input for the first row that has all of its completions.
-
-    The lines hold text of the data: they are for who runs the command, and for no record of it.
-    """
-    first = next(shard for shard, rows in enumerate(tasks.plan.shards) if rows)
-    rows = tasks.build(tasks.encoded_rows(), first).rows
-    if len(rows):
-        file = job.paths[int(rows.file[0])].name
-        side = job.config.tokens.prompt_side
-        yield from lines_of(rows.between(0, 1), job.tokenizer, file=file, prompt_side=side)
-
-
 class ShardScorer:
     """Scores shards one after another; what it opens, it opens once, when a shard needs it."""
 
-    def __init__(self, tasks: ScoreTasks, progress: Progress) -> None:
-        self._tasks, self._progress = tasks, progress
+    def __init__(self, shards: Shards, progress: Progress) -> None:
+        self._shards, self._progress = shards, progress
+
+    def __call__(self, shard: int) -> Tally | None:
+        """In an actor, whose machine may have another reference: scores a shard, if none has."""
+        if self._shards.is_done(shard):
+            return None
+        self._shards.require_same_reference()
+        (tally,) = self.score_each([shard])
+        return tally
 
     def score_each(self, shards: Iterable[int]) -> Generator[Tally]:
         """Scores and commits shards, and gives the counts of each once it is committed.
@@ -187,7 +153,7 @@ class ShardScorer:
         writing: list[_Writing] = []
         try:
             for number, shard, known in _read_ahead(reader, self._read, shards):
-                shown = _Shown(self._progress, self._tasks.sizes[number])
+                shown = _Shown(self._progress, self._shards.plan.shards[number])
                 scores, numerics = self._score(shard, known, shown, writing)
                 for one in writing:
                     one.commit.result()  # behind one that could not be written nothing is
@@ -211,7 +177,7 @@ class ShardScorer:
             writer.shutdown()
 
     def _read(self, number: int) -> tuple[int, ShardRows, KnownScores]:
-        shard = self._tasks.build(self._rows, number)
+        shard = self._shards.build(self._rows, number)
         known = self._earlier.find(shard.rows, first_key=shard.first_key, last_key=shard.last_key)
         return number, shard, known
 
@@ -226,8 +192,8 @@ class ShardScorer:
                     one.commit.result()
             shown.add(batch)
 
-        rules = self._tasks.rules
-        with _on_threads_of(self._tasks.plan):
+        rules = self._shards.rules
+        with _on_threads_of(self._shards.plan):
             scores = score_unit(
                 shard.rows, known, rules, scorer=lambda: self._scorer, on_batch=on_batch
             )
@@ -245,10 +211,10 @@ class ShardScorer:
             notes={name: count for name, count in sorted(shard.notes.items()) if count},
             numerics=numerics,
         )
-        commit_unit(self._tasks.work, self._tasks.run_id, number, scores.block, facts)
+        commit_unit(self._shards.work, self._shards.run_id, number, scores.block, facts)
         return Tally(
             units=1,
-            rows=self._tasks.sizes[number],
+            rows=self._shards.plan.shards[number],
             scored=scores.branches - scores.reused,
             reused=scores.reused,
             tokens=scores.run_tokens,
@@ -257,16 +223,16 @@ class ShardScorer:
 
     @cached_property
     def _rows(self) -> EncodedRows:
-        return self._tasks.encoded_rows()
+        return self._shards.encoded_rows()
 
     @cached_property
     def _earlier(self) -> ReuseIndex:
-        earlier = open_earlier(self._tasks.plan.reuse, self._tasks.plan.reference_key)
-        return ReuseIndex(earlier, need_token_logps=self._tasks.rules.keep_token_logps)
+        earlier = open_earlier(self._shards.plan.reuse, self._shards.plan.reference_key)
+        return ReuseIndex(earlier, need_token_logps=self._shards.rules.keep_token_logps)
 
     @cached_property
     def _scorer(self) -> Scorer:
-        scorer = self._tasks.reference.open()
+        scorer = self._shards.reference.open()
         how = ", ".join(f"{name} {value}" for name, value in scorer.describe().items())
         self._progress.say(f"reference: {how}")
         return scorer

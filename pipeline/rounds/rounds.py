@@ -24,7 +24,6 @@ from ...stages.tracking.journaled_run import Run, tagged
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ...stages.tracking.tracker import ROUND_TAG, ROUNDS_TAG
-from ..jobs.recorded_work import recorded_work
 from ..options.settings import Settings, without_secrets
 from ..precompute.precompute import precompute
 from ..tables.judge import judge
@@ -32,6 +31,7 @@ from ..tables.sample import sample
 from ..tables.select_rows import select
 from ..train.train import run_training
 from ..train.training_job import open_training
+from ..work import recorded_work
 from .round_prompts import write_prompts
 from .rounds_checks import open_rounds
 from .rounds_evaluation import evaluate, stop_reason
@@ -140,7 +140,8 @@ def _scored(job: RoundsJob, one: OneRound, progress: Progress) -> Manifest:
     scoring = job.scoring(one)
     made = precompute(scoring, HfReference(scoring.model, own_digests()), progress=progress)
     _say(made.text(), progress)
-    return made.whole
+    assert made.manifest, "a verb without a part makes the whole cache"
+    return made.manifest
 
 
 def _selected(job: RoundsJob, one: OneRound, progress: Progress) -> dict[str, TableManifest]:

@@ -34,10 +34,10 @@ from ...stages.storage.cache.shards import read_shard
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import require_on_disk
 from ...stages.tracking.progress import Progress
-from ..executors.processes import require_executor
 from ..jobs.object_inputs import with_local_inputs
 from ..parts import Part
 from ..precompute.precompute import PrecomputeResult, precompute
+from ..ray_actors import require_executor
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def rewards_from_model(
     cache = replace(config.cache, output=str(output.root / SCORES), kl_pairs=0, token_logps=False)
     tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
     scoring = replace(config, model=model, cache=cache, tokens=tokens)
-    made = precompute(scoring, open_reward(model), progress=progress, share=part, stage="score")
+    made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
     if not made.manifest:
         return made
     folder = CacheFolder(output.root / SCORES)

@@ -24,10 +24,10 @@ from ...stages.tracking.journaled_run import Run, tagged
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import description, model_name, run_name
 from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
-from ..jobs.recorded_work import recorded_work
 from ..jobs.signals import WAY_ON
 from ..options.declared import set_by
 from ..options.settings import Settings, flatten
+from ..work import recorded_work
 from .policy_identity import PolicyDigests, digest_policies
 from .run_description import data_of
 from .run_diff import standing

@@ -154,5 +154,5 @@ def test_any_number_of_parts_any_order_of_files_and_children_make_the_same_bytes
         cache=replace(whole.cache, output=str(tmp_path / "parts")),
     )
     for number in random.Random(count).sample(range(1, count + 1), count):
-        run(parts, share=Part(number, count))
+        run(parts, part=Part(number, count))
     assert contents(parts.cache.output) == contents(whole.cache.output)

@@ -1,4 +1,4 @@
-"""Preparing is tasks that any processes make, in any order; what they end in never shows it."""
+"""Any processes encode the slices, in any order; what they end in never shows it."""
 
 import multiprocessing
 import os
@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from align.pipeline.executors.processes import Inline
 from align.pipeline.precompute.opening import open_job
-from align.pipeline.precompute.prepare import EncodeTasks, encode, make_plan
+from align.pipeline.precompute.prepare import Encode, Slices, encode, make_plan
 from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError, Interrupted
 from align.stages.data import files as data_files
@@ -51,28 +50,27 @@ def drawn(config, tmp_path):
     return draw
 
 
-def make_by_tasks(job, draw):
-    """Makes every task in any order, some of them twice, each after a journey through pickle."""
+def encode_in_any_order(job, draw):
+    """Encodes every slice, some of them twice, each after a journey through pickle."""
     job.folder.prepare()
     job.work.prepare()
-    tasks = EncodeTasks.of(job)
-    order = [*range(len(tasks.sizes)), draw.randrange(len(tasks.sizes))]
+    slices = Slices.of(job)
+    order = [*range(len(slices.sizes)), draw.randrange(len(slices.sizes))]
     draw.shuffle(order)
-    for task in order:
-        make = pickle.loads(pickle.dumps(tasks)).open(NoProgress())
-        assert len([*make([task])]) == 1
-    return {"slices": len(tasks.sizes), "ranges": tasks.ranges}
+    for number in order:
+        pickle.loads(pickle.dumps(Encode(slices)))(number)
+    return {"slices": len(slices.sizes), "ranges": slices.ranges}
 
 
 def planned(job, progress=None):
     """Encodes what is missing, and plans."""
     progress = progress or NoProgress()
-    encoded = encode(job, EncodeTasks.of(job), Inline(), progress)
-    return make_plan(job, encoded, "run", progress)
+    encoded = encode(Slices.of(job), job.config, None, progress=progress)
+    return make_plan(job, encoded, progress)
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.long)])
-def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monkeypatch, seeds):
+def test_slices_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monkeypatch, seeds):
     counts = Counter()
     for seed in seeds:
         config = drawn(seed)
@@ -81,7 +79,7 @@ def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monke
             for module, name, size in small_sizes(draw):
                 patch.setattr(module, name, size)
             job = open_job(config, StubReference())
-            counts.update(make_by_tasks(job, draw))
+            counts.update(encode_in_any_order(job, draw))
             expected = prepared_at_once(job)
             try:
                 plan = planned(job)
@@ -99,7 +97,7 @@ def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monke
 
 def require_equal(job, plan, expected):
     count, is_long = len(plan.shards), job.shape.declared.is_long
-    encoded = EncodeTasks.of(job).encoded()
+    encoded = Slices.of(job).encoded()
     rows = encoded.rows(
         shards=count, prompt_side=job.config.tokens.prompt_side if is_long else None
     )
@@ -113,12 +111,12 @@ def require_equal(job, plan, expected):
 
 
 class Impatient(NoProgress):
-    """Asks to stop after some tasks."""
+    """Asks to stop after some slices."""
 
     left = 4
 
     def advance(self, done, *, tokens=0, padding=0):
-        """Counts tasks, and then asks."""
+        """Counts them, and then asks."""
         self.left -= 1
         if self.left == 0:
             raise Interrupted(2)
@@ -143,7 +141,7 @@ def test_children_that_are_interrupted_keep_what_is_committed_and_change_no_byte
     assert multiprocessing.active_children() == [other]
     other.kill()
     other.join()
-    tasks = EncodeTasks.of(job)
-    assert 3 <= sum(map(tasks.is_committed, range(len(tasks.sizes)))) < len(tasks.sizes)
+    slices = Slices.of(job)
+    assert 3 <= sum(map(slices.is_done, range(len(slices.sizes)))) < len(slices.sizes)
     run(config)
     assert contents(config.cache.output) == contents(tmp_path / "clean")

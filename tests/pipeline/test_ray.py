@@ -32,7 +32,7 @@ def cluster():
 @pytest.fixture
 def on_ray(config, cluster):
     """The config, over two actors of the cluster, of a run whose first shard is made already."""
-    run(config, share=Part(1, SHARDS))
+    run(config, part=Part(1, SHARDS))
     options = {"executor": "ray", "ray_address": cluster.address, "ray_workers": 2}
     return replace(config, scoring=replace(config.scoring, **options))
 

@@ -63,7 +63,9 @@ def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_pa
 
     assert beside("same").scored == 0
     assert contents(to().cache.output) == contents(tmp_path / "same")
-    assert run(replace(to(), train={"lr": 1e-3}, method={"name": "kto"})).was_complete
+    assert run(
+        replace(to(), train=replace(to().train, lr=1e-3), method={"name": "kto"})
+    ).was_complete
     known = replace(to().cache, output=str(tmp_path / "far" / "b"), reuse_known=True)
     assert run(replace(to(), cache=known)).tally.scored == 0
     assert beside("other", StubReference("other")).reused == alone

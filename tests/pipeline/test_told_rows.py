@@ -104,12 +104,12 @@ def test_what_is_read_as_what_is_told_before_it_is_read(config_over, row, column
     assert heard.lines[0] == f"rows.jsonl: read as {said}"
 
 
-def row_shown(config, *, share=None):
+def row_shown(config, *, part=None):
     """The lines of the row that is shown while a cache is made."""
     progress = Heard()
     how = {"progress": progress, "shows_row": True}
-    if share:
-        precompute(config, StubReference(), share=share, **how)
+    if part:
+        precompute(config, StubReference(), part=part, **how)
     else:
         precompute(config, StubReference(), **how)
     return progress.row
@@ -133,7 +133,7 @@ def test_the_row_that_is_shown_once_is_one_that_is_scored(to):
         assert "".join(texts(line)) == backend.decode(ids, skip_special_tokens=True)
     assert row_shown(config) == []  # it is complete
     parts = to(kl_pairs=0, output=f"{config.cache.output}-without")
-    second, first = (row_shown(parts, share=Part(number, 2)) for number in (2, 1))
+    second, first = (row_shown(parts, part=Part(number, 2)) for number in (2, 1))
     assert (second, len(first)) == ([], 4)  # its place, the prompt and two sides
 
 

@@ -18,8 +18,8 @@ import pytest
 from align.pipeline.precompute import scoring
 from align.pipeline.precompute.opening import open_job
 from align.pipeline.precompute.precompute import precompute
-from align.pipeline.precompute.prepare import EncodeTasks
-from align.pipeline.precompute.scoring import ScoreTasks
+from align.pipeline.precompute.prepare import Slices
+from align.pipeline.precompute.scoring import Shards, ShardScorer
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, Interrupted, StorageError, UsageError
 from align.stages.pairing.shard_rows import build_shard
@@ -161,12 +161,12 @@ def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
         run(config, Watched(before=stop))
     scored = []
     job = open_job(config, Watched(before=scored.append))
-    plan, encoding = PLANS.find(job.work.plan), EncodeTasks.of(job)
-    tasks = ScoreTasks.of(job, plan, encoding, job.reference, "run")
-    units = tasks.open(Silent())(range(len(tasks.sizes)))
+    shards = Shards.of(job, PLANS.find(job.work.plan), Slices.of(job), job.reference)
+    numbers = [number for number, rows in enumerate(shards.plan.shards) if rows]
+    units = ShardScorer(shards, Silent()).score_each(numbers)
     next(units)
     units.close()
-    assert len(read_commits(job.work)) == len(scored) < len(tasks.sizes)
+    assert len(read_commits(job.work)) == len(scored) < len(numbers)
 
 
 @dataclass(frozen=True)

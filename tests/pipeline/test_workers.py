@@ -58,8 +58,8 @@ def test_of_runs_at_once_one_works_and_the_other_is_told_who(config, clean, tmp_
 
 def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, clean):
     """The number of parts may change; a call without one does what parts that never came left."""
-    shares = (parts(4)[1], parts(3)[2], None)
-    done = [run(config, share=share) for share in shares]
+    own = (parts(4)[1], parts(3)[2], None)
+    done = [run(config, part=part) for part in own]
     assert done[0].tally.units == 2
     assert sum(one.tally.units for one in done) == 8
     assert [one.manifest is not None for one in done[:2]] == [False, False]
@@ -72,7 +72,7 @@ def test_parts_may_start_and_end_in_any_order(config, clean):
     runs = []
     for number in order:
         reference = gates[number].reference()
-        runs.append(child(config, share=parts(3)[number], reference=reference))
+        runs.append(child(config, part=parts(3)[number], reference=reference))
         assert gates[number].reached.wait(PATIENCE)  # each has begun before the next starts
     for number in reversed(order):
         gates[number].opened.set()
@@ -82,7 +82,7 @@ def test_parts_may_start_and_end_in_any_order(config, clean):
 
 def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean):
     gate = Gate()
-    late = child(config, share=Part(1, 2), reference=gate.reference())
+    late = child(config, part=Part(1, 2), reference=gate.reference())
     assert gate.reached.wait(PATIENCE)  # it is about to score, while a whole call does everything
     assert run(config).manifest.rows == 120
     gate.opened.set()
@@ -114,7 +114,7 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
     made = []
     progress = Meanwhile(lambda: made.append(run(other).manifest))
     with refuses(LockedError, f"{root}/cache"):
-        precompute(late, StubReference(), progress=progress, share=Part(1, 1))
+        precompute(late, StubReference(), progress=progress, part=Part(1, 1))
     folder = CacheFolder.at(f"{root}/cache")
     assert load_manifest(folder) == made[0]
     assert run(other).was_complete
@@ -137,13 +137,13 @@ def test_a_cache_that_was_removed_from_a_bucket_is_made_again(config, bucket):
 
 def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean):
     """Killed before its rows have a record, and the next one when they have."""
-    first = child(config, "before:rename:encoded/*.json=kill", share=Part(1, 2))
+    first = child(config, "before:rename:encoded/*.json=kill", part=Part(1, 2))
     assert joined(first) == [KILLED]
     (work,) = CacheFolder(Path(config.cache.output)).works()
     dead = work.encoded / f".00000000.arrow.{'0' * 16}.tmp"
     dead.write_bytes(b"half")
-    killed = child(config, "after:rename:encoded/*.json=kill", share=Part(1, 2))
-    other = child(config, share=Part(2, 2))
+    killed = child(config, "after:rename:encoded/*.json=kill", part=Part(1, 2))
+    other = child(config, part=Part(2, 2))
     assert joined(other) == [0]
     assert joined(killed)[0] in {0, KILLED}
     assert not dead.exists()
@@ -163,13 +163,13 @@ def test_children_of_a_run_do_not_keep_its_folder_locked(config):
 def test_a_stopped_part_leaves_its_work_for_the_others(config, clean, tmp_path):
     gate = Gate()
     said = tmp_path / "said"
-    stopped = child(config, share=Part(2, 2), reference=gate.reference(), stderr=said)
+    stopped = child(config, part=Part(2, 2), reference=gate.reference(), stderr=said)
     assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
     assert joined(stopped) == [143]
     assert "same command" in said.read_text()
-    assert run(config, share=Part(1, 2)).manifest is None
-    assert run(config, share=Part(2, 2)).has_published
+    assert run(config, part=Part(1, 2)).manifest is None
+    assert run(config, part=Part(2, 2)).has_published
     assert contents(config.cache.output) == clean
 
 
@@ -207,8 +207,8 @@ def strike(run_all, count, strikes):
 @FEW_AND_MANY
 def test_three_parts_that_are_killed_end_in_the_same_bytes(config, clean, strikes):
     def run_all(fates):
-        shares = zip(fates, parts(3), strict=True)
-        return joined(*[child(config, fate, share=share) for fate, share in shares])
+        own = zip(fates, parts(3), strict=True)
+        return joined(*[child(config, fate, part=part) for fate, part in own])
 
     strike(run_all, 3, strikes)
     run(config)  # which removes what a publisher that was killed has left

@@ -42,9 +42,9 @@ class Heard(Silent):
         return self.lines[begins[0] : self.lines.index("scoring")] if begins else []
 
 
-def run(config, reference=None, *, share=None):
+def run(config, reference=None, *, part=None):
     """Stage 1, or a part of it, in this process, with a reference that needs no model."""
-    return precompute(config, reference or StubReference(), progress=Silent(), share=share)
+    return precompute(config, reference or StubReference(), progress=Silent(), part=part)
 
 
 def contents(folder):
@@ -57,9 +57,9 @@ def contents(folder):
     }
 
 
-def child(config, failpoints="", *, share=None, reference=None, stderr=os.devnull, environment=()):
+def child(config, failpoints="", *, part=None, reference=None, stderr=os.devnull, environment=()):
     """Starts stage 1 in a process of its own, ready to be killed."""
-    arguments = (config, failpoints, share, reference, str(stderr), dict(environment))
+    arguments = (config, failpoints, part, reference, str(stderr), dict(environment))
     process = CHILDREN.Process(target=_child, args=arguments)
     process.start()
     return process
@@ -91,7 +91,7 @@ class GatedReference:
         return StubReference().open()
 
 
-def _child(config, failpoints, share, reference, stderr, environment):
+def _child(config, failpoints, part, reference, stderr, environment):
     faults = disk_faults.variables(failpoints)
     os.environ.update(environment, **faults)
     disk_faults.arm(faults[disk_faults.VARIABLE])
@@ -99,7 +99,7 @@ def _child(config, failpoints, share, reference, stderr, environment):
         signal.signal(number, _stopped)
     sys.stderr = open(stderr, "w")  # noqa: SIM115, PTH123 - lives as long as the process
     try:
-        run(config, reference, share=share)
+        run(config, reference, part=part)
     except (AlignError, Interrupted) as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
