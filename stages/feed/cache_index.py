@@ -38,9 +38,9 @@ SCORES = "scores"  # the key of missing scores; no column of the data has this n
 
 @dataclass(frozen=True)
 class GroupLocation:
-    """The unit and the index of a stored row group."""
+    """The shard, by its place in the manifest, and the index of a stored row group."""
 
-    unit: int
+    shard: int
     group: int  # within the shard
 
 
@@ -105,11 +105,11 @@ def build_index(
     weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
     names = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
     source = (SOURCE,) if weights else ()
-    for shard in manifest.shards:
+    for place, shard in enumerate(manifest.shards):  # an empty key range has none
         with naming_unit(shard.unit):
             table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *source, *spec.columns))
             rows = read_table(table, sizes, spec, str(folder.root))
-            found.add(shard.unit, rows)
+            found.add(place, rows)
             if weights:
                 found.add_files(rows, _files(table, names), len(weights))
     return found.index(spec, weights)
@@ -211,9 +211,9 @@ class _Found:
     files: list[NDArray[np.int16]] = field(default_factory=list)  # of training rows
     labels: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
 
-    def add(self, unit: int, rows: TableRows) -> None:
+    def add(self, shard: int, rows: TableRows) -> None:
         groups = len(rows.table.group_offsets) - 1
-        self.group_locations += [GroupLocation(unit, group) for group in range(groups)]
+        self.group_locations += [GroupLocation(shard, group) for group in range(groups)]
         for kind, counts in rows.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, KindCounts()) + counts
         self.missing.update(rows.missing)

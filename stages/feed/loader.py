@@ -205,8 +205,9 @@ def _read_group(
     source: TrainSource, location: GroupLocation, rows: NDArray[np.int64]
 ) -> ScoredBlock:
     """Rows of a row group, by their indices among the rows that are read of it."""
-    path = source.folder.shard(source.manifest.shards[location.unit])
-    with naming_unit(location.unit), open_shard(path) as file:
+    shard = source.manifest.shards[location.shard]
+    path = source.folder.shard(shard)
+    with naming_unit(shard.unit), open_shard(path) as file:
         block = read_block(file.read_row_group(location.group, use_threads=False))
         if block.token_logps is None and source.manifest.fingerprint["cache.token_logps"] == "true":
             raise damaged(path, "it lacks the log-probs of tokens", "Make the cache again.")
@@ -215,8 +216,8 @@ def _read_group(
 
 def _no_rows(source: TrainSource) -> ScoredBlock:
     """An empty block with the columns of the cache."""
-    path = source.folder.shard(source.manifest.shards[0])
-    with naming_unit(0), open_shard(path) as file:
+    shard = source.manifest.shards[0]
+    with naming_unit(shard.unit), open_shard(source.folder.shard(shard)) as file:
         return read_block(file.schema_arrow.empty_table())
 
 

@@ -283,6 +283,7 @@ class Run:
         if self._journal:
             self._journal.sync()
             self._journal.close()
+            self._journal = None
         running = [ledger for ledger in self._ledgers if not ledger.record.status]
         for ledger in running:
             ledger.change(status=status, ended_ms=now_ms())

@@ -85,7 +85,8 @@ def test_a_real_run_is_told_in_full_with_its_manifest_and_its_data(journey, worl
     assert str(journey.cache) in note
     assert run.data.params == manifest["fingerprint"]
     metrics = run.data.metrics
-    assert (metrics["rows"], metrics["branches/scored"], metrics["reuse_share"]) == (60, 240, 0)
+    branches = metrics["branches/scored"] + metrics["branches/reused"]
+    assert (metrics["rows"], branches) == (60, 240)
     assert run.data.tags["align.cache_root"] == manifest["root"]
     kept = journey.cwd / "mlruns" / "align" / run.info.run_id / "artifacts"
     assert (kept / "manifest.json").read_bytes() == (journey.cache / "manifest.json").read_bytes()
@@ -170,7 +171,7 @@ def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(down
     first, second = recorded(down)
     assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
     assert second.data.tags["align.goes_on_from"] == first.info.run_id
-    assert first.data.metrics["rows"] == 16
+    assert 0 < first.data.metrics["rows"] < load_manifest(output_of(down)).rows
 
 
 def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):

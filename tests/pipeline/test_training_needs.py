@@ -13,7 +13,7 @@ from align.pipeline.plan.method_needs import sampling_note
 from align.pipeline.precompute.precompute import precompute
 from align.pipeline.train.train import run_training
 from align.schemas.errors import UsageError
-from align.schemas.json_codec import to_json
+from align.schemas.json_codec import to_signed_json
 from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
 from align.stages.model.reference import HfReference
@@ -71,7 +71,7 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
         if not folder.exists():
             shutil.copytree(scored_groups, folder)
             told = replace(load_manifest(CacheFolder(folder)), sampling=(Drawing(*drawn),))
-            (folder / "manifest.json").write_text(to_json(told))
+            (folder / "manifest.json").write_text(to_signed_json(told))
         return folder
 
     def told(cache, method="grpo"):

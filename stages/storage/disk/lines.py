@@ -17,24 +17,25 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         with os_errors_as_storage_errors("open", path):
-            self._sink = path.open("ab")
+            self._descriptor = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o666)
 
     def append(self, text: bytes) -> None:
         """Writes a line, to which its end is added."""
         with os_errors_as_storage_errors("write", self._path, len(text)):
-            self._sink.write(text + b"\n")
-            self._sink.flush()
+            rest = text + b"\n"
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
         """Makes all lines durable."""
         with os_errors_as_storage_errors("fsync", self._path):
-            os.fsync(self._sink.fileno())
+            os.fsync(self._descriptor)
         fs.fsync_folder(self._path.parent)
 
     def close(self) -> None:
         """Closes the file."""
         with os_errors_as_storage_errors("write", self._path):
-            self._sink.close()
+            os.close(self._descriptor)
 
 
 class Line(NamedTuple):
