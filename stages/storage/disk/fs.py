@@ -247,12 +247,6 @@ def discard(path: Path) -> None:
         unlink(path)
 
 
-def touch(path: Path) -> None:
-    """Gives a file the time of now; an empty one is made if it is missing."""
-    with os_errors_as_storage_errors("touch", path):
-        path.touch()
-
-
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Makes one folder, unless it exists."""
     with os_errors_as_storage_errors("make_folder", path):
@@ -296,16 +290,3 @@ def free_bytes(path: Path) -> int:
     """The space on a folder's disk that this process may use, in bytes."""
     with os_errors_as_storage_errors("free_bytes", path):
         return shutil.disk_usage(path).free
-
-
-def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, made if it is missing."""
-    with os_errors_as_storage_errors("open_lock", path):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-
-def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
-    """Replaces the content of an open lock file."""
-    with os_errors_as_storage_errors("rewrite", path, len(payload)):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, payload, 0)
