@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -121,13 +121,13 @@ class RayCluster:
     def _count(self, ray: Any) -> int:
         """As many actors as are asked for, or have a GPU, a core or a machine each."""
         resources = ray.cluster_resources()
-        if self.actors:
-            return self.actors
         if self.gpus:
-            return max(1, int(resources.get("GPU", 0) / self.gpus))
-        if self.is_per_core:
-            return max(1, int(resources.get("CPU", 1)))
-        return max(1, len([node for node in ray.nodes() if node["Alive"]]))
+            found = int(resources.get("GPU", 0) / self.gpus)
+        elif self.is_per_core:
+            found = int(resources.get("CPU", 1))
+        else:
+            found = sum(node["Alive"] for node in ray.nodes())
+        return self.actors or max(1, found)
 
 
 class _Actor:
@@ -157,6 +157,7 @@ class _Actor:
 
 
 def _taken(made: tuple[Any, AlignError | None, list[str]]) -> Any:
+    """What the function has made; its warnings are logged here, and its refusal is raised."""
     result, refusal, warnings = made
     for line in warnings:
         logger.warning("%s", line)
@@ -179,11 +180,14 @@ def _connected(address: str) -> Iterator[Any]:
     """Ray, connected to a cluster; one of our own is on loopback alone, and ends with the block."""
     # A token keeps other users of the machine out of our own cluster.
     own = LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with _environment(SETTINGS if address else SETTINGS | own):
+    values = SETTINGS if address else SETTINGS | own
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    handler = signal.getsignal(signal.SIGTERM)
+    folder = tempfile.mkdtemp(prefix="align-ray-")
+    try:
         import ray  # noqa: PLC0415 - it takes seconds, and many do without it
 
-        handler = signal.getsignal(signal.SIGTERM)
-        folder = tempfile.mkdtemp(prefix="align-ray-")
         try:
             _join(ray, address, folder)
             _take_back(handler)
@@ -198,7 +202,12 @@ def _connected(address: str) -> Iterator[Any]:
         finally:
             ray.shutdown()  # which ends the actors, and a cluster of our own
             _take_back(handler)
-            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _join(ray: Any, address: str, folder: str) -> None:
@@ -240,17 +249,3 @@ def _take_back(handler: Any) -> None:
     """Ray replaces the handler of SIGTERM by its own."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

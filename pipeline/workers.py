@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.forkserver import ensure_running
@@ -27,30 +27,14 @@ def usable_cores(root: Path = Path("/")) -> int:
     allowed = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
-    return max(1, min([allowed, *(math.ceil(limit) for limit in _limits(root))]))
-
-
-def _limits(root: Path) -> Iterator[float]:
-    """The limits, in cores, of this process's control group and of those around it.
-
-    Version 2 has one hierarchy, whose line names no controller and whose limit is one file; version
-    1 has one for each set of controllers. A quota of `max` or -1 is no limit.
-    """
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        controllers, _, group = line.partition(":")[2].partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / controllers
-        group_folder = mount / group.lstrip("/")
-        for folder in (group_folder, *group_folder.parents):
-            if not folder.is_relative_to(mount):
-                break
-            quota_and_period = _text(folder / "cpu.max").split() or [
-                _text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
-            ]
-            if len(quota_and_period) == 2 and all(map(str.isdecimal, quota_and_period)):
-                quota, period = map(int, quota_and_period)
-                yield quota / max(period, 1)
+    # The quotas of this process's group and of those around it; "max" is none.
+    mount = root / "sys/fs/cgroup"
+    own = mount / _text(root / "proc/self/cgroup").strip().partition("0::/")[2]
+    for folder in (own, *own.parents):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if quota.isdecimal() and period.isdecimal() and folder.is_relative_to(mount):
+            allowed = min(allowed, math.ceil(int(quota) / max(int(period), 1)))
+    return max(1, allowed)
 
 
 def _text(path: Path) -> str:

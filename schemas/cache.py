@@ -1,4 +1,4 @@
-"""The records of a cache: plan, commits, manifest, stop tokens, and the layout of its rows."""
+"""The records of a cache: plan, shards, manifest, stop tokens, and the layout of its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .errors import CorruptionError
 from .rows import Rejected, Role
 from .samples import Drawing
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 
 def file_identity(sha256: str) -> int:
@@ -63,24 +63,24 @@ class Plan:
     rows_in: int
     shards: tuple[int, ...]  # rows of each key range; one without rows has no shard
     rejected: tuple[Rejected, ...]  # by file and row, up to a limit
-    quarantined: dict[str, int]  # reason -> rows
+    reasons: dict[str, int]  # why rows are rejected -> rows
     notes: dict[str, int]  # counted, harmless: rows truncated, repeated, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
     threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
     sampling: tuple[Drawing | None, ...]  # as in the manifest
 
     @property
-    def num_shards(self) -> int:
-        """The shards that have rows."""
-        return sum(map(bool, self.shards))
+    def numbers(self) -> list[int]:
+        """The numbers of the shards that have rows."""
+        return [number for number, rows in enumerate(self.shards) if rows]
 
 
 @dataclass(frozen=True)
-class Commit:
-    """One finished unit: its shard file, and the counts and digests to verify it."""
+class Shard:
+    """The record of a finished shard: its file, and the counts and digests to verify it."""
 
-    unit: int
-    file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
+    number: int
+    file: str  # part-<number:08d>-<sha256[:16]>.parquet, inside data/
     bytes: int
     sha256: str
     rows: int
@@ -88,11 +88,18 @@ class Commit:
     tokens: int  # completion tokens scored or reused
     first_key: str  # hex of the first row's key
     last_key: str
-    tokens_per_batch: int  # the final value, after any back-off
     rejected: tuple[Rejected, ...]  # while scoring; in a manifest they are in a file instead
-    quarantined: dict[str, int]  # reason -> rows dropped while scoring
+    reasons: dict[str, int]  # why rows are rejected while scoring -> rows
     notes: dict[str, int]  # counted while pairing and scoring, harmless
     numerics: dict[str, str]  # of the scoring path
+
+    @property
+    def unit(self) -> int:
+        """Its number."""
+        return self.number
+
+
+Commit = Shard
 
 
 NOT_IN_ROOT = ("align_version", "root", "model", "adapter", "sampling")
@@ -115,9 +122,9 @@ class Manifest:
     rows: int
     branches: int
     tokens: int
-    shards: tuple[Commit, ...]
+    shards: tuple[Shard, ...]
     rejected: FileEntry | None  # the file that lists the rows that could not be used
-    quarantined: dict[str, int]
+    reasons: dict[str, int]  # the plan's and those of all shards
     notes: dict[str, int]  # the plan's and those of all shards
     # How the samples in each of the inputs were drawn; empty if it is known for none. The root
     # does not depend on it.

@@ -44,7 +44,7 @@ class Role(IntEnum):
     MISMATCHED = 5
 
 
-class BadRow(Exception):  # noqa: N818 - not an error of the program: one row goes to quarantine
+class BadRow(Exception):  # noqa: N818 - not an error of the program: one row is rejected
     """One record that cannot be used, with a reason from REASONS."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -56,7 +56,7 @@ class BadRow(Exception):  # noqa: N818 - not an error of the program: one row go
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record in quarantine: its file and row, and the reason that it cannot be used."""
+    """A record that is rejected: its file and row, and the reason that it cannot be used."""
 
     file: int  # its identity
     row: int
@@ -219,7 +219,7 @@ def sums_of_branches(
     values = token_logps.values.astype(np.float64)
     if is_learned is not None:
         values[~is_learned] = 0.0
-    # Infinities of both signs make a NaN, which quarantines the row: no warning is needed.
+    # Infinities of both signs make a NaN, which rejects the row: no warning is needed.
     with np.errstate(invalid="ignore"):
         sums: NDArray[np.float64] = np.add.reduceat(values, token_logps.offsets[:-1])
     return sums

@@ -42,7 +42,7 @@ def stored(model, data, folder, *, budget=16_384, **model_options):
     files = [Path(folder) / "data" / commit.file for commit in outcome.manifest.shards]
     rows = pq.read_table(files).to_pylist()
     assert len(rows) == outcome.manifest.rows == pq.read_metadata(data).num_rows
-    assert outcome.manifest.quarantined == {}
+    assert outcome.manifest.reasons == {}
     return rows, outcome.tally
 
 

@@ -22,7 +22,7 @@ from support.tracked_training import journalled
 
 def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(journey):
     assert journey.answer.code == 0, journey.answer
-    assert "60 rows, 240 branches" in journey.answer.out
+    assert "60 rows, 240 completions" in journey.answer.out
     _, follows = journey.answer.out.split("next: align ")  # the command that comes next, as it is
     name, *words = shlex.split(follows)
     with COMMANDS[name].make_context(name, words) as context:

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from ...schemas.config import Config, ModelOptions
 from ...stages.data.files import HUB_FOLDER
 from ...stages.data.readers import ending_of
-from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.cache import Cache
 from ...stages.storage.copies import fetch_folder, local_cache
 from ...stages.storage.locations import is_remote
 
@@ -53,6 +53,6 @@ def _of_data(names: list[str]) -> list[str]:
     return [name for name in found if ending_of(name)]
 
 
-def cache_at(cache: str) -> CacheFolder:
+def cache_at(cache: str) -> Cache:
     """The finished cache of a location: its folder, or a copy of it."""
-    return CacheFolder(local_cache(cache))
+    return Cache(local_cache(cache))

@@ -16,8 +16,8 @@ from pathlib import Path
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import AlignError, StorageError, UsageError, log_failure
 from ...schemas.safe_text import redacted
-from ...stages.storage.cache.cache_folder import SCORES
 from ...stages.storage.disk.locks import owner_lock
+from ...stages.storage.output_folder import SCORES
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.delivery import Delivery
 from ...stages.tracking.outbox import (

@@ -98,12 +98,12 @@ class Checked:
 
     def lines(self) -> Iterator[str | Text]:
         """What there is to say, the rows that a model would read first."""
-        names = {file_number: file.path.name for file_number, file in enumerate(self.inputs)}
+        names = {number: file.path.name for number, file in enumerate(self.inputs)}
         if self.tokenizer:
             for keyed in self.first:
-                file = names[int(keyed.rows.file[0])]
-                side = self.config.tokens.prompt_side
+                file, side = names[int(keyed.rows.file[0])], self.config.tokens.prompt_side
                 yield from lines_of(keyed.rows, self.tokenizer, file=file, prompt_side=side)
+
         yield heading("rows")
         yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self.shape.told}"
         for reason, count in self.reasons.most_common():
@@ -111,19 +111,28 @@ class Checked:
                 yield f"  left out: {counted(count, 'ties')}, which have no chosen answer"
             else:
                 yield f"  dropped: {count:,} {reason}"
-        for line in first_rejected(self.rejected, lambda file: names[file]):
-            yield f"    {line}"
-        dropped = RejectedRows(
-            self.reasons, self.rows_in, self.usable, self.config.data.max_bad_frac
-        )
+        yield from (f"    {line}" for line in first_rejected(self.rejected, names.__getitem__))
+        data = self.config.data
+        dropped = RejectedRows(self.reasons, self.rows_in, self.usable, data.max_bad_frac)
         if dropped.exceed_limit:
             yield f"  these are too many: {dropped}"
-        repeated = self.usable - len(self.seen)
-        prompts = counted(len(self.prompts), "different prompts")
-        yield f"  {counted(repeated, 'rows')} repeat another; {prompts}"
+        repeated = counted(self.usable - len(self.seen), "rows")
+        yield f"  {repeated} repeat another; {counted(len(self.prompts), 'different prompts')}"
+
         if self.lengths:
-            yield from self._of_lengths()
-        yield from self._of_labels()
+            yield heading("tokens")
+            found = {name: np.concatenate(parts) for name, parts in self.lengths.items()}
+            each = [(name, spread_of(pl.Series(lengths))) for name, lengths in found.items()]
+            yield from spreads("", each, decimals=0)
+
+        yield heading("completions")
+        counts = {role.name.lower(): count for role, count in sorted(self.roles.items())}
+        total = self.roles.total()
+        shares = [(name, f"{count:,}", share(count, total)) for name, count in counts.items()]
+        yield from grid(("", "count", "share"), shares)
+        if weights := class_weights(counts):
+            yield from facts(weight_facts(weights))
+
         for note, count in sorted((+self.notes).items()):
             yield f"note: {counted(count, worded(note))}"
         if self.shape.unread:
@@ -133,34 +142,11 @@ class Checked:
     def _given(self) -> Iterator[str]:
         """The arguments that read the same data again."""
         data = self.config.data
-        yield from data.files
-        yield from ("--model", self.config.model.path or "DIR")
+        yield from (*data.files, "--model", self.config.model.path or "DIR")
         for ours, theirs in data.map.items():
             yield from ("--map", f"{ours}={theirs}")
         if data.split:
             yield from ("--split", data.split)
-
-    def _of_lengths(self) -> Iterator[str]:
-        yield heading("tokens")
-        found = [
-            (name, spread_of(pl.Series(np.concatenate(parts))))
-            for name, parts in self.lengths.items()
-        ]
-        yield from spreads("", found, decimals=0)
-
-    def _of_labels(self) -> Iterator[str]:
-        yield heading("completions")
-        total = self.roles.total()
-        yield from grid(
-            ("", "count", "share"),
-            [
-                (role.name.lower(), f"{count:,}", share(count, total))
-                for role, count in sorted(self.roles.items())
-            ],
-        )
-        counts = {role.name.lower(): count for role, count in self.roles.items()}
-        if weights := class_weights(counts):
-            yield from facts(weight_facts(weights))
 
 
 def check_data(config: Config, *, progress: Progress) -> Checked:

@@ -9,33 +9,31 @@ from ...schemas.cache import Stops
 from ...schemas.errors import UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.report.export_trl import Decode, export_trl
-from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache.cache import Cache
 from ...stages.storage.copies import origin_of
 from ..jobs.object_inputs import cache_at, local_model
 
 
-def beside(folder: CacheFolder, to: str) -> Path:
+def beside(cache: Cache, to: str) -> Path:
     """The default path of an export: beside the cache, or here if that is in a bucket."""
-    root = folder.root.resolve()
+    root = cache.root.resolve()
     is_copy = origin_of(str(root)) != str(root)
     return (Path() if is_copy else root.parent) / f"{root.name}-{to}.parquet"
 
 
-def export(cache: str | Path, target: Path, *, model: str | None, overwrite: bool) -> int:
+def export(location: str | Path, target: Path, *, model: str | None, overwrite: bool) -> int:
     """Writes `target` with TRL's column names; returns its number of rows."""
-    folder = cache_at(str(cache))
-    decode = text_of(folder, model)
-    return export_trl(folder, target, decode=decode, overwrite=overwrite)
+    cache = cache_at(str(location))
+    return export_trl(cache, target, decode=text_of(cache, model), overwrite=overwrite)
 
 
-def text_of(folder: CacheFolder, model: str | None = None) -> Decode:
+def text_of(cache: Cache, model: str | None = None) -> Decode:
     """Turns the ids of a cache into text, by the tokenizer of its reference or of `model`."""
-    manifest = load_manifest(folder)
+    manifest = cache.manifest()
     tokenizer = local_model(model or manifest.model)
     if not model and not Path(tokenizer).is_dir():
         raise UsageError(
-            f"{folder.manifest}: its reference {tokenizer} is not there, whose tokenizer makes "
+            f"{cache.manifest_file}: its reference {tokenizer} is not there, whose tokenizer makes "
             "text of ids. Pass --model DIR."
         )
     decode_one = decoder(tokenizer, Stops.of(manifest.fingerprint).tokens)

@@ -1,4 +1,4 @@
-"""What `align inspect` prints of single rows of a cache: one that was scored, or the dropped."""
+"""What `align inspect` prints of a cache: its summary, a row of it, or the rejected rows."""
 
 from __future__ import annotations
 
@@ -6,77 +6,63 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from ...schemas.cache import Manifest
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import CorruptionError, UsageError, counted
 from ...schemas.json_codec import to_json
-from ...schemas.rows import Role, ScoredBlock
+from ...schemas.rows import Role
 from ...stages.data.preview import lines_of
 from ...stages.data.tokenizer import load_tokenizer
 from ...stages.report.cache_rows import Place, dropped_rows, find_row
 from ...stages.report.cache_summary import summarize
 from ...stages.report.cache_tables import render
-from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache.cache import Cache
 from ..jobs.object_inputs import local_model
 
 
 def lines_of_inspection(
-    folder: CacheFolder, *, row: str | None, rejected: bool, as_json: bool, model: str | None
+    cache: Cache, *, row: str | None, rejected: bool, as_json: bool, model: str | None
 ) -> Iterator[str | Text]:
     """The summary of a cache, one of its rows, or those that could not be used."""
     if sum((row is not None, rejected, as_json)) > 1:
         raise UsageError("--row, --rejected and --json show different things: choose one.")
     if row is not None:
-        yield from lines_of_row(folder, row, model=model)
+        yield from lines_of_row(cache, row, model=model)
     elif rejected:
-        yield from lines_of_dropped(folder)
+        manifest = cache.manifest()
+        total = sum(manifest.reasons.values())
+        yield f"{total:,} of {manifest.rows_in:,} rows could not be used"
+        yield from map(str, dropped_rows(cache, manifest))
     else:
-        summary = summarize(folder)
+        summary = summarize(cache)
         yield to_json(summary).rstrip() if as_json else render(summary)
 
 
-def lines_of_dropped(folder: CacheFolder) -> Iterator[str]:
-    """Every row that could not be used, with its reason."""
-    manifest = load_manifest(folder)
-    total = sum(manifest.quarantined.values())
-    yield f"{total:,} of {manifest.rows_in:,} rows could not be used"
-    yield from map(str, dropped_rows(folder, manifest))
-
-
-def lines_of_row(folder: CacheFolder, wanted: str, *, model: str | None) -> Iterator[str | Text]:
+def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[str | Text]:
     """A row as the model reads it and what the reference thinks of it; or why it was dropped.
 
     `model` is a folder with the tokenizer, if the reference's own is not there any more.
     """
-    manifest = load_manifest(folder)
+    manifest = cache.manifest()
     place = Place.of(wanted, manifest)
-    block = find_row(folder, manifest, place)
-    if block:
-        yield from _of_scored(folder, block, manifest, model or manifest.model)
-        return
-    for dropped in dropped_rows(folder, manifest):
-        if (dropped.file, dropped.row) == (place.file, place.row):
-            yield str(dropped)
-            return
-    raise UsageError(
-        f"{folder.root} holds no row {wanted}, and dropped none of that name. `align inspect "
-        f"{folder.root}` names its files."
-    )
-
-
-def _of_scored(
-    folder: CacheFolder, block: ScoredBlock, manifest: Manifest, model: str
-) -> Iterator[str | Text]:
+    block = find_row(cache, manifest, place)
+    if not block:
+        for dropped in dropped_rows(cache, manifest):
+            if (dropped.file, dropped.row) == (place.file, place.row):
+                yield str(dropped)
+                return
+        raise UsageError(
+            f"{cache} holds no row {wanted}, and dropped none of that name. "
+            f"`align inspect {cache}` names its files."
+        )
     stored, rows = manifest.fingerprint, block.rows
     options = TokenOptions(bos=stored["tokens.bos"], eos=stored["tokens.eos"])  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(local_model(model), options)
+    tokenizer = load_tokenizer(local_model(model or manifest.model), options)
     names = {entry.identity: entry.name for entry in manifest.inputs}
     file = int(rows.file[0])
     if file not in names:
         raise CorruptionError(
-            f"{folder.manifest} is damaged: it does not name the data file {file:016x}, of which "
-            f"its row {rows.ids()[0]} is. Restore it from a copy, or make the cache again."
+            f"{cache.manifest_file} is damaged: it does not name the data file {file:016x}, of "
+            f"which its row {rows.ids()[0]} is. Restore it from a copy, or make the cache again."
         )
     yield f"row id {rows.ids()[0]}"
     yield from lines_of(rows, tokenizer, file=names[file], prompt_side=stored["tokens.prompt_side"])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan, file_identity
+from ...schemas.cache import FORMAT_VERSION, file_identity
 from ...schemas.config import CacheOptions, Config
 from ...schemas.errors import AlignError, FingerprintError, UsageError
 from ...schemas.json_codec import digest
@@ -22,9 +21,7 @@ from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.score.reuse import EarlierCache
-from ...stages.storage.cache.cache_folder import CacheFolder, WorkFolder
-from ...stages.storage.cache.commits import read_commits
-from ...stages.storage.cache.manifest_file import PLANS, load_manifest
+from ...stages.storage.cache.cache import Cache
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote
@@ -46,15 +43,18 @@ class CacheJob:
 
     config: Config
     reference: Reference
-    folder: CacheFolder
+    cache: Cache
     inputs: tuple[InputFile, ...]  # in the order of their digests, however they were named
     digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
     shape: Shape
     tokenizer: TextTokenizer
     fingerprint: dict[str, str]  # everything that the bytes of the cache depend on, by name
-    plan_key: str
     reference_key: str
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])  # of its drafts
+
+    @property
+    def plan_key(self) -> str:
+        """A digest of the fingerprint."""
+        return self.cache.plan_key
 
     @property
     def device(self) -> str:
@@ -72,15 +72,10 @@ class CacheJob:
         return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
 
     @property
-    def work(self) -> WorkFolder:
-        """The folder of unfinished work."""
-        return self.folder.work(self.plan_key)
-
-    @property
     def is_published(self) -> bool:
         """Whether the folder already holds the finished cache of this job."""
-        folder = self.folder
-        return folder.manifest.exists() and load_manifest(folder).plan_key == self.plan_key
+        cache = self.cache
+        return cache.manifest_file.exists() and cache.manifest().plan_key == self.plan_key
 
 
 def require_model(config: Config, part: Part | None = None) -> None:
@@ -118,6 +113,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     first = [*first_records(inputs, shape)]
     if any(record.is_conversation for record in first):
         tokenizer.require_template()
+
     identity, settings = dict(reference.identity()), flatten(config)
     fields = {
         "format": str(FORMAT_VERSION),
@@ -128,25 +124,22 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
         **({"tokens.learn": learn} if learn != "all" and any(map(has_turns, first)) else {}),
         **tokenizer_fingerprint(tokenizer),
-        **{name: _text(settings[name]) for name in bound(settings, "cache")},
-        **identity,
     }
+    for name in bound(settings, "cache"):
+        value = settings[name]
+        fields[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    fields |= identity
     return CacheJob(
         config=config,
         reference=reference,
-        folder=CacheFolder.at(config.cache.output),
+        cache=Cache.at(config.cache.output, digest(fields)),
         inputs=inputs,
         digested=before,
         shape=shape,
         tokenizer=tokenizer,
         fingerprint=fields,
-        plan_key=digest(fields),
         reference_key=digest(identity),
     )
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def require_same(
@@ -172,82 +165,68 @@ def require_same(
 def candidates(options: CacheOptions) -> tuple[str, ...]:
     """Folders to search: those the user names, then those that this user has made before."""
     for name in options.reuse:
-        folder = CacheFolder(manifest_folder(name))
-        if not (folder.manifest.is_file() or any(work.is_planned for work in folder.works())):
+        cache = Cache(manifest_folder(name))
+        if not (cache.manifest_file.is_file() or any(map(Cache.find_plan, cache.unfinished()))):
             raise UsageError(f"{name}: no cache to reuse (--reuse). Check the path.")
-    known = filter(_is_cache, _registered()) if options.reuse_known else ()
+    known = []
+    for line in _registered() if options.reuse_known else ():
+        with suppress(OSError):  # the line is not a path
+            if Cache(Path(line)).manifest_file.is_file():
+                known.append(line)
     paths = (one if is_remote(one) else str(Path(one).resolve()) for one in options.reuse)
     return tuple(dict.fromkeys([*paths, *known]))
 
 
-def open_earlier(folders: Sequence[str], reference_key: str) -> list[EarlierCache]:
+def open_earlier(folders: Iterable[str], reference_key: str) -> list[EarlierCache]:
     """The readable caches among the folders that the same reference scored."""
     earlier: list[EarlierCache] = []
     for name in folders:
         try:
-            folder = cache_at(name)
-            scored = _scored(folder)
-            earlier += [
-                EarlierCache(folder, shards)
-                for made, shards in scored
-                if made.reference_key == reference_key
-            ]
+            earlier += _scored_by(reference_key, cache_at(name))
         except (AlignError, OSError) as error:
             logger.warning("%s is not reused: %s", name, error)
     return earlier
 
 
-def may_have_scores(folders: Sequence[str], reference_key: str) -> bool:
-    """Whether one of the folders is of this reference; nothing is said of those that are broken."""
+def may_have_scores(folders: Iterable[str], reference_key: str) -> bool:
+    """Whether one of the folders is of this reference; `open_earlier` warns of broken ones."""
     for name in folders:
         with suppress(AlignError, OSError):
-            scored = _scored(CacheFolder(manifest_folder(name)))
-            if any(made.reference_key == reference_key for made, _ in scored):
+            if _scored_by(reference_key, Cache(manifest_folder(name))):
                 return True
     return False
 
 
-def _scored(folder: CacheFolder) -> Iterator[tuple[Manifest | Plan, tuple[Commit, ...]]]:
-    """The shards of a cache, of each plan if it is unfinished, and what they were made by."""
-    works = folder.works()
-    if folder.manifest.is_file() or not works:
-        manifest = load_manifest(folder)
-        yield manifest, manifest.shards
-        return
-    for work in works:
-        if plan := PLANS.find(work.plan):
-            yield plan, tuple(read_commits(work, is_own=False).values())
+def _scored_by(reference_key: str, cache: Cache) -> list[EarlierCache]:
+    """The shards of a cache, or those of its unfinished plans, if this reference scored them."""
+    works = cache.unfinished()
+    if cache.manifest_file.is_file() or not works:
+        manifest = cache.manifest()
+        made = [(manifest.reference_key, manifest.shards)]
+    else:
+        planned = [(work, plan) for work in works if (plan := work.find_plan())]
+        made = [
+            (plan.reference_key, tuple(work.done(is_own=False).values())) for work, plan in planned
+        ]
+    return [EarlierCache(cache, shards) for key, shards in made if key == reference_key]
 
 
-def register_cache(folder: CacheFolder) -> None:
+def register_cache(cache: Cache) -> None:
     """Adds a finished cache to this user's list, unless it is in a bucket."""
-    if folder.url:
+    if cache.url:
         return
-    path = _list_of_caches()
+    path = user_folder() / "caches.txt"
     try:
-        root = str(folder.root.resolve())
+        root = str(cache.root.resolve())
         if root not in _registered():
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{root}\n")
     except (AlignError, OSError, UnicodeError) as error:  # the cache is published: nothing may fail
-        logger.warning("%s: %s was not added: %s", path, folder.root, error)
+        logger.warning("%s: %s was not added: %s", path, cache.root, error)
 
 
 def _registered() -> list[str]:
-    path = _list_of_caches()
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if line]
-
-
-def _is_cache(line: str) -> bool:
-    try:
-        return CacheFolder(Path(line)).manifest.is_file()
-    except OSError:  # the line is not a path
-        return False
-
-
-def _list_of_caches() -> Path:
-    return user_folder() / "caches.txt"
+    path = user_folder() / "caches.txt"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [line for line in text.splitlines() if line]

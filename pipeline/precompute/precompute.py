@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TypeAlias
 
 from ...schemas.cache import Manifest, Plan
@@ -24,16 +23,6 @@ from ...schemas.rows import TIE, Reference, Scorer
 from ...stages.data.columns import not_read
 from ...stages.data.preview import lines_of
 from ...stages.report.cache_tables import worded
-from ...stages.storage.cache.cache_folder import WorkFolder
-from ...stages.storage.cache.cache_remote import sync
-from ...stages.storage.cache.cleanup import collect, is_tidy, retire
-from ...stages.storage.cache.commits import read_commits, write_rejected
-from ...stages.storage.cache.manifest_file import (
-    PLANS,
-    build_manifest,
-    load_manifest,
-    write_manifest,
-)
 from ...stages.storage.disk.locks import try_owner_lock
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.outbox import unsent_runs
@@ -57,11 +46,6 @@ from .scoring import Shards, ShardScorer, Tally
 
 PrecomputeResult: TypeAlias = Made[Manifest, Tally]
 
-_HINTS = {
-    "oom": "oom: score where there is more memory, or lower --max-length.",
-    "no_mismatch": "no_mismatch: raise --max-length, or pass --kl-pairs 0.",
-}
-
 
 def precompute(
     config: Config,
@@ -79,64 +63,128 @@ def precompute(
     tracking store; with `shows_row` a row is shown before any is scored, of all parts by the first.
     """
     job, tally = open_job(config, reference, stage), Tally()
-    where = job.folder.url or job.folder.root
-    _sync(job)
+    cache = job.cache
+    where = cache.url or cache.root
+    cache.sync()
     if found := _finished(job):
         _tidy(job, found, part, stage)
         return Made(where, found, tally, _lines(job, found), part, was_complete=True)
 
     name = run_name(config.model.path, stage, data_name(config.data.files))
-    with working(job.folder, stage, config.tracking, part, name=name, kept=tally.text) as run:
-        _sync(job)
-        plan = _plan_in(job.work)  # first: who publishes now takes it away
-        if found := _finished(job):
+    with working(cache, stage, config.tracking, part, name=name, kept=tally.text) as run:
+        cache.sync()
+        plan = cache.find_plan()  # first: who publishes now takes it away
+        if found := _finished(job):  # asked again by the owner of the folder
             return Made(where, found, tally, _lines(job, found), part, was_complete=True)
         if plan is None:
-            job.work.prepare()
+            cache.prepare_work()
+
+        opening = _Opening(job.reference) if _opens_early(job, plan) else None
         try:
-            with _opening(job, is_planned=plan is not None) as (opened, seconds):
-                slices = Slices.of(job)
-                plan = _planned(job, plan, slices, part, progress)
-                _describe(run, job, plan)
-                shards = Shards.of(job, plan, slices, opened)
-                if shows_row and (part or WHOLE).number == 1:
-                    _show_row(job, shards, progress)
-                began = time.perf_counter() - seconds()  # of loading; the rest of it is waited for
-                for done in _scored(job, shards, part, progress):
-                    tally.add(done)
-                    tally.seconds = time.perf_counter() - began
-                    run.log_metrics(tally.metrics(), step=tally.units)
+            slices = Slices.of(job)
+            plan = _planned(job, plan, slices, part, progress)
+            _describe(run, job, plan)
+            stops = job.tokenizer.stops.tokens
+            shards = Shards(cache, plan, slices, job.reference, config, stops)
+            if shows_row and (part or WHOLE).number == 1:
+                _show_row(job, shards, progress)
+            began = time.perf_counter() - (opening.seconds if opening else 0.0)
+            for done in _scored(job, shards, opening, part, progress):
+                tally.add(done)
                 tally.seconds = time.perf_counter() - began
+                run.log_metrics(tally.metrics(), step=tally.shards)
+            tally.seconds = time.perf_counter() - began
             manifest, has_published = _published(job, plan)
         except (StorageError, CorruptionError, OSError):
             # Who completes the cache removes the work, also under a process that is still at it.
-            _sync(job)
-            is_gone = not (job.work.is_planned if plan else job.work.root.is_dir())
-            if not (is_gone or job.is_published):
+            cache.sync()
+            is_there = cache.plan.is_file() if plan else cache.work.is_dir()
+            if is_there and not job.is_published:
                 raise
             manifest, has_published = _made_by_another(job), False
-        run.log_metrics(tally.metrics(), step=tally.units)
+        finally:
+            if opening:
+                opening.cancel()
+
+        run.log_metrics(tally.metrics(), step=tally.shards)
         if manifest:
-            run.log_metrics({f"dropped/{why}": n for why, n in manifest.quarantined.items()})
-            cache = {"align.cache_root": manifest.root, "align.cache": str(job.folder)}
-            run.set_tags(cache)
-            run.log_artifact(job.folder.manifest)
+            run.log_metrics({f"dropped/{why}": n for why, n in manifest.reasons.items()})
+            run.set_tags({"align.cache_root": manifest.root, "align.cache": str(cache)})
+            run.log_artifact(cache.manifest_file)
     lines = _lines(job, manifest, tally)
     return Made(where, manifest, tally, lines, part, has_published=has_published)
 
 
-def _opening(
-    job: CacheJob, *, is_planned: bool
-) -> AbstractContextManager[tuple[Reference, Callable[[], float]]]:
-    """The reference, and the seconds that it has been loaded for.
+def _finished(job: CacheJob) -> Manifest | None:
+    """The manifest, if it is of this plan; refuses the folder of another cache."""
+    cache = job.cache
+    if cache.manifest_file.exists():
+        manifest = cache.manifest()
+        require_same(manifest.fingerprint, job.fingerprint, where=str(cache))
+        return manifest
+    for work in cache.unfinished():
+        if plan := work.find_plan():
+            where = f"The unfinished run in {cache}"
+            require_same(plan.fingerprint, job.fingerprint, where=where, reuse=str(cache))
+    return None
 
-    It is loaded onto a GPU while the cores of this machine encode rows, unless an earlier cache
-    may hold all scores.
+
+def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> None:
+    """Finishes the work of a run that died after its manifest, unless another process does."""
+    cache = job.cache
+    if part:  # it takes no lock, and leaves what others have not sent yet
+        if not cache.is_tidy(manifest):
+            cache.tidy()
+    elif not cache.is_tidy(manifest) or unsent_runs(cache.root):
+        with try_owner_lock(cache, stage) as is_owner:
+            if is_owner:
+                cache.tidy()
+                send_earlier(cache.root, job.config.tracking)
+
+
+def _opens_early(job: CacheJob, plan: Plan | None) -> bool:
+    """Whether to load the reference onto a GPU while the cores of this machine encode rows.
+
+    Not where there is a plan, and nothing to encode, or where an earlier cache may hold all scores.
     """
-    is_early = not is_planned and job.config.scoring.executor == "inline" and job.device == "cuda"
-    if is_early and not may_have_scores(candidates(job.config.cache), job.reference_key):
-        return _opened_meanwhile(job.reference)
-    return nullcontext((job.reference, lambda: 0.0))
+    config = job.config
+    if plan or config.scoring.executor != "inline" or job.device != "cuda":
+        return False
+    return not may_have_scores(candidates(config.cache), job.reference_key)
+
+
+# One at a time, also of runs of one process; its end waits, as no thread is ended inside of torch.
+_LOADING = ThreadPoolExecutor(1, "align-load")
+
+
+class _Opening:
+    """A reference that is being opened in a thread, for as long as `seconds`."""
+
+    def __init__(self, reference: Reference) -> None:
+        # Here, because only a reference that computes by torch needs it imported.
+        import torch  # noqa: PLC0415
+
+        # A new thread begins on the first GPU, whichever this one has chosen.
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._reference, self._began = reference, time.perf_counter()
+        self._ended: float | None = None
+        self._scorer = _LOADING.submit(self._open)
+        self.cancel = self._scorer.cancel  # whoever leaves does not wait for it
+        self.result = self._scorer.result
+
+    def _open(self) -> Scorer:
+        if self._device is not None:
+            import torch  # noqa: PLC0415 - as above
+
+            torch.cuda.set_device(self._device)
+        scorer = self._reference.open()
+        self._ended = time.perf_counter()
+        return scorer
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far; the rest of it is waited for."""
+        return (self._ended or time.perf_counter()) - self._began
 
 
 def _planned(
@@ -150,16 +198,35 @@ def _planned(
             progress.say(not_read(job.shape.unread))
         return make_plan(job, encode(slices, job.config, part, progress=progress), progress)
     # Damage is seen before hours of work.
-    if len(read_commits(job.work)) < plan.num_shards:
-        job.work.prepare()
+    if len(job.cache.done()) < len(plan.numbers):
+        job.cache.prepare_work()
         encoded = encode(slices, job.config, part, progress=progress)
         if encoded.shards(job.config.cache.shards) != plan.shards:
             raise CorruptionError(
-                f"{job.folder.shown(job.work.root)}: its rows, prepared again, differ from its "
+                f"{job.cache.shown(job.cache.work)}: its rows, prepared again, differ from its "
                 "plan. Delete it and run again; all rows that no other cache holds are then "
                 "scored again."
             )
     return plan
+
+
+def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
+    run.log_params(job.fingerprint)
+    run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
+    sentence = (
+        f"Log-probs of {quoted(model_name(plan.model))} for {counted(plan.rows_in, 'rows')} of "
+        f"{quoted(data_name([entry.name for entry in plan.inputs]))}."
+    )
+    chosen = {
+        "cache": job.cache,
+        "reference": plan.model,
+        "adapter": plan.adapter,
+        "data": ", ".join(job.config.data.files),
+        "tokens.max_length": job.config.tokens.max_length,
+        "cache.kl_pairs": job.config.cache.kl_pairs,
+    }
+    run.describe(description(sentence, chosen))
+    run.log_files(plan.inputs, context="reference")
 
 
 def _show_row(job: CacheJob, shards: Shards, progress: Progress) -> None:
@@ -167,19 +234,22 @@ def _show_row(job: CacheJob, shards: Shards, progress: Progress) -> None:
 
     It is text of the data: for who runs the command, and for no record of it.
     """
-    numbers = [number for number, rows in enumerate(shards.plan.shards) if rows]
+    numbers = shards.plan.numbers
     if all(map(shards.is_done, numbers)):
         return
     rows = shards.build(shards.encoded_rows(), numbers[0]).rows
     if len(rows):
-        file = job.paths[int(rows.file[0])].name
-        side = job.config.tokens.prompt_side
+        file, side = job.paths[int(rows.file[0])].name, job.config.tokens.prompt_side
         for line in lines_of(rows.between(0, 1), job.tokenizer, file=file, prompt_side=side):
             progress.say(line.plain)
 
 
 def _scored(
-    job: CacheJob, shards: Shards, part: Part | None, progress: Progress
+    job: CacheJob,
+    shards: Shards,
+    opening: _Opening | None,
+    part: Part | None,
+    progress: Progress,
 ) -> Iterator[Tally]:
     """Scores the shards of this part, the largest first; gives the counts of each."""
     rows, scoring = shards.plan.shards, job.config.scoring
@@ -202,213 +272,89 @@ def _scored(
                 if done:
                     yield done
     else:
-        with closing(ShardScorer(shards, progress).score_each(missing())) as made_here:
+        scorer = ShardScorer(shards, progress, opening.result if opening else None)
+        with closing(scorer.score_each(missing())) as made_here:
             yield from made_here
     progress.end()
 
 
 def _published(job: CacheJob, plan: Plan) -> tuple[Manifest | None, bool]:
-    """The manifest, if every shard has its commit, and whether this process has written it."""
-    _sync(job)
-    commits = read_commits(job.work)
-    if job.folder.manifest.exists():
+    """The manifest, if every shard is made, and whether this process has written it."""
+    cache = job.cache
+    cache.sync()
+    shards = cache.done()
+    if cache.manifest_file.exists():
         return _made_by_another(job), False
-    if len(commits) < plan.num_shards:
-        return (None if job.work.is_planned else _made_by_another(job)), False
-    rejected = [*plan.rejected, *(row for one in commits.values() for row in one.rejected)]
-    places = {entry.identity: place for place, entry in enumerate(plan.inputs)}
-    rejected.sort(key=lambda row: (places[row.file], row.row))
-    names = {entry.identity: entry.name for entry in plan.inputs}
-    listed = write_rejected(job.work, job.run_id, rejected, names)
-    manifest = build_manifest(plan, commits, listed)
+    if len(shards) < len(plan.numbers):
+        return (None if cache.plan.is_file() else _made_by_another(job)), False
+    manifest = cache.finished(plan, shards)
     _require_usable(job, manifest)
-    if not write_manifest(job.folder, manifest):
+    if not cache.publish(manifest):
         return _made_by_another(job), False
-    has_published = collect(job.folder, job.work)
-    register_cache(job.folder)
+    has_published = cache.tidy()
+    register_cache(cache)
     return manifest, has_published
+
+
+def _made_by_another(job: CacheJob) -> Manifest:
+    """The manifest that another process published meanwhile; refuses if there is none."""
+    cache = job.cache
+    if job.is_published:
+        manifest = cache.manifest()
+        if not cache.is_tidy(manifest):
+            cache.tidy()
+        return manifest
+    cache.retire()  # what came late
+    raise LockedError(
+        f"{cache}: another run, with other settings, has completed its cache here. "
+        "Choose another --output: scores that both need are copied."
+    )
+
+
+def _require_usable(job: CacheJob, manifest: Manifest) -> None:
+    """Refuses to publish when scoring lost more rows than the user allows, or left none."""
+    allowed = job.config.data.max_bad_frac
+    rejected = RejectedRows(manifest.reasons, manifest.rows_in, manifest.rows, allowed)
+    if not rejected.exceed_limit:
+        return
+    cache = job.cache
+    what = (
+        f"{rejected} and {manifest.rows} rows would be left. They are listed in "
+        f"{cache.shown(cache.rejected)}."
+    )
+    again = f"To score again, delete {cache.shown(cache.work)} first: it keeps what was scored."
+    is_float16 = job.fingerprint.get("model.dtype") == "float16"
+    remedy = "try --dtype bfloat16, and check the weights" if is_float16 else "check the weights"
+    hints = {
+        "nonfinite_logp": f"nonfinite_logp: the reference's log-prob is not finite; {remedy}.",
+        "oom": "oom: score where there is more memory, or lower --max-length.",
+        "no_mismatch": "no_mismatch: raise --max-length, or pass --kl-pairs 0.",
+    }
+    if {reason for shard in manifest.shards for reason in shard.reasons} == {"nonfinite_logp"}:
+        raise NonFiniteError(f"{what}\n{hints['nonfinite_logp']} {again}")
+    reasons = [reason for reason, _ in Counter(manifest.reasons).most_common()]
+    more = ["Or allow more with --max-bad-frac."] if manifest.rows else []
+    shown = [hints[reason] for reason in reasons if reason in hints]
+    raise BadDataError("\n".join([what, *shown, *more, again]))
 
 
 def _lines(job: CacheJob, made: Manifest | None, tally: Tally | None = None) -> tuple[str, ...]:
     """The size of the cache, the scoring done for it, if any, and the dropped rows."""
     if made is None:
         return ()
-    root, config = job.folder, job.config
     lines = [
-        f"{root}: {counted(made.rows, 'rows')}, {made.branches:,} branches, "
+        f"{job.cache}: {counted(made.rows, 'rows')}, {made.branches:,} completions, "
         f"{made.tokens:,} completion tokens in {counted(len(made.shards), 'shards')}",
         f"cache root {made.root}",
         tally.text() if tally else "already complete: nothing was scored",
     ]
-    faults = {reason: count for reason, count in made.quarantined.items() if reason != TIE}
+    faults = {reason: count for reason, count in made.reasons.items() if reason != TIE}
     if faults:
         total, each = sum(faults.values()), (f"{n} {reason}" for reason, n in faults.items())
         lines.append(f"{total} of {made.rows_in:,} rows dropped: {', '.join(each)}")
-    if ties := made.quarantined.get(TIE):
+    if ties := made.reasons.get(TIE):
         lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
     lines += [f"note: {counted(count, worded(name))}" for name, count in sorted(made.notes.items())]
     # The command that trains on it, by the method of the settings or a usual one.
-    method = config.train.method or ("kto" if config.cache.kl_pairs else "dpo")
-    return (*lines, f"next: align train --method {method} --cache {root}")
-
-
-@dataclass(frozen=True)
-class _OpenedEarly:
-    """A reference that is being opened in a thread."""
-
-    reference: Reference
-    scorer: Future[Scorer]
-
-    def identity(self) -> Mapping[str, str]:
-        """The identity of the reference."""
-        return self.reference.identity()
-
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return self.reference.hidden_size()
-
-    def open(self) -> Scorer:
-        """Waits for it; its error is raised here."""
-        return self.scorer.result()
-
-
-# One at a time, also of runs of one process; its end waits, as no thread is ended inside of torch.
-_LOADING = ThreadPoolExecutor(1, "align-load")
-
-
-@contextmanager
-def _opened_meanwhile(
-    reference: Reference,
-) -> Iterator[tuple[Reference, Callable[[], float]]]:
-    """The reference, which is being opened from now on, and the seconds that has taken so far.
-
-    Who leaves the block does not wait for it.
-    """
-    # Here, because only a reference that computes by torch needs it imported.
-    import torch  # noqa: PLC0415
-
-    # A new thread begins on the first GPU, whichever this one has chosen.
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    began, seconds = time.perf_counter(), list[float]()
-
-    def opened() -> Scorer:
-        if device is not None:
-            torch.cuda.set_device(device)
-        scorer = reference.open()
-        seconds.append(time.perf_counter() - began)
-        return scorer
-
-    opening = _LOADING.submit(opened)
-    try:
-        yield (
-            _OpenedEarly(reference, opening),
-            lambda: seconds[0] if seconds else time.perf_counter() - began,
-        )
-    finally:
-        opening.cancel()
-
-
-def _sync(job: CacheJob) -> None:
-    """Reads what other processes have shared through the bucket, if the cache is in one."""
-    if job.folder.url:
-        sync(job.work)
-
-
-def _finished(job: CacheJob) -> Manifest | None:
-    """The manifest, if it is of this plan; refuses the folder of another cache."""
-    folder = job.folder
-    if folder.manifest.exists():
-        manifest = load_manifest(folder)
-        require_same(manifest.fingerprint, job.fingerprint, where=str(folder))
-        return manifest
-    for plan in filter(None, map(_plan_in, folder.works())):
-        where = f"The unfinished run in {folder}"
-        require_same(plan.fingerprint, job.fingerprint, where=where, reuse=str(folder))
-    return None
-
-
-def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> None:
-    """Finishes the work of a run that died after its manifest, unless another process does."""
-    folder = job.folder
-    if part:  # it takes no lock, and leaves what others have not sent yet
-        if not is_tidy(folder, manifest):
-            collect(folder, job.work)
-        return
-    if is_tidy(folder, manifest) and not unsent_runs(folder.root):
-        return
-    with try_owner_lock(folder, stage) as is_owner:
-        if is_owner:
-            collect(folder, job.work)
-            send_earlier(folder.root, job.config.tracking)
-
-
-def _plan_in(work: WorkFolder) -> Plan | None:
-    """The plan of unfinished work, unless another process completes it just now."""
-    try:
-        return PLANS.find(work.plan)
-    except StorageError:
-        if work.plan.exists():
-            raise
-        return None
-
-
-def _made_by_another(job: CacheJob) -> Manifest:
-    """The manifest that another process published meanwhile; refuses if there is none."""
-    if job.is_published:
-        manifest = load_manifest(job.folder)
-        if not is_tidy(job.folder, manifest):
-            collect(job.folder, job.work)
-        return manifest
-    retire(job.work)  # what came late
-    raise LockedError(
-        f"{job.folder}: another run, with other settings, has completed its cache here. "
-        "Choose another --output: scores that both need are copied."
-    )
-
-
-def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
-    run.log_params(job.fingerprint)
-    run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
-    names = [entry.name for entry in plan.inputs]
-    sentence = (
-        f"Log-probs of {quoted(model_name(plan.model))} for {counted(plan.rows_in, 'rows')} of "
-        f"{quoted(data_name(names))}."
-    )
-    config = job.config
-    places = {"cache": job.folder, "reference": plan.model, "adapter": plan.adapter}
-    chosen = {
-        "data": ", ".join(config.data.files),
-        "tokens.max_length": config.tokens.max_length,
-        "cache.kl_pairs": config.cache.kl_pairs,
-    }
-    run.describe(description(sentence, {**places, **chosen}))
-    run.log_files(plan.inputs, context="reference")
-
-
-def _require_usable(job: CacheJob, manifest: Manifest) -> None:
-    """Refuses to publish when scoring lost more rows than the user allows, or left none."""
-    rejected = RejectedRows(
-        counts=manifest.quarantined,
-        rows_in=manifest.rows_in,
-        rows_left=manifest.rows,
-        allowed=job.config.data.max_bad_frac,
-    )
-    if not rejected.exceed_limit:
-        return
-    what = (
-        f"{rejected} and {manifest.rows} rows would be left. They are listed in "
-        f"{job.folder.shown(job.folder.rejected)}."
-    )
-    again = (
-        f"To score again, delete {job.folder.shown(job.work.root)} first: it keeps what was scored."
-    )
-    is_float16 = job.fingerprint.get("model.dtype") == "float16"
-    remedy = "try --dtype bfloat16, and check the weights" if is_float16 else "check the weights"
-    not_finite = f"nonfinite_logp: the reference's log-prob is not finite; {remedy}."
-    if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
-        raise NonFiniteError(f"{what}\n{not_finite} {again}")
-    reasons = [reason for reason, _ in Counter(manifest.quarantined).most_common()]
-    known = {**_HINTS, "nonfinite_logp": not_finite}
-    hints = [known[reason] for reason in reasons if reason in known]
-    more = ["Or allow more with --max-bad-frac."] if manifest.rows else []
-    raise BadDataError("\n".join([what, *hints, *more, again]))
+    method = job.config.train.method or ("kto" if job.config.cache.kl_pairs else "dpo")
+    return (*lines, f"next: align train --method {method} --cache {job.cache}")

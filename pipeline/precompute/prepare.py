@@ -47,13 +47,11 @@ from ...stages.pairing.partition import (
     number_of_shards,
     write_slice,
 )
-from ...stages.storage.cache.cache_folder import WorkFolder
-from ...stages.storage.cache.commits import printable, write_rejected
-from ...stages.storage.cache.manifest_file import PLANS
+from ...stages.storage.cache.cache import Cache, printable
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import is_remote
-from ...stages.storage.signed_records import SignedRecords
+from ...stages.storage.records import Records
 from ...stages.storage.tables import drawing_of
 from ...stages.tracking.progress import Progress
 from ..jobs.rejected_rows import RejectedRows, first_rejected
@@ -62,17 +60,18 @@ from ..ray_actors import RayCluster
 from ..workers import run_in_processes, usable_cores
 from .opening import CacheJob, candidates
 
-RECORDS = SignedRecords(EncodedSlice, remedy=REMEDY)
+RECORDS = Records(EncodedSlice, remedy=REMEDY)
 
 # Below this, starting processes costs more than they save.
 SMALL_INPUT_BYTES = 8 * 1024 * 1024
+KINDS = ("rows_of_conversations", "rows_of_plain_text")
 
 
 @dataclass(frozen=True)
 class Slices:
     """The slices of the data, and the files that they are encoded into; alike in every process."""
 
-    work: WorkFolder
+    cache: Cache
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]
@@ -81,22 +80,17 @@ class Slices:
 
     @staticmethod
     def of(job: CacheJob) -> Slices:
-        """The slices of the data, the same in every process."""
-        columns = job.shape.columns
+        """The slices of the data of a job."""
+        options, columns = job.config, job.shape.columns
         total = data_bytes(job.inputs, columns)
+        known = tokenizer_fingerprint(job.tokenizer)
         return Slices(
-            work=job.work,
-            encoding=EncodingJob(
-                job.config.model.path,
-                job.config.tokens,
-                job.shape,
-                job.files,
-                tokenizer_fingerprint(job.tokenizer),
-            ),
-            inputs=job.inputs,
-            digested=job.digested,
-            slices=_joined(slices_of(job.inputs, columns, total=total), total),
-            ranges=number_of_ranges(total, job.config.cache.shards),
+            job.cache,
+            EncodingJob(options.model.path, options.tokens, job.shape, job.files, known),
+            job.inputs,
+            job.digested,
+            _joined(slices_of(job.inputs, columns, total=total), total),
+            number_of_ranges(total, options.cache.shards),
         )
 
     @cached_property
@@ -104,23 +98,11 @@ class Slices:
         """The bytes of each slice, about."""
         return tuple(sum(part.bytes for part in parts) for parts in self.slices)
 
-    def is_done(self, number: int) -> bool:
-        """Whether its rows are written."""
-        return self._find(number) is not None
-
     def file(self, number: int) -> Path:
         """The file of a slice; its record is beside it."""
-        return self.work.encoded / f"{number:08d}.arrow"
+        return self.cache.encoded / f"{number:08d}.arrow"
 
-    def encoded(self) -> Encoded:
-        """All slices, once they are encoded."""
-        found = [*map(self._find, range(len(self.slices)))]
-        for number, record in enumerate(found):
-            if record is None:
-                raise damaged(self.file(number), "it is missing or short", REMEDY)
-        return Encoded(self, [record for record in found if record])
-
-    def _find(self, number: int) -> EncodedSlice | None:
+    def find(self, number: int) -> EncodedSlice | None:
         """The record of a slice whose file is whole; another process may remove both."""
         path = self.file(number)
         try:
@@ -129,28 +111,12 @@ class Slices:
         except (StorageError, CorruptionError, FileNotFoundError):
             return None  # it is encoded again
 
-    def encode(self, number: int, encoder: SliceEncoder) -> None:
-        """Encodes a slice: its file first, then its record."""
-        path, parts, counts = self.file(number), self.slices[number], InputCounts()
-        with fs.new_file(path, replaces=True) as sink:
-            rows = (keyed for part in parts for keyed in encoder.rows(self.inputs, part, counts))
-            facts = write_slice(sink, rows, self.ranges)
-            for part in parts:
-                require_same_version(self.inputs[part.file], self.digested[part.file])
-        record = EncodedSlice(
-            bytes=path.stat().st_size,
-            counts=tuple(map(tuple, facts.counts)),
-            rows_in=tuple(counts.rows_per_file[part.file] for part in parts),
-            notes=dict(counts.notes),
-            reasons=dict(counts.reasons),
-            rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
-            completions=facts.completions,
-            prompt_tokens=facts.prompt_tokens,
-            completion_tokens=facts.completion_tokens,
-            largest_prompt=facts.largest_prompt,
-            texts=(f"{facts.lowest:016x}", f"{facts.highest:016x}"),
-        )
-        RECORDS.replace(path.with_suffix(".json"), record)
+    def encoded(self) -> Encoded:
+        """All slices, once they are encoded."""
+        found = [*map(self.find, range(len(self.slices)))]
+        if None in found:
+            raise damaged(self.file(found.index(None)), "it is missing or short", REMEDY)
+        return Encoded(self, [record for record in found if record])
 
 
 def _joined(slices: Iterable[Slice], total: int) -> tuple[tuple[Slice, ...], ...]:
@@ -169,6 +135,42 @@ def _joined(slices: Iterable[Slice], total: int) -> tuple[tuple[Slice, ...], ...
             joined.append((part,))
             room = most - part.bytes if is_whole_file else 0
     return tuple(joined)
+
+
+class Encode:
+    """Encodes slices, in this process or in another one; each opens the tokenizer once."""
+
+    def __init__(self, slices: Slices) -> None:
+        self._slices = slices
+        self._encoder: SliceEncoder | None = None
+
+    def __call__(self, number: int) -> int:
+        """Encodes a slice unless that is done, its file before its record; returns its bytes."""
+        slices = self._slices
+        if slices.find(number):
+            return slices.sizes[number]
+        encoder = self._encoder = self._encoder or SliceEncoder(slices.encoding)
+        path, parts, counts = slices.file(number), slices.slices[number], InputCounts()
+        with fs.new_file(path, replaces=True) as sink:
+            rows = (keyed for part in parts for keyed in encoder.rows(slices.inputs, part, counts))
+            facts = write_slice(sink, rows, slices.ranges)
+            for part in parts:
+                require_same_version(slices.inputs[part.file], slices.digested[part.file])
+        record = EncodedSlice(
+            bytes=path.stat().st_size,
+            counts=tuple(map(tuple, facts.counts)),
+            rows_in=tuple(counts.rows_per_file[part.file] for part in parts),
+            notes=dict(counts.notes),
+            reasons=dict(counts.reasons),
+            rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
+            completions=facts.completions,
+            prompt_tokens=facts.prompt_tokens,
+            completion_tokens=facts.completion_tokens,
+            largest_prompt=facts.largest_prompt,
+            texts=(f"{facts.lowest:016x}", f"{facts.highest:016x}"),
+        )
+        RECORDS.replace(path.with_suffix(".json"), record)
+        return slices.sizes[number]
 
 
 @dataclass(frozen=True)
@@ -222,25 +224,10 @@ class Encoded:
         return first_rows
 
 
-class Encode:
-    """Encodes slices, in this process or in another one; each opens the tokenizer once."""
-
-    def __init__(self, slices: Slices) -> None:
-        self._slices = slices
-        self._encoder: SliceEncoder | None = None
-
-    def __call__(self, number: int) -> int:
-        """Encodes a slice, unless another process has; returns its bytes."""
-        if not self._slices.is_done(number):
-            self._encoder = self._encoder or SliceEncoder(self._slices.encoding)
-            self._slices.encode(number, self._encoder)
-        return self._slices.sizes[number]
-
-
 def encode(slices: Slices, options: Config, part: Part | None, *, progress: Progress) -> Encoded:
     """Encodes the slices that are not encoded yet: those of this part, then those of others."""
     order = (part or WHOLE).first_of(slices.sizes)
-    todo = [number for number in order if not slices.is_done(number)]
+    todo = [number for number in order if not slices.find(number)]
     progress.begin("reading and tokenizing", total=sum(slices.sizes), unit="bytes")
     progress.advance(sum(slices.sizes) - sum(slices.sizes[number] for number in todo))
 
@@ -268,24 +255,41 @@ def encode(slices: Slices, options: Config, part: Part | None, *, progress: Prog
 
 def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     """Writes the plan of what to score; refuses data that cannot be, before a model is loaded."""
-    counts, pairs = encoded.counts, job.config.cache.kl_pairs
+    counts, options, pairs = encoded.counts, job.config, job.config.cache.kl_pairs
     texts = counts.notes["rows_of_plain_text"]
-    if texts and job.config.data.wrap == "auto" and job.tokenizer.chat:
+    if texts and options.data.wrap == "auto" and job.tokenizer.chat:
         progress.say(f"note: {template_unused(texts, 'rows')}")
-    _require_usable(job, counts)
+
+    # Too many rejected rows, no partners, or no room for the shards.
+    rejected = RejectedRows(
+        counts=counts.reasons,
+        rows_in=counts.rows_in,
+        rows_left=counts.rows_in - counts.reasons.total(),
+        allowed=options.data.max_bad_frac,
+    )
+    if rejected.exceed_limit:
+        is_named = job.shape.has_prompt or not counts.reasons["empty_prompt"]
+        named = " If the prompts are in a column of another name, pass --map prompt=NAME."
+        names = {file: path.name for file, path in job.paths.items()}
+        job.cache.write_rejected(counts.rejected, names)
+        rejected.require_few(
+            first_rejected(counts.rejected, job.paths.__getitem__),
+            listed=job.cache.shown(job.cache.rejected) if counts.rejected else "",
+            hint="" if is_named else named,
+        )
     if pairs:
         _require_partners(encoded)
     # Raw ids and sums; zstd makes less of them, and the rest of the columns comes on top.
     tokens = sum(one.prompt_tokens + (1 + pairs) * one.completion_tokens for one in encoded.records)
-    needed = int(1.3 * 4 * tokens * (2 if job.config.cache.token_logps else 1))
-    free = fs.free_bytes(job.folder.root)
-    if not job.folder.url and free < needed:
+    needed = int(1.3 * 4 * tokens * (2 if options.cache.token_logps else 1))
+    free = fs.free_bytes(job.cache.root)
+    if not job.cache.url and free < needed:
         raise StorageError(
-            f"{job.folder}: the shards may need {needed:,} bytes and {free:,} are free. "
+            f"{job.cache}: the shards may need {needed:,} bytes and {free:,} are free. "
             "Make room, or choose another --output."
         )
-    files = [*enumerate(zip(job.inputs, job.digested, strict=True))]
-    notes = dict(counts.notes)
+
+    notes = {name: count for name, count in sorted(counts.notes.items()) if count}
     if not all(notes.get(kind) for kind in KINDS):  # of one kind all rows are, which is no news
         notes = {name: count for name, count in notes.items() if name not in KINDS}
     drawn = tuple(drawing_of(file.path) for file in job.inputs)
@@ -294,55 +298,27 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
         plan_key=job.plan_key,
         fingerprint=job.fingerprint,
         reference_key=job.reference_key,
-        model=_absolute(job.config.model.path),
-        adapter=_absolute(job.config.model.adapter),
+        model=_absolute(options.model.path),
+        adapter=_absolute(options.model.adapter),
         inputs=tuple(
             InputEntry(file.path.name, read.bytes, read.sha256, counts.rows_per_file[index])
-            for index, (file, read) in files
+            for index, (file, read) in enumerate(zip(job.inputs, job.digested, strict=True))
         ),
         rows_in=counts.rows_in,
-        shards=encoded.shards(job.config.cache.shards),
+        shards=encoded.shards(options.cache.shards),
         rejected=tuple(counts.rejected),
-        quarantined=dict(sorted(counts.reasons.items())),
-        notes={name: count for name, count in sorted(notes.items()) if count},
-        reuse=candidates(job.config.cache),
+        reasons=dict(sorted(counts.reasons.items())),
+        notes=notes,
+        reuse=candidates(options.cache),
         threads=usable_cores(),
         sampling=drawn if any(drawn) else (),
     )
-    plan = PLANS.put(job.work.plan, plan)
-    if job.folder.url:
-        job.folder.share(job.work.plan)
-        plan = PLANS.read(job.work.plan)
-    return plan
-
-
-KINDS = ("rows_of_conversations", "rows_of_plain_text")
+    return job.cache.put_plan(plan)
 
 
 def _absolute(path: str) -> str:
     origin = origin_of(path)
     return origin if not path or is_remote(origin) else str(Path(origin).resolve())
-
-
-def _require_usable(job: CacheJob, counts: InputCounts) -> None:
-    rejected = RejectedRows(
-        counts=counts.reasons,
-        rows_in=counts.rows_in,
-        rows_left=counts.rows_in - counts.reasons.total(),
-        allowed=job.config.data.max_bad_frac,
-    )
-    if not rejected.exceed_limit:
-        return
-    hint = ""
-    if counts.reasons["empty_prompt"] and not job.shape.has_prompt:
-        hint = " If the prompts are in a column of another name, pass --map prompt=NAME."
-    names = {file: path.name for file, path in job.paths.items()}
-    write_rejected(job.work, job.run_id, counts.rejected, names)
-    rejected.require_few(
-        first_rejected(counts.rejected, job.paths.__getitem__),
-        listed=job.folder.shown(job.folder.rejected) if counts.rejected else "",
-        hint=hint,
-    )
 
 
 def _require_partners(encoded: Encoded) -> None:

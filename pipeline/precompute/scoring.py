@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from ...schemas.cache import Plan
+from ...schemas.config import Config
 from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Scorer
@@ -18,23 +19,23 @@ from ...stages.pairing.partition import EncodedRows
 from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
 from ...stages.score.score import BatchDone, KnownScores, ScoringRules, UnitScores, score_unit
-from ...stages.storage.cache.cache_folder import WorkFolder
-from ...stages.storage.cache.commits import UnitFacts, commit_unit
+from ...stages.storage.cache.cache import Cache
 from ...stages.tracking.progress import Progress
-from .opening import CacheJob, open_earlier
+from .opening import open_earlier
 from .prepare import Slices
 
-Read = TypeVar("Read")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass
 class Tally:
     """Counts of the shards that this process has made, or has had made."""
 
-    units: int = 0
+    shards: int = 0
     rows: int = 0
-    scored: int = 0  # branches
-    reused: int = 0  # branches
+    scored: int = 0  # completions
+    reused: int = 0  # completions
     tokens: int = 0  # run through the model, padding included
     padding: int = 0
     seconds: float = 0.0
@@ -47,17 +48,17 @@ class Tally:
     def text(self) -> str:
         """The counts in a sentence."""
         return (
-            f"scored {self.scored:,} branches, reused {self.reused:,} of "
+            f"scored {self.scored:,} completions, reused {self.reused:,} of "
             f"{self.scored + self.reused:,}, in {self.seconds:.1f} s"
         )
 
     def metrics(self) -> dict[str, float]:
         """The counts as metrics of a tracking store."""
         return {
-            "units": float(self.units),
+            "shards": float(self.shards),
             "rows": float(self.rows),
-            "branches/scored": float(self.scored),
-            "branches/reused": float(self.reused),
+            "completions/scored": float(self.scored),
+            "completions/reused": float(self.reused),
             "reuse_share": self.reused / max(self.scored + self.reused, 1),
             "tokens": float(self.tokens),
             "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
@@ -69,77 +70,62 @@ class Tally:
 class Shards:
     """The shards of a plan, by key range; the reference travels without its weights."""
 
-    work: WorkFolder
+    cache: Cache
     plan: Plan
     slices: Slices  # which are all encoded
     reference: Reference
-    num_pairs: int
-    cut_rule: CutRule
-    rules: ScoringRules
-    run_id: str
-
-    @staticmethod
-    def of(job: CacheJob, plan: Plan, slices: Slices, reference: Reference) -> Shards:
-        """The shards of a plan whose rows are encoded."""
-        config = job.config
-        rules = ScoringRules(
-            tokens_per_batch=config.scoring.tokens_per_batch,
-            hidden_size=reference.hidden_size(),
-            keep_token_logps=config.cache.token_logps,
-        )
-        return Shards(
-            work=job.work,
-            plan=plan,
-            slices=slices,
-            reference=reference,
-            num_pairs=config.cache.kl_pairs,
-            cut_rule=CutRule(config.tokens.max_length, job.tokenizer.stops.tokens),
-            rules=rules,
-            run_id=job.run_id,
-        )
+    config: Config
+    stops: frozenset[int]
 
     def is_done(self, shard: int) -> bool:
-        """Whether a shard has its commit or no rows, or all have had one: then the plan is gone."""
+        """Whether a shard has its record or no rows, or all have had one: then the plan is gone."""
         has_no_rows = not self.plan.shards[shard]
-        return has_no_rows or self.work.commit(shard).is_file() or not self.work.is_planned
-
-    def require_same_reference(self) -> None:
-        """Refuses to score with what this process finds at the path, if it is something else."""
-        found = dict(self.reference.identity())
-        if digest(found) == self.plan.reference_key:
-            return
-        differing = [name for name in found if found[name] != self.plan.fingerprint.get(name)]
-        raise FingerprintError(
-            f"On {socket.gethostname()} the reference is not the one that this run began with "
-            f"({', '.join(differing)} differ). Every machine needs the same model folder, the same "
-            "versions and the same kind of device (--device)."
-        )
+        return has_no_rows or self.cache.record(shard).is_file() or not self.cache.plan.is_file()
 
     def encoded_rows(self) -> EncodedRows:
-        """What reads the rows of a shard."""
-        shape, options = self.slices.encoding.shape, self.slices.encoding.options
+        """The rows of all shards, to be read by shard."""
+        is_long = self.slices.encoding.shape.declared.is_long
         return self.slices.encoded().rows(
             shards=len(self.plan.shards),
-            prompt_side=options.prompt_side if shape.declared.is_long else None,
+            prompt_side=self.config.tokens.prompt_side if is_long else None,
         )
 
     def build(self, rows: EncodedRows, shard: int) -> ShardRows:
         """The rows of a shard with their KL partners."""
-        shards = len(self.plan.shards)
-        return build_shard(rows.read, shard, shards, self.num_pairs, self.cut_rule)
+        rule = CutRule(self.config.tokens.max_length, self.stops)
+        count, pairs = len(self.plan.shards), self.config.cache.kl_pairs
+        return build_shard(rows.read, shard, count, pairs, rule)
 
 
 class ShardScorer:
     """Scores shards one after another; what it opens, it opens once, when a shard needs it."""
 
-    def __init__(self, shards: Shards, progress: Progress) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        progress: Progress,
+        open_scorer: Callable[[], Scorer] | None = None,
+    ) -> None:
         self._shards, self._progress = shards, progress
+        self._open = open_scorer or shards.reference.open
+        self._rules = ScoringRules(
+            tokens_per_batch=shards.config.scoring.tokens_per_batch,
+            hidden_size=shards.reference.hidden_size(),
+            keep_token_logps=shards.config.cache.token_logps,
+        )
 
     def __call__(self, shard: int) -> Tally | None:
         """In an actor, whose machine may have another reference: scores a shard, if none has."""
         if self._shards.is_done(shard):
             return None
-        self._shards.require_same_reference()
+        plan, found = self._shards.plan, dict(self._shards.reference.identity())
+        if digest(found) != plan.reference_key:
+            differing = [name for name in found if found[name] != plan.fingerprint.get(name)]
+            raise FingerprintError(
+                f"On {socket.gethostname()} the reference is not the one that this run began with "
+                f"({', '.join(differing)} differ). Every machine needs the same model folder, the "
+                "same versions and the same kind of device (--device)."
+            )
         (tally,) = self.score_each([shard])
         return tally
 
@@ -157,7 +143,9 @@ class ShardScorer:
                 scores, numerics = self._score(shard, known, shown, writing)
                 for one in writing:
                     one.commit.result()  # behind one that could not be written nothing is
-                commit = writer.submit(self._commit, number, shard, scores, numerics)
+                commit = writer.submit(
+                    self._commit, number, shard, scores, numerics or known.numerics
+                )
                 writing.append(_Writing(commit, shown))
                 if len(writing) > 1:
                     done = writing[0].finished()
@@ -192,10 +180,9 @@ class ShardScorer:
                     one.commit.result()
             shown.add(batch)
 
-        rules = self._shards.rules
-        with _on_threads_of(self._shards.plan):
+        with _threads_of(self._shards.plan):
             scores = score_unit(
-                shard.rows, known, rules, scorer=lambda: self._scorer, on_batch=on_batch
+                shard.rows, known, self._rules, scorer=lambda: self._scorer, on_batch=on_batch
             )
             numerics = dict(self._scorer.describe()) if scores.run_tokens else {}
         return scores, numerics or known.numerics
@@ -203,17 +190,16 @@ class ShardScorer:
     def _commit(
         self, number: int, shard: ShardRows, scores: UnitScores, numerics: dict[str, str]
     ) -> Tally:
-        facts = UnitFacts(
-            first_key=shard.first_key,
-            last_key=shard.last_key,
-            tokens_per_batch=scores.tokens_per_batch,
+        self._shards.cache.commit(
+            number,
+            scores.block,
+            keys=(shard.first_key, shard.last_key),
             rejected=(*shard.rejected, *scores.rejected),
             notes={name: count for name, count in sorted(shard.notes.items()) if count},
             numerics=numerics,
         )
-        commit_unit(self._shards.work, self._shards.run_id, number, scores.block, facts)
         return Tally(
-            units=1,
+            shards=1,
             rows=self._shards.plan.shards[number],
             scored=scores.branches - scores.reused,
             reused=scores.reused,
@@ -227,24 +213,25 @@ class ShardScorer:
 
     @cached_property
     def _earlier(self) -> ReuseIndex:
-        earlier = open_earlier(self._shards.plan.reuse, self._shards.plan.reference_key)
-        return ReuseIndex(earlier, need_token_logps=self._shards.rules.keep_token_logps)
+        plan = self._shards.plan
+        earlier = open_earlier(plan.reuse, plan.reference_key)
+        return ReuseIndex(earlier, need_token_logps=self._rules.keep_token_logps)
 
     @cached_property
     def _scorer(self) -> Scorer:
-        scorer = self._shards.reference.open()
+        scorer = self._open()
         how = ", ".join(f"{name} {value}" for name, value in scorer.describe().items())
         self._progress.say(f"reference: {how}")
         return scorer
 
 
 def _read_ahead(
-    reader: ThreadPoolExecutor, read: Callable[[int], Read], shards: Iterable[int]
-) -> Iterator[Read]:
-    """Each shard as it is read, while the one behind it is being read."""
-    reading: Future[Read] | None = None
-    for shard in shards:
-        following = reader.submit(read, shard)
+    reader: ThreadPoolExecutor, read: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """Each item as it is read, while the one behind it is being read."""
+    reading: Future[Result] | None = None
+    for item in items:
+        following = reader.submit(read, item)
         if reading:
             yield reading.result()
         reading = following
@@ -252,7 +239,7 @@ def _read_ahead(
         yield reading.result()
 
 
-def _on_threads_of(plan: Plan) -> AbstractContextManager[None]:
+def _threads_of(plan: Plan) -> AbstractContextManager[None]:
     """Uses the plan's number of threads where it decides the last bits of a number."""
     if plan.fingerprint.get("model.device") != "cpu":
         return nullcontext()

@@ -16,9 +16,9 @@ from ...schemas.json_codec import digest
 from ...schemas.samples import Sampler
 from ...stages.judge.judged_rows import SampleRows
 from ...stages.model.reward_model import HfReward
-from ...stages.storage.cache.cache_folder import SCORES
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
+from ...stages.storage.output_folder import SCORES
 from ..jobs.object_inputs import local_model
 from .judges import Judging, RowJudge, Scores, Verdicts, kept_by
 from .score_rewards import ROWS as REWARDED

@@ -29,8 +29,7 @@ from ...stages.data.records import read_prompts
 from ...stages.sample.prompts import asked_once, by_length
 from ...stages.sample.sample_table import sample_table
 from ...stages.storage.answers import Answers
-from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache.cache import Cache
 from ...stages.storage.tables import TableFolder
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
@@ -236,9 +235,9 @@ class _Asked:
 def _read(config: Config, sampler: Sampler) -> _Asked:
     """Reads the prompts; refuses too many that cannot be used."""
     for name in config.data.files:
-        cache = CacheFolder(Path(name))
-        if cache.manifest.is_file() and cache.data.is_dir():
-            made_from = ", ".join(entry.name for entry in load_manifest(cache).inputs)
+        cache = Cache(Path(name))
+        if cache.manifest_file.is_file() and cache.data.is_dir():
+            made_from = ", ".join(entry.name for entry in cache.manifest().inputs)
             raise UsageError(
                 f"{name} is a cache: it holds the text of its prompts only as a template rendered "
                 f"it. Name the data that it was made from: {made_from}."

@@ -29,10 +29,11 @@ from ...stages.data.files import (
 )
 from ...stages.data.records import read_records
 from ...stages.data.shapes import Shape
-from ...stages.storage.cache.cache_folder import SCORES, CacheFolder, OutputFolder
+from ...stages.storage.cache.cache import Cache
 from ...stages.storage.cache.shards import read_shard
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import require_on_disk
+from ...stages.storage.output_folder import SCORES, OutputFolder
 from ...stages.tracking.progress import Progress
 from ..jobs.object_inputs import with_local_inputs
 from ..parts import Part
@@ -92,7 +93,7 @@ def rewards_from_model(
     made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
     if not made.manifest:
         return made
-    folder = CacheFolder(output.root / SCORES)
+    folder = Cache(output.root / SCORES)
     scores = Scores.collect(read_shard(folder.shard(shard)) for shard in made.manifest.shards)
     # The shards name files by their bytes, and here they are read in the order they were given.
     files = [file_identity(file.sha256) for file in data.digested]

@@ -266,7 +266,7 @@ class RunRecords:
         self._run.log_params(params)
         self._run.describe(describe_training(session, params, self._start.folder))
         record_inputs(self._run, session.job)
-        self._run.log_artifact(session.job.cache.manifest)
+        self._run.log_artifact(session.job.cache.manifest_file)
 
 
 def _told(error: Exception) -> str:

@@ -227,8 +227,8 @@ def _data(manifest: Manifest) -> dict[str, str]:
         entry.name: f"{counted(entry.rows, 'rows')}, sha256 {entry.sha256}"
         for entry in manifest.inputs
     }
-    quarantined = manifest.quarantined.items()
-    dropped = {f"left out: {why}": counted(rows, "rows") for why, rows in quarantined}
+    reasons = manifest.reasons.items()
+    dropped = {f"left out: {why}": counted(rows, "rows") for why, rows in reasons}
     notes = {f"counted: {what}": f"{number:,}" for what, number in manifest.notes.items()}
     kept = f"{counted(manifest.rows, 'rows')} of {manifest.rows_in:,} read"
     completions = counted(manifest.branches, "completions")

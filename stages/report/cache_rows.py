@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...schemas.cache import Manifest
 from ...schemas.errors import UsageError
 from ...schemas.rows import ScoredBlock
-from ..storage.cache.cache_folder import CacheFolder
+from ..storage.cache.cache import Cache
 from ..storage.cache.shards import iter_row_groups, open_shard, read_rows
 
 LEAST_DIGITS = 6  # of an id that is cut short
@@ -46,7 +46,7 @@ class Place:
         )
 
 
-def find_row(folder: CacheFolder, manifest: Manifest, place: Place) -> ScoredBlock | None:
+def find_row(folder: Cache, manifest: Manifest, place: Place) -> ScoredBlock | None:
     """The row with all of its branches, or None if no shard holds it."""
     identities = {f"{one.identity:016x}" for one in manifest.inputs if one.name == place.file}
     for shard in manifest.shards:
@@ -61,7 +61,7 @@ def find_row(folder: CacheFolder, manifest: Manifest, place: Place) -> ScoredBlo
 
 
 def prompts_of(
-    folder: CacheFolder, manifest: Manifest, ids: Collection[str]
+    folder: Cache, manifest: Manifest, ids: Collection[str]
 ) -> dict[str, NDArray[np.int32]]:
     """The prompts of some rows as token ids, by the ids of the rows; those that there are."""
     found: dict[str, NDArray[np.int32]] = {}
@@ -101,7 +101,7 @@ class Dropped:
         return f"{self.file} row {self.row}: {self.reason}: {self.detail}"
 
 
-def dropped_rows(folder: CacheFolder, manifest: Manifest) -> Iterator[Dropped]:
+def dropped_rows(folder: Cache, manifest: Manifest) -> Iterator[Dropped]:
     """The rows that could not be used, in the order of the data."""
     if manifest.rejected is None:
         return

@@ -10,8 +10,7 @@ import polars as pl
 
 from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
-from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.manifest_file import load_manifest
+from ..storage.cache.cache import Cache
 from ..storage.cache.shards import (
     TURNS,
     iter_row_groups,
@@ -85,14 +84,14 @@ class Summary:
     roles: dict[str, RoleSummary]
     kto_weights: KtoWeights | None  # None if a class is missing
     pairs: PairSummary | None  # None if rows are not pairs
-    quarantined: dict[str, int]
+    rejected: dict[str, int]
     notes: dict[str, int]
     fingerprint: dict[str, str]
 
 
-def summarize(folder: CacheFolder) -> Summary:
+def summarize(folder: Cache) -> Summary:
     """The summary of a finished cache, which is read once, row group by row group."""
-    manifest = load_manifest(folder)
+    manifest = folder.manifest()
     columns = read_columns(folder, manifest)
     roles = {role.name.lower(): _role(own) for role in Role if len(own := columns.of_role(role))}
     return Summary(
@@ -113,7 +112,7 @@ def summarize(folder: CacheFolder) -> Summary:
         roles=roles,
         kto_weights=_kto_weights(roles),
         pairs=_pairs(columns.of_role(Role.CHOSEN), columns.of_role(Role.REJECTED), manifest),
-        quarantined=manifest.quarantined,
+        rejected=manifest.reasons,
         notes=manifest.notes,
         fingerprint=manifest.fingerprint,
     )
@@ -196,7 +195,7 @@ class Columns:
         return self.branches.filter(pl.col("role") == int(role))
 
 
-def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
+def read_columns(folder: Cache, manifest: Manifest) -> Columns:
     """The narrow columns of every row group of every shard; no token ids are read."""
     groups, learned = [], [np.empty(0, np.int32)]
     for shard in manifest.shards:

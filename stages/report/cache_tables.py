@@ -167,11 +167,11 @@ def _logps(summary: Summary) -> list[str]:
 def _drops(summary: Summary) -> list[str]:
     dropped = [
         (printable(reason), f"{rows:,}", share(rows, summary.rows_in))
-        for reason, rows in sorted(summary.quarantined.items(), key=lambda item: -item[1])
+        for reason, rows in sorted(summary.rejected.items(), key=lambda item: -item[1])
     ]
     notes = [(worded(printable(note)), f"{count:,}", "") for note, count in summary.notes.items()]
     return [
-        *(grid(("quarantined", "rows", "share"), dropped) if dropped else ["  no row was dropped"]),
+        *(grid(("rejected", "rows", "share"), dropped) if dropped else ["  no row was dropped"]),
         *(["", *grid(("noted, and kept", "count", ""), notes)] if notes else []),
     ]
 

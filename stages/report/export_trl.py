@@ -22,16 +22,12 @@ from ...schemas.cache import Manifest, StoredKind, branch_layout
 from ...schemas.columns import offsets_of
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
-from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.manifest_file import load_manifest
+from ..storage.cache.cache import Cache
 from ..storage.cache.shards import TURNS, carried_names, iter_row_groups, open_shard
-from ..storage.cache.verify_cache import check_shard
 from ..storage.disk import fs
 
 
-def export_trl(
-    folder: CacheFolder, target: Path, *, decode: Decode, overwrite: bool = False
-) -> int:
+def export_trl(folder: Cache, target: Path, *, decode: Decode, overwrite: bool = False) -> int:
     """Writes `target` atomically; returns the number of rows."""
     fs.drop_drafts(target)  # also one whose writer was killed once the file had its name
     _require_free(target, overwrite=overwrite)
@@ -49,7 +45,7 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{target} exists. Pass --overwrite, or choose another --output.")
 
 
-def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
+def scan_trl(folder: Cache, decode: Decode | None = None) -> pl.LazyFrame:
     """The same columns as a query over the manifest's shards; with text if `decode` is given.
 
     Only the first rows are looked at now. Rows of another kind are refused as they are read.
@@ -70,17 +66,17 @@ def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
     return _flat(scan, _layout_of(first, source=str(paths[0])), decode)
 
 
-def _require_rows(folder: CacheFolder) -> Manifest:
-    manifest = load_manifest(folder)
+def _require_rows(folder: Cache) -> Manifest:
+    manifest = folder.manifest()
     if not manifest.rows:
         raise UsageError(f"{folder.root} holds no rows, so there is nothing to export.")
     return manifest
 
 
-def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
+def _flat_tables(folder: Cache, decode: Decode) -> Iterator[pa.Table]:
     first = None
     for shard in _require_rows(folder).shards:
-        check_shard(folder, shard)
+        folder.check(shard)
         path = folder.shard(shard)
         for group in iter_row_groups(path):
             _require_all_learned(group.schema, folder)
@@ -100,7 +96,7 @@ def _flat_table(group: pa.Table, decode: Decode, *, source: str) -> pa.Table:
     return table.cast(pa.schema([(field.name, _plain(field.type)) for field in table.schema]))
 
 
-def _require_all_learned(schema: pa.Schema, folder: CacheFolder) -> None:
+def _require_all_learned(schema: pa.Schema, folder: Cache) -> None:
     """Refuses sums over turns: TRL's trainers compare them with sums over every token."""
     if TURNS in schema.names:
         raise UsageError(

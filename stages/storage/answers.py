@@ -101,8 +101,8 @@ class Answers:
                 sink.flush()
                 os.fsync(sink.fileno())
         if is_new:
-            fs.fsync_folder(self.folder)
-            fs.fsync_folder(self.folder.parent)
+            fs.fsync(self.folder)
+            fs.fsync(self.folder.parent)
             self._ends[path] = 0
         self._own = path
         self._read(path)

@@ -25,10 +25,10 @@ from ...schemas.errors import CorruptionError, UsageError, damaged
 from ...schemas.json_codec import CodecError, digest, from_signed_json, to_signed_json
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
-from .cache.cache_folder import OutputFolder
 from .copies import fetch_folder, work_folder
 from .disk import fs
 from .locations import is_remote
+from .output_folder import OutputFolder
 
 if TYPE_CHECKING:
     import polars as pl
@@ -140,7 +140,7 @@ class TableFolder:
                 fs.fsync(draft)
                 fs.rename(draft, self.file)
             # Also if it is there: whoever wrote it may have died before its name was durable.
-            fs.fsync_folder(self.root)
+            fs.fsync(self.root)
         if self.url and self.file.is_file():
             from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
 

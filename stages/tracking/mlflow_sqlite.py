@@ -46,10 +46,15 @@ def make_store(uri: str, build: Callable[[str], object]) -> None:
             return
         if is_alone:
             _remove_drafts(path)
-        with fs.draft_if_absent(path) as draft:
+        draft = fs.draft_of(path)
+        try:
             with _unsynchronized():
                 build(_FILE.sub(lambda found: f"{found[1]}{draft}{found[3]}", uri))
             fs.fsync(draft)
+            fs.link(draft, path)  # if another was first, its file is kept
+        finally:
+            fs.discard(draft)
+        fs.fsync(path.parent)
 
 
 def require_whole(uri: str, error: Exception) -> None:

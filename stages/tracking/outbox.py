@@ -12,21 +12,22 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import StorageError, UsageError, log_failure
 from ...schemas.safe_text import mask_secrets_of, masked_address, redacted, shown
-from ..storage.cache.cache_folder import CacheFolder, make_place
+from ..storage.cache.cache import Cache
 from ..storage.disk import fs
 from ..storage.disk.locks import try_owner_lock
+from ..storage.output_folder import make_place
+from ..storage.records import Records
 from ..storage.run.run_folder import RunFolder
-from ..storage.signed_records import SignedRecords
 from .tracker import GOES_ON_TAG, TRACKERS, ModelLink, RunRecord, TrackerKind, kind_of
 
 FORMAT_VERSION = 1
-KEY = re.compile(r"[0-9a-f]{16}")
 RECORD_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
 
 
@@ -147,7 +148,7 @@ def open_ledger(
     )
     # Also where there is one: who made it may have died before its name was durable.
     fs.make_folder(path.parent)
-    fs.fsync_folder(path.parent.parent)
+    fs.fsync(path.parent.parent)
     ledger = Ledger(kind, path, record)
     ledger.store()
     return ledger
@@ -164,20 +165,14 @@ def load_ledger(kind: TrackerKind, folder: RunFolder) -> Ledger:
     return Ledger(kind, path, record)
 
 
-def _records_for(kind: TrackerKind) -> SignedRecords[RunRecord]:
-    return SignedRecords(
+def _records_for(kind: TrackerKind) -> Records[RunRecord]:
+    return Records(
         RunRecord,
         remedy=(
             f"Remove it: {kind.title} then does not get the rest of the run, and a training that "
             "continues is recorded as a new run."
         ),
-        faults=_faults,
     )
-
-
-def _faults(record: RunRecord, path: Path) -> Iterator[str]:
-    if not KEY.fullmatch(record.key):  # it is part of a query to the store
-        yield f"key {record.key!r:.40} is not sixteen hexadecimal digits"
 
 
 def kinds_in(folder: RunFolder) -> list[TrackerKind]:
@@ -194,7 +189,7 @@ def new_record(home: Path, *, is_alone: bool = True) -> RunFolder:
         with log_failure("What an earlier run left in the outbox stays"):
             _remove_remnant(folder)
     name = f"{now_ms():013d}-{secrets.token_hex(4)}"
-    folder = RunFolder(CacheFolder(home).outbox / name)
+    folder = RunFolder(Cache(home).outbox / name)
     make_place(folder.root, folder.private)
     return folder
 
@@ -213,7 +208,8 @@ def remove_if_sent(folder: RunFolder, *, is_alone: bool = True) -> None:
         if not folder.ledgers():
             fs.remove_tree(folder.root)
             if is_alone:  # else another process may be about to use it
-                fs.remove_folder(folder.root.parent)
+                with suppress(OSError):  # it holds the run of another process
+                    folder.root.parent.rmdir()
 
 
 def _remove_remnant(folder: RunFolder) -> None:
@@ -233,7 +229,7 @@ def unsent_runs(home: Path) -> list[RunFolder]:
 
 
 def _records(home: Path) -> list[RunFolder]:
-    outbox = CacheFolder(home).outbox
+    outbox = Cache(home).outbox
     if outbox.is_symlink() or not outbox.is_dir():
         return []
     found = [

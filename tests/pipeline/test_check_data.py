@@ -44,7 +44,7 @@ def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations)
     assert load_manifest(folder) == manifest
     summary = summarize(folder)
     assert (checked.rows_in, checked.usable) == (manifest.rows_in, manifest.rows)
-    assert checked.reasons == manifest.quarantined == {"empty_completion": 1, "nothing_learned": 1}
+    assert checked.reasons == manifest.reasons == {"empty_completion": 1, "nothing_learned": 1}
     repeats = manifest.notes["rows_that_repeat_another_row"]
     assert checked.usable - len(checked.seen) == repeats == 1
     assert {role.name.lower(): count for role, count in checked.roles.items()} == {
@@ -64,7 +64,7 @@ def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations)
         *("align", "precompute-ref", *conversations.data.files),
         *("--model", conversations.model.path),
     ]
-    assert not folder.works()
+    assert not folder.unfinished()
 
 
 def test_without_a_model_the_shape_and_the_balance_are_told(conversations):

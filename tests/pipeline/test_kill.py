@@ -43,7 +43,7 @@ def test_a_run_stopped_at_every_named_place_ends_in_the_same_bytes(flawed, clean
         stopped = child(flawed, f"{name}={action}")
         stopped.join(PATIENCE)
         assert stopped.exitcode == EXIT_CODES[action], name
-        if not folder.manifest.exists():
+        if not folder.manifest_file.exists():
             with refuses(UsageError, folder.root):
                 load_manifest(folder)
     run(flawed)
@@ -93,8 +93,8 @@ def test_a_disk_without_room_for_the_shards_is_refused_before_anything_is_scored
 def test_no_bit_that_flips_between_two_runs_reaches_a_cache(config, clean, tmp_path, count):
     """Each is found, and mended by what the message says, or changes nothing."""
     child(config, "after:fsync_folder:commits=kill@2").join(PATIENCE)
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    files = [*work.root.rglob("*.json")]  # tokens that wait have no digest
+    (work,) = CacheFolder(Path(config.cache.output)).unfinished()
+    files = [*work.work.rglob("*.json")]  # tokens that wait have no digest
     found = 0
     for path, byte, bit in flips({path: path.stat().st_size for path in files}, count):
         output = shutil.copytree(config.cache.output, tmp_path / "flipped")

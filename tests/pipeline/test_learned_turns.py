@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.precompute.precompute import precompute
+from align.pipeline.precompute.verify import verify_files
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, UsageError
 from align.stages.report.cache_summary import summarize
 from align.stages.report.cache_tables import render
 from align.stages.report.export_trl import export_trl, scan_trl
 from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.verify_cache import verify_cache
 from support.read_rows import bot, user, write_rows
 from support.refusals import refuses
 from support.stage_one import Heard, contents, run
@@ -68,7 +68,7 @@ def branches_of(config):
 
 def test_sums_are_of_what_is_learned_and_partners_bring_that_along(turns):
     config = turns("cache")
-    assert verify_cache(CacheFolder(Path(config.cache.output)) if run(config) else None)
+    assert verify_files(CacheFolder(Path(config.cache.output)) if run(config) else None)
     own, mismatched = {}, {}
     for row in stored(config):
         for ids, role, each in zip(row["completion_ids"], row["role"], turns_of(row), strict=True):

@@ -8,11 +8,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.precompute.verify import verify
+from align.pipeline.precompute.verify import verify, verify_files
 from align.schemas.config import ModelOptions
 from align.schemas.errors import BadDataError, CorruptionError, NonFiniteError
 from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.verify_cache import verify_cache
 from support.faulty_scorer import Faulty
 from support.refusals import refuses
 from support.stage_one import contents, run
@@ -68,11 +67,11 @@ def test_every_row_is_in_one_shard_or_rejected(flawed, token):
     lost = [(row["file"], row["row"]) for row in rejected]
     (data,) = manifest.inputs
     assert sorted(kept + lost) == [(data.sha256[:16], row) for row in range(manifest.rows_in)]
-    assert manifest.quarantined == Counter(row["reason"] for row in rejected)
-    assert {"empty_completion", "nonfinite_logp", "oom"} == set(manifest.quarantined)
+    assert manifest.reasons == Counter(row["reason"] for row in rejected)
+    assert {"empty_completion", "nonfinite_logp", "oom"} == set(manifest.reasons)
     assert all(row["detail"] for row in rejected)
     assert {row["file_name"] for row in rejected} == {"flawed.jsonl"}
-    assert verify_cache(CacheFolder(root)) == manifest
+    assert verify_files(CacheFolder(root)) == manifest
     assert manifest.rejected.file in contents(config.cache.output)
 
 
@@ -81,10 +80,10 @@ def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config,
     reasons = ("oom", "nonfinite_logp")
     with refuses(BadDataError, "of 120", *reasons, "--max-bad-frac", folder.rejected):
         run(config, reference)
-    assert not folder.manifest.exists()
+    assert not folder.manifest_file.exists()
     outcome = run(allowing(config, 0.9), reference)
-    assert outcome.tally.units == 0  # what was scored is kept
-    assert folder.manifest.exists()
+    assert outcome.tally.shards == 0  # what was scored is kept
+    assert folder.manifest_file.exists()
 
 
 def test_a_cache_with_too_many_losses_or_without_rows_is_never_published(config, token, tmp_path):
@@ -99,7 +98,7 @@ def test_a_cache_with_too_many_losses_or_without_rows_is_never_published(config,
         own = replace(config, cache=replace(config.cache, output=output))
         with pytest.raises(error):
             run(allowing(own, allowed), reference)
-        assert not CacheFolder(Path(output)).manifest.exists()
+        assert not CacheFolder(Path(output)).manifest_file.exists()
 
 
 def test_a_verified_cache_holds_what_its_reference_gives(to, token):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from align.pipeline.precompute.verify import verify_files
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
-from align.stages.storage.cache.verify_cache import verify_cache
 from align.stages.storage.copies import damaged_objects, fetch_cache
 from align.stages.storage.remote import Remote
 from support.object_server import environment
@@ -43,7 +43,7 @@ def cache_on_disk(server, world, tmp_path_factory):
 def require_clean(place, root):
     """The cache is whole, and nothing but it is left."""
     assert damaged_objects(f"{place}/cache") == []
-    manifest = verify_cache(CacheFolder(fetch_cache(f"{place}/cache")))
+    manifest = verify_files(CacheFolder(fetch_cache(f"{place}/cache")))
     assert manifest.root == root
     named = {f"data/{shard.file}" for shard in manifest.shards}
     assert Remote(f"{place}/cache").list().keys() == {*named, "manifest.json"}

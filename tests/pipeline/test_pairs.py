@@ -150,7 +150,7 @@ def test_a_row_that_cannot_have_a_mismatch_is_rejected_by_its_name(
     data = DataOptions([write_rows(tmp_path / "tight.jsonl", rows)], max_bad_frac=0.5)
     config = replace(config, data=data, tokens=TokenOptions(room))
     manifest = run(config).manifest
-    assert manifest.quarantined == {"no_mismatch": 1}
+    assert manifest.reasons == {"no_mismatch": 1}
     (of_data,) = manifest.inputs
     (bad,) = pq.read_table(Path(config.cache.output) / manifest.rejected.file).to_pylist()
     assert (bad["file"], bad["row"]) == (of_data.sha256[:16], 0)

@@ -96,7 +96,7 @@ def test_partners_are_of_other_prompts_and_other_texts(config, tmp_path, name):
     case = CASES[name]
     config = with_rows(config, tmp_path / "data", case)
     manifest = run(config).manifest
-    assert manifest.quarantined == {}
+    assert manifest.reasons == {}
     rows = pq.read_table(Path(config.cache.output) / "data").to_pylist()
     num_pairs = config.cache.kl_pairs
     prompts, own_texts = defaultdict(set), Counter()
@@ -137,7 +137,7 @@ def test_data_that_cannot_be_paired_are_refused_before_a_model_is_loaded(config,
     config = with_rows(config, tmp_path / "data", case)
     with pytest.raises(BadDataError, match="--kl-pairs 0"):
         run(config, Unopened())
-    assert not CacheFolder(Path(config.cache.output)).manifest.exists()
+    assert not CacheFolder(Path(config.cache.output)).manifest_file.exists()
     assert run(replace(config, cache=replace(config.cache, kl_pairs=0))).manifest.rows
 
 

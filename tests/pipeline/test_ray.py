@@ -44,7 +44,7 @@ def child_on_ray(config, *, fails=False, **how):
 
 def has_committed(config, shards):
     """Whether so many shards are committed, of a cache that is not complete yet."""
-    works = CacheFolder(Path(config.cache.output)).works()
+    works = CacheFolder(Path(config.cache.output)).unfinished()
     return sum(len([*work.commits.glob("[0-9]*.json")]) for work in works) >= shards
 
 
@@ -57,9 +57,9 @@ def test_who_stops_the_run_is_told_what_is_kept_and_leaves_the_cluster_as_it_was
     os.kill(stopped.pid, number)
     stopped.join(PATIENCE)
     assert stopped.exitcode == 128 + number
-    assert "branches" in (tmp_path / "said").read_text()
+    assert "completions" in (tmp_path / "said").read_text()
     wait_until(lambda: not cluster.actors())
-    assert run(replace(on_ray, scoring=replace(on_ray.scoring, executor="inline"))).tally.units < 6
+    assert run(replace(on_ray, scoring=replace(on_ray.scoring, executor="inline"))).tally.shards < 6
     assert contents(on_ray.cache.output) == clean
 
 

@@ -59,7 +59,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused_and_then_read_whole(own_d
     with refuses(FingerprintError, "rows.jsonl"):
         precompute(own_data, StubReference(), progress=Meddling(grow))
     folder = CacheFolder(Path(own_data.cache.output))
-    assert not folder.manifest.exists()
+    assert not folder.manifest_file.exists()
     run(own_data)
     (entry,) = load_manifest(folder).inputs
     assert (entry.rows, entry.bytes) == (121, path.stat().st_size)
@@ -94,7 +94,7 @@ def test_a_model_that_is_written_over_while_it_is_used_is_refused(config, world,
     progress = Meddling(overwrite if when == "scored" else None, scored=True)
     with refuses(FingerprintError, "model.safetensors"):
         precompute(own, Overwritten(own.model), progress=progress)
-    assert not CacheFolder(Path(own.cache.output)).manifest.exists()
+    assert not CacheFolder(Path(own.cache.output)).manifest_file.exists()
 
 
 def test_a_file_that_changes_between_its_scores_and_its_rows_is_refused(own_data, tmp_path):

@@ -237,7 +237,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
     every = ("*.json", "*.arrow")
     for gone in (*((kind,) for kind in every), every):
         lose(shutil.copytree(killed, output), gone)
-        assert run(config).tally.units == len(shards) - 4
+        assert run(config).tally.shards == len(shards) - 4
         assert contents(output) == clean, gone
         shutil.rmtree(output)
 
@@ -250,7 +250,7 @@ def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
 
 
 def lose(cache, kinds):
-    (work,) = CacheFolder(cache).works()
+    (work,) = CacheFolder(cache).unfinished()
     for kind in kinds:
         (path,) = work.encoded.glob(kind)
         path.unlink()

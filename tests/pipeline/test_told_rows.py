@@ -59,7 +59,7 @@ def compared(number, strength):
 def test_ties_are_counted_apart_and_any_number_of_them_may_be_there(config_over):
     rows = [compared(n, n % 2) for n in range(40)]
     made = run(config_over(*rows))
-    assert made.manifest.quarantined == {"tie": 20}
+    assert made.manifest.reasons == {"tie": 20}
     assert (made.manifest.rows, "20 of 40" in made.text()) == (20, True)
     assert "dropped" not in made.text()
     faulty = config_over(*rows, compared(40, "much"))

@@ -12,7 +12,6 @@ from align.pipeline.precompute.precompute import precompute
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.cleanup import is_tidy
 from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.tracking import journaled_run
@@ -85,7 +84,7 @@ def test_a_real_run_is_told_in_full_with_its_manifest_and_its_data(journey, worl
     assert str(journey.cache) in note
     assert run.data.params == manifest["fingerprint"]
     metrics = run.data.metrics
-    branches = metrics["branches/scored"] + metrics["branches/reused"]
+    branches = metrics["completions/scored"] + metrics["completions/reused"]
     assert (metrics["rows"], branches) == (60, 240)
     assert run.data.tags["align.cache_root"] == manifest["root"]
     kept = journey.cwd / "mlruns" / "align" / run.info.run_id / "artifacts"
@@ -108,7 +107,7 @@ def test_metrics_come_unit_by_unit_and_change_no_byte(tracked, flawed, clean_of_
     again = replace(tracked.cache, output=str(tmp_path / "b"), reuse=[tracked.cache.output])
     run(replace(tracked, data=flawed.data, cache=again))
     metrics = recorded(tracked)[1].data.metrics
-    assert (metrics["reuse_share"], metrics["branches/scored"]) == (1.0, 0)
+    assert (metrics["reuse_share"], metrics["completions/scored"]) == (1.0, 0)
 
 
 def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
@@ -120,7 +119,7 @@ def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
     folder = output_of(down)
     made = contents(folder.root)
     assert {name: made[name] for name in made if "_align/outbox/" not in name} == clean
-    assert is_tidy(folder, load_manifest(folder))
+    assert folder.is_tidy(load_manifest(folder))
 
     mlflow_server.start()
     (synced,) = sync_runs(folder.root, down.tracking)

@@ -23,9 +23,7 @@ from align.pipeline.precompute.scoring import Shards, ShardScorer
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, Interrupted, StorageError, UsageError
 from align.stages.pairing.shard_rows import build_shard
-from align.stages.storage.cache.cache_folder import PLAN_NAME, CacheFolder
-from align.stages.storage.cache.commits import read_commits
-from align.stages.storage.cache.manifest_file import PLANS
+from align.stages.storage.cache.cache import PLAN_NAME, Cache
 from support import disk_faults
 from support.patience import PATIENCE
 from support.stage_one import Silent, contents, run
@@ -112,8 +110,8 @@ def test_what_is_said_to_be_kept_when_a_signal_comes_is_what_is_committed(config
 
     with pytest.raises(Interrupted) as stop:
         run(config, Watched(before=before))
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    commits = read_commits(work)
+    (work,) = Cache(Path(config.cache.output)).unfinished()
+    commits = work.done()
     assert len(commits) == 3  # the third was being written
     (said,) = re.findall(r"reused [\d,]+ of ([\d,]+)", str(stop.value))
     assert int(said.replace(",", "")) == sum(one.branches for one in commits.values())
@@ -149,8 +147,8 @@ def test_a_unit_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
     config = to(reuse=(first.cache.output,))
     with pytest.raises(Interrupted):
         precompute(config, StubReference(), progress=shown)
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    assert len(shown.rows) == len(read_commits(work))
+    (work,) = Cache(Path(config.cache.output)).unfinished()
+    assert len(shown.rows) == len(work.done())
 
 
 def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
@@ -161,12 +159,14 @@ def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
         run(config, Watched(before=stop))
     scored = []
     job = open_job(config, Watched(before=scored.append))
-    shards = Shards.of(job, PLANS.find(job.work.plan), Slices.of(job), job.reference)
-    numbers = [number for number, rows in enumerate(shards.plan.shards) if rows]
+    shards = Shards(
+        job.cache, job.cache.find_plan(), Slices.of(job), job.reference, config, frozenset()
+    )
+    numbers = shards.plan.numbers
     units = ShardScorer(shards, Silent()).score_each(numbers)
     next(units)
     units.close()
-    assert len(read_commits(job.work)) == len(scored) < len(numbers)
+    assert len(job.cache.done()) == len(scored) < len(numbers)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class OnDevice(StubReference):
     def open(self):
         self.times.append(time.perf_counter())
         here = threading.current_thread() is threading.main_thread()
-        (work,) = CacheFolder(Path(self.output)).works()
+        (work,) = Cache(Path(self.output)).unfinished()
         self.seen.append((here, not here or work.plan.exists()))
         if self.fails:
             raise UsageError("This model cannot be loaded.")
@@ -222,7 +222,7 @@ def test_no_model_is_loaded_where_all_scores_are_known(to, tmp_path, caplog):
     assert [here for here, _ in paid.seen] == [False]
     assert not free.seen
     shutil.rmtree(two)
-    CacheFolder(Path(one)).manifest.write_text("{}")
+    Cache(Path(one)).manifest_file.write_text("{}")
     run(again, beside)
     assert [here for here, _ in beside.seen] == [False]
     assert len(caplog.records) == 1

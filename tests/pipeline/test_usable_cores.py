@@ -20,15 +20,10 @@ QUOTAS = [
 
 
 def test_a_quota_of_any_group_around_the_process_counts(tmp_path):
-    """Of both kinds of groups that Linux has."""
     systems = []
     for quotas, cores in QUOTAS:
         files = {f"sys/fs/cgroup/{place}cpu.max": text for place, text in quotas.items()}
         systems.append(({"proc/self/cgroup": "0::/a/b\n", **files}, cores))
-    older = {"proc/self/cgroup": "3:memory:/job\n2:cpu,cpuacct:/job\n"}
-    for name, number in (("quota", 100_000), ("period", 100_000)):
-        older[f"sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_{name}_us"] = f"{number}\n"
-    systems.append((older, 1))
     assert usable_cores() <= usable_cores(tmp_path) == SEEN
     for number, (files, cores) in enumerate(systems):
         for name, text in files.items():

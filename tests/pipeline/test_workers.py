@@ -15,7 +15,6 @@ from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, Interrupted, LockedError
 from align.stages.data import chat_template
 from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.cleanup import is_tidy
 from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.copies import damaged_objects
 from align.stages.storage.remote import Remote
@@ -60,8 +59,8 @@ def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, cl
     """The number of parts may change; a call without one does what parts that never came left."""
     own = (parts(4)[1], parts(3)[2], None)
     done = [run(config, part=part) for part in own]
-    assert done[0].tally.units == 2
-    assert sum(one.tally.units for one in done) == 8
+    assert done[0].tally.shards == 2
+    assert sum(one.tally.shards for one in done) == 8
     assert [one.manifest is not None for one in done[:2]] == [False, False]
     assert contents(config.cache.output) == clean
 
@@ -118,7 +117,7 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
     folder = CacheFolder.at(f"{root}/cache")
     assert load_manifest(folder) == made[0]
     assert run(other).was_complete
-    assert is_tidy(folder, made[0])
+    assert folder.is_tidy(made[0])
     with refuses(FingerprintError, "cache.kl_pairs: ", "1", "0"):
         run(late)
 
@@ -139,7 +138,7 @@ def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean)
     """Killed before its rows have a record, and the next one when they have."""
     first = child(config, "before:rename:encoded/*.json=kill", part=Part(1, 2))
     assert joined(first) == [KILLED]
-    (work,) = CacheFolder(Path(config.cache.output)).works()
+    (work,) = CacheFolder(Path(config.cache.output)).unfinished()
     dead = work.encoded / f".00000000.arrow.{'0' * 16}.tmp"
     dead.write_bytes(b"half")
     killed = child(config, "after:rename:encoded/*.json=kill", part=Part(1, 2))

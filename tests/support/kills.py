@@ -255,9 +255,9 @@ class Precomputing(Forked):
     def kept(self, before, now):
         """What was scored for the units that are committed; their commits go in the end."""
         folder = CacheFolder(self.root)
-        if folder.manifest.exists():
+        if folder.manifest_file.exists():
             return set().union(*self.units.values())
-        commits = {path.name for work in folder.works() for path in work.commits.glob("*")}
+        commits = {path.name for work in folder.unfinished() for path in work.commits.glob("*")}
         return before.union(*(self.units[name] for name in commits & {*self.units}))
 
 

@@ -13,26 +13,13 @@ import numpy as np
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.columns import Ragged, offsets_of
 from align.schemas.rows import PromptKeys, Rejected, RowBlock, ScoredBlock
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.cleanup import collect
-from align.stages.storage.cache.commits import (
-    UnitFacts,
-    commit_unit,
-    read_commits,
-    write_rejected,
-)
-from align.stages.storage.cache.manifest_file import (
-    PLANS,
-    build_manifest,
-    load_manifest,
-    write_manifest,
-)
+from align.stages.storage.cache.cache import Cache
 from align.stages.storage.disk.locks import owner_lock
 from support import disk_faults
 
-FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"})
+FACTS = {"keys": ("00", "ff"), "rejected": (), "notes": {}, "numerics": {"path": "exact"}}
 NAMES = {0: "a.jsonl", 1: "b.jsonl"}
-LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
+LOSSY = FACTS | {"rejected": (Rejected(0, 9, "oom", "too big"),), "notes": {"swaps": 2}}
 ROWS = 5
 FORK = multiprocessing.get_context("fork")
 
@@ -69,20 +56,20 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     return ScoredBlock(row_block, logps, Ragged(kept, tokens) if token_logps else None)
 
 
-def plan_of(units):
-    """The plan of a cache with one seed per unit."""
+def plan_of(seeds):
+    """The plan of a cache whose shards are drawn of these seeds."""
     return Plan(
         format_version=FORMAT_VERSION,
-        plan_key=hashlib.sha256(str(units).encode()).hexdigest(),
-        fingerprint={"seeds": str(units)},
+        plan_key=hashlib.sha256(str(seeds).encode()).hexdigest(),
+        fingerprint={"seeds": str(seeds)},
         reference_key="0" * 64,
         model="/model",
         adapter="",
-        inputs=(InputEntry("a.jsonl", 1, "0" * 64, ROWS * len(units)),),
-        rows_in=ROWS * len(units),
-        shards=(ROWS,) * len(units),
+        inputs=(InputEntry("a.jsonl", 1, "0" * 64, ROWS * len(seeds)),),
+        rows_in=ROWS * len(seeds),
+        shards=(ROWS,) * len(seeds),
         rejected=(),
-        quarantined={},
+        reasons={},
         notes={"repeats": 1},
         reuse=(),
         threads=1,
@@ -91,52 +78,39 @@ def plan_of(units):
 
 
 def commit_blocks(root, blocks, facts=None):
-    """A folder with a commit of each block."""
-    work = CacheFolder(root).work("0" * 64)
-    work.cache.prepare()
-    work.prepare()
-    commits = [
-        commit_unit(work, "run", unit, block, of_unit)
-        for unit, (block, of_unit) in enumerate(
-            zip(blocks, facts or [FACTS] * len(blocks), strict=True)
-        )
-    ]
-    return work.cache, commits
+    """A cache with a shard of each block, and the record of each."""
+    cache = Cache(root, plan_key="0" * 64)
+    cache.prepare()
+    cache.prepare_work()
+    facts = facts or [FACTS] * len(blocks)
+    numbered = enumerate(zip(blocks, facts, strict=True))
+    return cache, [cache.commit(number, block, **own) for number, (block, own) in numbered]
 
 
-def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None):
-    """Makes or goes on making a cache; `told` hears what may be relied on from now on."""
-    folder, plan = CacheFolder(root), plan_of(units)
-    is_done = folder.manifest.exists() and load_manifest(folder).plan_key == plan.plan_key
+def make_cache(root, seeds=(1, 2, 3)):
+    """Makes or goes on making a cache."""
+    plan = plan_of(seeds)
+    cache = Cache(root, plan_key=plan.plan_key)
+    is_done = cache.manifest_file.exists() and cache.manifest().plan_key == plan.plan_key
     if not is_done:
-        folder.prepare()
-    with owner_lock(folder, "run"):
+        cache.prepare()
+    with owner_lock(cache, "run"):
         if not is_done:
-            _make(folder, plan, units, told)
-            told("manifest", plan.plan_key)
-        collect(folder, folder.work(plan.plan_key))
-        told("manifest", plan.plan_key)
+            _make(cache, plan, seeds)
+        cache.tidy()
 
 
-def _make(folder, plan, units, told):
-    work = folder.work(plan.plan_key)
-    work.prepare()
-    stored = PLANS.find(work.plan)
+def _make(cache, plan, seeds):
+    cache.prepare_work()
+    stored = cache.find_plan()
     if stored is None:
         lost = (Rejected(0, 7, "null", "no prompt"),)
-        plan = replace(plan, rows_in=plan.rows_in + 1, rejected=lost, quarantined={"null": 1})
-        stored = PLANS.put(work.plan, plan)
-    told("plan", plan.plan_key)
-    commits = read_commits(work)
-    for unit in sorted(set(range(len(units))) - set(commits)):
-        commits[unit] = commit_unit(work, "run", unit, block_of(ROWS, units[unit]), LOSSY)
-        told(f"commits/{unit:08d}", plan.plan_key)
-    rejected = [
-        *stored.rejected,
-        *(row for unit in sorted(commits) for row in commits[unit].rejected),
-    ]
-    listed = write_rejected(work, "run", rejected, NAMES)
-    write_manifest(folder, build_manifest(stored, commits, listed))
+        plan = replace(plan, rows_in=plan.rows_in + 1, rejected=lost, reasons={"null": 1})
+        stored = cache.put_plan(plan)
+    shards = cache.done()
+    for number in sorted({*range(len(seeds))} - {*shards}):
+        shards[number] = cache.commit(number, block_of(ROWS, seeds[number]), **LOSSY)
+    cache.publish(cache.finished(stored, shards))
 
 
 def tree_of(root):

@@ -9,7 +9,7 @@ from align.schemas.row_keys import InputCounts, KeyedRows, key_rows
 from align.stages.data.encode import Encoder
 from align.stages.data.records import records_in
 from align.stages.pairing.long_form import merge_same_prompts
-from align.stages.storage.cache.commits import printable
+from align.stages.storage.cache.cache import printable
 from support.encoded_rows import plain
 from support.read_rows import parted
 

@@ -13,7 +13,7 @@ from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
-from align.stages.storage.cache.cache_folder import CacheFolder, part_name
+from align.stages.storage.cache.cache import Cache, part_name
 from align.stages.storage.cache.shards import write_shard
 from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.storage.disk.fs import sha256_of
@@ -97,7 +97,7 @@ def prompt_keys(draw, rows):
 
 def write_cache(root, blocks):
     """A folder with a shard for each block, and as much of a manifest as reading needs."""
-    folder = CacheFolder(root)
+    folder = Cache(root)
     folder.data.mkdir(parents=True)
     for unit, block in enumerate(blocks):
         draft = root / "draft.parquet"
@@ -105,7 +105,11 @@ def write_cache(root, blocks):
         draft.rename(folder.data / part_name(unit, sha256_of(draft)))
     shards = tuple(
         SimpleNamespace(
-            unit=unit, file=path.name, bytes=path.stat().st_size, sha256=sha256_of(path)
+            number=unit,
+            unit=unit,
+            file=path.name,
+            bytes=path.stat().st_size,
+            sha256=sha256_of(path),
         )
         for unit, path in enumerate(sorted(folder.data.iterdir()))
     )

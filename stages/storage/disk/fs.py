@@ -15,12 +15,12 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ....schemas.errors import AlignError, UsageError, os_errors_as_storage_errors
+from ....schemas.errors import AlignError, UsageError
+from ....schemas.errors import os_errors_as_storage_errors as os_errors
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of a file system without hard links
 
@@ -32,7 +32,7 @@ def publish(path: Path, payload: bytes) -> None:
         sink.flush()
         fsync(draft)
         rename(draft, path)
-    fsync_folder(path.parent)
+    fsync(path.parent)
 
 
 def put_if_absent(path: Path, payload: bytes) -> bool:
@@ -44,7 +44,7 @@ def put_if_absent(path: Path, payload: bytes) -> bool:
         won = link(draft, path)
     unlink(draft)
     # Also if another was first: work built on its file must not outlive it in a power loss.
-    fsync_folder(path.parent)
+    fsync(path.parent)
     return won
 
 
@@ -65,52 +65,38 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
             raise UsageError(f"{path} exists. Move it, or name another file.")
     if not replaces:
         unlink(draft)
-    fsync_folder(path.parent)
-
-
-@contextmanager
-def draft_if_absent(path: Path) -> Iterator[Path]:
-    """A name to write under; the file there becomes `path` at the end of the block.
-
-    If another was first, its file is kept.
-    """
-    draft = _draft_of(path)
-    try:
-        yield draft
-        link(draft, path)
-    finally:
-        discard(draft)
-    fsync_folder(path.parent)
+    fsync(path.parent)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` at the end of the block, unless `path` has content."""
-    with draft_folder(path) as draft:
-        yield draft
-        rename(draft, path)
-
-
-@contextmanager
-def draft_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which goes at the end of the block unless the block has moved it."""
     drop_drafts(path)
-    draft = _draft_of(path)
+    draft = draft_of(path)
     make_folder(draft)
     descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(descriptor)
         yield draft
+        rename(draft, path)
     finally:
         os.close(descriptor)
         with suppress(AlignError):
             remove_tree(draft)
 
 
+# Drafts
+
+
+def draft_of(path: Path) -> Path:
+    """A free name for a draft of a file or folder."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
 @contextmanager
 def locked_draft(path: Path, needed: int = 0) -> Iterator[tuple[Path, io.BufferedWriter]]:
-    """A draft of a file to write into and rename; removed if the block fails."""
-    draft = _draft_of(path)
+    """A locked draft of a file, to write into and rename; removed if the block fails."""
+    draft = draft_of(path)
     try:
         with create(draft, needed) as sink:
             _lock(sink.fileno())
@@ -120,42 +106,26 @@ def locked_draft(path: Path, needed: int = 0) -> Iterator[tuple[Path, io.Buffere
         raise
 
 
-@contextmanager
-def create(path: Path, needed: int = 0) -> Iterator[io.BufferedWriter]:
-    """A new file to write into; an existing file is refused."""
-    with os_errors_as_storage_errors("write", path, needed), path.open("xb") as sink:
-        yield sink
-
-
 def drop_drafts(path: Path) -> None:
     """Removes the drafts of a file or folder whose writers have died: those that are not locked."""
-    parent, name = path.parent, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
-    for draft in sorted(parent.iterdir()) if os.access(parent, os.R_OK) and parent.is_dir() else []:
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
+    for draft in sorted(path.parent.glob(".*.tmp")):
         # One without content may not be locked yet, and if we locked it its writer could not.
-        if name.fullmatch(draft.name) and _has_content(draft):
-            with if_unlocked(draft) as is_dead:
-                if is_dead:
+        if not name.fullmatch(draft.name) or not _has_content(draft):
+            continue
+        with suppress(FileNotFoundError):
+            descriptor = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if _lock(descriptor):
                     (remove_tree if draft.is_dir() else unlink)(draft)
+            finally:
+                os.close(descriptor)
 
 
 def _has_content(draft: Path) -> bool:
     with suppress(OSError):
         return any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size > 0
     return False
-
-
-@contextmanager
-def if_unlocked(path: Path) -> Iterator[bool]:
-    """Whether a file or folder is there and not locked; nobody can lock it during the block."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        yield _lock(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
@@ -165,26 +135,42 @@ def _lock(descriptor: int) -> bool:
     return False
 
 
-def _draft_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+# Single operations
 
 
-def sha256_of(path: Path) -> str:
-    """The digest of a file's bytes."""
-    with open_file(path) as source, os_errors_as_storage_errors("read", path):
-        return hashlib.file_digest(source, "sha256").hexdigest()
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content of a file."""
-    with os_errors_as_storage_errors("read", path):
-        return path.read_bytes()
+@contextmanager
+def create(path: Path, needed: int = 0) -> Iterator[io.BufferedWriter]:
+    """A new file to write into; an existing file is refused."""
+    with os_errors("write", path, needed), path.open("xb") as sink:
+        yield sink
 
 
 def open_file(path: Path) -> io.BufferedReader:
     """Opens a file for reading."""
-    with os_errors_as_storage_errors("open", path):
+    with os_errors("open", path):
         return path.open("rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file."""
+    with os_errors("read", path):
+        return path.read_bytes()
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file's bytes."""
+    with open_file(path) as source, os_errors("read", path):
+        return hashlib.file_digest(source, "sha256").hexdigest()
+
+
+def fsync(path: Path) -> None:
+    """Makes the bytes of a file, or the names in a folder, durable."""
+    with os_errors("fsync", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_new(path: Path, payload: bytes) -> None:
@@ -194,34 +180,15 @@ def write_new(path: Path, payload: bytes) -> None:
     fsync(path)
 
 
-def fsync(path: Path) -> None:
-    """Makes the bytes of a file durable."""
-    _sync(path, os.O_RDONLY)
-
-
-def fsync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    with os_errors_as_storage_errors("fsync", path):
-        descriptor = os.open(path, flags | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def rename(path: Path, target: Path) -> None:
     """Moves a file or folder over its new name in one step."""
-    with os_errors_as_storage_errors("rename", path):
+    with os_errors("rename", path):
         path.rename(target)
 
 
 def link(path: Path, target: Path) -> bool:
     """Gives a file a second name; False when the name is taken."""
-    with os_errors_as_storage_errors("link", path):
+    with os_errors("link", path):
         try:
             os.link(path, target)
         except FileExistsError:
@@ -237,7 +204,7 @@ def link(path: Path, target: Path) -> bool:
 
 def unlink(path: Path) -> None:
     """Removes a file, if it exists."""
-    with os_errors_as_storage_errors("unlink", path):
+    with os_errors("unlink", path):
         path.unlink(missing_ok=True)
 
 
@@ -249,35 +216,13 @@ def discard(path: Path) -> None:
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Makes one folder, unless it exists."""
-    with os_errors_as_storage_errors("make_folder", path):
+    with os_errors("make_folder", path):
         path.mkdir(mode, exist_ok=True)
-
-
-def share(folder: Path) -> None:
-    """Gives all files in a folder the permissions of a new one; some libraries hide theirs."""
-    usual = folder / f".{secrets.token_hex(8)}.tmp"
-    with create(usual) as sink:
-        mode = stat.S_IMODE(os.fstat(sink.fileno()).st_mode)
-    unlink(usual)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with os_errors_as_storage_errors("share", path):
-                path.chmod(mode)
-
-
-def remove_folder(path: Path) -> None:
-    """Removes a folder if it is empty."""
-    with os_errors_as_storage_errors("remove_folder", path):
-        try:
-            path.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
 
 
 def remove_tree(path: Path) -> None:
     """Removes a folder with everything in it, if it exists; links are not followed."""
-    with os_errors_as_storage_errors("remove_tree", path):
+    with os_errors("remove_tree", path):
         while path.exists() or path.is_symlink():
             with suppress(FileNotFoundError):  # another process removes it too
                 if path.is_symlink():
@@ -288,5 +233,5 @@ def remove_tree(path: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """The space on a folder's disk that this process may use, in bytes."""
-    with os_errors_as_storage_errors("free_bytes", path):
+    with os_errors("free_bytes", path):
         return shutil.disk_usage(path).free

@@ -30,7 +30,7 @@ class Lines:
         """Makes all lines durable."""
         with os_errors_as_storage_errors("fsync", self._path):
             os.fsync(self._descriptor)
-        fs.fsync_folder(self._path.parent)
+        fs.fsync(self._path.parent)
 
     def close(self) -> None:
         """Closes the file."""

@@ -30,12 +30,12 @@ from ....schemas.errors import AlignError, CorruptionError, StorageError
 from ....schemas.json_codec import to_signed_json
 from ..disk import fs
 from ..disk.failpoints import reach
-from ..signed_records import SignedRecords
+from ..records import Records
 from .run_folder import RECORD_NAME, RunFolder, described, trash_name
 
 logger = logging.getLogger("align")
 
-CHECKPOINTS = SignedRecords(Checkpoint, remedy="Without it a run resumes from an older one.")
+CHECKPOINTS = Records(Checkpoint, remedy="Without it a run resumes from an older one.")
 
 
 def save_checkpoint(
@@ -101,14 +101,14 @@ def _commit(
     reach("checkpoint.before_json")
     _write_record(draft, dataclasses.replace(record, files=tuple(files)))
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
-        fs.fsync_folder(path)
+        fs.fsync(path)
     final = folder.step(record.position.global_step)
     if final.exists():  # of a run that then resumed from an older checkpoint
         fs.rename(final, trash_name(final))
     reach("checkpoint.before_rename")
     fs.rename(draft, final)
     reach("checkpoint.after_rename")
-    fs.fsync_folder(folder.checkpoints)
+    fs.fsync(folder.checkpoints)
     fs.publish(folder.latest, f"{final.name}\n".encode())
 
 
@@ -133,9 +133,9 @@ def add_checkpoint_metrics(
     _write_record(draft, record)
     fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
     # Not synced: a run that resumes from a checkpoint without its evaluation evaluates again.
-    fs.remove_folder(draft)
+    fs.remove_tree(draft)
     # A process that was killed may have left a `latest` that a power loss undoes.
-    fs.fsync_folder(folder.checkpoints)
+    fs.fsync(folder.checkpoints)
     prune(folder, retention, newest=step)
 
 

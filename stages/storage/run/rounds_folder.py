@@ -17,12 +17,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ....schemas.round_record import RoundRecord
-from ..cache.cache_folder import OutputFolder
 from ..disk import fs
-from ..signed_records import SignedRecords
+from ..output_folder import OutputFolder
+from ..records import Records
 from .run_folder import RunFolder
 
-ROUNDS = SignedRecords(
+ROUNDS = Records(
     RoundRecord,
     remedy="Remove it and run the same command again: what the round has made stays.",
 )
@@ -81,7 +81,7 @@ class RoundsFolder:
         OutputFolder(self.root, "rounds").prepare()
         fs.make_folder(self.held_out)
         fs.make_folder(self.sample_answers.parent)
-        fs.fsync_folder(self.root)
+        fs.fsync(self.root)
         for path in (self.prompts, self.held_out_prompts):
             fs.drop_drafts(path)
 
@@ -89,7 +89,7 @@ class RoundsFolder:
         """Makes the folder of a round."""
         one = self.round(number)
         fs.make_folder(one.root)
-        fs.fsync_folder(self.root)
+        fs.fsync(self.root)
         for path in (one.record, one.prompts):
             fs.drop_drafts(path)
         return one

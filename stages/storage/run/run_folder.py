@@ -25,15 +25,16 @@ from __future__ import annotations
 
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from ....schemas.checkpoint import CheckpointFile, Ending, FittedBatches
 from ....schemas.errors import StorageError, UsageError
-from ..cache.cache_folder import is_output, make_place, refuse_foreign
 from ..disk import fs
 from ..disk.failpoints import reach
-from ..signed_records import SignedRecords
+from ..output_folder import is_output, make_place, refuse_foreign
+from ..records import Records
 
 RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
@@ -166,7 +167,7 @@ class RunFolder:
         refuse_foreign(self.root, is_ours=self._is_ours, what="training run")
         make_place(self.root, self.private)
         fs.make_folder(self.checkpoints)
-        fs.fsync_folder(self.root)
+        fs.fsync(self.root)
 
     def _is_ours(self) -> bool:
         is_cache = (self.root / "manifest.json").exists() or (self.root / "data").exists()
@@ -201,13 +202,13 @@ class RunFolder:
         doomed = self.left_over()
         # First their renames: after a power loss no half-emptied folder may have its old name.
         for parent in sorted({path.parent for path in doomed if path.is_dir()}):
-            fs.fsync_folder(parent)
+            fs.fsync(parent)
         for path in doomed:
             (fs.remove_tree if path.is_dir() else fs.unlink)(path)
 
     def empty_trash(self) -> None:
         """Removes for good what was renamed to be removed."""
-        fs.fsync_folder(self.checkpoints)  # first the renames, as above
+        fs.fsync(self.checkpoints)  # first the renames, as above
         reach("prune.forgotten")
         for path in sorted(self.checkpoints.glob(".trash-*")):
             fs.remove_tree(path)
@@ -234,7 +235,7 @@ def read_ending(folder: RunFolder) -> Ending | None:
     return _ENDINGS.find(folder.ending)
 
 
-_ENDINGS = SignedRecords(
+_ENDINGS = Records(
     Ending,
     remedy="Remove it: the run then counts as killed, and --resume auto continues it.",
 )
@@ -251,7 +252,7 @@ def remove_model(target: Path) -> None:
     if target.exists():
         trash = trash_name(target)
         fs.rename(target, trash)
-        fs.fsync_folder(target.parent)
+        fs.fsync(target.parent)
         fs.remove_tree(trash)
 
 
@@ -260,15 +261,21 @@ def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> No
     draft = target.with_name(f".tmp-{target.name}-{run_id}")
     fs.make_folder(draft)
     write(draft)
-    fs.share(draft)
+    # Some libraries let nobody else read their files: all get the permissions of a new one.
+    usual = draft / f".{secrets.token_hex(8)}.tmp"
+    usual.touch()
+    mode = stat.S_IMODE(usual.stat().st_mode)
+    usual.unlink()
     for path in (*draft.rglob("*"), draft):
-        (fs.fsync_folder if path.is_dir() else fs.fsync)(path)
+        if path.is_file():
+            path.chmod(mode)
+        fs.fsync(path)
     trash = trash_name(target)
     if target.exists():
         fs.rename(target, trash)
     reach("model.before_rename")
     fs.rename(draft, target)
     reach("model.after_rename")
-    fs.fsync_folder(target.parent)
+    fs.fsync(target.parent)
     if trash.exists():  # only now: a power loss can no longer bring its old name back
         fs.remove_tree(trash)

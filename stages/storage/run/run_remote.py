@@ -180,7 +180,7 @@ class RunRemote:
         self._fetch(targets, {f"{prefix}/{file.path}": file.sha256 for file in checkpoint.files})
         fs.write_new(draft / RECORD_NAME, payload)
         fs.rename(draft, final)
-        fs.fsync_folder(final.parent)
+        fs.fsync(final.parent)
         return True
 
     def _fetch(self, targets: Mapping[str, Path], sha256: Mapping[str, str] | None = None) -> None:

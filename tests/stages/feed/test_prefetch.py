@@ -100,7 +100,7 @@ def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, che
     with feed_of(source).steps(START) as steps:
         seen = [next(steps)]
         path.write_bytes(content)
-        with refuses(CorruptionError, f"unit {group}"):
+        with refuses(CorruptionError, f"part-{group:08d}"):
             seen.extend(steps)
     assert 1 < len(seen) < feed_of(source).steps_per_epoch
     assert not prefetching()

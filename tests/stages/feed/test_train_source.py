@@ -185,11 +185,11 @@ def test_damage_is_found_when_the_cache_is_opened_and_named_by_its_unit(mixed):
         content = bytearray(whole)
         content[place] ^= 4
         path.write_bytes(content)
-        with refuses(CorruptionError, "unit 1"):
+        with refuses(CorruptionError, "part-00000001"):
             opened(mixed, kind="labelled", check=check)
     path.write_bytes(whole)
     (folder.data / manifest.shards[2].file).unlink()
-    with refuses(CorruptionError, "unit 2"):
+    with refuses(CorruptionError, "part-00000002"):
         opened(mixed)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, ScoredBlock
-from align.stages.storage.cache.manifest_file import build_manifest, write_manifest
 from support.encoded_rows import encoded
 from support.made_caches import commit_blocks, plan_of
 
@@ -60,9 +59,9 @@ def write_cache(root, rows, *, per_unit):
         fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
         rows_in=len(rows) + 3,
         shards=tuple(len(block.rows) for block in blocks),
-        quarantined={"empty_completion": 1, "too_long": 2},
+        reasons={"empty_completion": 1, "too_long": 2},
     )
-    write_manifest(folder, build_manifest(plan, dict(enumerate(commits)), None))
+    folder.publish(folder.finished(plan, dict(enumerate(commits))))
     return folder
 
 

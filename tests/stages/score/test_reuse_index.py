@@ -7,9 +7,8 @@ import pytest
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import ScoredBlock
 from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
-from align.stages.storage.cache.commits import UnitFacts
 from support.encoded_rows import encoded
-from support.made_caches import commit_blocks
+from support.made_caches import FACTS, commit_blocks
 
 LOWEST, HIGHEST = "0" * 16, "f" * 16
 NUMERICS = ({"path": "one"}, {"path": "two"})
@@ -45,7 +44,8 @@ def earlier(halves, tmp_path):
     """A cache of those two shards, the second of which begins where the first ends."""
     arcs = ((LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST))
     facts = [
-        UnitFacts(*arc, 64, (), {}, numerics) for arc, numerics in zip(arcs, NUMERICS, strict=True)
+        FACTS | {"keys": arc, "numerics": numerics}
+        for arc, numerics in zip(arcs, NUMERICS, strict=True)
     ]
     folder, commits = commit_blocks(tmp_path / "cache", halves, facts)
     return EarlierCache(folder, tuple(commits))

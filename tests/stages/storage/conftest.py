@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cache import Cache
 from support.made_caches import make_cache
 
 
@@ -20,4 +20,4 @@ def quick_fsync():
 def cache(tmp_path):
     """A finished cache of three shards."""
     make_cache(tmp_path / "cache")
-    return CacheFolder(tmp_path / "cache")
+    return Cache(tmp_path / "cache")

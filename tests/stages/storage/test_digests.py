@@ -8,7 +8,6 @@ import time
 import pytest
 
 from align.schemas.errors import CorruptionError
-from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.storage.disk import digests
 from align.stages.storage.disk.digests import SETTLED_NS, Digests, own_digests
 from support.shard_cache import block_of, write_cache
@@ -152,8 +151,8 @@ def test_a_remembered_shard_is_compared_with_its_commit(tmp_path, later):
     folder, manifest = write_cache(tmp_path / "cache", [block_of(20), block_of(20, seed=1)])
     later(SETTLED_NS)
     for shard in manifest.shards:
-        check_shard(folder, shard, own_digests())
+        folder.check(shard, own_digests())
     first, second = manifest.shards
     first.sha256, first.bytes = second.sha256, second.bytes
-    with pytest.raises(CorruptionError, match="unit 0"):
-        check_shard(folder, first, own_digests())
+    with pytest.raises(CorruptionError, match="part-00000000"):
+        folder.check(first, own_digests())

@@ -7,24 +7,24 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from align.schemas.errors import LockedError, UsageError
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache.cache import Cache
 from align.stages.storage.disk.locks import held, is_owned, owner_lock, try_owner_lock
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import trash_name
 from support.checkpoint_saves import save
-from support.made_caches import at_once, in_child
+from support.made_caches import FACTS, at_once, block_of, in_child
 
 
 def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
-    folder = CacheFolder(tmp_path / "a" / "b")
+    cache = Cache(tmp_path / "a" / "b", plan_key="f" * 64)
     (tmp_path / "a" / "b" / "_align").mkdir(parents=True)  # it was only begun
-    folder.prepare()
-    folder.prepare()
-    assert folder.data.is_dir()
-    work = folder.work("f" * 64)
-    work.prepare()
-    assert work.commits.is_dir()
-    assert work.new_draft("run", "a").parent.stat().st_mode & 0o777 == 0o700
+    cache.prepare()
+    cache.prepare()
+    assert cache.data.is_dir()
+    cache.prepare_work()
+    assert cache.commits.is_dir()
+    cache.commit(0, block_of(2, 1), **FACTS)
+    assert (cache.work / "tmp").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_second_owner_is_refused_with_the_name_of_the_first(prepared_run):

@@ -10,15 +10,12 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.cache import Commit
+from align.schemas.cache import Shard
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
 from align.schemas.json_codec import digest, from_signed_json, to_json
 from align.schemas.rows import Rejected
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.commits import commit_unit, read_commits, write_rejected
-from align.stages.storage.cache.manifest_file import PLANS
+from align.stages.storage.cache.cache import Cache
 from align.stages.storage.cache.shards import read_shard
-from align.stages.storage.cache.verify_cache import check_shard
 from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import save_model
 from support import disk_faults
@@ -63,9 +60,9 @@ def test_no_operation_that_fails_commits_half_a_unit(tmp_path):
             if fault.seen < at:  # some faults need not stop a run, as one of removing its leavings
                 break
         for commit in root.rglob("commits/*.json"):
-            named = from_signed_json(Commit, commit.read_bytes())
+            named = from_signed_json(Shard, commit.read_bytes())
             assert fs.sha256_of(root / "data" / named.file) == named.sha256
-        assert not list(root.rglob("tmp/run/*"))
+        assert not list(root.rglob("tmp/*"))
         make_cache(root)
         assert tree_of(root) == clean
     assert codes == [74] * len(codes)
@@ -200,94 +197,91 @@ def test_a_folder_half_filled_goes_with_the_next_of_its_name(tmp_path):
 
 
 @pytest.fixture
-def work(tmp_path):
-    folder = CacheFolder(tmp_path / "cache")
-    folder.prepare()
-    work = folder.work("a" * 64)
-    work.prepare()
-    return work
+def cache(tmp_path):
+    """One that is being made."""
+    cache = Cache(tmp_path / "cache", plan_key="a" * 64)
+    cache.prepare()
+    cache.prepare_work()
+    return cache
 
 
-def test_a_commit_describes_its_shard(work):
+def test_a_record_describes_its_shard(cache):
     block = block_of(9, 1)
-    (work.commits / ".00000000.json.ab.tmp").write_text("half")  # left by a killed run
-    commit = commit_unit(work, "run", 4, block, FACTS)
-    check_shard(work.cache, commit)
-    assert commit.file == f"part-00000004-{commit.sha256[:16]}.parquet"
-    assert (commit.rows, commit.branches) == (9, len(block.logps))
-    assert commit.tokens == sum(map(len, block.rows.completions))
-    assert read_commits(work) == {4: commit}
-    assert read_commits(work.cache.work("b" * 64)) == {}
-    assert not list(work.tmp("run").iterdir())
-    empty = commit_unit(work, "run", 0, block_of(0, 1), FACTS)
+    (cache.commits / ".00000000.json.ab.tmp").write_text("half")  # left by a killed run
+    shard = cache.commit(4, block, **FACTS)
+    cache.check(shard)
+    assert shard.file == f"part-00000004-{shard.sha256[:16]}.parquet"
+    assert (shard.rows, shard.branches) == (9, len(block.logps))
+    assert shard.tokens == sum(map(len, block.rows.completions))
+    assert cache.done() == {4: shard}
+    assert Cache(cache.root, plan_key="b" * 64).done() == {}
+    assert not list(cache.work.glob("tmp/*"))
+    empty = cache.commit(0, block_of(0, 1), **FACTS)
     assert (empty.rows, empty.branches) == (0, 0)
-    assert len(read_shard(work.cache.data / empty.file).rows) == 0
-    assert read_commits(work) == {0: empty, 4: commit}
+    assert len(read_shard(cache.shard(empty)).rows) == 0
+    assert cache.done() == {0: empty, 4: shard}
 
 
-@pytest.fixture
-def lossy():
-    """Facts of a unit that lost three rows."""
-    lost = [Rejected(1, 4, "oom", "big"), Rejected(0, 9, "oom", "big"), Rejected(0, 2, "null", "")]
-    return dataclasses.replace(FACTS, rejected=tuple(lost))
+LOST = (Rejected(1, 4, "oom", "big"), Rejected(0, 9, "oom", "big"), Rejected(0, 2, "null", ""))
+LOSSY = FACTS | {"rejected": LOST}
 
 
-def test_a_commit_names_the_rows_its_unit_lost_and_one_file_of_the_cache_all_of_them(work, lossy):
-    commit = commit_unit(work, "run", 4, block_of(9, 1), lossy)
-    assert commit.quarantined == {"null": 1, "oom": 2}
-    in_order = sorted(lossy.rejected, key=lambda row: (row.file, row.row))
-    assert [*commit.rejected] == in_order
-    backwards = dataclasses.replace(lossy, rejected=lossy.rejected[::-1])
-    assert commit_unit(work, "again", 4, block_of(9, 1), backwards) == commit
-    assert write_rejected(work, "run", [], NAMES) is None
-    entry = write_rejected(work, "run", in_order, NAMES)
-    stored = pq.read_table(work.cache.root / entry.file).to_pylist()
+def test_a_record_names_the_rows_its_shard_lost_and_one_file_of_the_cache_all_of_them(cache):
+    shard = cache.commit(4, block_of(9, 1), **LOSSY)
+    assert shard.reasons == {"null": 1, "oom": 2}
+    in_order = sorted(LOST, key=lambda row: (row.file, row.row))
+    assert [*shard.rejected] == in_order
+    assert cache.commit(4, block_of(9, 1), **LOSSY | {"rejected": LOST[::-1]}) == shard
+    assert cache.write_rejected([], NAMES) is None
+    entry = cache.write_rejected(in_order, NAMES)
+    cache.check(entry)
+    stored = pq.read_table(cache.rejected).to_pylist()
     assert [row.pop("file_name") for row in stored] == ["a.jsonl", "a.jsonl", "b.jsonl"]
     assert [Rejected(**(row | {"file": int(row["file"], 16)})) for row in stored] == in_order
 
 
-def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(work):
-    old = commit_unit(work, "old", 0, block_of(5, 2), FACTS)
-    other = work.cache.work("b" * 64)
-    other.prepare()
-    commit_unit(other, "one", 0, block_of(5, 1), FACTS)
-    commit_unit(other, "two", 0, block_of(5, 2), FACTS)
-    check_shard(work.cache, old)
+def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(cache):
+    old = cache.commit(0, block_of(5, 2), **FACTS)
+    other = Cache(cache.root, plan_key="b" * 64)
+    other.prepare_work()
+    other.commit(0, block_of(5, 1), **FACTS)
+    other.commit(0, block_of(5, 2), **FACTS)
+    cache.check(old)
 
 
 @pytest.mark.parametrize("same_bytes", [True, False])
-def test_workers_without_any_lock_end_with_one_commit_per_unit(work, same_bytes):
+def test_workers_without_any_lock_end_with_one_record_per_shard(cache, same_bytes):
     def compete(worker):
-        for unit in range(6):
-            block = block_of(5, unit if same_bytes else 10 * unit + worker)
-            commit_unit(work, f"run-{worker}", unit, block, FACTS)
+        for number in range(6):
+            cache.commit(
+                number, block_of(5, number if same_bytes else 10 * number + worker), **FACTS
+            )
 
     assert at_once(4, compete) == [0] * 4
-    kept = read_commits(work)
+    kept = cache.done()
     assert sorted(kept) == list(range(6))
-    for commit in kept.values():
-        check_shard(work.cache, commit)
-    names = {path.name for path in work.cache.data.iterdir()}
-    assert names == {commit.file for commit in kept.values()}
+    for shard in kept.values():
+        cache.check(shard)
+    assert {path.name for path in cache.data.iterdir()} == {shard.file for shard in kept.values()}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_prob_that_is_not_finite_is_never_stored(work, bad):
+def test_a_log_prob_that_is_not_finite_is_never_stored(cache, bad):
     block = block_of(5, 1)
     logps = block.logps.copy()
     logps[2] = bad
-    with pytest.raises(NonFiniteError, match="unit 7"):
-        commit_unit(work, "run", 7, dataclasses.replace(block, logps=logps), FACTS)
-    assert list(work.cache.data.iterdir()) == []
+    with pytest.raises(NonFiniteError, match="shard 7"):
+        cache.commit(7, dataclasses.replace(block, logps=logps), **FACTS)
+    assert list(cache.data.iterdir()) == []
 
 
 def edited(**fields):
-    """Changes a commit and signs it anew."""
+    """Changes a record and signs it anew."""
 
-    def edit(work, _):
-        plain = json.loads(work.commit(0).read_text()) | fields
+    def edit(cache, _):
+        plain = json.loads(cache.record(0).read_text()) | fields
         del plain["digest"]
-        work.commit(0).write_text(to_json(plain | {"digest": digest(plain)}))
+        cache.record(0).write_text(to_json(plain | {"digest": digest(plain)}))
 
     return edit
 
@@ -295,29 +289,32 @@ def edited(**fields):
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda work, commit: work.cache.shard(commit).unlink(),
-        lambda work, commit: os.truncate(work.cache.shard(commit), 9),
+        lambda cache, shard: cache.shard(shard).unlink(),
+        lambda cache, shard: os.truncate(cache.shard(shard), 9),
         edited(bytes=1),
     ],
 )
-def test_a_commit_whose_shard_is_missing_or_short_goes_so_that_it_is_made_again(work, lossy, harm):
-    commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
-    harm(work, commit)
-    assert read_commits(work) == {}
-    assert commit_unit(work, "run", 0, block_of(5, 1), lossy) == commit
-    assert read_commits(work) == {0: commit}
-    edited(rows="five")(work, commit)
+def test_a_record_whose_shard_is_missing_or_short_goes_so_that_it_is_made_again(cache, harm):
+    shard = cache.commit(0, block_of(5, 1), **LOSSY)
+    harm(cache, shard)
+    assert cache.done(is_own=False) == {}
+    assert cache.record(0).exists()
+    assert cache.done() == {}
+    assert not cache.record(0).exists()
+    assert cache.commit(0, block_of(5, 1), **LOSSY) == shard
+    assert cache.done() == {0: shard}
+    edited(rows="five")(cache, shard)
     with pytest.raises(CorruptionError, match="rows"):
-        read_commits(work)
+        cache.done()
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_commit_or_a_plan_with_a_flipped_bit_is_refused(work, lossy, flips):
-    commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
-    plan = PLANS.put(work.plan, plan_of([1]))
+def test_a_record_or_a_plan_with_a_flipped_bit_is_refused(cache, flips):
+    shard = cache.commit(0, block_of(5, 1), **LOSSY)
+    plan = cache.put_plan(plan_of([1]))
     for path, read, held in [
-        (work.commit(0), lambda: read_commits(work), {0: commit}),
-        (work.plan, lambda: PLANS.find(work.plan), plan),
+        (cache.record(0), cache.done, {0: shard}),
+        (cache.plan, cache.find_plan, plan),
     ]:
         good = path.read_bytes()
         for damaged in flipped(good, flips):

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from align.pipeline.precompute.verify import verify_files
 from align.schemas.columns import Ragged
 from align.schemas.errors import CorruptionError
-from align.stages.storage.cache.manifest_file import load_manifest
 from align.stages.storage.cache.shards import (
     ROWS_PER_GROUP,
     TOKENS_PER_GROUP,
@@ -21,7 +21,6 @@ from align.stages.storage.cache.shards import (
     to_table,
     write_shard,
 )
-from align.stages.storage.cache.verify_cache import check_shard, damaged_units, verify_cache
 from support.flips import flipped
 from support.made_caches import block_of, in_child
 
@@ -124,18 +123,18 @@ def test_what_is_not_a_shard_is_corrupt(tmp_path):
 
 @pytest.fixture
 def shard(cache):
-    return cache.data / load_manifest(cache).shards[1].file
+    return cache.data / cache.manifest().shards[1].file
 
 
 def test_a_flipped_bit_anywhere_in_a_shard_is_noticed(cache, shard):
-    assert verify_cache(cache) == load_manifest(cache)
-    commit, good = load_manifest(cache).shards[1], shard.read_bytes()
+    assert verify_files(cache) == cache.manifest()
+    commit, good = cache.manifest().shards[1], shard.read_bytes()
     for damaged in flipped(good, 600):
         shard.write_bytes(damaged)
-        with pytest.raises(CorruptionError, match="unit 1"):
-            check_shard(cache, commit)
+        with pytest.raises(CorruptionError, match="part-00000001"):
+            cache.check(commit)
     shard.write_bytes(good)
-    check_shard(cache, commit)
+    cache.check(commit)
 
 
 def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path):
@@ -165,24 +164,36 @@ DAMAGE = {
 }
 
 
-def test_other_damage_is_noticed_and_its_unit_named(cache, shard):
+def damaged_in(cache):
+    """The numbers of damaged shards."""
+    numbers = []
+    for entry in cache.manifest().shards:
+        try:
+            cache.check(entry)
+        except CorruptionError as error:
+            assert entry.file in str(error)  # noqa: PT017
+            numbers.append(entry.number)
+    return numbers
+
+
+def test_other_damage_is_noticed_and_its_shard_named(cache, shard):
     good = shard.read_bytes()
     for name, damage in DAMAGE.items():
         shard.write_bytes(damage(good))
-        assert list(damaged_units(cache, load_manifest(cache))) == [1], name
+        assert damaged_in(cache) == [1], name
     cache.rejected.write_bytes(b"")
-    with pytest.raises(CorruptionError, match=r"2 of 4 files(.|\n)*unit 1(.|\n)*rejected"):
-        verify_cache(cache)
+    with pytest.raises(CorruptionError, match=r"part-00000001(.|\n)*rejected"):
+        verify_files(cache)
 
 
 def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, shard):
     (cache.data / "notes.txt").write_text("mine")
     shutil.copy(shard, cache.data / f"part-00000077-{'0' * 16}.parquet")
-    verify_cache(cache)
-    other = cache.data / load_manifest(cache).shards[0].file
+    verify_files(cache)
+    other = cache.data / cache.manifest().shards[0].file
     held = shard.read_bytes()
     shard.write_bytes(other.read_bytes())
     other.write_bytes(held)
-    assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
+    assert damaged_in(cache) == [0, 1]
     shard.unlink()
-    assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
+    assert damaged_in(cache) == [0, 1]
