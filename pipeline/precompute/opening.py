@@ -166,7 +166,8 @@ def candidates(options: CacheOptions) -> tuple[str, ...]:
     """Folders to search: those the user names, then those that this user has made before."""
     for name in options.reuse:
         cache = Cache(manifest_folder(name))
-        if not (cache.manifest_file.is_file() or any(map(Cache.find_plan, cache.unfinished()))):
+        is_planned = any(work.plan.is_file() for work in cache.unfinished())
+        if not (cache.manifest_file.is_file() or is_planned):
             raise UsageError(f"{name}: no cache to reuse (--reuse). Check the path.")
     known = []
     for line in _registered() if options.reuse_known else ():
