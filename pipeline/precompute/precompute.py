@@ -287,7 +287,7 @@ def _published(job: CacheJob, plan: Plan) -> tuple[Manifest | None, bool]:
         return _made_by_another(job), False
     if len(shards) < len(plan.numbers):
         return (None if cache.plan.is_file() else _made_by_another(job)), False
-    manifest = cache.finished(plan, shards)
+    manifest = cache.build_manifest(plan, shards)
     _require_usable(job, manifest)
     if not cache.publish(manifest):
         return _made_by_another(job), False

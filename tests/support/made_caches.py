@@ -110,7 +110,7 @@ def _make(cache, plan, seeds):
     shards = cache.done()
     for number in sorted({*range(len(seeds))} - {*shards}):
         shards[number] = cache.commit(number, block_of(ROWS, seeds[number]), **LOSSY)
-    cache.publish(cache.finished(stored, shards))
+    cache.publish(cache.build_manifest(stored, shards))
 
 
 def tree_of(root):

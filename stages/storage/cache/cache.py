@@ -285,7 +285,7 @@ class Cache:
             )
         return MANIFESTS.read(self.manifest_file)
 
-    def finished(self, plan: Plan, shards: Mapping[int, Shard]) -> Manifest:
+    def build_manifest(self, plan: Plan, shards: Mapping[int, Shard]) -> Manifest:
         """The manifest of a plan and all of its shards; the list of rejected rows is written.
 
         The same plan and shards give the same bytes.
