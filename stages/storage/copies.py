@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .remote import Remote
 
 ORIGIN = ".origin"
-FILES_AT_ONCE = 16
 
 
 def work_folder(url: str) -> Path:
@@ -50,7 +49,7 @@ def fetch_folder(url: str, choose: Callable[[list[str]], list[str]]) -> Path:
     if odd := next((name for name in wanted if name and not is_plain_path(name)), None):
         raise UsageError(f"{remote.url}: {odd!r} is not a file name. Copy it to another key.")
     versions = sorted((name, found[name].size, found[name].etag) for name in wanted)
-    return _fetched(remote, versions, [(name, "", etag) for name, _, etag in versions])
+    return _fetched(remote, versions, wanted, etags={name: found[name].etag for name in wanted})
 
 
 def local_cache(text: str) -> Path:
@@ -69,8 +68,8 @@ def fetch_cache(url: str) -> Path:
             f"{remote.url} is not a finished cache: it has no manifest.json. Make it with "
             "`align precompute-ref`, or let that finish."
         )
-    files = [(name, sha256, "") for name, sha256 in _files_of(remote, payload).items()]
-    folder = _fetched(remote, hashlib.sha256(payload).hexdigest(), files)
+    files = _files_of(remote, payload)
+    folder = _fetched(remote, hashlib.sha256(payload).hexdigest(), files, sha256=files)
     if not (folder / "manifest.json").exists():
         fs.publish(folder / "manifest.json", payload)
     return folder
@@ -78,7 +77,7 @@ def fetch_cache(url: str) -> Path:
 
 def damaged_objects(url: str) -> list[str]:
     """The files of a finished cache in a bucket that are missing or not what was written."""
-    from .remote import Remote  # noqa: PLC0415 - as above
+    from .remote import FILES_AT_ONCE, Remote  # noqa: PLC0415 - as above
 
     remote = Remote(url)
     files = _files_of(remote, remote.get("manifest.json") or b"")
@@ -118,24 +117,18 @@ def manifest_folder(text: str) -> Path:
     return fetch_folder(text, lambda names: [name for name in names if name == "manifest.json"])
 
 
-def _fetched(remote: Remote, key: object, files: list[tuple[str, str, str]]) -> Path:
-    """The copy of these objects (name, sha256, ETag) that this key names."""
+def _fetched(
+    remote: Remote, key: object, names: Iterable[str], **versions: Mapping[str, str]
+) -> Path:
+    """The copy of these objects that this key names; `versions` are their digests or ETags."""
     place = _copies() / digest([remote.url, key])[:16]
     folder = place / remote.name
     fs.make_folder(place)
-
-    def fetch(file: tuple[str, str, str]) -> None:
-        name, sha256, etag = file
-        target = folder / name if name else folder
-        if not target.exists():  # by a command that was killed
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remote.fetch(name, target, sha256=sha256, etag=etag)
-
     with held(place / ".lock"):
         if not (place / ORIGIN).exists():
-            with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
-                for _ in pool.map(fetch, files):
-                    pass
+            targets = {name: folder / name if name else folder for name in names}
+            missing = {name: path for name, path in targets.items() if not path.exists()}
+            remote.fetch_all(missing, **versions)  # the others are of a command that was killed
             fs.publish(place / ORIGIN, remote.url.encode())
     return folder
 

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +39,7 @@ ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOG
 PAUSES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0, 8.0)  # seconds before each try of a conditional write
 CHUNK = 8 << 20
 CHUNKS_AT_ONCE = 2  # of one file
+FILES_AT_ONCE = 16
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _FAILURES = (exceptions.BaseError, OSError, ValueError)
 _FINAL = (  # another try cannot change these
@@ -171,6 +172,24 @@ class Remote:
             raise CorruptionError(
                 f"{self.at(name)} is missing. Restore it from a copy, or make it again."
             ) from error
+
+    def fetch_all(
+        self,
+        targets: Mapping[str, Path],
+        *,
+        sha256: Mapping[str, str] | None = None,
+        etags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Copies objects to files, whose folders are made; some at a time."""
+
+        def fetch(name: str) -> None:
+            targets[name].parent.mkdir(parents=True, exist_ok=True)
+            digest, etag = (sha256 or {}).get(name, ""), (etags or {}).get(name, "")
+            self.fetch(name, targets[name], sha256=digest, etag=etag)
+
+        with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
+            for _ in pool.map(fetch, targets):
+                pass  # so that an error is raised
 
     def _copy(self, name: str, target: Path, sha256: str, etag: str) -> None:
         arrived = hashlib.sha256()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,22 +116,35 @@ class TableFolder:
         counts: Mapping[str, int],
         sampling: Drawing | None = None,
     ) -> TableManifest:
-        """Writes the table with its manifest, in place of another; nothing if it is there."""
-        unsigned = TableManifest(
-            format_version=TABLE_FORMAT,
-            root="",
-            kind=self.kind,
-            made_from=dict(made_from),
-            settings=dict(settings),
-            counts=dict(counts),
-            rows=table.height,
-            columns={},
-            bytes=0,
-            sha256="",
-            sampling=sampling,
-        )
+        """Writes the table with its manifest, in place of another; nothing if it is there.
+
+        The same rows and settings give the same bytes.
+        """
+        schema = table.clear().to_arrow().schema
         with fs.locked_draft(self.root / self.file.name) as (draft, sink):
-            manifest = _write(draft, sink, table, unsigned)
+            with pq.ParquetWriter(
+                sink, schema, compression="zstd", write_statistics=False
+            ) as writer:
+                for start in range(0, table.height, ROWS):
+                    writer.write_table(table.slice(start, ROWS).to_arrow(), row_group_size=ROWS)
+                sink.flush()
+                size = draft.stat().st_size
+                manifest = TableManifest(
+                    format_version=TABLE_FORMAT,
+                    root="",
+                    kind=self.kind,
+                    made_from=dict(made_from),
+                    settings=dict(settings),
+                    counts=dict(counts),
+                    rows=table.height,
+                    columns=_columns(schema),
+                    bytes=size,
+                    sha256=_sha256_of(draft, size),
+                    sampling=sampling,
+                )
+                manifest = replace(manifest, root=digest(manifest, without={"root"}))
+                writer.add_key_value_metadata({KEY: to_signed_json(manifest)})
+            sink.flush()
             there = self.stored()
             if there and filecmp.cmp(draft, there, shallow=False):
                 fs.unlink(draft)
@@ -197,24 +209,6 @@ def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
     except _DAMAGE as error:
         raise damaged(path, str(error).partition("\n")[0], _REMEDY) from error
     return manifest, pl.concat(cast("list[pl.DataFrame]", pieces))
-
-
-def _write(
-    path: Path, sink: io.BufferedWriter, table: pl.DataFrame, manifest: TableManifest
-) -> TableManifest:
-    """Writes a table, then its manifest into the footer; the same bytes for the same rows."""
-    schema = table.clear().to_arrow().schema
-    with pq.ParquetWriter(sink, schema, compression="zstd", write_statistics=False) as writer:
-        for start in range(0, table.height, ROWS):
-            writer.write_table(table.slice(start, ROWS).to_arrow(), row_group_size=ROWS)
-        sink.flush()
-        size = path.stat().st_size
-        columns, sha256 = _columns(schema), _sha256_of(path, size)
-        whole = replace(manifest, columns=columns, bytes=size, sha256=sha256)
-        whole = replace(whole, root=digest(whole, without={"root"}))
-        writer.add_key_value_metadata({KEY: to_signed_json(whole)})
-    sink.flush()
-    return whole
 
 
 def _stored(path: Path) -> TableManifest | None:

@@ -23,7 +23,6 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from ....schemas.errors import CorruptionError, NonFiniteError, StorageError, Us
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.json_codec import digest
 from ....schemas.rows import Rejected, ScoredBlock
-from ..copies import FILES_AT_ONCE, work_folder
+from ..copies import work_folder
 from ..disk import fs
 from ..disk.digests import remembered_sha256
 from ..locations import is_remote
@@ -474,14 +473,8 @@ class Cache:
         """Fetches the records of this plan, and all plans: those of other settings are refused."""
         records = f"{self._name(self.commits)}/"
         names = [one for one in stored if one.endswith(f"/{PLAN_NAME}") or one.startswith(records)]
-
-        def fetch(name: str) -> None:
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            self.remote.fetch(name, self.root / name)
-
-        with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
-            for _ in pool.map(fetch, [name for name in names if not (self.root / name).exists()]):
-                pass
+        targets = {name: self.root / name for name in names}
+        self.remote.fetch_all({name: path for name, path in targets.items() if not path.exists()})
 
     def _share_shard(self, shard: Shard) -> None:
         """Uploads a shard, then its record; of several records in the bucket the first counts."""

@@ -8,8 +8,7 @@ The bucket holds the same files under the same names as the folder of a run. Of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from ....schemas.checkpoint import Checkpoint
 from ....schemas.errors import CorruptionError, UsageError, damaged, log_failure
 from ....schemas.json_codec import CodecError, from_signed_json
-from ..copies import FILES_AT_ONCE, work_folder
+from ..copies import work_folder
 from ..disk import fs
 from ..disk.locks import held
 from ..locations import is_remote
@@ -147,7 +146,7 @@ class RunRemote:
                 models = [name for name in MODELS if not (folder.root / name).exists()]
                 for model in models:
                     names = [name for name in stored if name.startswith(f"{model}/")]
-                    self._fetch({name: folder.root / f".tmp-{name}" for name in names})
+                    self.remote.fetch_all({name: folder.root / f".tmp-{name}" for name in names})
                     if names:
                         fs.rename(folder.root / f".tmp-{model}", folder.root / model)
 
@@ -156,7 +155,7 @@ class RunRemote:
         fs.unlink(folder.ending)  # of what this machine had; the bucket has its own, if any
         apart = tuple(f"{name}/" for name in ("checkpoints", *MODELS))
         targets = {name: folder.root / name for name in stored if not name.startswith(apart)}
-        self._fetch(targets)
+        self.remote.fetch_all(targets)
         for path in folder.rows_written().keys() - {*targets.values()}:
             fs.unlink(path)  # of steps that another machine has trained anew
 
@@ -177,20 +176,12 @@ class RunRemote:
         draft = final.with_name(f".tmp-{final.name}-pulled")
         fs.remove_tree(draft)
         targets = {f"{prefix}/{file.path}": draft / file.path for file in checkpoint.files}
-        self._fetch(targets, {f"{prefix}/{file.path}": file.sha256 for file in checkpoint.files})
+        digests = {f"{prefix}/{file.path}": file.sha256 for file in checkpoint.files}
+        self.remote.fetch_all(targets, sha256=digests)
         fs.write_new(draft / RECORD_NAME, payload)
         fs.rename(draft, final)
         fs.fsync(final.parent)
         return True
-
-    def _fetch(self, targets: Mapping[str, Path], sha256: Mapping[str, str] | None = None) -> None:
-        def fetch(name: str) -> None:
-            targets[name].parent.mkdir(parents=True, exist_ok=True)
-            self.remote.fetch(name, targets[name], sha256=(sha256 or {}).get(name, ""))
-
-        with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
-            for _ in pool.map(fetch, targets):
-                pass
 
     def _listed(self) -> dict[str, Version]:
         """The objects of the run; refuses a place that holds something else."""
