@@ -152,7 +152,7 @@ class Cache:
         fs.fsync(self.work)
 
     def unfinished(self) -> list[Cache]:
-        """This cache as each of its plans, finished or not, would make it: there is work of it."""
+        """The cache with the key of each plan that there is work of in its folder."""
         names = sorted(path.name for path in self.private.glob("*"))
         return [Cache(self.root, self.url, name) for name in names if WORK_NAME.fullmatch(name)]
 
