@@ -11,10 +11,12 @@ import pytest
 from align.pipeline.parts import Part
 from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError
-from align.stages.storage.cache.cache_folder import CacheFolder
 from support.read_rows import write_rows
+from support.refusals import refuses
 from support.stage_one import contents, run
 from support.stub_reference import StubReference
+
+MISMATCHED = 5  # the role of a partner
 
 
 def words(draw, count):
@@ -59,17 +61,18 @@ class Case:
 
 
 CASES = {
-    "short rows": Case([*pairs(600)], {"shards": 4}),
+    "10,000 short rows": Case([*pairs(10_000)], {"shards": 10}),
     "four partners": Case([*pairs(300)], {"kl_pairs": 4, "shards": 2}),
     "five rows a shard": Case([*pairs(100)], {"shards": 20, "kl_pairs": 2}, most_uses=4),
-    "many files": Case([*pairs(300)], {"shards": 3}, files=150),
+    "300 files": Case([*pairs(600)], {"shards": 3}, files=300),
+    "3,000 files": Case([*pairs(3000)], {"shards": 3}, files=3000),
     "long form": Case([*scores(300)], {"shards": 4}),
     "one prompt of 40 %": Case([*labels(500, same=0.4)], {"shards": 4}, most_uses=6),
-    "two answers": Case([*labels(400, answers=["yes", "no"])], {"shards": 4}, most_uses=10**6),
+    "two answers": Case([*labels(400, answers=["yes", "no"])], {"shards": 4}, most_uses=2),
     "cut": Case(
         [*pairs(200, lengths=((24, 3), (2, 12)))],
         {"shards": 4},
-        most_uses=10**6,
+        most_uses=4,
         max_length=76,
     ),
 }
@@ -91,33 +94,51 @@ def with_rows(config, folder, case):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_partners_are_of_other_prompts_and_other_texts(config, tmp_path, name):
+def completions_in(cache, num_pairs):
+    """The key of each completion's prompt, its ids, and the ids and lost tokens of its partners."""
+    columns = ["prompt_key", "completion_ids", "role", "cut"]
+    for row in pq.read_table(Path(cache) / "data", columns=columns).to_pylist():
+        every = [tuple(ids) for ids in row["completion_ids"]]
+        own = row["role"].index(MISMATCHED)
+        assert row["role"][own:] == [MISMATCHED] * own * num_pairs
+        for index, ids in enumerate(every[:own]):
+            partners = zip(every[own + index :: own], row["cut"][own + index :: own], strict=True)
+            yield row["prompt_key"], ids, [*partners]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name == "3,000 files")) for name in CASES],
+)
+def test_partners_are_of_other_prompts_and_other_texts_and_each_is_used_in_turn(
+    config, tmp_path, name
+):
     case = CASES[name]
     config = with_rows(config, tmp_path / "data", case)
     manifest = run(config).manifest
-    assert manifest.reasons == {}
-    rows = pq.read_table(Path(config.cache.output) / "data").to_pylist()
+    assert (manifest.rows_in, manifest.rejected) == (len(case.rows), None)
     num_pairs = config.cache.kl_pairs
-    prompts, own_texts = defaultdict(set), Counter()
-    for row in rows:
-        for ids in row["completion_ids"][: len(row["role"]) // (1 + num_pairs)]:
-            prompts[tuple(ids)].add(row["prompt_key"])
-            own_texts[tuple(ids)] += 1
-    used, cut = Counter(), 0
-    for row in rows:
-        own = len(row["role"]) // (1 + num_pairs)
-        for place in range(own, len(row["role"])):
-            ids = tuple(row["completion_ids"][place])
-            assert ids != tuple(row["completion_ids"][place % own])
-            if row["cut"][place]:
-                cut += 1
-                continue
-            assert prompts[ids] - {row["prompt_key"]}
-            used[place // own, ids] += 1
-    assert (cut > 0) == (name == "cut")
-    assert cut + used.total() == num_pairs * own_texts.total()
-    assert all(count <= case.most_uses * own_texts[ids] for (_, ids), count in used.items())
+    completions = [*completions_in(config.cache.output, num_pairs)]
+    prompts, times = defaultdict(set), Counter()
+    for prompt, ids, _ in completions:
+        prompts[ids].add(prompt)
+        times[ids] += 1
+    uses, num_cut = Counter(), 0
+    for prompt, ids, partners in completions:
+        for k, (partner, cut) in enumerate(partners):
+            assert partner != ids
+            if cut:
+                num_cut += 1
+                whole = (one for one in prompts if one[: len(partner)] == partner)
+                assert any(prompts[one] - {prompt} for one in whole)
+            else:
+                assert prompts[partner] - {prompt}
+                uses[k, partner] += 1
+        every = [ids, *(partner for partner, _ in partners)]
+        assert len({*every}) == len(every) or any(times[one] > 1 for one in every)
+    assert (num_cut > 0) == (name == "cut")
+    assert num_cut + uses.total() == num_pairs * len(completions)
+    assert all(count <= case.most_uses * times[ids] for (_, ids), count in uses.items())
 
 
 class Unopened(StubReference):
@@ -135,9 +156,10 @@ class Unopened(StubReference):
 )
 def test_data_that_cannot_be_paired_are_refused_before_a_model_is_loaded(config, tmp_path, case):
     config = with_rows(config, tmp_path / "data", case)
-    with pytest.raises(BadDataError, match="--kl-pairs 0"):
+    with refuses(BadDataError, "--kl-pairs 0") as caught:
         run(config, Unopened())
-    assert not CacheFolder(Path(config.cache.output)).manifest_file.exists()
+    assert caught.value.exit_code == 3
+    assert not Path(config.cache.output, "manifest.json").exists()
     assert run(replace(config, cache=replace(config.cache, kl_pairs=0))).manifest.rows
 
 
@@ -145,7 +167,7 @@ def test_data_that_cannot_be_paired_are_refused_before_a_model_is_loaded(config,
 def test_any_number_of_parts_any_order_of_files_and_children_make_the_same_bytes(
     config, tmp_path, count
 ):
-    case = CASES["many files"]
+    case = CASES["300 files"]
     whole = with_rows(config, tmp_path / "data", case)
     run(whole)
     parts = replace(

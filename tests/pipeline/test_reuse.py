@@ -78,9 +78,7 @@ def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_pa
         run(to(output=str(tmp_path / "c"), reuse=[str(tmp_path / "none")]))
 
 
-def test_a_finished_cache_never_changes_and_a_grown_data_set_scores_only_what_is_new_elsewhere(
-    config, data_rows, tmp_path
-):
+def test_a_finished_cache_never_changes(config, data_rows, tmp_path):
     path = tmp_path / "data.jsonl"
     write(path, data_rows[:100])
     few = with_data(config, path)
@@ -90,15 +88,40 @@ def test_a_finished_cache_never_changes_and_a_grown_data_set_scores_only_what_is
     with refuses(FingerprintError, "data.files: ", "--output"):
         run(few)  # the same command, the same folder
     assert contents(few.cache.output) == kept
-    beside = replace(few.cache, output=str(tmp_path / "grown"), reuse=[few.cache.output])
-    second = run(replace(few, cache=beside))
-    assert second.manifest.rows == 120
-    assert second.manifest.branches == second.tally.scored + second.tally.reused
-    # Own branches: 40 new ones. Mismatched: the new ones' 40 and those of their neighbours.
-    assert 80 <= second.tally.scored <= 0.5 * second.manifest.branches
-    fresh = replace(few, cache=replace(few.cache, output=str(tmp_path / "fresh")))
-    run(fresh)
-    assert values(tmp_path / "grown") == values(tmp_path / "fresh")
+
+
+PAIRS = [
+    {"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": f" Not {n}."}
+    for n in range(120)
+]
+# One cache has the first hundred and another the next ten: which pairs are wanted then, and how
+# many of their completions are new.
+NEXT = {
+    "re-ordered": (PAIRS[99::-1], 0),
+    "filtered": (PAIRS[:100:3], 0),
+    "grown": ([*PAIRS[:100], *PAIRS[110:]], 20),
+    "mixed": ([*PAIRS[90:110:2], *PAIRS[:50], *PAIRS[105:115]], 10),
+    "other answers": ([pair | {"rejected": " Who knows?"} for pair in PAIRS[:100]], 100),
+}
+
+
+@pytest.mark.parametrize("kl_pairs", [0, 1])
+def test_of_changed_data_only_what_is_new_is_scored(config, tmp_path, kl_pairs):
+    def made(name, pairs, reuse=()):
+        data = with_data(config, write(tmp_path / f"{name}.jsonl", pairs))
+        how = {"kl_pairs": kl_pairs, "shards": 4, "reuse": [*reuse]}
+        return run(replace(data, cache=replace(config.cache, output=str(tmp_path / name), **how)))
+
+    earlier = [str(made(*one).folder) for one in (("a", PAIRS[:100]), ("b", PAIRS[100:110]))]
+    known = {of: logp for folder in earlier for of, logp in values(folder).items()}
+    for name, (pairs, count) in NEXT.items():
+        second = made(name, pairs, earlier)
+        found = values(second.folder)
+        assert second.tally.scored == len(found.keys() - known.keys()), name
+        assert second.tally.scored + second.tally.reused == second.manifest.branches, name
+        if not kl_pairs:  # else partners come on top
+            assert second.tally.scored == count, name
+        assert {of: found[of] for of in found.keys() & known.keys()}.items() <= known.items()
 
 
 def test_more_kl_pairs_score_only_the_new_branches(to, tmp_path):

@@ -73,6 +73,15 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
     assert names(run) == names(whole)
 
 
+def test_visits_of_steps_that_were_given_up_are_not_in_the_table_of_rows(course, tmp_path):
+    """Killed with the margins of steps 3 and 4 written, it next writes those of step 3 alone."""
+    run = tmp_path / "run"
+    (answer,) = course.start(run, failpoints=[f"{ROWS}=kill@2"]).answers()
+    assert answer.code == KILLED
+    course.run(run, "--resume", "auto", "--save-every", 3)
+    require_same(run, course.whole())
+
+
 def test_a_line_of_five_steps_has_their_mean(course):
     whole, one_by_one = (
         {line["step"]: line["loss"] for line in learned(course.whole(*more)) if "loss" in line}
