@@ -11,6 +11,7 @@ import json
 import os
 import re
 import unicodedata
+from functools import cache
 from typing import TypeVar
 from urllib.parse import quote, unquote
 
@@ -177,8 +178,14 @@ def _of_environment() -> set[str]:
     return {
         value
         for name, value in os.environ.items()
-        if len(value) >= SHORTEST_VARIABLE and _VARIABLE.search(name)
+        if len(value) >= SHORTEST_VARIABLE and _names_a_secret(name)
     }
+
+
+@cache
+def _names_a_secret(variable: str) -> bool:
+    """Whether the name of a variable marks its value as a secret; each message asks again."""
+    return bool(_VARIABLE.search(variable))
 
 
 def _is_plain(character: str) -> bool:

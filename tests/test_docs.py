@@ -255,7 +255,7 @@ def shapes_of_others():
     for one in SHAPES:
         if one.name not in OURS:
             names = {name: name for name in (*one.columns, *one.optional)}
-            told = Shape(one, names, (*one.optional, *(n for n in OPTIONAL if n in names))).told
+            told = Shape(one, names, (*one.optional, *(n for n in OPTIONAL if n in names))).read_as
             yield f"| {one.name} | {told.partition(' rows: ')[2].replace('->', '→')} |\n"
 
 

@@ -22,9 +22,9 @@ from ...schemas.errors import counted
 from ...schemas.row_keys import KeyedRows, key_rows, prompt_keys_of
 from ...schemas.rows import TIE, Record, Rejected, Role
 from ...stages.data.cells import Wrapping
-from ...stages.data.columns import common_shape, not_read, require_scores, require_whole
+from ...stages.data.columns import common_shape, not_read, require_scores
 from ...stages.data.encode import Encoder
-from ...stages.data.files import InputFile, inputs_of, require_one_split
+from ...stages.data.files import InputFile, inputs_of
 from ...stages.data.preview import lines_of
 from ...stages.data.records import in_batches, read_records
 from ...stages.data.shapes import Shape
@@ -105,7 +105,7 @@ class Checked:
                 yield from lines_of(keyed.rows, self.tokenizer, file=file, prompt_side=side)
 
         yield heading("rows")
-        yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self.shape.told}"
+        yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self.shape.read_as}"
         for reason, count in self.reasons.most_common():
             if reason == TIE:
                 yield f"  left out: {counted(count, 'ties')}, which have no chosen answer"
@@ -152,9 +152,7 @@ class Checked:
 def check_data(config: Config, *, progress: Progress) -> Checked:
     """Reads all rows of the data; refuses what `precompute-ref` would refuse before it scores."""
     inputs = inputs_of(config.data)
-    require_one_split(inputs)
     shape = common_shape(inputs, config.data.map, config.data.carry)
-    require_whole(inputs, shape)
     require_scores(inputs, shape)
     model = config.model.path
     tokenizer = load_tokenizer(model, config.tokens) if model else None

@@ -13,9 +13,9 @@ from ...schemas.config import CacheOptions, Config
 from ...schemas.errors import AlignError, FingerprintError, UsageError
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference
-from ...stages.data.columns import common_shape, require_scores, require_whole
+from ...stages.data.columns import common_shape, require_scores
 from ...stages.data.encode import has_turns
-from ...stages.data.files import Digested, InputFile, digested, inputs_of, require_one_split
+from ...stages.data.files import Digested, InputFile, digested, inputs_of
 from ...stages.data.records import first_records
 from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
@@ -96,8 +96,6 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
     """
     opened = inputs_of(config.data)
-    if stage == STAGE_ONE:
-        require_one_split(opened)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
     reference.hidden_size()  # before bytes are digested: a device or a config may be missing
     # By digest, then by name: the order in which files were given has no effect.
@@ -105,7 +103,6 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     found.sort(key=lambda each: (each[0].sha256, each[1].path.name))
     inputs, before = tuple(file for _, file in found), tuple(one for one, _ in found)
     shape = common_shape(inputs, config.data.map, config.data.carry)
-    require_whole(inputs, shape)
     if stage == STAGE_ONE:
         require_scores(inputs, shape)
     wrap, learn = config.data.wrap, config.tokens.learn

@@ -193,7 +193,7 @@ def _planned(
     """The plan, of an earlier run or of another process, or made now; its rows are encoded."""
     if plan is None:
         more = f" and {counted(len(job.inputs) - 1, 'files')} more" if job.inputs[1:] else ""
-        progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.told}")
+        progress.say(f"{job.inputs[0].path.name}{more}: read as {job.shape.read_as}")
         if job.shape.unread:
             progress.say(not_read(job.shape.unread))
         return make_plan(job, encode(slices, job.config, part, progress=progress), progress)

@@ -30,7 +30,6 @@ from ...stages.data.files import (
     InputFile,
     Slice,
     data_bytes,
-    require_same_version,
     require_unchanged,
     slices_of,
 )
@@ -155,7 +154,7 @@ class Encode:
             rows = (keyed for part in parts for keyed in encoder.rows(slices.inputs, part, counts))
             facts = write_slice(sink, rows, slices.ranges)
             for part in parts:
-                require_same_version(slices.inputs[part.file], slices.digested[part.file])
+                require_unchanged([slices.inputs[part.file]], [slices.digested[part.file]])
         record = EncodedSlice(
             bytes=path.stat().st_size,
             counts=tuple(map(tuple, facts.counts)),
@@ -268,7 +267,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
         allowed=options.data.max_bad_frac,
     )
     if rejected.exceed_limit:
-        is_named = job.shape.has_prompt or not counts.reasons["empty_prompt"]
+        is_named = job.shape.declared.prompt or not counts.reasons["empty_prompt"]
         named = " If the prompts are in a column of another name, pass --map prompt=NAME."
         names = {file: path.name for file, path in job.paths.items()}
         job.cache.write_rejected(counts.rejected, names)

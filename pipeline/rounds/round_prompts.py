@@ -15,7 +15,7 @@ from ...schemas.json_codec import digest
 from ...schemas.row_keys import prompt_keys_of
 from ...schemas.rows import Record
 from ...schemas.samples import Prompt
-from ...stages.data.files import inputs_of, require_one_split
+from ...stages.data.files import inputs_of
 from ...stages.data.records import read_prompts
 from ...stages.feed.prompt_split import held_out
 from ...stages.sample.prompts import asked_once
@@ -67,7 +67,6 @@ def split_prompts(config: Config) -> PromptSplit:
 
 def _read(config: Config) -> list[Prompt]:
     inputs = inputs_of(config.data)
-    require_one_split(inputs)
     found = read_prompts(inputs, config.data.map, wrapping_of(config))
     rejected = RejectedRows(
         counts=Counter(row.reason for row in found.rejected),

@@ -13,7 +13,7 @@ from ...schemas.rows import BadRow, Record, Text
 from ...schemas.samples import Prompt
 from ...schemas.score_gaps import is_above
 from ...stages.data.cells import Wrapping, read_text
-from ...stages.data.columns import common_shape, require_whole
+from ...stages.data.columns import common_shape
 from ...stages.data.files import InputFile, open_inputs, rows_of
 from ...stages.data.records import record_of
 from ...stages.data.shapes import Shape
@@ -68,8 +68,7 @@ def read_gold(name: str, data: DataOptions) -> Gold:
     """The pairs of a file or folder: chosen and rejected, or the best and the worst by score."""
     inputs = open_inputs([name])
     shape = replace(common_shape(inputs, data.map), wrap=Wrapping.of(data.wrap))
-    require_whole(inputs, shape)
-    if shape.declared.is_single or shape.lacks_scores:
+    if shape.declared.kind in ("label", "score") or shape.lacks_scores:
         raise UsageError(
             f"--calibrate {name}: a judge is measured on pairs (prompt, chosen, rejected) or on "
             "prompts with scored completions (prompt, completions, scores)."

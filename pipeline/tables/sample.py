@@ -24,7 +24,7 @@ from ...schemas.samples import (
 )
 from ...schemas.table_manifest import TableManifest
 from ...stages.data.cells import template_unused
-from ...stages.data.files import inputs_of, require_one_split
+from ...stages.data.files import inputs_of
 from ...stages.data.records import read_prompts
 from ...stages.sample.prompts import asked_once, by_length
 from ...stages.sample.sample_table import sample_table
@@ -243,7 +243,6 @@ def _read(config: Config, sampler: Sampler) -> _Asked:
                 f"it. Name the data that it was made from: {made_from}."
             )
     inputs = inputs_of(config.data)
-    require_one_split(inputs)
     rows = read_prompts(inputs, config.data.map, wrapping_of(config))
     asked = asked_once(map(sampler.fitted, rows.prompts))
 

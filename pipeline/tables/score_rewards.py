@@ -18,13 +18,12 @@ from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
 from ...schemas.rows import Record, Reference, ScoredBlock, Text
 from ...stages.data.cells import Wrapping
-from ...stages.data.columns import common_shape, not_read, require_whole
+from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import (
     Digested,
     InputFile,
     digested,
     inputs_of,
-    require_one_split,
     require_unchanged,
 )
 from ...stages.data.records import read_records
@@ -111,10 +110,8 @@ class _Data:
 
 def _opened(config: Config) -> _Data:
     inputs = inputs_of(config.data)
-    require_one_split(inputs)
     before = tuple(map(digested, inputs))
     shape = common_shape(inputs, config.data.map, config.data.carry)
-    require_whole(inputs, shape)
     return _Data(inputs, before, replace(shape, wrap=Wrapping.of(config.data.wrap)))
 
 

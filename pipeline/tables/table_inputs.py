@@ -14,7 +14,7 @@ from ...schemas.rows import Record, Rejected
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TableKind
 from ...stages.data.cells import Wrapping
-from ...stages.data.columns import common_shape, not_read, require_whole
+from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import InputFile, digested, open_inputs, require_unchanged
 from ...stages.data.readers import ending_of
 from ...stages.data.records import read_records
@@ -84,8 +84,7 @@ def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) ->
 
 def _shape(config: Config, file: InputFile, named: str) -> Shape:
     shape = common_shape([file], config.data.map)
-    require_whole([file], shape)
-    if shape.declared.has_labels:
+    if shape.declared.kind in ("pair", "label"):
         raise UsageError(
             f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "
             "align precompute-ref."

@@ -14,16 +14,24 @@ from ...schemas.errors import counted
 from ...schemas.rows import BadRow, Message, Text
 
 ASSISTANT = "assistant"
-LOSS_KEYS = ("loss", "weight")  # of a message: whether it is learned
-# ShareGPT's names of roles.
-_ROLES = {"human": "user", "gpt": ASSISTANT}
-_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-_OBJECTS = re.compile(r"\s*(\[\s*)?\{")
-_ROLE = re.compile(r"""["'](role|from)["']\s*:\s*["'](system|user|assistant|tool|human|gpt)["']""")
 _SHOWN = 80
-_TRUE = {"true", "desirable", "1", "1.0"}
-_FALSE = {"false", "undesirable", "0", "0.0"}
-LABELS = "true, 1 or desirable, and false, 0 or undesirable"
+
+
+def shown(value: Any) -> str:
+    """A value as one short line of printable characters."""
+    if isinstance(value, str | bytes):
+        value = value[:_SHOWN]
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _wrong(column: str, what: str, value: Any) -> BadRow:
+    if value is None or value == "":
+        return BadRow("schema", f"{column!r} is missing or null")
+    return BadRow("schema", f"{column!r} {what}: {shown(value)}")
+
+
+# Prompts and completions
 
 
 def read_prompt(value: Any, column: str) -> Text:
@@ -49,8 +57,17 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
     if isinstance(completion, str):
         completion = ({"role": ASSISTANT, "content": completion},)
     _require_no_prompt(completion, prompt, column)
-    if completion[0]["role"] == prompt[-1]["role"] == ASSISTANT:
-        _require_continuation(prompt[-1], completion[0], column)
+    begun, rest = prompt[-1], completion[0]
+    if rest["role"] == begun["role"] == ASSISTANT:  # the completion continues this message
+        if begun.get("tool_calls"):
+            raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with calls")
+        if is_blank(begun["content"]):
+            raise BadRow(
+                "empty_prompt", "the last message is an assistant's and empty: take it out"
+            )
+        if (rest.get("content") or "").startswith(begun["content"]):
+            what = "repeats the prompt's last message; give only what follows it"
+            raise BadRow("schema", f"{column!r} {what}")
     return completion
 
 
@@ -63,24 +80,17 @@ def _require_no_prompt(completion: tuple[Message, ...], prompt: Text, column: st
         repeats |= completion[0]["role"] == "system"
         repeats |= any(completion[: len(end)] == end for end in ends)
     if repeats:
-        raise BadRow(
-            "schema",
-            f"{column!r} repeats the prompt; give the answer alone or take the prompt column out "
-            "(--map prompt=)",
-        )
+        what = "repeats the prompt; give the answer alone or take the prompt column out"
+        raise BadRow("schema", f"{column!r} {what} (--map prompt=)")
 
 
-def _require_continuation(begun: Message, rest: Message, column: str) -> None:
-    """Refuses a message that cannot continue the assistant's message at the end of the prompt."""
-    if begun.get("tool_calls"):
-        raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with calls of tools")
-    if is_blank(begun["content"]):
-        raise BadRow("empty_prompt", "the last message is an assistant's and empty: take it out")
-    if (rest.get("content") or "").startswith(begun["content"]):
-        raise BadRow(
-            "schema",
-            f"{column!r} repeats the prompt's last message; give only what follows it",
-        )
+def is_blank(text: Text) -> bool:
+    """Whether a text, or every message of a conversation, is blank."""
+    if isinstance(text, str):
+        return not text or text.isspace()
+    return not any(
+        message.get("tool_calls") or not is_blank(message.get("content", "")) for message in text
+    )
 
 
 def read_text(value: Any, column: str) -> Text:
@@ -93,9 +103,12 @@ def read_text(value: Any, column: str) -> Text:
         value = [value]
     if isinstance(value, list):
         return tuple(_message(entry, index, column) for index, entry in enumerate(value))
-    if value is None:
-        raise BadRow("schema", f"{column!r} is missing or null")
-    raise BadRow("schema", f"{column!r} is neither text nor a list of messages: {shown(value)}")
+    raise _wrong(column, "is neither text nor a list of messages", value)
+
+
+_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+_OBJECTS = re.compile(r"\s*(\[\s*)?\{")
+_ROLE = re.compile(r"""["'](role|from)["']\s*:\s*["'](system|user|assistant|tool|human|gpt)["']""")
 
 
 def _conversation_or_text(text: str, column: str) -> Any:
@@ -111,13 +124,9 @@ def _conversation_or_text(text: str, column: str) -> Any:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" or not _ROLE.search(text):
             return text
-        raise BadRow(
-            "schema",
-            f"{column!r} looks like a conversation and is not valid JSON (json.dumps writes it): "
-            f"{shown(text)}",
-        ) from None
-    entries = value if isinstance(value, list) else [value]
-    if not any(_is_message(entry) for entry in entries):
+        what = "looks like a conversation and is not valid JSON (json.dumps writes it)"
+        raise _wrong(column, what, text) from None
+    if not any(map(_is_message, value if isinstance(value, list) else [value])):
         return text
     require_characters(value, column)
     return value
@@ -127,16 +136,11 @@ def _is_message(entry: Any) -> bool:
     return isinstance(entry, dict) and any(keys <= entry.keys() for keys in _MESSAGES)
 
 
-def is_blank(text: Text) -> bool:
-    """Whether a text, or every message of a conversation, is blank."""
-    if isinstance(text, str):
-        return not text or text.isspace()
-    return not any(
-        message.get("tool_calls") or not is_blank(message.get("content", "")) for message in text
-    )
+_ROLES = {"human": "user", "gpt": ASSISTANT}  # as ShareGPT names them
 
 
 def _message(entry: Any, index: int, column: str) -> Message:
+    """A message of text and calls; its mark `loss` says that it is not to be learned."""
     if not isinstance(entry, dict):
         raise BadRow("schema", f"message {index} of {column!r} is not an object: {shown(entry)}")
     # In columnar files every message has every key that any message has.
@@ -147,37 +151,40 @@ def _message(entry: Any, index: int, column: str) -> Message:
         message = {"role": message.pop("from"), "content": message.pop("value"), **message}
     if isinstance(message.get("content"), list):
         message["content"] = _text_of_blocks(message["content"], index, column)
-    for key in ("role", "content"):
-        value = message.get(key)
-        if type(value) is not str and not (
-            key == "content" and value is None and message.get("tool_calls")
-        ):
-            raise BadRow(
-                "schema", f"message {index} of {column!r} has no text as {key!r}: {shown(entry)}"
-            )
-    if "function_call" in message:
-        raise BadRow(
-            "schema",
-            f"message {index} of {column!r} has a 'function_call', which chat templates do not "
-            "know: give it as one of 'tool_calls'",
-        )
     calls = message.get("tool_calls", [])
+    for key, value in (("role", message.get("role")), ("content", message.get("content"))):
+        if type(value) is not str and not (key == "content" and value is None and calls):
+            what = f"has no text as {key!r}: {shown(entry)}"
+            raise BadRow("schema", f"message {index} of {column!r} {what}")
+    if "function_call" in message:
+        what = "has a 'function_call', which chat templates do not know: write 'tool_calls'"
+        raise BadRow("schema", f"message {index} of {column!r} {what}")
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
         raise BadRow("schema", f"'tool_calls' in {column!r} is not a list of calls: {shown(calls)}")
     _require_json(calls, column)
-    if message["role"] in _ROLES:
-        message["role"] = _ROLES[message["role"]]
+    message["role"] = _ROLES.get(message["role"], message["role"])
     return _marked(message, index, column)
+
+
+def _text_of_blocks(blocks: list[Any], index: int, column: str) -> str:
+    """The text of a message whose content is a list of blocks, all of them text."""
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text" or type(block.get("text")) is not str:
+            what = f"has a block of type {shown(kind)} as 'content', and only text is read"
+            raise BadRow("schema", f"message {index} of {column!r} {what}")
+    return "".join(block["text"] for block in blocks)
 
 
 def _marked(message: dict[str, Any], index: int, column: str) -> Message:
     """The message, with the mark `loss` if it says that it is not to be learned."""
-    marks = {bool(message.pop(key)) for key in LOSS_KEYS if _is_mark(message, key, column)}
-    if len(marks) > 1:
-        raise BadRow(
-            "schema", f"of message {index} of {column!r} 'loss' and 'weight' say different things"
-        )
-    return {**message, "loss": False} if marks == {False} else message
+    if "loss" not in message and "weight" not in message:
+        return message
+    marks = [message.pop(key) for key in ("loss", "weight") if key in message]
+    if any(mark not in (0, 1) for mark in marks) or marks[1:] not in ([], marks[:1]):
+        what = "has a 'loss' and 'weight' that are not 1 (learned) or 0 (not), or differ"
+        raise BadRow("schema", f"message {index} of {column!r} {what}: {shown(marks)}")
+    return message if marks[0] else {**message, "loss": False}
 
 
 def unmarked(text: Text) -> Any:
@@ -187,31 +194,6 @@ def unmarked(text: Text) -> Any:
         if "loss" in message:
             return tuple({k: v for k, v in each.items() if k != "loss"} for each in messages)
     return text
-
-
-def _is_mark(message: Message, key: str, column: str) -> bool:
-    """Whether a message says that it is learned, or that it is not."""
-    value = message.get(key)
-    if value is not None and not (isinstance(value, bool | int | float) and value in (0, 1)):
-        raise BadRow(
-            "schema",
-            f"{key!r} of a message of {column!r} is {shown(value)}: a message is learned (1) or "
-            "not (0)",
-        )
-    return value is not None
-
-
-def _text_of_blocks(blocks: list[Any], index: int, column: str) -> str:
-    """The text of a message whose content is a list of blocks, all of them text."""
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text" or type(block.get("text")) is not str:
-            raise BadRow(
-                "schema",
-                f"message {index} of {column!r} has no text as 'content', but a block of "
-                f"type {shown(kind)}: only blocks with text are read",
-            )
-    return "".join(block["text"] for block in blocks)
 
 
 def _is_call(call: Any) -> bool:
@@ -224,28 +206,27 @@ def _require_json(value: Any, column: str) -> None:
         for entry in value.values() if isinstance(value, dict) else value:
             _require_json(entry, column)
     elif value is not None and not isinstance(value, str | int | float):
-        raise BadRow(
-            "schema",
-            f"{column!r} holds a {type(value).__name__}, which is not of JSON: {shown(value)}",
-        )
+        raise _wrong(column, f"holds a {type(value).__name__}, which is not of JSON", value)
+
+
+# Labels, numbers, lists, and what belongs to a conversation
 
 
 def read_label(value: Any, column: str) -> bool:
     """Whether the completion is desirable."""
-    if value is None or value == "":
-        raise BadRow("schema", f"{column!r} is missing or null")
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     word = value.strip().lower() if isinstance(value, str) else None
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
-    raise BadRow("schema", f"{column!r} is not a label ({LABELS}): {shown(value)}")
+    if word in ("true", "desirable", "1", "1.0"):
+        return True
+    if word in ("false", "undesirable", "0", "0.0"):
+        return False
+    labels = "true, 1 or desirable, and false, 0 or undesirable"
+    raise _wrong(column, f"is not a label ({labels})", value)
 
 
 def read_number(value: Any, column: str) -> float:
     """A finite number, which may be given as text."""
-    if value is None or value == "":
-        raise BadRow("schema", f"{column!r} is missing or null")
     if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -253,57 +234,49 @@ def read_number(value: Any, column: str) -> float:
             number = math.nan
         if math.isfinite(number):
             return number
-    raise BadRow("schema", f"{column!r} is not a finite number: {shown(value)}")
+    raise _wrong(column, "is not a finite number", value)
 
 
 def read_list(value: Any, column: str) -> list[Any]:
     """A list of any length, which may be given as JSON text."""
-    if type(value) is str and value.lstrip().startswith("["):
-        value = parse_json(value, column)
-    if isinstance(value, list):
-        return value
-    if value is None:
-        raise BadRow("schema", f"{column!r} is missing or null")
-    raise BadRow("schema", f"{column!r} is not a list: {shown(value)}")
+    found: list[Any] | None = _of_kind(value, list, column, "is not a list")
+    if found is None:
+        raise _wrong(column, "", None)
+    return found
 
 
 def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
     """The tool descriptions, a list that may be given as JSON text; None if there are none."""
-    tools = _from_json(value, column)
-    if tools is None or tools == []:
-        return None
-    if isinstance(tools, list):
-        tools = [_from_json(tool, column) for tool in tools]
-        if all(map(_is_call, tools)):
-            _require_json(tools, column)
-            return tuple(tools)
-    raise BadRow("schema", f"{column!r} is not a list of tool descriptions: {shown(value)}")
+    what = "is not a list of tool descriptions"
+    tools = _of_kind(value, list, column, what) or []
+    tools = [_of_kind(tool, dict, column, what) for tool in tools]
+    if not all(map(_is_call, tools)):
+        raise _wrong(column, what, value)
+    _require_json(tools, column)
+    return tuple(tools) or None
 
 
 def read_options(value: Any, column: str) -> Mapping[str, Any]:
     """The chat template's options, an object or its JSON text."""
-    options = _from_json(value, column)
-    if options is None:
-        return {}
-    if isinstance(options, dict):
-        _require_json(options, column)
-        return options
-    raise BadRow("schema", f"{column!r} is not an object of options: {shown(value)}")
+    options = _of_kind(value, dict, column, "is not an object of options") or {}
+    _require_json(options, column)
+    return options
 
 
 def read_system(value: Any, column: str) -> str:
     """The system message; empty if there is none."""
-    if value is None:
-        return ""
+    if value is not None and type(value) is not str:
+        raise _wrong(column, "is not text", value)
+    return "" if not value or is_blank(value) else value
+
+
+def _of_kind(value: Any, kind: type, column: str, what: str) -> Any:
+    """A value of this kind, which may be given as JSON text; None if there is none."""
     if type(value) is str:
-        return "" if is_blank(value) else value
-    raise BadRow("schema", f"{column!r} is not text: {shown(value)}")
-
-
-def _from_json(value: Any, column: str) -> Any:
-    if type(value) is not str:
-        return value
-    return parse_json(value, column) if value.strip() else None
+        value = parse_json(value, column) if value.strip() else None
+    if value is not None and not isinstance(value, kind):
+        raise _wrong(column, what, value)
+    return value
 
 
 def parse_json(text: str, column: str) -> Any:
@@ -311,7 +284,7 @@ def parse_json(text: str, column: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError:
-        raise BadRow("schema", f"{column!r} is not valid JSON: {shown(text)}") from None
+        raise _wrong(column, "is not valid JSON", text) from None
     require_characters(value, column)
     return value
 
@@ -319,32 +292,18 @@ def parse_json(text: str, column: str) -> Any:
 def require_characters(value: Any, column: str) -> None:
     """Refuses lone surrogates, which no tokenizer takes and UTF-8 cannot encode."""
     if isinstance(value, str):
-        if not value.isascii() and not _is_encodable(value):
-            what = "bytes that are not UTF-8 or half a character"
-            raise BadRow("schema", f"{column!r} holds {what}: {shown(value)}")
-    elif isinstance(value, list):
-        for entry in value:
+        try:
+            value.isascii() or value.encode()
+        except UnicodeEncodeError:
+            what = "holds bytes that are not UTF-8 or half a character"
+            raise _wrong(column, what, value) from None
+    # Python escapes such a character; looking at every message by itself would take longer.
+    elif isinstance(value, dict | list) and "\\ud" in repr(value):
+        for entry in [*value, *value.values()] if isinstance(value, dict) else value:
             require_characters(entry, column)
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            require_characters(key, column)
-            require_characters(entry, column)
 
 
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def shown(value: Any) -> str:
-    """A value as one short line of printable characters."""
-    if isinstance(value, str | bytes):
-        value = value[:_SHOWN]
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+# Plain text
 
 
 # Speakers before a colon: at the start of a text, or where a dialogue continues.
@@ -383,14 +342,15 @@ class Wrapping:
 
     def require_unrendered(self, text: str, column: str) -> None:
         """Refuses text that a template would render for a second time."""
-        found = _TRANSCRIPT.search(text) if self.is_chat else None
-        marks = [mark for mark in self.control if mark in text] if self.is_chat else []
-        if found or marks:
+        if not self.is_chat:
+            return
+        found = _TRANSCRIPT.search(text)
+        marks = [found[0].strip()] if found else [mark for mark in self.control if mark in text]
+        if marks:
             raise BadRow(
                 "schema",
-                f"{column!r} holds {found[0].strip() if found else marks[0]!r}: data.wrap=chat "
-                "would render it twice. Give its messages, or leave text as it is with "
-                "data.wrap=none",
+                f"{column!r} holds {marks[0]!r}: data.wrap=chat would render it twice. Give its "
+                "messages, or leave text as it is with data.wrap=none",
             )
 
     def require_prompt_column(self, columns: tuple[str, ...]) -> None:

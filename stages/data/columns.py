@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,18 +37,25 @@ def common_shape(
         detect_shape(columns, mapped, carry, where=str(file.path))
         for file, columns in zip(inputs, named, strict=True)
     ]
+
+    def essence(shape: Shape) -> tuple[object, ...]:
+        scores = [shape.source.get(name) for name in shape.declared.scores]
+        return shape.declared, scores, shape.carried
+
     for file, shape in zip(inputs[1:], others, strict=True):
-        if _essence(shape) != _essence(first):
+        if essence(shape) != essence(first):
             raise UsageError(
-                f"{inputs[0].path} and {file.path} hold different data: {first.told}; "
-                f"and {shape.told}. Give files of one shape to a run."
+                f"{inputs[0].path} and {file.path} hold different data: {first.read_as}; and "
+                f"{shape.read_as}. Give files of one shape to a run."
             )
     every = (first, *others)
-    return replace(
+    found = replace(
         first,
         optional=tuple(dict.fromkeys(name for one in every for name in one.optional)),
         unread=tuple(dict.fromkeys(name for one in every for name in one.unread)),
     )
+    _require_whole(inputs, found)
+    return found
 
 
 def _with_spread(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> list[tuple[str, ...]]:
@@ -61,15 +67,11 @@ def _with_spread(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> list
     return [tuple(dict.fromkeys((*file.columns, *spread))) for file in inputs]
 
 
-def _essence(shape: Shape) -> tuple[object, ...]:
-    scores = [shape.source[name] for name in shape.declared.scores if name in shape.source]
-    return shape.declared, scores, shape.carried
-
-
 def prompt_shapes(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> Iterator[Shape]:
     """The shape to read the prompts of each file by: that of stage 1, or prompts alone."""
     for file, columns in zip(inputs, _with_spread(inputs, mapped), strict=True):
-        found = _renamed(columns, mapped, str(file.path))
+        where = str(file.path)
+        found = _renamed(columns, mapped, where)
         fitting = _fitting(found)
         if len({one.prompt for one in fitting}) == 1:  # whatever else they may be
             fitting = fitting[:1]
@@ -77,11 +79,12 @@ def prompt_shapes(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> Ite
             fitting = [PROMPTS]
         if not fitting:
             raise UsageError(
-                f"{file.path} has the columns {_quoted(columns)} and none of prompts. Name the one "
+                f"{where} has the columns {_quoted(columns)} and none of prompts. Name the one "
                 "that holds them: --map prompt=YOURS."
             )
-        declared = _only(fitting, found, str(file.path))
-        yield _shape(declared, found, mapped, (), str(file.path))
+        shape = _shape(_only(fitting, found, where), found, mapped, (), where)
+        _require_whole([file], shape)
+        yield shape
 
 
 def detect_shape(
@@ -94,9 +97,6 @@ def detect_shape(
 
 def _renamed(columns: Sequence[str], mapped: Mapping[str, str], where: str) -> dict[str, str]:
     """Our name of each column: the user's name; without those that are left out."""
-    for name, count in Counter(columns).items():
-        if count > 1:
-            raise UsageError(f"{where} has {count} columns named {name!r}. Keep one of them.")
     ours = {theirs or name: name if theirs else None for name, theirs in mapped.items()}
     for name in ours:
         if name not in columns:
@@ -112,7 +112,7 @@ def _renamed(columns: Sequence[str], mapped: Mapping[str, str], where: str) -> d
         if called in found:
             raise UsageError(
                 f"{where}: the columns {found[called]!r} and {column!r} would both be {called!r}. "
-                f"Take one out, for example with --map {column}=."
+                f"Keep one of them: --map {column}= leaves a column out."
             )
         found[called] = column
     return found
@@ -139,17 +139,17 @@ def _says_more(other: DataShape, one: DataShape) -> bool:
 
 def _only(fitting: Sequence[DataShape], found: Mapping[str, str], where: str) -> DataShape:
     """The one shape that fits; refuses none, several, or a prompt under another name."""
-    if len(fitting) > 1:
-        first, second = fitting[:2]
-        extra = next(name for name in second.columns if name not in first.columns)
-        shapes = " and ".join(f"{one.name} ({_quoted(one.columns)})" for one in fitting)
-        raise UsageError(
-            f"{where} fits {len(fitting)} shapes of preference data: {shapes}. Leave out a column "
-            f"of what is not meant, for example with --map {found[extra]}=."
-        )
     if not fitting:
         raise _no_shape(found, where)
-    (one,) = fitting
+    one, *others = fitting
+    # Of two columns that say which answer is good the first one does, and the "read as" line so.
+    if others := [other for other in others if replace(other, good=one.good) != one]:
+        extra = next(name for name in others[0].columns if name not in one.columns)
+        shapes = " and ".join(f"{each.name} ({_quoted(each.columns)})" for each in (one, *others))
+        raise UsageError(
+            f"{where} fits several shapes of preference data: {shapes}. Leave out a column of "
+            f"what is not meant, for example with --map {found[extra]}=."
+        )
     if one.name in OURS and not one.prompt:
         for name in _PROMPT_LIKE:
             if name in found:
@@ -165,12 +165,10 @@ def _no_shape(found: Mapping[str, str], where: str) -> UsageError:
     ours = [one for one in SHAPES if one.name in OURS]
     known = "; ".join(f"{one.name}: {', '.join(one.columns)}" for one in ours)
     spare = [column for name, column in found.items() if name not in KNOWN]
-    near = {name: closest(name, spare) for one in ours for name in one.columns}
+    wanted = dict.fromkeys(name for one in ours for name in one.columns if name not in found)
+    near = {name: closest(name, spare) for name in wanted}
     nearest = max(
-        ours,
-        key=lambda one: (
-            sum(name in found or bool(near[name]) for name in one.columns) / len(one.columns)
-        ),
+        ours, key=lambda one: sum(bool(near.get(n, True)) for n in one.columns) / len(one.columns)
     )
     missing = [name for name in nearest.columns if name not in found]
     return UsageError(
@@ -207,18 +205,16 @@ def _shape(
     taken = {theirs or ours for ours, theirs in mapped.items()}
     source = {name: found.get(name, name) for name in names if name in found or name not in taken}
     source.update({name: found[name] for name in declared.scores if name in found})
-    left_out = tuple(ours for ours, theirs in mapped.items() if not theirs)
     return Shape(
         declared,
         source,
         optional=tuple(name for name in (*declared.optional, *OPTIONAL) if name in found),
         carried=carried,
         unread=tuple(column for column in found.values() if column not in source.values()),
-        left_out=left_out,
     )
 
 
-def require_whole(inputs: Sequence[InputFile], shape: Shape) -> None:
+def _require_whole(inputs: Sequence[InputFile], shape: Shape) -> None:
     """Refuses columns whose rows mean something else without them, where they hold something.
 
     They are parts of a prompt that the shape does not read, and media.
@@ -228,22 +224,15 @@ def require_whole(inputs: Sequence[InputFile], shape: Shape) -> None:
     parts = dict.fromkeys(_PARTS.get(asked, ()), f"a part of the prompt beside {asked!r}")
     media = dict.fromkeys(_MEDIA, "and no model here is given media")
     for name, why in (parts | media).items():
-        if name not in shape.unread:
-            continue
-        for file in inputs:
-            if name in file.columns and _is_filled(file, name):
+        for file in inputs if name in shape.unread else ():
+            if name not in file.columns:
+                continue
+            cells = (one.get(name) for one in rows_of(file, [name]) if not isinstance(one, BadRow))
+            if any(cell and not (isinstance(cell, str) and cell.isspace()) for cell in cells):
                 raise UsageError(
                     f"{file.path} has {name!r}, {why}: it would not be read. Write what it says "
                     f"into the prompt in your file, or leave it out with --map {name}=."
                 )
-
-
-def _is_filled(file: InputFile, name: str) -> bool:
-    for row in rows_of(file, [name]):
-        value = None if isinstance(row, BadRow) else row.get(name)
-        if value not in (None, "", [], {}) and not (isinstance(value, str) and value.isspace()):
-            return True
-    return False
 
 
 def require_scores(inputs: Sequence[InputFile], shape: Shape) -> None:

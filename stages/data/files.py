@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ...schemas.data_options import DataOptions
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
+from ...schemas.file_version import FileVersion
 from ...schemas.rows import BadRow
 from ..storage.copies import origin_of
 from ..storage.disk.digests import own_digests, remembered_sha256
@@ -25,14 +26,9 @@ HUB_FOLDER = "data"  # the one that the Hub's data sets have their files in
 # The names that `datasets` and the Hugging Face Hub give to the files of one data set.
 _NUMBERED = re.compile(r"(?P<set>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
-_SPLITS: Mapping[str, str] = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "eval": "validation",
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
     "test": "test",
 }
 _WORD = re.compile("[A-Za-z]+")
@@ -62,8 +58,10 @@ class Slice:
 
 
 def inputs_of(data: DataOptions) -> tuple[InputFile, ...]:
-    """The data files that the settings name."""
-    return open_inputs(data.files, data.split)
+    """The data files that the settings name, all of one split."""
+    inputs = open_inputs(data.files, data.split)
+    require_one_split(inputs)
+    return inputs
 
 
 def open_inputs(files: Sequence[str], split: str = "") -> tuple[InputFile, ...]:
@@ -87,19 +85,16 @@ def _opened(path: Path) -> InputFile:
     if not ending:
         raise UsageError(f"{path} has an ending that is not known. Known are {ENDINGS}.")
     size = path.stat().st_size
-    if not size:
-        raise UsageError(f"{path} is empty (0 bytes). Leave it out or write it again.")
     try:
         with open_bytes(path) as source:
-            is_utf16 = source.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        columns = () if is_utf16 else READERS[ending].columns(path)
+            if source.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UsageError(f"{path} is UTF-16 text. Save it as UTF-8.")
+        columns = READERS[ending].columns(path) if size else ()
     except _DAMAGE as error:
         raise UsageError(
             f"{path} cannot be read as {ending[1:]}: {_one_line(error)}. "
             "Check that the file is whole, or write it again."
         ) from error
-    if is_utf16:
-        raise UsageError(f"{path} is UTF-16 text. Save it as UTF-8.")
     if not columns:
         raise UsageError(f"{path} has no rows. Leave it out or write it again.")
     return InputFile(path, ending, size, columns)
@@ -118,17 +113,17 @@ def _data_files(path: Path, split: str) -> list[Path]:
         raise UsageError(f"{path}: no such file or folder. Check the path.")
     if (path / "dataset_dict.json").is_file():
         splits = _names_in(path / "dataset_dict.json", "splits")
-        if split or len(splits) != 1:
-            splits = [_chosen(path, splits, split)]
-        return _data_files(path / splits[0], "")
+        one = splits[0] if len(splits) == 1 and not split else _chosen(path, splits, split)
+        return _data_files(path / one, "")
     if (path / "state.json").is_file():
         return _saved_files(path, split)
     if files := _files_in(path):
         return _of_one_set(path, files, split)
     folders = [one.name for one in sorted(path.iterdir()) if one.is_dir() and _files_in(one)]
-    below = split if split in folders else HUB_FOLDER
-    if below in folders:
-        return _data_files(path / below, "" if below == split else split)
+    if split in folders:
+        return _data_files(path / split, "")
+    if HUB_FOLDER in folders:
+        return _data_files(path / HUB_FOLDER, split)
     if folders:
         raise UsageError(
             f"{path} holds no data files itself but folders of them: {', '.join(folders)}. "
@@ -140,28 +135,40 @@ def _data_files(path: Path, split: str) -> list[Path]:
 def _saved_files(path: Path, split: str) -> list[Path]:
     """The files of a folder that `datasets` saved, in its order."""
     if split:
-        raise _no_such_split(path, (), split)
+        raise UsageError(f"--split {split}: {path} holds no splits. Leave --split out.")
     names = _names_in(path / "state.json", "_data_files")
     if missing := [name for name in names if not (path / name).is_file()]:
-        raise UsageError(
-            f"{path} lacks {', '.join(missing)}, which its state.json names. Save it again."
-        )
+        raise UsageError(f"{path} lacks {', '.join(missing)}, which its state.json names.")
     _require_all_numbered(path, names)
     return [path / name for name in names]
 
 
+def _files_in(path: Path) -> list[Path]:
+    """The data files that lie in a folder itself."""
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    return [
+        path / name
+        for name in names
+        if ending_of(name) and name[0] not in "._" and name not in _SIDECARS
+    ]
+
+
 def _of_one_set(path: Path, files: list[Path], split: str) -> list[Path]:
     """The files of a folder, or those of the split; refuses several splits, and missing files."""
-    set_of = {file: _set_of(file.name) for file in files}
-    numbered = {set_of[file] for file in files if _NUMBERED.match(file.name)}
-    if split or (len(numbered) > 1 and any(map(_split_in, numbered))):
-        chosen = _chosen(path, tuple(dict.fromkeys(set_of.values())), split)
+    numbered = {file: _NUMBERED.match(file.name) for file in files}
+    set_of = {
+        file: match["set"] if match else file.name.removesuffix(ending_of(file.name))
+        for file, match in numbered.items()
+    }
+    sets = {set_of[file] for file in files if numbered[file]}
+    if split or (len(sets) > 1 and any(map(_split_in, sets))):
+        chosen = _chosen(path, [*dict.fromkeys(set_of.values())], split)
         files = [file for file in files if set_of[file] == chosen]
-    other = next((one for one in files if ending_of(one.name) != ending_of(files[0].name)), None)
-    if other:
+    first, *others = files
+    if other := next((one for one in others if ending_of(one.name) != ending_of(first.name)), None):
         raise UsageError(
-            f"{path} holds files of two kinds, {files[0].name} and {other.name}. "
-            "Name the files that are the data."
+            f"{path} holds files of two kinds, {first.name} and {other.name}. Name the files that "
+            "are the data."
         )
     _require_all_numbered(path, [file.name for file in files])
     return files
@@ -171,18 +178,12 @@ def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
     """The split that is named, of several."""
     if split in splits:
         return split
-    if split:
-        raise _no_such_split(path, splits, split)
-    example = "train" if "train" in splits else [*splits, "NAME"][0]
+    asked = f"--split {split}: " if split else ""
+    example = "train" if "train" in splits else splits[0]
     raise UsageError(
-        f"{path} holds the splits {', '.join(splits)}. Take one of them, for example with "
+        f"{asked}{path} holds the splits {', '.join(splits)}. Take one of them, for example with "
         f"--split {example}."
     )
-
-
-def _no_such_split(path: Path, splits: Sequence[str], split: str) -> UsageError:
-    there = f"the splits {', '.join(splits)}" if splits else "no splits"
-    return UsageError(f"--split {split}: {path} holds {there}. Change --split or leave it out.")
 
 
 def _names_in(path: Path, key: str) -> list[str]:
@@ -190,29 +191,11 @@ def _names_in(path: Path, key: str) -> list[str]:
     try:
         entries = json.loads(path.read_bytes())[key]
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
-        if names and all(isinstance(name, str) for name in names):
-            return names
     except (OSError, ValueError, LookupError, TypeError):
-        pass
-    raise UsageError(f"{path} does not list {key!r} as `datasets` writes it. Save it again.")
-
-
-def _files_in(path: Path) -> list[Path]:
-    """The data files that lie in a folder itself."""
-    return sorted(
-        entry
-        for entry in path.iterdir()
-        if entry.is_file()
-        and ending_of(entry.name)
-        and not entry.name.startswith((".", "_"))
-        and entry.name not in _SIDECARS
-    )
-
-
-def _set_of(name: str) -> str:
-    """The split that a file is a part of, by its name."""
-    numbered = _NUMBERED.match(name)
-    return numbered["set"] if numbered else name[: -len(ending_of(name))]
+        names = []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{path} does not list {key!r} as `datasets` writes it. Save it again.")
+    return names
 
 
 def _require_all_numbered(folder: Path, names: Iterable[str]) -> None:
@@ -325,35 +308,20 @@ class Digested:
 
     bytes: int
     sha256: str
-    version: tuple[int, int]  # inode and modification time, which change if a file is replaced
+    version: FileVersion
 
 
 def digested(file: InputFile) -> Digested:
     """The digest of a file, which is read only if this user has no digest of this version."""
-    found = file.path.stat()
-    sha256 = remembered_sha256(file.path, own_digests())
-    return Digested(found.st_size, sha256, (found.st_ino, found.st_mtime_ns))
+    version = FileVersion.of(file.path)
+    return Digested(version.size, remembered_sha256(file.path, own_digests()), version)
 
 
 def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -> None:
-    """Refuses files that changed while they were read."""
+    """Refuses files that were replaced or modified since they were digested."""
     for file, known in zip(inputs, before, strict=True):
-        if not file.path.is_file() or digested(file) != known:
-            raise _changed(file)
-
-
-def require_same_version(file: InputFile, known: Digested) -> None:
-    """Refuses a file that was replaced or modified, without reading it again."""
-    try:
-        found = file.path.stat()
-    except OSError as error:
-        raise _changed(file) from error
-    if (found.st_ino, found.st_mtime_ns) != known.version:
-        raise _changed(file)
-
-
-def _changed(file: InputFile) -> FingerprintError:
-    return FingerprintError(
-        f"{file.path} changed while it was read. Wait until no program writes to it, then run the "
-        "same command again."
-    )
+        if not FileVersion.of(file.path).is_content_of(known.version):
+            raise FingerprintError(
+                f"{file.path} changed while it was read. Wait until no program writes to it, then "
+                "run the same command again."
+            )

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from io import BufferedReader, TextIOWrapper
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import BadDataError
 from ...schemas.rows import BadRow
-from .cells import require_characters, shown
+from .cells import shown
 
 Row: TypeAlias = "dict[str, Any]"  # the user's column: its value
 
-MOST_BYTES = 16 << 20  # of a row: a tokenizer takes a hundred times as much memory as its text
+MOST_CHARACTERS = 16 << 20  # of a row: a tokenizer takes a hundred times the memory of its text
 BATCH_BYTES = 8 << 20  # of a columnar file, as Python objects at once
 BATCH_ROWS = 512
 BLOCK_BYTES = 1 << 20
@@ -53,11 +53,6 @@ class Reader(NamedTuple):
     parts: Callable[[Path, Collection[str], int], list[Part]]
     # Text files give all columns of a row, columnar ones those that are asked for.
     rows: Callable[[Path, Collection[str], Part], Iterator[Row | BadRow]]
-
-
-def too_large(size: int) -> BadRow:
-    """The refusal of a row by its bytes or characters."""
-    return BadRow("too_large", f"the row holds {size:,} bytes, and {MOST_BYTES:,} are the most")
 
 
 def _joined(sizes: Iterable[int], most: int) -> list[Part]:
@@ -118,35 +113,25 @@ def _parquet_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[
 # Arrow
 
 
-def _open_ipc(source: pa.NativeFile, columns: Collection[str] | None = None) -> Any:
-    """A reader of an Arrow file or stream, whichever it is, with these columns."""
+def _open_ipc(source: pa.NativeFile, **options: Any) -> Any:
+    """A reader of an Arrow file or stream, whichever it is."""
+    source.seek(0)
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     opener: Callable[..., Any] = pa.ipc.open_file if is_file else pa.ipc.open_stream
-    if columns is None:
-        return opener(source)
-    names = opener(source).schema.names
-    source.seek(0)
-    fields = [index for index, name in enumerate(names) if name in columns]
-    return opener(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
-
-
-def _ipc_batches(source: pa.NativeFile, columns: Collection[str], part: Part) -> Iterator[Any]:
-    reader = _open_ipc(source, columns)
-    if isinstance(reader, pa.RecordBatchFileReader):
-        stop = min(part.stop, reader.num_record_batches)
-        return map(reader.get_batch, range(part.start, stop))
-    return islice(reader, part.start, part.stop)
+    return opener(source, **options)
 
 
 def _ipc_columns(path: Path) -> tuple[str, ...]:
-    if not _ipc_sizes(path):
-        return ()
+    sizes = _ipc_sizes(path)
     with pa.memory_map(str(path)) as source:
-        names = _open_ipc(source).schema.names
-        source.seek(0)
-        has_rows = any(batch.num_rows for batch in _ipc_batches(source, names[:1], WHOLE))
-        return tuple(names) if has_rows else ()
+        names = tuple(_open_ipc(source).schema.names)
+    batches = _ipc_batches(path, names[:1], WHOLE) if sizes else ()
+    return names if any(batch.num_rows for batch in batches) else ()
+
+
+def _ipc_parts(path: Path, columns: Collection[str], most: int) -> list[Part]:
+    return _joined(_ipc_sizes(path), most)
 
 
 def _ipc_sizes(path: Path) -> list[int]:
@@ -172,15 +157,21 @@ def _ipc_sizes(path: Path) -> list[int]:
         return sizes
 
 
-def _ipc_parts(path: Path, columns: Collection[str], most: int) -> list[Part]:
-    return _joined(_ipc_sizes(path), most)
+def _ipc_batches(path: Path, columns: Collection[str], part: Part) -> Iterator[pa.RecordBatch]:
+    # Mapped, not read: one record batch may be as large as the file.
+    with pa.memory_map(str(path)) as source:
+        names = _open_ipc(source).schema.names
+        fields = [index for index, name in enumerate(names) if name in columns]
+        reader = _open_ipc(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        if isinstance(reader, pa.RecordBatchFileReader):
+            numbers = range(reader.num_record_batches)[part.start : part.stop]
+            yield from map(reader.get_batch, numbers)
+        else:
+            yield from islice(reader, part.start, part.stop)
 
 
 def _ipc_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row | BadRow]:
-    # Mapped, not read: one record batch may be as large as the file.
-    with pa.memory_map(str(path)) as source:
-        for batch in _ipc_batches(source, columns, part):
-            yield from batch_rows(batch)
+    return chain.from_iterable(map(batch_rows, _ipc_batches(path, columns, part)))
 
 
 def batch_rows(batch: pa.RecordBatch) -> Iterator[Row | BadRow]:
@@ -191,32 +182,17 @@ def batch_rows(batch: pa.RecordBatch) -> Iterator[Row | BadRow]:
         except pa.ArrowInvalid as error:
             if "UTF8" not in str(error):  # which is reported for its row
                 raise
-    bytes_per_row = max(1, batch.nbytes // max(1, batch.num_rows))
-    step = max(1, min(BATCH_ROWS, BATCH_BYTES // bytes_per_row))
+    step = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
     for start in range(0, batch.num_rows, step):
-        part = batch.slice(start, step)
-        rows = _dicts(part)
-        if part.nbytes <= MOST_BYTES:
-            yield from rows
-            continue
-        for row in rows:  # a dictionary counts as a whole there, so only their own text decides
-            size = 0 if isinstance(row, BadRow) else _size(row)
-            yield row if size <= MOST_BYTES else too_large(size)
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, str | bytes):
-        return len(value)
-    inner = value.values() if isinstance(value, dict) else value
-    return sum(map(_size, inner)) if isinstance(value, dict | list) else 0
+        yield from _dicts(batch.slice(start, step))
 
 
 def _dicts(batch: pa.RecordBatch) -> list[Row | BadRow]:
-    names = batch.schema.names
     try:
         columns = [_values(column) for column in batch.columns]
     except (ValueError, KeyError, ArithmeticError):
         return [_row_or_bad(batch, row) for row in range(batch.num_rows)]
+    names = batch.schema.names
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
@@ -225,13 +201,9 @@ def _row_or_bad(batch: pa.RecordBatch, row: int) -> Row | BadRow:
     for name in batch.schema.names:
         try:
             cells[name] = _values(batch.column(name).slice(row, 1))[0]
-        except UnicodeDecodeError as error:
-            detail = f"byte {error.start} of {name!r} is not UTF-8: {shown(error.object)}"
-            return BadRow("schema", detail)
         except (ValueError, KeyError, ArithmeticError) as error:
-            is_twice = "duplicate" in str(error)  # else it is a time or a decimal that Python lacks
-            what = "has an object with a key twice" if is_twice else "cannot be read"
-            return BadRow("schema", f"{name!r} {what}: {error}")
+            # It is not UTF-8, a map has a key twice, or Python has no such time or decimal.
+            return BadRow("schema", f"{name!r} cannot be read: {error}")
     return cells
 
 
@@ -239,15 +211,9 @@ def _values(column: pa.Array) -> list[Any]:
     if not pa.types.is_nested(column.type):
         values: list[Any] = column.to_pylist()
         return values
-    if _has_map(column.type):  # asking for it costs half as much again
-        return list(map(_without_nulls, column.to_pylist(maps_as_pydicts="strict")))
-    return list(map(_without_nulls, column.to_pylist()))
-
-
-def _has_map(kind: pa.DataType) -> bool:
-    if pa.types.is_map(kind):
-        return True
-    return any(_has_map(kind.field(index).type) for index in range(kind.num_fields))
+    has_map = "map<" in str(column.type)  # asking for them costs half as much again
+    options = {"maps_as_pydicts": "strict"} if has_map else {}
+    return list(map(_without_nulls, column.to_pylist(**options)))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -278,25 +244,13 @@ def _one_part(path: Path, columns: Collection[str], most: int) -> list[Part]:
     return [Part(0, sys.maxsize, size * (_TEXT_PER_BYTE if path.suffix.lower() in _CODECS else 1))]
 
 
-def _checked(row: Row, columns: Collection[str]) -> Row | BadRow:
-    """The row, if the cells that are read have no lone surrogates."""
-    try:
-        for column in columns:
-            require_characters(row.get(column), column)
-    except BadRow as bad:
-        return bad
-    except RecursionError:
-        return BadRow("schema", TOO_DEEP)
-    return row
-
-
 # CSV
 
 
 def _csv_cells(path: Path) -> Iterator[list[str]]:
     """The rows that are not blank, the header first; bytes that are no text are surrogates."""
     # Python's own limit ends files with long answers; it is the process's, and others keep theirs.
-    usual = csv.field_size_limit(MOST_BYTES)
+    usual = csv.field_size_limit(MOST_CHARACTERS)
     with _open_text(path) as file:
         reader = csv.reader(file, strict=True, delimiter=_delimiter(path))
         try:
@@ -333,22 +287,14 @@ def _csv_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row 
     rows = _csv_cells(path)
     header = next(rows)
     for cells in rows:
-        if (size := sum(map(len, cells))) > MOST_BYTES:
-            yield too_large(size)
-        elif len(cells) != len(header):
+        if len(cells) == len(header):
+            yield dict(zip(header, cells, strict=True))
+        else:
             detail = f"{len(cells)} cells under a header of {len(header)}: {shown(cells)}"
             yield BadRow("schema", detail)
-        else:
-            yield _checked(dict(zip(header, cells, strict=True)), columns)
 
 
 # JSON
-
-_raw_decode = json.JSONDecoder().raw_decode
-_BLANK = re.compile(r"[ \t\n\r]*")
-# An object whose rows are the array "data", with nothing but short facts before it.
-_FACT = r'\s*"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,'
-_DATA = re.compile(rf'\s*\{{(?:{_FACT})*\s*"data"\s*:\s*(?=\[)')
 
 
 def _json_columns(path: Path) -> tuple[str, ...]:
@@ -357,7 +303,7 @@ def _json_columns(path: Path) -> tuple[str, ...]:
     count = 0
     for row in islice(_json_rows(path, (), WHOLE), JSON_ROWS):
         count += 1
-        names.update(() if isinstance(row, BadRow) else dict.fromkeys(row))
+        names.update(dict.fromkeys(() if isinstance(row, BadRow) else row))
     if count and not names:
         raise BadDataError("the first rows are not JSON objects: write one object per line")
     return tuple(names)
@@ -373,71 +319,37 @@ def _json_parts(path: Path, columns: Collection[str], most: int) -> list[Part]:
 
 
 def _json_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row | BadRow]:
+    """The rows; bytes that are no text are surrogates, which are refused where a cell is read."""
     if _is_lines(path):
         for line in _lines(path, part):
-            yield _line_row(line, columns)
-        return
-    with open_bytes(path) as file:
-        content = file.read()
-    try:
-        text, is_damaged = content.decode("utf-8-sig"), False
-    except UnicodeDecodeError:
-        text, is_damaged = content.decode("utf-8-sig", "surrogateescape"), True
-    del content
-    for start, end, row in _elements(text):
-        if end - start > MOST_BYTES:
-            yield too_large(end - start)
-        elif is_damaged and _has_surrogates(text[start:end]):
-            yield BadRow("schema", "the row has bytes that are not UTF-8")
-        elif not isinstance(row, dict):
-            yield BadRow("schema", f"no JSON object: {shown(row)}")
-        else:
-            has_escapes = text.find("\\u", start, end) >= 0
-            yield _checked(row, columns) if has_escapes else row
+            try:
+                yield _object(json.loads(line.decode("utf-8", "surrogateescape")))
+            except ValueError as error:
+                yield BadRow("schema", f"no valid JSON ({error}): {shown(line)}")
+            except RecursionError:
+                yield BadRow("schema", TOO_DEEP)
+    else:
+        with open_bytes(path) as file:
+            text = file.read().decode("utf-8-sig", "surrogateescape")
+        yield from map(_object, _elements(text))
 
 
-def _has_surrogates(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _line_row(line: bytes, columns: Collection[str]) -> Row | BadRow:
-    if len(line) > MOST_BYTES:
-        return too_large(len(line))
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return BadRow("schema", f"byte {error.start} of the row is not UTF-8")
-    except ValueError as error:
-        return BadRow("schema", f"no valid JSON ({error}): {shown(line)}")
-    except RecursionError:
-        return BadRow("schema", TOO_DEEP)
-    if not isinstance(row, dict):
-        return BadRow("schema", f"no JSON object: {shown(row)}")
-    return _checked(row, columns) if b"\\u" in line else row
+def _object(value: Any) -> Row | BadRow:
+    return value if isinstance(value, dict) else BadRow("schema", f"no object: {shown(value)}")
 
 
 def _is_lines(path: Path) -> bool:
-    """Whether a file has one record per line, and is neither an array nor an object around one."""
+    """Whether a file has a row in each line, and is neither an array nor an object around one."""
     with open_bytes(path) as file:
-        block = file.read(BLOCK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-        while not block and (block := file.read(BLOCK_BYTES)):
-            block = block.lstrip()
-    if block[:1] != b"{":
-        return block[:1] != b"["
-    text = block.decode("utf-8", "replace")
-    if not _DATA.match(text):
-        return True
-    # Lines may begin with an array named "data": then an object ends in its line, and more follow.
+        start = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        if start != b"{" or ending_of(path.name).split(".")[1] != "json":
+            return start != b"["
+        first, *more = islice((line for line in file if not line.isspace()), 2)
     try:
-        _, end = _raw_decode(text)
+        row = json.loads(first.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError):
         return False
-    rest = text[end:].lstrip(" \t\r")
-    return rest.startswith("\n") and not rest.isspace()
+    return bool(more) or not isinstance(row.get("data"), list)
 
 
 def _lines(path: Path, part: Part) -> Iterator[bytes]:
@@ -454,45 +366,36 @@ def _lines(path: Path, part: Part) -> Iterator[bytes]:
                 yield text
 
 
-def _elements(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Where each element of the array begins and ends, and its value."""
-    inside = _DATA.match(text)
-    at = _behind_blanks(text, inside.end() if inside else 0)
-    at = _behind_blanks(text, at + 1)
-    count = 0
-    is_more = text[at : at + 1] != "]"
-    while is_more:
+_raw_decode = json.JSONDecoder().raw_decode
+_BEGIN, _NEXT = re.compile(r"\s*\[\s*"), re.compile(r"\s*,\s*")
+
+
+def _elements(text: str) -> Iterator[Any]:
+    """Each element of an array, which are never all held as values.
+
+    An object around an array named "data", beside which it has no other, is read as a whole.
+    """
+    end, count, found = 0, 0, _BEGIN.match(text)
+    if not found:
         try:
-            value, end = _raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            is_cut = error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip())
-            what = "is cut off" if is_cut else f"is not valid JSON ({error.msg})"
-            raise _broken(count, what) from None
-        except (RecursionError, ValueError) as error:
-            raise _broken(count, f"cannot be read ({error})") from None
-        yield at, end, value
-        count += 1
-        at = _behind_blanks(text, end)
-        is_more = text[at : at + 1] == ","
-        at = _behind_blanks(text, at + 1) if is_more else at
-    if text[at : at + 1] != "]":
-        raise _broken(count - 1, f"is followed by {text[at : at + 1]!r}")
-    rest = text[at + 1 :].strip()
-    if inside and rest[:1] != "}":
-        raise BadDataError(
-            "the object goes on after its array 'data': write a file of the array alone"
-        )
-    if rest[1 if inside else 0 :].strip():
-        raise BadDataError(f"after the closing bracket of {count:,} elements comes {rest[-1]!r}")
-
-
-def _behind_blanks(text: str, at: int) -> int:
-    blank = _BLANK.match(text, at)
-    return blank.end() if blank else at
-
-
-def _broken(index: int, what: str) -> BadDataError:
-    return BadDataError(f"element {index:,} of the array {what}, so the rest cannot be read")
+            inside = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadDataError(f"it holds no lines and no array of objects: {error}") from None
+        rows = inside.pop("data", None)
+        if not isinstance(rows, list) or any(isinstance(v, list | dict) for v in inside.values()):
+            raise BadDataError("the object holds other things than one array named 'data'")
+        yield from rows
+        return
+    while found and (count or text[found.end() : found.end() + 1] != "]"):
+        try:
+            value, end = _raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise BadDataError(f"element {count:,} of the array cannot be read: {error}") from None
+        yield value
+        count, found = count + 1, _NEXT.match(text, end)
+    if count and text[end:].strip() != "]":
+        what = text[end : end + 99].strip()
+        raise BadDataError(f"element {count - 1:,} of the array is followed by {shown(what)}")
 
 
 _JSON = Reader(_json_columns, _json_parts, _json_rows)

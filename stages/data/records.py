@@ -21,7 +21,7 @@ from .cells import (
 )
 from .columns import KNOWN, prompt_shapes
 from .files import InputFile, rows_of
-from .readers import TOO_DEEP, WHOLE, Part, Row
+from .readers import MOST_CHARACTERS, TOO_DEEP, WHOLE, Part, Row
 from .row_parts import Cells
 from .shapes import OPTIONAL, DataShape, Shape, read_prompt_alone, read_row
 
@@ -49,20 +49,13 @@ def in_batches(
     batch, size = list[Checked](), 0
     for one in found:
         batch.append(one)
-        size += _length(one)
+        if isinstance(one, Record):
+            size += sum(map(_length, (one.prompt, *one.completions)))
         if len(batch) == rows or size >= characters:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _length(one: Checked) -> int:
-    length = 0
-    for text in () if isinstance(one, Rejected) else (one.prompt, *one.completions):
-        for part in (text,) if isinstance(text, str) else text:
-            length += len(part if isinstance(part, str) else part.get("content") or "")
-    return length
 
 
 def first_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record]:
@@ -85,6 +78,9 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked
             name: found.ahead if name == margin else read_number(*one(name))
             for name in shape.carried
         }
+        if (size := sum(map(_length, (prompt, *found.completions)))) > MOST_CHARACTERS:
+            what = f"the row has {size:,} characters, and {MOST_CHARACTERS:,} are the most"
+            raise BadRow("too_large", what)
     except BadRow as bad:
         return Rejected(file, row, bad.reason, bad.detail)
     except RecursionError:
@@ -96,6 +92,13 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked
     else:
         learned = ()
     return Record(file, row, prompt, answers, roles, scores, tools, options, carried, learned)
+
+
+def _length(text: Text) -> int:
+    """The characters of a text or of the messages of a conversation."""
+    if isinstance(text, str):
+        return len(text)
+    return sum(len(message.get("content") or "") for message in text)
 
 
 def _learned(completion: Text) -> tuple[bool, ...] | None:
@@ -111,32 +114,25 @@ def _asked(
 ) -> tuple[Text, tuple[Any, ...] | None, Mapping[str, Any]]:
     """The prompt with its system message, and the chat template's tools and options."""
     prompt = unmarked(cells.wrap.prompt(given, cells.source.get("prompt", "prompt")))
-    found: dict[str, tuple[Any, str]] = {}
-    for name in OPTIONAL:
-        cell = cells(shape.tools if name == "tools" and shape.tools else name)
-        if cell[0]:
-            found[name] = cell
+    beside = {name: cells(shape.tools if name == "tools" else name) for name in OPTIONAL}
+    found = [name for name, (value, _) in beside.items() if value]
     if not found:
         return prompt, None, {}
     if isinstance(prompt, str):
-        columns = ", ".join(repr(column) for _, column in found.values())
-        flags = " ".join(f"--map {name}=" for name in found)
+        columns = ", ".join(repr(beside[name][1]) for name in found)
         raise BadRow(
             "schema",
             f"{columns} can only be used when the prompt is a conversation: data.wrap=chat makes "
-            f"one of text, {flags} leaves it out",
+            f"one of text, {' '.join(f'--map {name}=' for name in found)} leaves it out",
         )
-    if "system" in found:
-        value, column = found["system"]
-        system = read_system(value, column)
+    system, tools, options = beside.values()
+    if said := read_system(*system):
         if isinstance(given, str):
-            cells.wrap.require_unrendered(system, column)
-        if system and prompt[0]["role"] == "system":
-            raise BadRow("schema", f"{column!r} is given but the prompt has a system message")
-        prompt = ({"role": "system", "content": system}, *prompt) if system else prompt
-    nothing = (None, "")
-    tools = read_tools(*found.get("tools", nothing))
-    return prompt, tools, read_options(*found.get("chat_template_kwargs", nothing))
+            cells.wrap.require_unrendered(said, system[1])
+        if prompt[0]["role"] == "system":
+            raise BadRow("schema", f"{system[1]!r} is given but the prompt has a system message")
+        prompt = ({"role": "system", "content": said}, *prompt)
+    return prompt, read_tools(*tools), read_options(*options)
 
 
 @dataclass
@@ -163,11 +159,12 @@ def read_prompts(
     rows = PromptRows()
     clashes: dict[str, None] = {}
     ours = {theirs: name for name, theirs in mapped.items() if theirs}
+    left_out = {name for name, theirs in mapped.items() if not theirs}
     for number, (file, found) in enumerate(zip(inputs, prompt_shapes(inputs, mapped), strict=True)):
         shape = replace(found, wrap=wrap)
         asked = found.declared.prompt or found.declared.answers
         heads = {name.partition(".")[0] for name in (*asked.columns, *asked.optional, *OPTIONAL)}
-        known = {*found.left_out, *(shape.source[name] for name in heads if name in shape.source)}
+        known = {*left_out, *(shape.source[name] for name in heads if name in shape.source)}
         for row, cells in enumerate(rows_of(file, file.columns)):
             try:
                 if isinstance(cells, BadRow):

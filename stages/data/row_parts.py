@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...schemas.rows import BadRow, Message, Text
 from .cells import (
@@ -17,6 +18,7 @@ from .cells import (
     read_number,
     read_prompt,
     read_text,
+    require_characters,
     shown,
     unmarked,
 )
@@ -31,25 +33,54 @@ class Cells:
         self._row = row
 
     def __call__(self, name: str) -> tuple[Any, str]:
-        """The value of a cell and the user's name of it; None of a column that is left out."""
+        """The value of a cell and the user's name of it; None of a column that is left out.
+
+        A name with a dot goes into an object, or into each object of a list.
+        """
         called = self.source.get(name)
         if called is not None:
-            return self._row.get(called), called
+            value = self._row.get(called)
+            if value is not None:
+                require_characters(value, called)
+            return value, called
         if "." not in name:
             return None, name
         ours, *keys = name.split(".")
         value, called = self(ours)
         for key in keys:
-            if isinstance(value, str) and value.lstrip().startswith("{"):
+            if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
                 value = parse_json(value, called)
             if isinstance(value, dict):
                 value, called = value.get(key), f"{called}.{key}"
+            elif isinstance(value, list):
+                value = [one.get(key) if isinstance(one, dict) else one for one in value]
         return value, called
 
     def number(self, name: str) -> float | None:
         """A number, if there is one."""
         value, column = self(name)
         return None if value is None else read_number(value, column)
+
+
+class Read(NamedTuple):
+    """How a part of a row is read, and of which columns."""
+
+    how: Callable[..., Any]
+    columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()  # further columns that are read where there are some
+
+    def __call__(self, cells: Cells, *more: Any) -> Any:
+        """What is read of the cells; raises BadRow."""
+        return self.how(cells, *more, *self.columns)
+
+
+def way(how: Callable[..., Any]) -> Callable[..., Read]:
+    """A way to read a part, which the table of shapes gives the names of columns."""
+
+    def of(*columns: str, optional: tuple[str, ...] = ()) -> Read:
+        return Read(how, columns, optional)
+
+    return of
 
 
 def forked(first: Text, second: Text, names: Sequence[str]) -> tuple[Text, tuple[Text, Text]]:
@@ -70,7 +101,7 @@ def forked(first: Text, second: Text, names: Sequence[str]) -> tuple[Text, tuple
 
 
 def shared_length(first: Text, second: Text) -> int:
-    """Returns how many messages, or characters up to a blank, two texts share at the start.
+    """How many messages, or characters up to a blank, two texts share at the start.
 
     The blank itself belongs to the completions, as tokenizers want it.
     """
@@ -104,20 +135,13 @@ def _shared_words(first: str, second: str) -> int:
 # Prompts: (cells, columns) -> Text
 
 
+@way
 def given(cells: Cells, column: str) -> Text:
     """Text or messages, as they are."""
     return read_prompt(*cells(column))
 
 
-def stated(cells: Cells, column: str, again: str) -> Text:
-    """UltraFeedback binarized: `messages` are the chosen conversation once more."""
-    value, called = cells(again)
-    chosen = read_text(*cells("chosen")) if value else ""
-    if value and unmarked(read_text(value, called)) != unmarked(chosen):
-        raise BadRow("schema", f"{called!r} are not 'chosen': leave them out with --map {again}=")
-    return given(cells, column)
-
-
+@way
 def user(cells: Cells, column: str) -> Text:
     """A user's message where it is text."""
     value, called = cells(column)
@@ -129,24 +153,24 @@ def user(cells: Cells, column: str) -> Text:
     return ({"role": "user", "content": prompt},)
 
 
+@way
 def instruction(cells: Cells, column: str, *_: str) -> Text:
     """The turns before an instruction, and the instruction joined with its input."""
+    (turns, history), (given, about) = cells("history"), cells("input")
     value, called = cells(column)
     asked = read_prompt(value, called)
-    if not isinstance(asked, str):
-        raise BadRow("schema", f"{called!r} is not text: {shown(asked)}")
+    for text, name in ((asked, called), (given or "", about)):
+        if not isinstance(text, str):
+            raise BadRow("schema", f"{name!r} is not text: {shown(text)}")
     before: list[Message] = []
-    turns, called = cells("history")
-    for turn in read_list(turns, called) if turns else ():
-        if not (isinstance(turn, list) and len(turn) == 2 and all(map(_is_text, turn))):
-            raise BadRow("schema", f"{called!r} is not a list of pairs of texts: {shown(turn)}")
+    for turn in read_list(turns, history) if turns else ():
+        if not (isinstance(turn, list) and len(turn) == 2 and _are_texts(turn)):
+            raise BadRow("schema", f"{history!r} is not a list of pairs of texts: {shown(turn)}")
         before += _exchange(*turn)
-    given, called = cells("input")
-    if given and not isinstance(given, str):
-        raise BadRow("schema", f"{called!r} is not text: {shown(given)}")
     return (*before, {"role": "user", "content": f"{asked}\n{given}" if given else asked})
 
 
+@way
 def chat(cells: Cells, column: str) -> Text:
     """Messages behind which an answer may stand."""
     messages, called = _messages(cells, column)
@@ -155,15 +179,15 @@ def chat(cells: Cells, column: str) -> Text:
     return messages
 
 
+@way
 def all_but_last(cells: Cells, column: str) -> Text:
     """The messages before the answer, which is the last."""
     messages, called = _messages(cells, column)
-    if messages[-1]["role"] != ASSISTANT:
-        raise BadRow("schema", f"{called!r} does not end with a message of the assistant")
+    *before, answer = messages
+    if answer["role"] != ASSISTANT or [one["role"] for one in before[-1:]] == [ASSISTANT]:
+        raise BadRow("schema", f"{called!r} does not end with one message of the assistant")
     if is_blank(messages[:-1]):
         raise BadRow("empty_prompt", f"{called!r} has nothing before its answer")
-    if messages[-2]["role"] == ASSISTANT:
-        raise BadRow("schema", f"{called!r} ends with two messages of the assistant")
     if is_blank(messages[-1:]):
         raise BadRow("empty_completion", f"the last message of {called!r} is empty")
     return messages[:-1]
@@ -177,8 +201,8 @@ def _messages(cells: Cells, column: str) -> tuple[tuple[Message, ...], str]:
     return messages, called
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _are_texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _exchange(asked: str, said: str) -> tuple[Message, Message]:
@@ -188,42 +212,35 @@ def _exchange(asked: str, said: str) -> tuple[Message, Message]:
 # Answers: (cells, prompt, columns) -> texts
 
 
-def in_columns(cells: Cells, prompt: Text, *columns: str) -> tuple[Text, ...]:
+def _in_columns(cells: Cells, prompt: Text, *columns: str) -> tuple[Text, ...]:
     """The answer in each column."""
     return tuple(cells.wrap.completion(*cells(column), prompt) for column in columns)
 
 
+answers = way(_in_columns)
+
+
+@way
 def last(cells: Cells, prompt: Text, column: str, *others: str) -> tuple[Text, ...]:
     """The last message, and the answers in other columns."""
     messages, _ = _messages(cells, column)
-    return (messages[-1:], *in_columns(cells, prompt, *others))
+    return (messages[-1:], *_in_columns(cells, prompt, *others))
 
 
+@way
 def each(cells: Cells, prompt: Text, column: str) -> tuple[Text, ...]:
-    """The answers in a list, or of the objects of a list if the name has a dot."""
-    name, _, key = column.partition(".")
-    answers, called = _listed(cells, name)
-    answers = _fields(answers, key, called) if key else answers
-    return tuple(
-        cells.wrap.completion(one, f"{called}[{number}]", prompt)
-        for number, one in enumerate(answers)
-    )
-
-
-def _listed(cells: Cells, name: str) -> tuple[list[Any], str]:
-    value, called = cells(name)
+    """The answers in a list."""
+    value, called = cells(column)
     found = read_list(value, called)
     if not found:
         raise BadRow("empty_completion", f"{called!r} is an empty list")
-    return found, called
+    return tuple(
+        cells.wrap.completion(one, f"{called}[{number}]", prompt)
+        for number, one in enumerate(found)
+    )
 
 
-def _fields(objects: Sequence[Any], key: str, called: str) -> list[Any]:
-    if not all(isinstance(one, dict) for one in objects):
-        raise BadRow("schema", f"{called!r} is not a list of objects: {shown(objects)}")
-    return [one.get(key) for one in objects]
-
-
+@way
 def wholes(cells: Cells, _: None, *columns: str) -> tuple[Text, Text]:
     """Two texts or conversations that begin with their prompt."""
     value, called = cells("prompt")
@@ -235,22 +252,16 @@ def wholes(cells: Cells, _: None, *columns: str) -> tuple[Text, Text]:
     return first, second
 
 
+@way
 def conversations(cells: Cells, _: None, *columns: str) -> tuple[Text, ...]:
     """Two conversations with one beginning."""
     return tuple(_messages(cells, column)[0] for column in columns)
 
 
-def answered(cells: Cells, _: None, *columns: str) -> tuple[Text, ...]:
-    """Two conversations with one beginning, each of which ends with an answer."""
-    for column in columns:
-        all_but_last(cells, column)
-    return conversations(cells, None, *columns)
-
-
+@way
 def exchanges(cells: Cells, _: None, *columns: str) -> tuple[Text, ...]:
     """Chatbot arena as on Kaggle: lists of what each side said in its turns."""
-    said = [_turns(cells, column) for column in columns]
-    asked = _turns(cells, "prompt")
+    asked, *said = (_turns(cells, column) for column in ("prompt", *columns))
     if len({len(asked), *map(len, said)}) > 1:
         raise BadRow("schema", f"'prompt' and {' and '.join(columns)} differ in their turns")
     return tuple(
@@ -262,10 +273,9 @@ def exchanges(cells: Cells, _: None, *columns: str) -> tuple[Text, ...]:
 def _turns(cells: Cells, column: str) -> list[str]:
     """A list of texts, which may be given as JSON text; a text is a list of one."""
     value, called = cells(column)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_json(value, called)
-    turns = [value] if isinstance(value, str) else read_list(value, called)
-    if not turns or not all(map(_is_text, turns)) or not all(one.strip() for one in turns):
+    is_one = isinstance(value, str) and not value.lstrip().startswith("[")
+    turns = [value] if is_one else read_list(value, called)
+    if not turns or not _are_texts(turns) or not all(one.strip() for one in turns):
         raise BadRow("schema", f"{called!r} has turns that are not text: {shown(value)}")
     return turns
 
@@ -273,47 +283,51 @@ def _turns(cells: Cells, column: str) -> list[str]:
 # Which of two answers is good: (cells, columns) -> how far the first is ahead; 0: a tie
 
 
-def labelled_as(cells: Cells, column: str) -> bool:
+def _labelled(cells: Cells, column: str) -> bool:
     """Whether an answer is good."""
     return read_label(*cells(column))
 
 
+label = way(_labelled)
+
+
+@way
 def first_if(cells: Cells, column: str) -> float:
     """A label of the first answer."""
-    return 1.0 if labelled_as(cells, column) else -1.0
+    return 1.0 if _labelled(cells, column) else -1.0
 
 
-def second_if(cells: Cells, column: str) -> float:
-    """A label of the second answer, or its number of 0 and 1."""
-    return -first_if(cells, column)
+def second_above(middle: float, most: float = math.inf) -> Callable[..., Read]:
+    """A number at most so far from the middle; above it the second answer is the better one."""
+
+    @way
+    def ahead(cells: Cells, column: str) -> float:
+        value, called = cells(column)
+        number = read_number(value, called)
+        if abs(number - middle) > most:
+            limits = f"{middle - most:g} and {middle + most:g}"
+            raise BadRow("schema", f"{called!r} is not between {limits}: {shown(value)}")
+        return middle - number
+
+    return ahead
 
 
+@way
 def higher(cells: Cells, first: str, second: str) -> float:
     """The scores of both."""
     return read_number(*cells(first)) - read_number(*cells(second))
 
 
-def strength(cells: Cells, column: str) -> float:
-    """HelpSteer: below 0 for the first of them."""
-    return -read_number(*cells(column))
-
-
-def one_or_two(cells: Cells, column: str) -> float:
-    """The number of the better one, or a mean of such numbers."""
-    won = read_number(*cells(column))
-    if not 1 <= won <= 2:
-        raise BadRow("schema", f"{column!r} is not between 1 and 2: {shown(won)}")
-    return 1.5 - won
-
-
+@way
 def lower_rank(cells: Cells, column: str) -> float:
     """The ranks of both."""
-    scores = minus_ranks(cells, 2, column)
-    if len(scores) != 2:
-        raise BadRow("schema", f"{column!r}: a pair has two answers, and here are {len(scores)}")
-    return scores[0] - scores[1]
+    ranks = _numbers(cells, column)
+    if len(ranks) != 2:
+        raise BadRow("schema", f"{column!r}: a pair has two answers, and here are {len(ranks)}")
+    return ranks[1] - ranks[0]
 
 
+@way
 def winner(cells: Cells, column: str) -> float:
     """Chatbot arena: the name of the better one's model."""
     value, called = cells(column)
@@ -323,11 +337,12 @@ def winner(cells: Cells, column: str) -> float:
     return ahead[value]
 
 
+@way
 def flags(cells: Cells, first: str, second: str, tie: str) -> float:
     """Chatbot arena as on Kaggle: a flag for each, and one for a tie."""
-    if labelled_as(cells, tie):
+    if _labelled(cells, tie):
         return 0.0
-    ahead = float(labelled_as(cells, first)) - float(labelled_as(cells, second))
+    ahead = float(_labelled(cells, first)) - float(_labelled(cells, second))
     if not ahead:
         raise BadRow("schema", f"{first!r} and {second!r} name no winner, or two")
     return ahead
@@ -336,11 +351,13 @@ def flags(cells: Cells, first: str, second: str, tie: str) -> float:
 # How good all answers are: (cells, their count, columns) -> scores
 
 
-def of_one(cells: Cells, _: int, column: str) -> tuple[float | None, ...]:
+@way
+def score(cells: Cells, _: int, column: str) -> tuple[float | None, ...]:
     """The score of the row's one answer."""
     return (read_number(*cells(column)),)
 
 
+@way
 def of_each(cells: Cells, count: int) -> tuple[float | None, ...]:
     """Of each candidate; none where the data have no such column yet."""
     if "scores" not in cells.source:
@@ -352,17 +369,19 @@ def of_each(cells: Cells, count: int) -> tuple[float | None, ...]:
     return tuple(read_number(one, f"{called}[{number}]") for number, one in enumerate(scores))
 
 
+@way
 def first_field(cells: Cells, _: int, *columns: str) -> tuple[float | None, ...]:
     """UltraFeedback: a field of each answer, the first that it has."""
-    name, keys = columns[0].partition(".")[0], [one.partition(".")[2] for one in columns]
-    answers, called = _listed(cells, name)
-    fields = zip(*(_fields(answers, key, called) for key in keys), strict=True)
+    fields = zip(*(read_list(*cells(column)) for column in columns), strict=True)
     values = [next((value for value in found if value is not None), None) for found in fields]
-    return tuple(read_number(value, f"{called}.{keys[0]}") for value in values)
+    return tuple(read_number(value, columns[0]) for value in values)
 
 
+@way
 def minus_ranks(cells: Cells, _: int, column: str) -> tuple[float, ...]:
     """The rank below zero, as 1 is the best."""
-    name, key = column.split(".")
-    answers, called = _listed(cells, name)
-    return tuple(-read_number(rank, column) for rank in _fields(answers, key, called))
+    return tuple(-rank for rank in _numbers(cells, column))
+
+
+def _numbers(cells: Cells, column: str) -> list[float]:
+    return [read_number(one, column) for one in read_list(*cells(column))]

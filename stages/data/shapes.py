@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ...schemas.rows import BadRow, Role, Text
 from . import row_parts as parts
 from .cells import UNWRAPPED, Wrapping, read_text
-from .row_parts import Cells
+from .row_parts import (
+    Cells,
+    Read,
+    all_but_last,
+    answers,
+    chat,
+    conversations,
+    each,
+    given,
+    instruction,
+    label,
+    last,
+    score,
+    second_above,
+    user,
+)
 
 # A pair of answers; one answer with a label; all answers of a prompt with scores; one of them.
 Kind: TypeAlias = Literal["pair", "label", "scores", "score"]
 OPTIONAL = ("system", "tools", "chat_template_kwargs")  # of conversations, in rows of any shape
 PAIR = (Role.CHOSEN, Role.REJECTED)
-
-
-class Read(NamedTuple):
-    """How a part of a row is read, and of which columns; a name with a dot goes into an object."""
-
-    how: Callable[..., Any]
-    columns: tuple[str, ...]
-    optional: tuple[str, ...] = ()  # further columns that are read where there are some
-
-    def __call__(self, cells: Cells, *more: Any) -> Any:
-        """What is read of the cells; raises BadRow."""
-        return self.how(cells, *more, *self.columns)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class DataShape:
     good: Read | None = None  # or how good; None: the first of a pair, of others nothing says so
     having: tuple[str, ...] = ()  # columns that it has as well
     scores: tuple[str, ...] = ()  # columns of scores that it may have
-    tools: str = ""  # where they stand, if not in the column of that name
+    tools: str = "tools"  # where they stand
     margin: str = ""  # the name of how far the better answer is ahead, if that is kept
 
     @property
@@ -58,39 +60,13 @@ class DataShape:
         return tuple(name for one in (self.prompt, self.answers) if one for name in one.optional)
 
     @property
-    def has_labels(self) -> bool:
-        """Whether it says which completions are good."""
-        return self.kind in ("pair", "label")
-
-    @property
-    def is_single(self) -> bool:
-        """Whether a row has one completion."""
-        return self.kind in ("label", "score")
-
-    @property
     def is_long(self) -> bool:
         """Whether scored completions of one prompt stand in rows that are to be joined."""
         return self.kind == "score"
 
-    @property
-    def meanings(self) -> list[tuple[str, str]]:
-        """Its columns and what each of them is read as."""
-        found = [(name, "prompt") for name in (self.prompt.columns if self.prompt else ())]
-        sides: tuple[str, ...]
-        if self.kind == "pair":
-            sides = ("chosen or rejected",) * 2 if self.good else ("chosen", "rejected")
-            good = "the winner and margin" if self.margin else "the winner"
-        else:
-            sides = ("completions" if self.kind == "scores" else "completion",)
-            good = {"label": "label", "scores": "scores", "score": "score"}[self.kind]
-        found += zip(self.answers.columns, sides, strict=False)
-        found += [(name, good) for name in (self.good.columns if self.good else ())]
-        if self.tools:
-            found.append((self.tools, "tools"))
-        joined: dict[str, dict[str, None]] = {}
-        for name, what in found:
-            joined.setdefault(name.partition(".")[0], {})[what] = None
-        return [(name, " and ".join(meanings)) for name, meanings in joined.items()]
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process finds it in its own table: the ways to read it cannot be sent."""
+        return _of_table, (SHAPES.index(self),)
 
 
 @dataclass(frozen=True)
@@ -102,7 +78,6 @@ class Shape:
     optional: tuple[str, ...] = ()  # optional columns that a file has, by our names
     carried: tuple[str, ...] = ()  # numeric columns kept with each row, by our names
     unread: tuple[str, ...] = ()  # the user's columns that nothing reads
-    left_out: tuple[str, ...] = ()  # the user's columns that the user left out
     wrap: Wrapping = UNWRAPPED  # what becomes of plain text
 
     @property
@@ -111,37 +86,56 @@ class Shape:
         return self.declared.name
 
     @property
-    def has_prompt(self) -> bool:
-        """Whether the prompt has columns of its own."""
-        return self.declared.prompt is not None
-
-    @property
     def columns(self) -> tuple[str, ...]:
         """The user's columns to read, where a file has them."""
         return tuple(self.source.values())
 
     @property
-    def told(self) -> str:
-        """Which of the user's columns are read as what."""
-        named = [(self.source[name], what) for name, what in self.declared.meanings]
-        if not self.declared.prompt:
-            named.insert(0, ("what both begin with", "prompt"))
-        parts = [self.source[name] for name in self.declared.optional if name in self.optional]
-        named[1:1] = [(part, "prompt") for part in parts]
-        done = {self.declared.margin, *self.declared.optional}
-        done.update(name for name, _ in self.declared.meanings)
-        extra = (*self.declared.scores, *self.optional, *self.carried)
-        named += [(self.source[n], n) for n in extra if n in self.source and n not in done]
-        groups = groupby(dict.fromkeys(named), key=lambda each: each[1])
-        joined = [(" and ".join(each for each, _ in group), ours) for ours, group in groups]
-        each = ", ".join(one if one == ours else f"{one} -> {ours}" for one, ours in joined)
-        return f"{self.kind} rows: {each}"
+    def read_as(self) -> str:
+        """Which of the user's columns are read as what, in one line."""
+        one = self.declared
+        beside = [name for name in one.optional if name in self.optional]
+        asked = (*one.prompt.columns, *beside) if one.prompt else ("what both begin with",)
+        read: dict[str, tuple[str, ...]] = {"prompt": asked}
+        if one.kind == "pair" and not one.good:
+            read["chosen"], read["rejected"] = ((column,) for column in one.answers.columns)
+        else:
+            names = {"pair": "chosen or rejected", "scores": "completions"}
+            read[names.get(one.kind, "completion")] = one.answers.columns
+        if one.good:
+            good = "the winner" if one.kind == "pair" else one.kind
+            read[f"{good} and margin" if one.margin else good] = one.good.columns
+        if one.tools != "tools":
+            read["tools"] = (one.tools,)
+        done = {one.margin, *(column for columns in read.values() for column in columns)}
+        more = [name for name in (*one.scores, *self.optional, *self.carried) if name not in done]
+        read |= {name: (name,) for name in more if name in self.source}
+        lines = []
+        for what, columns in read.items():
+            theirs = " and ".join(map(self._called, columns))
+            lines += [what if theirs == what else f"{theirs} -> {what}"] if theirs else []
+        return f"{one.name} rows: {', '.join(lines)}{self._other_winner()}"
+
+    def _called(self, column: str) -> str:
+        """The user's name of a column, which may have a dot."""
+        head, dot, key = column.partition(".")
+        return self.source.get(head, head) + dot + key
+
+    def _other_winner(self) -> str:
+        """Names a second column that says which answer is good, where a file has two."""
+        one = self.declared
+        for other in SHAPES:
+            if one.good and other.good and other != one and replace(other, good=one.good) == one:
+                for column in {*other.good.columns} & {*self.unread}:
+                    return f" (and not {column}, which --map {one.good.columns[0]}= takes)"
+        return ""
 
     @property
     def lacks_scores(self) -> bool:
         """Whether nothing says which completions are good."""
         is_missing = any(name not in self.source for name in self.declared.scores)
-        return not self.declared.has_labels and (is_missing or self.declared.good is None)
+        is_scored = self.declared.kind in ("scores", "score")
+        return is_scored and (is_missing or self.declared.good is None)
 
 
 class Found(NamedTuple):
@@ -157,7 +151,14 @@ class Found(NamedTuple):
 def read_row(cells: Cells, one: DataShape) -> Found:
     """What a row says in this shape; raises BadRow."""
     if one.kind == "pair":
-        return _read_pair(one, cells)
+        ahead = one.good(cells) if one.good else 1.0
+        if ahead == 0:
+            raise BadRow("tie", f"{' and '.join(one.answers.columns)}: a tie has no chosen answer")
+        prompt, answers = _read_pair(cells, one)
+        scores = tuple(map(cells.number, one.scores)) or (None, None)
+        if ahead < 0:
+            answers, scores = answers[::-1], scores[::-1]
+        return Found(prompt, answers, PAIR, scores, abs(ahead))
     assert one.prompt
     prompt = one.prompt(cells)
     answers = one.answers(cells, prompt)
@@ -172,39 +173,28 @@ def read_row(cells: Cells, one: DataShape) -> Found:
 def read_prompt_alone(cells: Cells, one: DataShape) -> Text:
     """The prompt of a row as `read_row` reads it, whichever of its answers is good."""
     if one.prompt is None:
-        first, second = one.answers(cells, None)
-        return parts.forked(first, second, one.answers.columns)[0]
+        return _read_pair(cells, one)[0]
     prompt: Text = one.prompt(cells)
-    again = _said_again(one, cells, prompt) if one.kind == "pair" else None
+    again = _said_again(cells, one, prompt) if one.kind == "pair" else None
     return again[0] if again else prompt
 
 
-def _read_pair(one: DataShape, cells: Cells) -> Found:
-    prompt = one.prompt(cells) if one.prompt else None
-    ahead = one.good(cells) if one.good else 1.0
-    if ahead == 0:
-        raise BadRow("tie", f"{' and '.join(one.answers.columns)}: a tie has no chosen answer")
-    if prompt is None:
+def _read_pair(cells: Cells, one: DataShape) -> tuple[Text, tuple[Text, ...]]:
+    """The prompt and both answers, in the order of their columns."""
+    if one.prompt is None:
         first, second = one.answers(cells, None)
-        names = [cells(name)[1] for name in one.answers.columns]
-        prompt, answers = parts.forked(first, second, names)
-    elif again := _said_again(one, cells, prompt):
-        prompt, answers = again
-    else:
-        answers = one.answers(cells, prompt)
-    scores: tuple[float | None, ...] = tuple(map(cells.number, one.scores)) or (None, None)
-    if ahead < 0:
-        answers, scores = answers[::-1], scores[::-1]
-    return Found(prompt, answers, PAIR, scores, abs(ahead))
+        return parts.forked(first, second, [cells(name)[1] for name in one.answers.columns])
+    prompt: Text = one.prompt(cells)
+    return _said_again(cells, one, prompt) or (prompt, one.answers(cells, prompt))
 
 
 def _said_again(
-    one: DataShape, cells: Cells, prompt: Text
-) -> tuple[Text, tuple[Text, Text]] | None:
+    cells: Cells, shape: DataShape, prompt: Text
+) -> tuple[Text, tuple[Text, ...]] | None:
     """The beginning and the ends of two whole conversations in which a prompt of text is said."""
     if not isinstance(prompt, str):
         return None
-    found = [cells(name) for name in one.answers.columns]
+    found = [cells(name) for name in shape.answers.columns]
     for value, _ in found:
         is_text = isinstance(value, str) and value.lstrip().startswith("[")
         if not (is_text or isinstance(value, list)):
@@ -223,133 +213,65 @@ def _said_again(
     return begun, ends
 
 
-def _reading(how: Callable[..., Any]) -> Callable[..., Read]:
-    return lambda *columns: Read(how, columns)
-
-
 pair, labelled = partial(DataShape, "pair"), partial(DataShape, "label")
 scored, single = partial(DataShape, "scores"), partial(DataShape, "score")
-given, user, chat = _reading(parts.given), _reading(parts.user), _reading(parts.chat)
-all_but_last, last = _reading(parts.all_but_last), _reading(parts.last)
-two, each, label = _reading(parts.in_columns), _reading(parts.each), _reading(parts.labelled_as)
-strength, second_if = _reading(parts.strength), _reading(parts.second_if)
-score = _reading(parts.of_one)
-one = two
-
-
-def instruction(*optional: str) -> Read:
-    """An instruction, with the columns beside it that are a part of the prompt."""
-    return Read(parts.instruction, ("instruction",), optional)
-
-
-_CHOSEN, _SAFE = two("chosen", "rejected"), two("response_0", "response_1")
-_BOTH = Read(parts.wholes, ("chosen", "rejected"), ("prompt",))
-_RATINGS = ("completions.fine-grained_score", "completions.overall_score")
-_WON = ("winner_model_a", "winner_model_b", "winner_tie")
-_PAIR_SCORES = ("chosen_score", "rejected_score")
+CHOSEN, SCORES = answers("chosen", "rejected"), ("chosen_score", "rejected_score")
+MESSAGES = all_but_last("messages"), last("messages")
+CONVERSATIONS = all_but_last("conversations"), last("conversations")
+INSTRUCTION = instruction("instruction", optional=("input", "history"))
+WITH_INPUT = instruction("instruction", optional=("input",))
+RATED = parts.first_field("completions.fine-grained_score", "completions.overall_score")
+PREFERRED = answers("preferred_output", "non_preferred_output")
+WEBGPT, RATINGS = answers("answer_0", "answer_1"), ("score_0", "score_1")
+LOWER = parts.lower_rank("completions.rank")
+WINNER = parts.flags("winner_model_a", "winner_model_b", "winner_tie")
+STEER2, STEER3 = answers("response_1", "response_2"), answers("response1", "response2")
+SAFE = answers("response_0", "response_1")
+of_0_and_1, of_1_and_2 = second_above(0.5, 0.5), second_above(1.5, 0.5)
+strength = second_above(0)
 
 SHAPES = (
-    pair("paired", given("prompt"), _CHOSEN, scores=_PAIR_SCORES),
-    pair("paired", None, _BOTH, scores=_PAIR_SCORES),
-    labelled("unpaired", given("prompt"), one("completion"), label("label")),
-    scored(
-        "scored", given("prompt"), each("completions"), Read(parts.of_each, ()), scores=("scores",)
-    ),
-    single("scored_long", given("prompt"), one("completion"), score("score")),
-    scored(
-        "UltraFeedback",
-        user("instruction"),
-        each("completions.response"),
-        Read(parts.first_field, _RATINGS),
-    ),
-    scored(
-        "Nectar",
-        given("prompt"),
-        each("answers.answer"),
-        Read(parts.minus_ranks, ("answers.rank",)),
-    ),
-    single("HelpSteer", user("prompt"), one("response"), score("helpfulness")),
-    single("AlpacaEval", instruction("input"), one("output")),
-    pair(
-        "UltraFeedback binarized",
-        Read(parts.stated, ("prompt", "messages")),
-        _CHOSEN,
-        scores=_PAIR_SCORES,
-    ),
-    pair("Orca", user("question"), _CHOSEN, having=("system",)),
-    pair("Orca", user("input"), _CHOSEN, having=("system",)),
-    pair("Argilla", instruction("input", "history"), two("chosen_response", "rejected_response")),
-    pair("StackExchange", user("question"), two("response_j", "response_k")),
-    pair("UltraInteract", chat("trajectory"), _CHOSEN),
-    pair("axolotl", chat("messages"), _CHOSEN),
-    pair("LLaMA-Factory", chat("conversations"), _CHOSEN),
-    pair("LLaMA-Factory", Read(parts.instruction, ("instruction", "input"), ("history",)), _CHOSEN),
-    labelled("LLaMA-Factory", instruction("input", "history"), one("output"), label("kto_tag")),
-    labelled("LLaMA-Factory", all_but_last("messages"), last("messages"), label("kto_tag")),
-    labelled(
-        "LLaMA-Factory", all_but_last("conversations"), last("conversations"), label("kto_tag")
-    ),
-    labelled("ShareGPT", all_but_last("conversations"), last("conversations"), label("label")),
-    labelled("ms-swift", all_but_last("messages"), last("messages"), label("label")),
+    pair("paired", given("prompt"), CHOSEN, scores=SCORES),
+    pair("paired", None, parts.wholes("chosen", "rejected", optional=("prompt",)), scores=SCORES),
+    labelled("unpaired", given("prompt"), answers("completion"), label("label")),
+    scored("scored", given("prompt"), each("completions"), parts.of_each(), scores=("scores",)),
+    single("scored_long", given("prompt"), answers("completion"), score("score")),
+    scored("UltraFeedback", user("instruction"), each("completions.response"), RATED),
+    scored("Nectar", given("prompt"), each("answers.answer"), parts.minus_ranks("answers.rank")),
+    single("HelpSteer", user("prompt"), answers("response"), score("helpfulness")),
+    single("AlpacaEval", WITH_INPUT, answers("output")),
+    pair("Orca", user("question"), CHOSEN, having=("system",)),
+    pair("Orca", user("input"), CHOSEN, having=("system",)),
+    pair("Argilla", INSTRUCTION, answers("chosen_response", "rejected_response")),
+    pair("StackExchange", user("question"), answers("response_j", "response_k")),
+    pair("UltraInteract", chat("trajectory"), CHOSEN),
+    pair("axolotl", chat("messages"), CHOSEN),
+    pair("LLaMA-Factory", chat("conversations"), CHOSEN),
+    pair("LLaMA-Factory", instruction("instruction", "input", optional=("history",)), CHOSEN),
+    labelled("LLaMA-Factory", INSTRUCTION, answers("output"), label("kto_tag")),
+    labelled("LLaMA-Factory", *MESSAGES, label("kto_tag")),
+    labelled("LLaMA-Factory", *CONVERSATIONS, label("kto_tag")),
+    labelled("ShareGPT", *CONVERSATIONS, label("label")),
+    labelled("ms-swift", *MESSAGES, label("label")),
     pair("ms-swift", all_but_last("messages"), last("messages", "rejected_response")),
-    pair("ms-swift", None, Read(parts.answered, ("messages", "rejected_messages"))),
-    pair(
-        "OpenAI",
-        chat("input.messages"),
-        two("preferred_output", "non_preferred_output"),
-        tools="input.tools",
-    ),
-    pair(
-        "NeMo RL",
-        chat("context"),
-        each("completions.completion"),
-        Read(parts.lower_rank, ("completions.rank",)),
-    ),
-    pair(
-        "AlpacaFarm",
-        instruction("input"),
-        two("output_1", "output_2"),
-        Read(parts.one_or_two, ("preference",)),
-    ),
-    pair(
-        "SHP", user("history"), two("human_ref_A", "human_ref_B"), Read(parts.first_if, ("labels",))
-    ),
-    pair(
-        "WebGPT",
-        user("question.full_text"),
-        two("answer_0", "answer_1"),
-        Read(parts.higher, ("score_0", "score_1")),
-        scores=("score_0", "score_1"),
-    ),
-    pair(
-        "HelpSteer2",
-        user("prompt"),
-        two("response_1", "response_2"),
-        strength("preference_strength"),
-        margin="margin",
-    ),
-    pair(
-        "HelpSteer3",
-        user("context"),
-        two("response1", "response2"),
-        strength("overall_preference"),
-        margin="margin",
-    ),
-    pair(
-        "arena",
-        None,
-        Read(parts.conversations, ("conversation_a", "conversation_b")),
-        Read(parts.winner, ("winner",)),
-    ),
-    pair(
-        "arena",
-        None,
-        Read(parts.exchanges, ("response_a", "response_b")),
-        Read(parts.flags, _WON),
-        having=("prompt",),
-    ),
-    pair("PKU-SafeRLHF", user("prompt"), _SAFE, second_if("better_response_id")),
-    pair("PKU-SafeRLHF", user("prompt"), _SAFE, second_if("safer_response_id")),
+    pair("ms-swift", None, conversations("messages", "rejected_messages")),
+    pair("OpenAI", chat("input.messages"), PREFERRED, tools="input.tools"),
+    pair("NeMo RL", chat("context"), each("completions.completion"), LOWER),
+    pair("AlpacaFarm", WITH_INPUT, answers("output_1", "output_2"), of_1_and_2("preference")),
+    pair("SHP", user("history"), answers("human_ref_A", "human_ref_B"), parts.first_if("labels")),
+    pair("WebGPT", user("question.full_text"), WEBGPT, parts.higher(*RATINGS), scores=RATINGS),
+    pair("HelpSteer2", user("prompt"), STEER2, strength("preference_strength"), margin="margin"),
+    pair("HelpSteer3", user("context"), STEER3, strength("overall_preference"), margin="margin"),
+    pair("arena", None, conversations("conversation_a", "conversation_b"), parts.winner("winner")),
+    pair("arena", None, parts.exchanges("response_a", "response_b"), WINNER, having=("prompt",)),
+    pair("PKU-SafeRLHF", user("prompt"), SAFE, of_0_and_1("better_response_id")),
+    pair("PKU-SafeRLHF", user("prompt"), SAFE, of_0_and_1("safer_response_id")),
 )
+
+
+def _of_table(number: int) -> DataShape:
+    return SHAPES[number]
+
+
 # A file of prompts alone, as `align sample` reads it.
-PROMPTS = single("prompts", given("prompt"), one())
+PROMPTS = single("prompts", given("prompt"), answers())

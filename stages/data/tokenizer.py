@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ...schemas.cache import Stops
 from ...schemas.data_options import TokenOptions
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from ..report.eval_table import Decode
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,9 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
             f"{folder}: no such model folder. Pass --model DIR, set ALIGN_MODEL, "
             "or set model.path in align.yaml."
         )
+    files = f"{folder}: no tokenizer can be loaded from its {CONFIG} and tokenizer.json"
     again = "Save the model's tokenizer beside its weights again."
-    with collector_paused(), refused_as(partial(_at_fault, folder), again):
+    with collector_paused(), refused_as(files, again):
         hf: Any = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
@@ -137,27 +135,6 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
             chat=chat,
             specials=tuple(sorted(set(hf.all_special_tokens))),
         )
-
-
-def _at_fault(folder: str) -> str:
-    """Which of the files that make a tokenizer does not load, for a message."""
-    from tokenizers import Tokenizer  # noqa: PLC0415 - transformers has loaded it
-
-    root = Path(folder)
-    reads: dict[str, Callable[[], object]] = {
-        CONFIG: lambda: AutoConfig.from_pretrained(
-            root, trust_remote_code=False, local_files_only=True
-        ),
-        TOKENIZER: lambda: Tokenizer.from_file(str(root / TOKENIZER)),
-    }
-    for name, read in reads.items():
-        try:
-            if (root / name).exists():
-                read()
-        except Exception:  # the question is only which one it is
-            return f"{root / name}: no tokenizer can be loaded from here"
-    files = (root / "tokenizer_config.json", root / TOKENIZER, root)
-    return f"{next(filter(Path.exists, files))}: no tokenizer can be loaded from here"
 
 
 def _chat_template(hf: Any, options: TokenOptions, folder: str) -> ChatTemplate | None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from align.schemas.errors import BadDataError, UsageError
-from align.stages.data.columns import common_shape, require_whole
+from align.stages.data.columns import common_shape
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_records
 from support.read_rows import parted, write_rows
@@ -66,7 +66,6 @@ def read(*paths, split=""):
     """The prompt, chosen and rejected of every row, in order."""
     inputs = open_inputs(list(map(str, paths)), split)
     shape = common_shape(inputs, {})
-    require_whole(inputs, shape)
     records, rejected = parted(read_records(inputs, shape))
     assert not rejected
     return [(one.prompt, *one.completions) for one in records]

@@ -78,7 +78,7 @@ def test_what_json_lacks_is_written_as_what_it_is():
         (datasets.DatasetDict({"train": datasets.Dataset.from_list([ROW])}), "'train'"),
         ([ROW, "more"], "Row 1 "),
         (7, "int"),
-        (iter(()), "empty"),
+        (iter(()), r"rows\.jsonl"),
     ],
 )
 def test_what_is_no_data_is_refused_by_what_it_is(data, named):

@@ -1,13 +1,20 @@
 """Columns that nothing reads are named, or refused where a row would mean something else."""
 
+from dataclasses import replace
+
 import pytest
 
+from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.stages.data.cells import UNWRAPPED, Wrapping
-from align.stages.data.columns import common_shape, not_read, require_whole
+from align.stages.data.columns import common_shape, not_read
+from align.stages.data.encode import encode_prompt
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_prompts
-from support.read_rows import bot, user, write_rows
+from align.stages.data.tokenizer import load_tokenizer
+from support import public_sets
+from support.read_rows import bot, encode_one, read_file, user, write_rows
+from support.tool_templates import WITHOUT_TOOLS, chat_tokenizer
 
 ENDINGS = ("parquet", "arrow", "jsonl", "json", "csv")
 
@@ -15,9 +22,7 @@ ENDINGS = ("parquet", "arrow", "jsonl", "json", "csv")
 def opened(*paths, **columns):
     """The files' shape, as every command takes it."""
     inputs = open_inputs(list(map(str, paths)))
-    shape = common_shape(inputs, columns)
-    require_whole(inputs, shape)
-    return shape
+    return common_shape(inputs, columns)
 
 
 INSTRUCTION = {"instruction": "Say.", "completion": "a", "label": True}
@@ -174,3 +179,23 @@ def test_a_prompt_of_text_is_the_conversation_that_both_answers_have_of_it(read)
     past = [user("Hello."), bot("Good day.")]
     chats = {name: [*past, user("hi"), bot(name)] for name in ("chosen", "rejected")}
     assert texts(read([{"prompt": "hi"} | chats])) == [(*past, user("hi"))]
+
+
+@pytest.mark.parametrize(
+    "name", ["nvidia/HelpSteer2", "PKU-Alignment/PKU-SafeRLHF", "stanfordnlp/SHP"]
+)
+def test_a_public_set_is_sampled_with_the_tokens_that_are_trained_on(tmp_path, name):
+    path = write_rows(tmp_path / "a.jsonl", [public_sets.ROWS[name]])
+    folder = chat_tokenizer(tmp_path, WITHOUT_TOOLS)
+    (record,), _ = read_file(path)
+    (prompt,) = read_prompts(open_inputs([path]), {}).prompts
+    asked = encode_prompt(
+        replace(record, prompt=prompt.text), load_tokenizer(folder, TokenOptions())
+    )
+    assert asked == encode_one(folder, record)[0].prompt
+    assert prompt.text == (public_sets.HI,)
+
+
+def test_prompts_that_would_be_sampled_without_their_images_are_refused(read):
+    with pytest.raises(UsageError, match="'images'"):
+        read([{"prompt": "What is this?", "images": ["a.png"]}])

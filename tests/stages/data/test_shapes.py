@@ -10,7 +10,7 @@ import pytest
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role
 from align.stages.data.cells import UNWRAPPED, Wrapping
-from align.stages.data.columns import common_shape, require_scores, require_whole
+from align.stages.data.columns import common_shape, require_scores
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_prompts, read_records
 from align.stages.data.shapes import SHAPES
@@ -154,10 +154,6 @@ FILES = [
         wanted=[pair(scores=(8.5, 3.0))],
     ),
     taken(
-        "argilla ultrafeedback-binarized-preferences-cleaned",
-        {**BINARIZED, "source": "flan", "chosen-rating": 5.0, "chosen-model": "gpt-4"},
-    ),
-    taken(
         "tulu preference mixture",
         {"id": "a", "source": "b", "prompt": PAST[0]["content"], "chosen": [*PAST, HI, YES]}
         | {"rejected": [*PAST, HI, NO]},
@@ -167,15 +163,6 @@ FILES = [
         "a prompt that is not that of the conversations",
         {**BINARIZED, "prompt": "Which is smaller, 7 or 9?"},
         names=["'prompt'", "'chosen'"],
-    ),
-    taken(
-        "argilla dpo-mix",
-        {"dataset": "x", **CONVERSATIONS, "chosen_rating": 5.0, "rejected_rating": 2.0},
-    ),
-    taken("Skywork", {**CONVERSATIONS, "source": "magpie"}),
-    taken(
-        "orpo-dpo-mix",
-        {"source": "x", **CONVERSATIONS, "prompt": ASKED, "question": ASKED},
     ),
     taken(
         "Snorkel",
@@ -377,11 +364,11 @@ FILES = [
     ),
     taken("PKU-SafeRLHF better", {**SAFE, "better_response_id": 1}),
     taken("PKU-SafeRLHF safer", {**SAFE, "safer_response_id": 1}),
-    mapped(
-        "PKU-SafeRLHF both",
-        {**SAFE, "better_response_id": 1, "safer_response_id": 0},
-        to={"safer_response_id": ""},
-        names=["better_response_id", "safer_response_id"],
+    taken("PKU-SafeRLHF both", {**SAFE, "better_response_id": 1, "safer_response_id": 0}),
+    taken(
+        "PKU-SafeRLHF both, and the safer one is asked for",
+        {**SAFE, "better_response_id": 0, "safer_response_id": 1},
+        mapped={"better_response_id": ""},
     ),
     taken(
         "AlpacaFarm",
@@ -554,7 +541,6 @@ def read(path, case, columns):
     """The rows of a file as stage 1 reads them, its ties and its shape; one error ends it."""
     inputs = open_inputs([path])
     shape = common_shape(inputs, columns)
-    require_whole(inputs, shape)
     require_scores(inputs, shape)
     wrap = case.wrap if columns is case.mapped else UNWRAPPED
     records, rejected = parted(read_records(inputs, replace(shape, wrap=wrap)))
@@ -581,7 +567,7 @@ def test_a_file_is_read_as_its_format_means_it_or_refused_by_its_columns(tmp_pat
         prompts = read_prompts(open_inputs([path]), case.mapped, case.wrap).prompts
         assert {repr(one.text) for one in prompts} == {repr(one[0]) for one in case.wanted}
         assert all(
-            column in shape.told for column in shape.source.values() if column in case.rows[0]
+            column in shape.read_as for column in shape.source.values() if column in case.rows[0]
         )
 
 
@@ -594,12 +580,21 @@ def test_every_shape_is_in_the_table(tmp_path):
     assert read_as == {*SHAPES}
 
 
+def test_a_second_column_that_names_a_winner_is_named_with_the_flag_that_takes_it(tmp_path):
+    row = {**SAFE, "better_response_id": 1, "safer_response_id": 0}
+    inputs = open_inputs([write_rows(tmp_path / "a.jsonl", [row])])
+    line = common_shape(inputs, {}).read_as
+    assert "safer_response_id" in line
+    assert "--map better_response_id=" in line
+    for left_out in ("better_response_id", "safer_response_id"):
+        assert left_out not in common_shape(inputs, {left_out: ""}).read_as
+
+
 @pytest.mark.parametrize("name", public_sets.ROWS)
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_public_set_is_read_by_the_columns_of_its_card(tmp_path, name, ending):
     path = write_rows(tmp_path / f"a.{ending}", [public_sets.ROWS[name]])
-    columns = {"safer_response_id": ""} if "PKU" in name else {}
-    (found,), _, _ = read(path, Case(name, [], mapped=columns), columns)
+    (found,), _, _ = read(path, Case(name, []), {})
     prompt, completions, roles, _, _ = found
     if isinstance(prompt, str):  # transcripts stay text
         assert public_sets.ASKED in prompt
