@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .pipeline.commands.python_api import TrainingRun, load_cache, load_run, precompute, train
     from .schemas.errors import AlignError
-    from .stages.methods import losses
+    from .stages.methods import api as losses
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "train",
 ]
 
-_MODULES = {"AlignError": "schemas.errors", "losses": "stages.methods.losses"}
+_MODULES = {"AlignError": "schemas.errors", "losses": "stages.methods.api"}
 
 
 def __getattr__(name: str) -> Any:

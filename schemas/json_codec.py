@@ -180,7 +180,7 @@ def _refusal(cls: type[Any], error: ValidationError, where: str) -> CodecError:
         if inside is None:  # an unknown key, or the name of a type among several
             break
         part, where = inside, f"{where}[{step}]" if isinstance(step, int) else _join(where, step)
-    if first["type"] == "unexpected_keyword_argument":
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         key = str(first["loc"][-1])
         where, known = _join(where, key), list(_resolved(part, schema)["properties"])
         return CodecError(unknown_key(where, key, known), where=where)

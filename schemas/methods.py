@@ -1,17 +1,13 @@
-"""The interface of methods: functions over the log-probs of a step's branches, with options."""
+"""What methods share with other rooms: the completions of a step, its values, and means."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
-
-from .option import option
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .rows import Role
 
 # paired: one chosen and one rejected branch per row, in this order.
 # labelled: any number of desirable and undesirable branches per row.
@@ -145,100 +141,8 @@ Metric: TypeAlias = "Tensor | Mean[Tensor]"  # a plain tensor is short for the m
 
 
 @dataclass(frozen=True)
-class LossOutput:
-    """Losses to be summed, metrics whose mean over the whole step is reported, and step facts.
-
-    The recipe divides by the counts of the step, so no loss here is a mean. A metric without
-    a value in the whole step is not reported.
-    """
-
-    losses: Tensor  # (rows,) or (branches,) float64; a branch's sum where tokens are counted
-    metrics: Mapping[str, Metric]  # each of any number of values, detached
-    # Step-level scalars, () float64, detached: the same in every micro-batch.
-    facts: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Labels:
     """The number of branches of each label in the training rows."""
 
     desirable: int
     undesirable: int
-
-
-@dataclass(frozen=True)
-class ResolvedOptions:
-    """Options with every `auto` resolved, and advice to print."""
-
-    options: Any
-    advice: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """The rewards of a loss, from which reported margins and accuracies are computed."""
-
-    formula: str  # in the words of the table
-    of: Callable[[Branches, Any], Tensor]  # (branches,)
-
-
-Loss: TypeAlias = "Callable[[Branches, Step, Any], LossOutput]"
-PrePass: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
-State: TypeAlias = "tuple[float | Tensor, ...]"
-UpdateState: TypeAlias = "Callable[[State, Mapping[str, Tensor]], State]"
-
-
-@dataclass(frozen=True)
-class Method:
-    """One line of the table: a loss, its name, its options and everything it needs."""
-
-    name: str
-    summary: str  # the formula, in a line
-    source: str  # where it comes from
-    loss: Loss
-    options: type[Any]  # a frozen dataclass whose fields all have defaults
-    rows: RowKind
-    items: Items  # what the loss is a mean over
-    needs: frozenset[Need] = frozenset()
-    rewards: Rewards | None = None
-    # Values of each own branch, (branches,) each, gathered over the whole step, without gradients,
-    # before any loss is computed.
-    pre_pass: PrePass | None = None
-    update_state: UpdateState | None = None  # state so far, pre_pass -> state after this step
-    # The score of a rejected or undesirable branch whose row has no scores; a good one has 1.
-    bad_score: float = 0.0
-    # Whether it takes the reference for the policy that generated the data.
-    drawn_by_reference: bool = False
-    head: Head = "none"
-    modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
-    # Text between a prompt and the completions of a role, which is not trained on.
-    context: Callable[[Any], Mapping[Role, str]] | None = None
-    resolve_auto: Callable[[Any, Labels], ResolvedOptions] = lambda options, _: ResolvedOptions(
-        options
-    )
-    use: str = ""  # when to choose it, in a sentence
-
-
-def beta(default: float) -> Any:
-    """The `beta` field of methods."""
-    return option(default, "how far the policy may go: lower lets it go further", gt=0)
-
-
-def label_smoothing(default: float) -> Any:
-    """The `label_smoothing` field of methods that allow for wrong labels."""
-    help_text = "share of pairs taken to be labelled the wrong way round"
-    return option(default, help_text, ge=0, lt=0.5)
-
-
-def sft_weight() -> Any:
-    """The `sft_weight` field of methods that may imitate the chosen branch as well."""
-    return option(0.0, "adds this much of the chosen branch's likelihood, as RPO does", ge=0)
-
-
-Normalize = Literal["mean", "sum"]
-
-
-def sft_normalize() -> Any:
-    """The `sft_normalize` field of methods with an `sft_weight`."""
-    help_text = "likelihood of sft_weight: a mean per token, or that of the whole chosen branch"
-    return option("mean", help_text)

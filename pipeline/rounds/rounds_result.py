@@ -9,7 +9,6 @@ from pathlib import Path
 from ...schemas.errors import counted
 from ...schemas.round_record import Answering, RoundRecord
 from ...stages.methods.recipe import Recipe
-from ...stages.methods.rewards import RATIOS
 from ...stages.report.cache_tables import grid
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ...stages.storage.run.run_folder import RunFolder
@@ -138,6 +137,6 @@ def trained_metrics(recipe: Recipe, run: RunFolder) -> dict[str, float]:
     kept = {name: float(last[name]) for name in TRAINED if name in last}
     sides = [last[name] for name in ("rewards/chosen", "rewards/rejected") if name in last]
     method = recipe.parts[0].method
-    if sides and len(recipe.parts) == 1 and method.rewards == RATIOS:
+    if sides and len(recipe.parts) == 1 and method.rewards == "b r":
         kept["log_ratio"] = sum(sides) / len(sides) / recipe.parts[0].options.beta
     return kept

@@ -1,4 +1,4 @@
-"""The table of methods as text, JSON or Markdown."""
+"""The table of methods as text, JSON or Markdown, and the meaning of every option."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from ...schemas.json_codec import allowed, json_schema
-from ...schemas.methods import Head, Method, Need
-from .modifiers import BELONGS_TO, Modifiers
+from ...schemas.methods import Head, Need, RowKind
+from .method import Method
+from .modifiers import Modifiers, names_within
 
 WIDTH = 88
-ROWS = {
+NAMED_METHODS = 3  # more are counted where an option of many methods is explained
+ROWS: dict[RowKind, str] = {
     "paired": "paired: one chosen and one rejected completion per row",
     "labelled": "labelled: desirable and undesirable completions",
     "grouped": "grouped: completions of one prompt, each with a score",
@@ -27,13 +29,12 @@ NEEDS: dict[Need, str] = {
     "purity": "the policy's whole distribution",
     "scores": "scores of the data",
 }
-NAMED_METHODS = 3  # more are counted where an option of many methods is explained
-HEADS: dict[Head, str] = {"score": "a policy that scores instead of writing"}
-LEGEND = (
+LEGEND = textwrap.fill(
     "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
     "odds. c is chosen, l rejected, D = r_c - r_l, b = beta, e = label_smoothing, w = the weight "
     "of its label. S is the sigmoid, LS its log; ± is + for desirable, - for undesirable. "
-    "Of a token: p = policy / reference, A = advantage, V = value, R = return. s is a score."
+    "Of a token: p = policy / reference, A = advantage, V = value, R = return. s is a score.",
+    WIDTH,
 )
 
 
@@ -53,7 +54,7 @@ class Description:
 
     name: str
     formula: str
-    rows: str
+    rows: RowKind
     mean_over: str
     rewards: str  # their formula; empty if there are none
     needs: tuple[Need, ...]
@@ -62,20 +63,37 @@ class Description:
     source: str
     options: tuple[OptionDescription, ...]
 
+    @property
+    def all_needs(self) -> str:
+        """What it needs of the cache and of the policy, in words."""
+        names = [NEEDS[name] for name in self.needs]
+        if self.head == "score":
+            names.append("a policy that scores instead of writing")
+        return " and ".join(names) or "no reference"
+
+    @property
+    def defaults(self) -> str:
+        """Its options with their defaults, in a line."""
+        return ", ".join(f"{one.name} {_shown(one.default)}" for one in self.options)
+
 
 def describe(method: Method) -> Description:
     """Everything the table says about a method."""
+    options = [
+        OptionDescription(name, one["default"], allowed(one), one["description"])
+        for name, one in json_schema(method.options)["properties"].items()
+    ]
     return Description(
         name=method.name,
-        formula=method.summary,
+        formula=method.formula,
         rows=method.rows,
         mean_over=method.items,
-        rewards=method.rewards.formula if method.rewards else "",
+        rewards=method.rewards,
         needs=tuple(name for name in NEEDS if name in method.needs),
         head=method.head,
         use=method.use,
         source=method.source,
-        options=tuple(_options(method.options)),
+        options=tuple(options),
     )
 
 
@@ -86,85 +104,67 @@ def plain_table(methods: Iterable[Method]) -> list[dict[str, Any]]:
 
 def render_table(methods: Sequence[Method]) -> str:
     """All methods as text, grouped by the kind of their rows, three lines each."""
-    blocks = [
-        [ROWS[kind], *_entries([method for method in methods if method.rows == kind])]
-        for kind in ROWS
-    ]
-    tables = ["\n".join(block) for block in blocks if len(block) > 1]
-    return "\n\n".join([*tables, textwrap.fill(LEGEND, WIDTH)]) + "\n"
+    blocks = []
+    for kind, title in ROWS.items():
+        lines = [title]
+        for one in (describe(method) for method in methods if method.rows == kind):
+            needs = f"needs {one.all_needs}; {one.defaults or 'no options'}"
+            lines += [f"  {one.name:<18}{one.formula}", _wrapped(" " * 20, needs)]
+            lines.append(f"{'':20}{one.source}")
+        if len(lines) > 1:
+            blocks.append("\n".join(lines))
+    return "\n\n".join([*blocks, LEGEND]) + "\n"
 
 
 def render_method(method: Method) -> str:
     """One method as text, with the meaning of each option."""
-    description = describe(method)
+    one = describe(method)
     facts = {
-        "loss": description.formula,
-        "": f"mean over all {description.mean_over} of an optimizer step",
-        "rewards": description.rewards or "none",
-        "rows": ROWS[method.rows],
-        "needs": _needs(description),
-        "use": description.use,
-        "source": description.source,
+        "loss": one.formula,
+        "": f"mean over all {one.mean_over} of an optimizer step",
+        "rewards": one.rewards or "none",
+        "rows": ROWS[one.rows],
+        "needs": one.all_needs,
+        "use": one.use,
+        "source": one.source,
     }
-    lines = [description.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items())]
-    options = [_option_lines(option) for option in description.options]
-    head = "options, each a flag or --set method.NAME=VALUE" if options else "no options"
-    legend = textwrap.fill(LEGEND, WIDTH)
-    return "\n".join([*lines, "", head, *options, "", legend, ""])
+    lines = [one.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items()), ""]
+    lines.append("options, each a flag or --set method.NAME=VALUE" if one.options else "no options")
+    for option in one.options:
+        head = f"  {option.name:<20}{_shown(option.default) + ' ':<8}"
+        lines.append(_wrapped(head, f"{option.help} [{option.values}]"))
+    return "\n".join([*lines, "", LEGEND, ""])
+
+
+def markdown_table(methods: Iterable[Method]) -> str:
+    """A Markdown table with one line per method."""
+    rows = [("method", "loss of a row, completion or token", "reads", "options"), ("---",) * 4]
+    for one in map(describe, methods):
+        rows.append((f"`{one.name}`", f"`{one.formula}`", one.rows, one.defaults))
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return "".join(f"| {line} |\n" for line in lines)
 
 
 def options_of_all(methods: Iterable[Method]) -> dict[str, str]:
-    """Every option of some method: what it means, its default, and the methods that have it."""
+    """Every option of some method: what it means, its default, and the methods that have it.
+
+    Of several meanings the most common one; the others are in `align methods NAME`.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for method in methods:
-        taken = [
-            one
-            for one in dataclasses.fields(Modifiers)
-            if BELONGS_TO.get(one.name, one.name) in method.modifiers
-        ]
-        for one in (*dataclasses.fields(method.options), *taken):
-            default = _cell(cast("float | str", one.default)) or "none"
-            text = f"{one.metadata['description']} (default {default}"
-            found.setdefault(one.name, {}).setdefault(text, []).append(method.name)
-    return {name: _meaning(texts) for name, texts in found.items()}
-
-
-def _meaning(texts: dict[str, list[str]]) -> str:
-    """The most common meaning; the others are in `align methods NAME`."""
-    text, names = max(texts.items(), key=lambda one: len(one[1]))
-    of = ", ".join(names) if len(names) <= NAMED_METHODS else f"{len(names)} methods"
-    return f"{text}; of {of})"
-
-
-def _options(options: type[Any]) -> Iterable[OptionDescription]:
-    for name, option in json_schema(options)["properties"].items():
-        yield OptionDescription(
-            name=name,
-            default=option["default"],
-            values=allowed(option),
-            help=option["description"],
-        )
-
-
-def _entries(methods: Sequence[Method]) -> Iterable[str]:
-    for description in map(describe, methods):
-        defaults = ", ".join(
-            f"{option.name} {_shown(option.default)}" for option in description.options
-        )
-        yield f"  {description.name:<18}{description.formula}"
-        yield _wrapped(" " * 20, f"needs {_needs(description)}; {defaults or 'no options'}")
-        yield f"{'':20}{description.source}"
-
-
-def _needs(description: Description) -> str:
-    names = [NEEDS[name] for name in description.needs]
-    heads = [HEADS[description.head]] if description.head in HEADS else []
-    return " and ".join([*names, *heads]) or "no reference"
-
-
-def _option_lines(option: OptionDescription) -> str:
-    head = f"  {option.name:<20}{_shown(option.default) + ' ':<8}"
-    return _wrapped(head, f"{option.help} [{option.values}]")
+        taken = names_within(method.modifiers)
+        fields = method.options.model_fields | {
+            name: one for name, one in Modifiers.model_fields.items() if name in taken
+        }
+        for name, one in fields.items():
+            text = f"{one.description} (default {_shown(one.default) or 'none'}"
+            found.setdefault(name, {}).setdefault(text, []).append(method.name)
+    meanings = {}
+    for name, texts in found.items():
+        text, names = max(texts.items(), key=lambda one: len(one[1]))
+        of = ", ".join(names) if len(names) <= NAMED_METHODS else f"{len(names)} methods"
+        meanings[name] = f"{text}; of {of})"
+    return meanings
 
 
 def _wrapped(head: str, text: str) -> str:
@@ -172,29 +172,4 @@ def _wrapped(head: str, text: str) -> str:
 
 
 def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-_HEAD = ("method", "loss of a row, completion or token", "reads", "options")
-
-
-def markdown_table(methods: Iterable[Method]) -> str:
-    """A Markdown table with one line per method."""
-    lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
-    for description in map(describe, methods):
-        options = ", ".join(
-            f"{option.name} {_cell(option.default)}" for option in description.options
-        )
-        lines.append(
-            _line([f"`{description.name}`", f"`{description.formula}`", description.rows, options])
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Iterable[str]) -> str:
-    escaped = (cell.replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
-
-
-def _cell(value: float | str) -> str:
     return str(value) if isinstance(value, str | bool) else f"{value:g}"

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from ...schemas.errors import UsageError
-from ...schemas.methods import Branches, Metric, Need, Tokens
-from ...schemas.option import option
-from .tensors import logsigmoid, torch
+from ...schemas.methods import Branches, Metric, Need
+from .method import Options, option, tokens_of
+from .tensors import F, Tensor, bounded_exp, bounded_expm1, sums_of, torch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# The modifiers that a method may allow, by the option that turns each on.
-SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})
-DIVIDES = frozenset({"mean_ratios"})
-WEIGHS_PAIRS = frozenset({"wpo", "row_weight"})
-CLAMPS = frozenset({"humanline"})
 BELONGS_TO = {"f_alpha": "f_divergence", "log_eps_p": "humanline", "log_eps_r": "humanline"}
 _NEEDS: dict[str, Need] = {
     "ld_alpha": "token_reference",
@@ -29,34 +20,35 @@ _NEEDS: dict[str, Need] = {
 }
 
 
-@dataclass(frozen=True)
-class Modifiers:
+class Modifiers(Options):
     """The values of all modifiers."""
 
-    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = option(
-        "reverse_kl", "divergence that holds the policy near the reference"
-    )
-    f_alpha: float = option(0.5, "the alpha of f_divergence: alpha")
-    ld_alpha: float = option(
-        1.0, "weight of tokens beyond the shorter side's length; 1: as all others", ge=0
-    )
-    mean_ratios: bool = option(False, "compares log-ratios per token, r / n, as NeMo-Aligner can")
-    wpo: bool = option(False, "weighs pairs by how likely the policy is to write them")
-    margin: str = option("", "column of the data: how far apart each pair should be")
-    row_weight: str = option("", "column of the data: how much each row counts")
-    humanline: bool = option(False, "clamps each token's log-ratio to [log_eps_p, log_eps_r]")
-    log_eps_p: float = option(-1.0, "lower end of humanline", lt=0)
-    log_eps_r: float = option(1.5, "upper end of humanline", gt=0)
+    f_divergence: Annotated[
+        Literal["reverse_kl", "forward_kl", "js", "alpha"],
+        option("divergence that holds the policy near the reference"),
+    ] = "reverse_kl"
+    f_alpha: Annotated[float, option("the alpha of f_divergence: alpha")] = 0.5
+    ld_alpha: Annotated[
+        float,
+        option("weight of tokens beyond the shorter side's length; 1: as all others", ge=0),
+    ] = 1.0
+    mean_ratios: Annotated[
+        bool, option("compares log-ratios per token, r / n, as NeMo-Aligner can")
+    ] = False
+    wpo: Annotated[bool, option("weighs pairs by how likely the policy is to write them")] = False
+    margin: Annotated[str, option("column of the data: how far apart each pair should be")] = ""
+    row_weight: Annotated[str, option("column of the data: how much each row counts")] = ""
+    humanline: Annotated[
+        bool, option("clamps each token's log-ratio to [log_eps_p, log_eps_r]")
+    ] = False
+    log_eps_p: Annotated[float, option("lower end of humanline", lt=0)] = -1.0
+    log_eps_r: Annotated[float, option("upper end of humanline", gt=0)] = 1.5
 
     @property
     def active(self) -> dict[str, Any]:
         """The modifiers whose value is not the default."""
-        defaults = Modifiers()
-        return {
-            field.name: value
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != getattr(defaults, field.name)
-        }
+        fields = type(self).model_fields
+        return {name: value for name, value in self if value != fields[name].default}
 
     @property
     def required(self) -> frozenset[str]:
@@ -73,8 +65,16 @@ class Modifiers:
         """The data's columns that are read."""
         return tuple(name for name in (self.margin, self.row_weight) if name)
 
+    def require_in_use(self) -> None:
+        """Refuses options of a modifier that is not turned on."""
+        for name in self.active:
+            if name == "f_alpha" and self.f_divergence != "alpha":
+                raise UsageError("method.f_alpha has no effect without method.f_divergence=alpha.")
+            if BELONGS_TO.get(name) == "humanline" and not self.humanline:
+                raise UsageError(f"method.{name} has no effect without method.humanline=true.")
+
     def applied(self, branches: Branches, *, less: float = 0.0) -> Branches:
-        """The branches with adjusted values to compare; the log-probs to imitate are unchanged.
+        """The completions with adjusted values to compare; the log-probs to imitate are unchanged.
 
         `less` is subtracted from each sum that is compared.
         """
@@ -87,14 +87,14 @@ class Modifiers:
         if self.mean_ratios:
             branches = replace(branches, adjusted=branches.ratios / branches.num_tokens)
         if self.f_divergence != "reverse_kl":
-            ratios = _scores(branches.ratios, self.f_divergence, self.f_alpha)
+            ratios = _diverged(branches.ratios, self.f_divergence, self.f_alpha)
             branches = replace(branches, adjusted=ratios)
         if self.margin:
             branches = replace(branches, margin=branches.columns[self.margin])
         return branches
 
     def weighed(self, losses: Tensor, branches: Branches) -> Tensor:
-        """Losses of rows or of branches, each times its weight."""
+        """Losses of rows or of completions, each times its weight."""
         if self.wpo:
             losses = losses * _likelihood_of_pairs(branches)
         if self.row_weight:
@@ -113,34 +113,10 @@ class Modifiers:
         return {"humanline/unclamped": inside.double()}
 
 
-def require_in_use(modifiers: Modifiers) -> None:
-    """Refuses options of a modifier that is not turned on."""
-    turned_on = {"f_alpha": modifiers.f_divergence == "alpha"}
-    turned_on |= dict.fromkeys(("log_eps_p", "log_eps_r"), modifiers.humanline)
-    by = {"f_alpha": "f_divergence=alpha"}
-    for name, is_on in turned_on.items():
-        if name in modifiers.active and not is_on:
-            owner = by.get(name, "humanline=true")
-            raise UsageError(f"method.{name} has no effect without method.{owner}.")
-
-
 def names_within(allowed: frozenset[str]) -> frozenset[str]:
     """The modifiers a method can be given, and the numbers that belong to them."""
-    names = (field.name for field in dataclasses.fields(Modifiers))
+    names = Modifiers.model_fields
     return frozenset(name for name in names if BELONGS_TO.get(name, name) in allowed)
-
-
-def tokens_of(branches: Branches) -> Tokens:
-    """The tokens, which are present because a need for them is declared."""
-    assert branches.tokens is not None, "a need for tokens is declared in the table"
-    return branches.tokens
-
-
-def sums_of(values: Tensor, counts: Tensor) -> Tensor:
-    """Sums of each branch's tokens, (branches,); the order of summation is fixed."""
-    if not len(counts):
-        return values
-    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
 def _clamped(branches: Branches, low: float, high: float) -> Branches:
@@ -175,20 +151,20 @@ def _with_tails_weighed(branches: Branches, alpha: float) -> Branches:
     return replace(branches, adjusted=sums_of(weighed, counts))
 
 
-def _scores(ratios: Tensor, divergence: str, alpha: float) -> Tensor:
+def _diverged(ratios: Tensor, divergence: str, alpha: float) -> Tensor:
     """f'(u) of u = exp(ratio) for D_f(policy || reference) (https://arxiv.org/abs/2309.16240).
 
     forward_kl: 1 - 1 / u; js: log(2 u / (1 + u)); alpha: (u^(alpha - 1) - 1) / (alpha - 1), which
     is log u, that of reverse_kl, at alpha = 1. All are 0 where the policy has not moved.
     """
     if divergence == "forward_kl":
-        return -_bounded_expm1(-ratios)
+        return -bounded_expm1(-ratios)
     if divergence == "js":
-        return math.log(2) + logsigmoid(ratios)
+        return math.log(2) + F.logsigmoid(ratios)
     assert divergence == "alpha", divergence
     if alpha == 1.0:
         return ratios
-    return _bounded_expm1((alpha - 1) * ratios) / (alpha - 1)
+    return bounded_expm1((alpha - 1) * ratios) / (alpha - 1)
 
 
 def _likelihood_of_pairs(branches: Branches) -> Tensor:
@@ -202,17 +178,3 @@ def _likelihood_of_pairs(branches: Branches) -> Tensor:
     relative = (tokens.logps - tokens.purity).detach()
     means = sums_of(relative, tokens.counts) / tokens.counts
     return bounded_exp(means[0::2] + means[1::2])
-
-
-def _bounded_expm1(x: Tensor) -> Tensor:
-    """exp(x) - 1, exact near 0, and constant above LARGEST_EXPONENT."""
-    return torch.expm1(x.clamp(max=LARGEST_EXPONENT))
-
-
-# exp(80) still fits float32, and a sum of many such terms float64.
-LARGEST_EXPONENT = 80.0
-
-
-def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x), constant above LARGEST_EXPONENT."""
-    return torch.exp(x.clamp(max=LARGEST_EXPONENT))

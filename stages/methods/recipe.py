@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.methods import (
-    Branches,
-    Head,
-    Labels,
-    Mean,
-    Method,
-    Metric,
-    Need,
-    RowKind,
-    State,
-    Step,
-)
+from ...schemas.methods import Branches, Head, Labels, Mean, Metric, Need, RowKind, Step
 from ...schemas.rows import LEAST, PER_TOKEN, Role, rounding_of
+from .method import Method, is_good
+from .metrics import MARGINS, REWARDS, reward_metrics, row_margins
 from .modifiers import Modifiers, names_within
-from .rewards import MARGINS, reward_metrics, row_margins
-from .tensors import torch
+from .tensors import Tensor, torch
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
 LOSS = "loss"
 MethodState = dict[str, tuple[float, ...]]  # of each method that has one, by its name
-StepState = Mapping[str, State]  # the same, some of it still on the device of a step
-# Paired rows can be read as labelled ones, and both say which branches to imitate.
+# The same, some of it still on the device of a step.
+StepState = Mapping[str, "tuple[float | Tensor, ...]"]
+# Paired rows can be read as labelled ones, and both say which completions to imitate.
 _MOST_ASKED_FIRST: tuple[RowKind, ...] = ("grouped", "paired", "labelled", "imitated")
 _LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
+# Of wD nD / (wU nU), https://arxiv.org/abs/2402.01306.
+LOWEST, HIGHEST = 1.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Recipe:
     """The loss of a run: methods with weights and options, and modifiers."""
 
     parts: tuple[Part, ...]
-    modifiers: Modifiers = Modifiers()
+    modifiers: Modifiers = field(default_factory=Modifiers)
     rounding: float = LEAST  # see `Branches`
 
     @property
@@ -76,8 +67,8 @@ class Recipe:
     def formula(self) -> str:
         """The formula of its loss."""
         if len(self.parts) == 1:
-            return self.parts[0].method.summary
-        return " + ".join(f"{part.weight:g} ({part.method.summary})" for part in self.parts)
+            return self.parts[0].method.formula
+        return " + ".join(f"{part.weight:g} ({part.method.formula})" for part in self.parts)
 
     @property
     def rows(self) -> RowKind:
@@ -92,7 +83,7 @@ class Recipe:
 
     @property
     def bad_score(self) -> float:
-        """The score of a bad branch in a row without scores."""
+        """The score of a bad completion in a row without scores."""
         return self.parts[0].method.bad_score
 
     @property
@@ -110,18 +101,16 @@ class Recipe:
     @property
     def has_pre_pass(self) -> bool:
         """Whether a loss needs values of the whole step first."""
-        return any(part.method.pre_pass for part in self.parts)
+        return any(part.method.gathers for part in self.parts)
 
     @property
     def values(self) -> dict[str, Any]:
         """Its options by their names in a config, and the modifiers in use."""
         several = len(self.parts) > 1
         options = {
-            f"{part.method.name}.{one.name}" if several else one.name: getattr(
-                part.options, one.name
-            )
+            f"{part.method.name}.{name}" if several else name: value
             for part in self.parts
-            for one in dataclasses.fields(part.options)
+            for name, value in part.options
         }
         return {**options, **self.modifiers.active}
 
@@ -131,10 +120,17 @@ class Recipe:
         allowed = frozenset.intersection(*(part.method.modifiers for part in self.parts))
         return frozenset(self.values) | names_within(allowed)
 
+    @property
+    def reward_formula(self) -> str:
+        """What its rewards are, in the words of REWARDS; empty without any."""
+        return next((part.method.rewards for part in self.parts if part.method.rewards), "")
+
     def option(self, name: str, default: Any) -> Any:
         """The option of this name, which is the same in all parts that have it."""
-        found = (getattr(part.options, name, None) for part in self.parts)
-        return next((value for value in found if value is not None), default)
+        return next(
+            (getattr(part.options, name) for part in self.parts if name in part.method.fields),
+            default,
+        )
 
     def computed_in(self, policy: str, reference: str) -> Recipe:
         """The recipe with the rounding of sums in the dtypes of policy and reference."""
@@ -144,39 +140,36 @@ class Recipe:
         return replace(self, rounding=rounding_of(*dtypes))
 
     def resolve_auto(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
-        """The recipe with each `auto` option resolved, and advice to print."""
-        resolved = [part.method.resolve_auto(part.options, labels) for part in self.parts]
-        parts = tuple(
-            replace(part, options=one.options)
-            for part, one in zip(self.parts, resolved, strict=True)
-        )
-        return replace(self, parts=parts), tuple(line for one in resolved for line in one.advice)
+        """The recipe with each `auto` weight of a label resolved, and advice to print."""
+        parts, advice = list[Part](), list[str]()
+        for part in self.parts:
+            options = part.options
+            if "desirable_weight" in part.method.fields:
+                options, lines = resolve_weights(options, labels)
+                advice += lines
+            parts.append(replace(part, options=options))
+        return replace(self, parts=tuple(parts)), tuple(advice)
 
     def pre_pass(self, branches: Branches) -> dict[str, Tensor]:
-        """The pre-pass values of every branch, (branches,) each, named `method/value`."""
+        """The values to be gathered of each completion, (branches,) each, named `method/value`."""
         seen = self.modifiers.applied(branches)
         return {
             f"{part.method.name}/{name}": value
             for part in self.parts
-            if part.method.pre_pass
-            for name, value in part.method.pre_pass(self._view(seen, part), part.options).items()
+            for name, value in part.method.gathered(self._view(seen, part), part.options).items()
         }
 
     def next_state(self, state: StepState, pre_pass: Mapping[str, Tensor]) -> StepState:
-        """The state of each method that has one, updated by this step."""
-        return {
-            part.method.name: part.method.update_state(
-                state.get(part.method.name, ()), _of(part, pre_pass)
-            )
-            for part in self.parts
-            if part.method.update_state
-        }
-
-    @property
-    def reward_formula(self) -> str:
-        """What these rewards are, in the words of the table of methods; empty without any."""
-        formulas = (part.method.rewards.formula for part in self.parts if part.method.rewards)
-        return next(formulas, "")
+        """Of each method that keeps a mean: the count and the mean, this step included."""
+        after: dict[str, tuple[float | Tensor, ...]] = {}
+        for name, kept in ((part.method.name, part.method.keeps_mean) for part in self.parts):
+            if kept:
+                values = pre_pass[f"{name}/{kept}"]
+                known, mean = state.get(name) or (0.0, 0.0)
+                count = float(known) + len(values)
+                # Differences first: sums of many steps would lose the last digits of a mean near 0.
+                after[name] = (count, mean + (values - mean).sum() / max(1.0, count))
+        return after
 
     def rewards(self, branches: Branches, *, less: float = 0.0) -> Tensor | None:
         """The rewards of the first part that has any, (branches,); no gradient.
@@ -208,22 +201,27 @@ class Recipe:
         with torch.no_grad():
             less = self.modifiers.applied(given, less=self.rounding)
         outcomes = [self._outcome_of(part, seen, less, step, state) for part in self.parts]
-        if len(outcomes) == 1:
-            first = outcomes[0]
-            return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
+        # What several parts report is named by the first.
         metrics: dict[str, Metric] = {}
-        loss_sums: dict[str, Mean[Tensor]] = {}
         facts: dict[str, Mean[Tensor]] = {}
-        for part, outcome in zip(self.parts, outcomes, strict=True):
-            loss_sums[f"{LOSS}/{part.method.name}"] = outcome.loss_sums[LOSS]
+        for outcome in outcomes:
             metrics, facts = {**outcome.metrics, **metrics}, {**outcome.facts, **facts}
-        losses = torch.stack([_by_branch(one.losses, branches) for one in outcomes]).sum(dim=0)
-        weighed = [
-            part.weight * outcome.loss for part, outcome in zip(self.parts, outcomes, strict=True)
-        ]
-        loss = torch.stack(weighed).sum()
         metrics |= self.modifiers.metrics(branches)
-        return Outcome(loss, losses, loss_sums, metrics, facts)
+        if len(outcomes) == 1:
+            return replace(outcomes[0], metrics=metrics)
+        both = list(zip(self.parts, outcomes, strict=True))
+        losses = [
+            # A loss of a row is repeated for its completions.
+            one.losses if len(one.losses) == len(branches.rows) else one.losses[branches.rows]
+            for one in outcomes
+        ]
+        return Outcome(
+            loss=torch.stack([part.weight * one.loss for part, one in both]).sum(),
+            losses=torch.stack(losses).sum(dim=0),
+            loss_sums={f"{LOSS}/{part.method.name}": one.loss_sums[LOSS] for part, one in both},
+            metrics=metrics,
+            facts=facts,
+        )
 
     def with_loss(self, means: Mapping[str, float]) -> dict[str, float]:
         """The means with the weighted sum of the parts' losses; a part without items adds none."""
@@ -236,29 +234,45 @@ class Recipe:
     def _outcome_of(
         self, part: Part, seen: Branches, less: Branches, step: Step, state: StepState
     ) -> Outcome:
-        """The outcome of one part; `less` are the branches with every sum off by rounding."""
+        """The outcome of one part; `less` are the completions with every sum off by rounding."""
         branches, method = self._view(seen, part), part.method
-        known = replace(step, pre_pass=_of(part, step.pre_pass), state=state.get(method.name, ()))
+        gathered = {name: step.pre_pass[f"{method.name}/{name}"] for name in method.gathers}
+        known = replace(step, pre_pass=gathered, state=state.get(method.name, ()))
         output = method.loss(branches, known, part.options)
         losses = self.modifiers.weighed(output.losses, branches)
         own = Mean(losses.sum(), step.count_of(method.items))
+        metrics = dict(output.metrics)
+        rewards, others = _rewards_of(part, branches), _rewards_of(part, less)
+        if rewards is not None and others is not None:
+            margins, rounding = metrics.get(MARGINS), (rewards - others).abs()
+            assert not isinstance(margins, Mean), "every pair has a margin"
+            # Margins that the loss reports itself are kept.
+            metrics = {
+                **reward_metrics(rewards, rounding, branches, method.rows, margins),
+                **metrics,
+            }
         return Outcome(
             loss=own.value,
             losses=losses.detach(),
             loss_sums={LOSS: replace(own, total=own.total.detach())},
-            metrics={**_reward_metrics(part, branches, less, output.metrics), **output.metrics},
+            metrics=metrics,
             # In a window of several steps a fact is weighted as the loss of its step is.
             facts={name: Mean(fact * own.count, own.count) for name, fact in output.facts.items()},
         )
 
     def _view(self, branches: Branches, part: Part) -> Branches:
-        """The branches as this part reads them: pairs become labels for a method of labels."""
+        """The completions as this part reads them: pairs become labels for a method of labels."""
         if part.method.rows != "labelled" or self.rows != "paired":
             return branches
         roles = branches.roles
         for role, label in _LABELS.items():
             roles = roles.masked_fill(roles == role, label)
         return replace(branches, roles=roles)
+
+
+def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
+    formula = part.method.rewards
+    return REWARDS[formula](branches, part.options).detach() if formula else None
 
 
 _ROLES: dict[RowKind, tuple[set[Role], set[Role]]] = {
@@ -268,45 +282,49 @@ _ROLES: dict[RowKind, tuple[set[Role], set[Role]]] = {
 
 
 def reads(kind: RowKind, roles: NDArray[np.int8]) -> bool:
-    """Whether rows of this kind have these roles; of pairs the chosen branch comes first."""
+    """Whether rows of this kind have these roles; of pairs the chosen completion comes first."""
     if kind not in _ROLES or (roles == Role.MISMATCHED).all():
         return True
     sides = zip(_ROLES[kind], (roles[0::2], roles[1::2]), strict=True)
     return all(set(found.tolist()) <= allowed for allowed, found in sides)
 
 
-def is_good(branches: Branches) -> Tensor:
-    """Mask of the chosen and desirable branches, (branches,) bool."""
-    return (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
+def resolve_weights(options: Any, labels: Labels) -> tuple[Any, tuple[str, ...]]:
+    """The options with `auto` weights resolved, and advice if a label weighs too little.
+
+    `auto` makes wD nD = wU nU; with both free, the larger class weighs 1.
+    """
+    desirable, undesirable = options.desirable_weight, options.undesirable_weight
+    if not (labels.desirable and labels.undesirable):
+        desirable, undesirable = (1.0 if one == "auto" else one for one in (desirable, undesirable))
+        only = "desirable" if labels.desirable else "undesirable"
+        advice: tuple[str, ...] = (
+            f"All training rows are {only}: a contrast cannot be learned from them.",
+        )
+    else:
+        if desirable == undesirable == "auto":
+            larger = max(labels.desirable, labels.undesirable)
+            desirable, undesirable = larger / labels.desirable, larger / labels.undesirable
+        elif desirable == "auto":
+            desirable = undesirable * labels.undesirable / labels.desirable
+        elif undesirable == "auto":
+            undesirable = desirable * labels.desirable / labels.undesirable
+        advice = _advice(desirable, undesirable, labels)
+    weights = {"desirable_weight": desirable, "undesirable_weight": undesirable}
+    return options.model_copy(update=weights), advice
 
 
-def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
-    rewards = part.method.rewards
-    return rewards.of(branches, part.options).detach() if rewards else None
-
-
-def _reward_metrics(
-    part: Part, branches: Branches, less: Branches, own: Mapping[str, Metric]
-) -> dict[str, Metric]:
-    """The metrics of a part's rewards; margins that its loss reports itself are kept."""
-    rewards, others = _rewards_of(part, branches), _rewards_of(part, less)
-    if rewards is None or others is None:
-        return {}
-    rounding, margins = (rewards - others).abs(), own.get(MARGINS)
-    assert not isinstance(margins, Mean), "every pair has a margin"
-    return reward_metrics(rewards, rounding, branches, part.method.rows, margins)
-
-
-def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values of this part among those named `method/value`."""
-    prefix = f"{part.method.name}/"
-    return {
-        name.removeprefix(prefix): value
-        for name, value in values.items()
-        if name.startswith(prefix)
-    }
-
-
-def _by_branch(losses: Tensor, branches: Branches) -> Tensor:
-    """Losses by branch, (branches,): a loss of a row is repeated for its branches."""
-    return losses if len(losses) == len(branches.rows) else losses[branches.rows]
+def _advice(desirable: float, undesirable: float, labels: Labels) -> tuple[str, ...]:
+    """The weights that would bring the ratio of both labels within bounds."""
+    ratio = (desirable * labels.desirable) / (undesirable * labels.undesirable)
+    if LOWEST - 1e-9 <= ratio <= HIGHEST + 1e-9:
+        return ()
+    more = [desirable * bound / ratio for bound in (LOWEST, HIGHEST)]
+    fewer = [undesirable * ratio / bound for bound in (HIGHEST, LOWEST)]
+    return (
+        f"Desirable completions weigh {ratio:.3g} times as much as undesirable ones in all "
+        f"({labels.desirable:,} x {desirable:g} to {labels.undesirable:,} x {undesirable:g}); KTO "
+        f"wants {LOWEST:g} to {HIGHEST:g}. Set method.desirable_weight between {more[0]:.4g} and "
+        f"{more[1]:.4g}, or method.undesirable_weight between {fewer[0]:.4g} and {fewer[1]:.4g}, "
+        "or both to auto.",
+    )

@@ -1,54 +1,36 @@
-"""The table of methods: every name that `--method` takes, and the parsing of its options."""
+"""`--method` and the options of methods, parsed: every name, mixtures, and the nearest names."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.json_codec import CodecError, from_plain
-from ...schemas.methods import Method
-from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
-from .dpo import CDPO, DISCOPOP, DPO, DPO_NORM, EXO, HINGE, IPO, ROBUST
-from .kto import APO_ZERO_UNPAIRED, BCO, KTO, KTO_LOGSIGMOID, KTO_ZERO
-from .modifiers import Modifiers, require_in_use
-from .optimal_transport import AOT, AOT_UNPAIRED
-from .policy_gradient import GRPO, PPO
+from . import losses
+from .method import METHODS, STEP_OPTIONS, Method, Options
+from .modifiers import Modifiers
 from .recipe import Part, Recipe
-from .reference_free import CPO, ORPO, SIMPO, SLIC
-from .reward_aware import RPO_BWD_KL, RPO_FWD_KL, RPO_SQ
-from .rewards import REWARD, REWARD_BINARY
-from .sft import CSFT, SFT
 
-_FAMILIES = (
-    (DPO, CDPO, ROBUST, EXO, HINGE, DISCOPOP, IPO, DPO_NORM),
-    (NCA, BCO_PAIR, SPPO, APO_ZERO, APO_DOWN),
-    (AOT, AOT_UNPAIRED),
-    (RPO_SQ, RPO_BWD_KL, RPO_FWD_KL),
-    (ORPO, SIMPO, CPO, SLIC),
-    (KTO, KTO_ZERO, KTO_LOGSIGMOID, APO_ZERO_UNPAIRED, BCO),
-    (GRPO, PPO),
-    (SFT, CSFT),
-    (REWARD, REWARD_BINARY),
-)
-METHODS: dict[str, Method] = {method.name: method for family in _FAMILIES for method in family}
-# Options of the step, which all methods of a mixture have to agree on.
-STEP_OPTIONS = ("kl_use", "kl_per_step")
+__all__ = ["METHODS", "STEP_OPTIONS", "find_method", "losses", "options_of", "recipe_of"]
+Checked = TypeVar("Checked", bound=Options)
 
 
 def find_method(name: str) -> Method:
     """The method of this name; an unknown name is refused with the closest ones."""
     if name in METHODS:
         return METHODS[name]
-    hint = did_you_mean(_nearest(name.lower())) or f" Known: {', '.join(METHODS)}."
+    asked = name.lower()
+    longer = [known for known in METHODS if asked and known.startswith(asked)]
+    nearest = [asked] if asked in METHODS else longer or closest(asked, METHODS, 3)
+    hint = did_you_mean(nearest) or f" Known: {', '.join(METHODS)}."
     raise UsageError(f"method '{name}': no such method.{hint} `align methods` explains them.")
 
 
-def options_of(method: Method, values: Mapping[str, Any]) -> Any:
+def options_of(method: Method, values: Mapping[str, Any]) -> Options:
     """The method's options with these values, and defaults for the others."""
-    return _read(method.options, values, method.name)
+    return _checked(method.options, values, method.name)
 
 
 def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
@@ -58,44 +40,48 @@ def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
     """
     named = [_weighted(text) for text in name.split("+")]
     methods = [find_method(method) for method, _ in named]
-    known = {field.name for field in dataclasses.fields(Modifiers)}
+    known = Modifiers.model_fields
     options = _flat({key: value for key, value in values.items() if key not in known})
-    modifiers = _read(Modifiers, {key: values[key] for key in values if key in known}, "method")
+    given = {key: value for key, value in values.items() if key in known}
+    modifiers = _checked(Modifiers, given, "method")
     for method in methods:
-        _require_allowed(method, modifiers)
-    require_in_use(modifiers)
+        for one in sorted(modifiers.required - method.modifiers):
+            able = ", ".join(other.name for other in METHODS.values() if one in other.modifiers)
+            raise UsageError(
+                f"method.{one} is not for {method.name}. Methods that take it: {able}."
+            )
+    modifiers.require_in_use()
     if len(methods) == 1:
         if ":" in name:
             raise UsageError(f"method '{name}': a weight means something in a mixture only.")
         return Recipe((Part(methods[0], options_of(methods[0], options)),), modifiers)
     _require_mixable(methods, options)
-    parts = [
-        Part(method, _those_of(method, options), weight)
-        for method, (_, weight) in zip(methods, named, strict=True)
-    ]
+    parts = []
+    for method, (_, weight) in zip(methods, named, strict=True):
+        prefix = f"{method.name}."
+        own = {key.removeprefix(prefix): options[key] for key in options if key.startswith(prefix)}
+        where = f"method.{method.name}"
+        parts.append(Part(method, _checked(method.options, own, method.name, where), weight))
     _require_agreed(parts)
     return Recipe(tuple(parts), modifiers)
 
 
-def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with those in sections flattened to dotted names."""
-    sections = {key: value if isinstance(value, dict) else None for key, value in options.items()}
-    inside = {
-        f"{key}.{name}": value
-        for key, section in sections.items()
-        if section is not None
-        for name, value in section.items()
-    }
-    return {**{key: options[key] for key in options if sections[key] is None}, **inside}
-
-
-def _read(
-    options: type[Any], values: Mapping[str, Any], name: str, *, where: str = "method"
-) -> Any:
+def _checked(
+    model: type[Checked], values: Mapping[str, Any], name: str, where: str = "method"
+) -> Checked:
     try:
-        return from_plain(options, dict(values), where=where)
+        return from_plain(model, dict(values), where=where)
     except CodecError as error:
         raise UsageError(f"{name}: {error}") from error
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with those in sections flattened to dotted names."""
+    flat = {key: value for key, value in options.items() if not isinstance(value, dict)}
+    for section, inside in options.items():
+        if isinstance(inside, dict):
+            flat |= {f"{section}.{name}": value for name, value in inside.items()}
+    return flat
 
 
 def _weighted(text: str) -> tuple[str, float]:
@@ -112,25 +98,6 @@ def _weighted(text: str) -> tuple[str, float]:
             f"method '{text}': {weight!r} is not a weight. Write it as dpo:0.8+sft:0.2."
         )
     return name, value
-
-
-def _those_of(method: Method, options: Mapping[str, Any]) -> Any:
-    """The options of one method of a mixture."""
-    prefix = f"{method.name}."
-    own = {
-        name.removeprefix(prefix): value
-        for name, value in options.items()
-        if name.startswith(prefix)
-    }
-    return _read(method.options, own, method.name, where=f"method.{method.name}")
-
-
-def _require_allowed(method: Method, modifiers: Modifiers) -> None:
-    for name in sorted(modifiers.required - method.modifiers):
-        able = [other.name for other in METHODS.values() if name in other.modifiers]
-        raise UsageError(
-            f"method.{name} is not for {method.name}. Methods that take it: {', '.join(able)}."
-        )
 
 
 def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> None:
@@ -152,12 +119,12 @@ def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> N
 
 
 def _require_agreed(parts: Sequence[Part]) -> None:
-    """Refuses parts that differ in a step option: a step has one set of mismatched branches."""
+    """Refuses parts that differ in a step option: a step has one set of mismatched completions."""
     for name in STEP_OPTIONS:
         given = {
             f"method.{part.method.name}.{name}": getattr(part.options, name)
             for part in parts
-            if hasattr(part.options, name)
+            if name in part.method.fields
         }
         if len(set(given.values())) > 1:
             listed = " and ".join(f"{option} is {value}" for option, value in given.items())
@@ -165,10 +132,3 @@ def _require_agreed(parts: Sequence[Part]) -> None:
                 f"{listed}: the parts of a mixture share the mismatched completions of a step. Set "
                 "both alike."
             )
-
-
-def _nearest(asked: str) -> list[str]:
-    if asked in METHODS:
-        return [asked]
-    longer = [name for name in METHODS if asked and name.startswith(asked)]
-    return longer or closest(asked, METHODS, 3)

@@ -1,4 +1,4 @@
-"""torch for the losses, imported when one is first computed.
+"""torch for the losses, imported when one is first computed, and sums and exponents for all.
 
 It takes seconds to import, and a method is named, explained and checked without it.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    import torch.nn.functional as F  # noqa: N812 - as the field calls it
     from torch import Tensor
 else:
 
@@ -24,21 +25,26 @@ else:
             setattr(self, attribute, value)
             return value
 
-    torch = _Later("torch")
+    torch, F, Tensor = _Later("torch"), _Later("torch.nn.functional"), Any
 
-__all__ = ["logsigmoid", "pad", "relu", "torch"]
+__all__ = ["F", "Tensor", "bounded_exp", "bounded_expm1", "sums_of", "torch"]
 
-
-def logsigmoid(values: Tensor) -> Tensor:
-    """The log of the sigmoid of each value, exact far from 0 too."""
-    return torch.nn.functional.logsigmoid(values)
+# exp(80) still fits float32, and a sum of many such terms float64.
+LARGEST_EXPONENT = 80.0
 
 
-def relu(values: Tensor) -> Tensor:
-    """Each value, and 0 for one below it."""
-    return torch.nn.functional.relu(values)
+def bounded_exp(x: Tensor) -> Tensor:
+    """exp(x), constant above LARGEST_EXPONENT."""
+    return torch.exp(x.clamp(max=LARGEST_EXPONENT))
 
 
-def pad(values: Tensor, widths: tuple[int, int]) -> Tensor:
-    """The values with so many zeros before and after them."""
-    return torch.nn.functional.pad(values, widths)
+def bounded_expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1, exact near 0, and constant above LARGEST_EXPONENT."""
+    return torch.expm1(x.clamp(max=LARGEST_EXPONENT))
+
+
+def sums_of(values: Tensor, counts: Tensor) -> Tensor:
+    """The sum of each completion's tokens, (branches,); the order of summation is fixed."""
+    if not len(counts):
+        return values
+    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)

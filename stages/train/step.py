@@ -15,9 +15,9 @@ from torch import Tensor
 from ...schemas.batches import Engine, MicroBatch, StepBatch, Visits
 from ...schemas.methods import ROUTING, Branches, Mean, Metric, Step, Tokens
 from ...schemas.train_options import TrainOptions
-from ..methods.modifiers import sums_of
+from ..methods.metrics import is_tie, with_margin
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
-from ..methods.rewards import is_tie, with_margin
+from ..methods.tensors import sums_of
 from ..model.copies import on_device
 from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory

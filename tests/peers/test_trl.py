@@ -13,7 +13,7 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from align.stages.methods.rewards import with_margin
+from align.stages.methods.metrics import with_margin
 from align.stages.methods.table import recipe_of
 from support.method_steps import MISMATCHED, MPO, each, random_branches, take_recipe
 

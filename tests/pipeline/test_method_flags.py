@@ -1,7 +1,5 @@
 """Flags of training: of settings, of methods' options, and with several values in a sweep."""
 
-import dataclasses
-
 import typer
 
 from align import cli
@@ -12,9 +10,9 @@ from align.stages.methods.table import METHODS
 
 COMMANDS = typer.main.get_command(cli.app).commands
 OPTIONS = {
-    one.name
+    name
     for options in (Modifiers, *(method.options for method in METHODS.values()))
-    for one in dataclasses.fields(options)
+    for name in options.model_fields
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 import align
 from align.schemas.errors import UsageError
-from align.stages.methods import losses
+from align.stages.methods import api as losses
 from align.stages.methods.recipe import is_good
 from align.stages.methods.table import METHODS, options_of
 from support.method_steps import MISMATCHED, WORDS, each, random_branches, step_of, take

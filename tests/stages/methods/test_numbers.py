@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from align.schemas.rows import Role
-from align.stages.methods.reference_free import log1mexp, log_odds
-from align.stages.methods.sft import CsftOptions, control_texts
+from align.stages.methods.losses import control_texts, log1mexp, log_odds
 from align.stages.methods.table import METHODS, options_of
 from support.method_steps import IN_USE, LABELS, PAIR, branches, each, pair, take
 
 pytestmark = pytest.mark.numeric
 
+CsftOptions = METHODS["csft"].options
 Z = (0.25, 0.75)  # mismatched log-ratios: the zero point of kto is .5
 
 

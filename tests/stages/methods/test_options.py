@@ -3,17 +3,20 @@
 import json
 import math
 import re
-from dataclasses import fields
+from typing import Literal, get_args, get_origin
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from align.schemas.errors import UsageError
 from align.schemas.methods import Labels
+from align.stages.methods.method import STEP_OPTIONS
 from align.stages.methods.method_docs import plain_table, render_method, render_table
+from align.stages.methods.recipe import resolve_weights
 from align.stages.methods.table import METHODS, options_of, recipe_of
-from support.method_steps import BY_NAME, each
+from support.method_steps import BY_NAME, MISMATCHED, each, random_branches, take
 from support.refusals import refuses
 
 KTO = METHODS["kto"]
@@ -22,11 +25,43 @@ counts = st.integers(1, 10**7)
 
 @each(BY_NAME)
 def test_no_option_takes_what_it_cannot_use(method):
-    for field in fields(method.options):
-        texts = () if field.type == "str" else ("nonsense",)
+    for name, field in method.options.model_fields.items():
+        texts = () if field.annotation is str else ("nonsense",)
         for value in (math.nan, math.inf, -1.0, -1, True, None, [], *texts):
-            with refuses(UsageError, f"method.{field.name}"):
-                options_of(method, {field.name: value})
+            with refuses(UsageError, f"method.{name}"):
+                options_of(method, {name: value})
+
+
+def others_of(field):
+    """Other values of an option than its default: every other word, or a number within bounds."""
+    if get_origin(field.annotation) is Literal:
+        return [word for word in get_args(field.annotation) if word != field.default]
+    if isinstance(field.default, str):
+        return ["<other>"]
+    return [0.8 * (field.default or 0.25) if field.annotation is not int else 3]
+
+
+@each(
+    {
+        f"{name} {option}": (method, option)
+        for name, method in METHODS.items()
+        for option in method.options.model_fields
+        if option not in STEP_OPTIONS  # which the plan of a step reads
+    }
+)
+def test_each_option_is_read(method, option):
+    base = {"sft_weight": 0.25} if option == "sft_normalize" else {}
+    for value in others_of(method.options.model_fields[option]):
+        plain, other = (options_of(method, values) for values in (base, {**base, option: value}))
+        if method.context:
+            assert method.context(plain) != method.context(other)
+            continue
+        whole = random_branches(method.rows, 12)
+        losses = [
+            take(method, whole, options=options, mismatched=MISMATCHED).losses
+            for options in (plain, other)
+        ]
+        assert not torch.equal(*losses), value
 
 
 # A method, its options, and the names in the refusal.
@@ -75,21 +110,21 @@ def test_a_refusal_says_which_option_or_method_and_what_it_may_be(name, values, 
 @each(BY_NAME)
 def test_a_method_is_told_with_its_source_and_every_option_and_its_default(method):
     text = render_method(method)
-    for name, default in vars(method.options()).items():
+    for name, default in method.options():
         shown = default if isinstance(default, str) else f"{default:g}"
         assert any(line.split()[:2] == [name, shown] for line in text.splitlines()), name
     assert method.source in text
     assert method.name in render_table([method])
     (plain,) = json.loads(json.dumps(plain_table([method])))
     assert (plain["name"], set(plain["needs"])) == (method.name, method.needs)
-    assert [option["name"] for option in plain["options"]] == [*vars(method.options())]
+    assert [option["name"] for option in plain["options"]] == [*method.options.model_fields]
 
 
 def weigh(desirable, undesirable, labels):
     """The weights that these options become, and the advice on them."""
     weights = {"desirable_weight": desirable, "undesirable_weight": undesirable}
-    answer = KTO.resolve_auto(options_of(KTO, weights), labels)
-    return (answer.options.desirable_weight, answer.options.undesirable_weight), answer.advice
+    options, advice = resolve_weights(options_of(KTO, weights), labels)
+    return (options.desirable_weight, options.undesirable_weight), advice
 
 
 def test_auto_makes_both_labels_weigh_the_same():

@@ -1,7 +1,6 @@
 """Every method against its formula, written a second time in plain float64."""
 
 from collections import namedtuple
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -136,7 +135,7 @@ OUTSIDE = {"kl_per_step", "kl_use", "good_token", "bad_token"}
 
 def settings_of(method):
     """The defaults, other numbers in every option, and every word of an option of words."""
-    known = asdict(method.options())
+    known = dict(method.options())
     assert known.keys() <= OTHERS.keys() | WORDS.keys() | OUTSIDE, method.name
     numbers = {name: value for name, value in OTHERS.items() if name in known}
     words = [{name: word} for name in WORDS if name in known for word in WORDS[name]]

@@ -141,7 +141,7 @@ def test_a_method_reads_what_it_says_that_it_needs_or_remembers_and_nothing_else
     elsewhere = moved(whole, reference=whole.reference - 1.5 * whole.reference.cos())
     rated = replace(whole, scores=whole.scores.exp())
     state = take(method, earlier, mismatched=MISMATCHED).state
-    assert state.keys() == ({method.name} if method.update_state else set())
+    assert state.keys() == ({method.name} if method.keeps_mean else set())
     here = take(method, whole, mismatched=(0.5,))
     others = {
         "reference": take(method, elsewhere, mismatched=(0.5,)),
@@ -149,7 +149,7 @@ def test_a_method_reads_what_it_says_that_it_needs_or_remembers_and_nothing_else
         "scores": take(method, rated, mismatched=(0.5,)),
         "state": take(method, whole, mismatched=(0.5,), state=state),
     }
-    wanted = method.needs | ({"state"} if method.update_state else set())
+    wanted = method.needs | ({"state"} if method.keeps_mean else set())
     for need, other in others.items():
         assert torch.equal(here.losses, other.losses) != (need in wanted), need
     assert (here.means == others["reference"].means) != ("reference" in method.needs)

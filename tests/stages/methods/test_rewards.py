@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from align.schemas.rows import LEAST, Role
+from align.stages.methods.metrics import with_margin
 from align.stages.methods.recipe import Part, Recipe
-from align.stages.methods.rewards import with_margin
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import (
     IN_USE,

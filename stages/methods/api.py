@@ -1,0 +1,199 @@
+"""`align.losses`: the methods' losses as functions of tensors, `losses.dpo(chosen_logps, …)`.
+
+There is one function per method that needs only a log-prob (of a reward model: a score) of each
+completion; `dir()` lists them and `help()` documents their arguments. They call the same loss as
+`align train`, in float64 and with its gradient, and return one loss per pair, or one per
+completion. Values of a whole step (the KL term of kto, the mean reward of bco, the order of aot)
+are computed from the tensors of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import UsageError
+from ...schemas.methods import Branches, Labels, Step
+from ...schemas.rows import Role
+from .method import STEP_OPTIONS, Method, is_good
+from .recipe import Part, Recipe
+from .table import METHODS, options_of
+
+KL = ("kl_logps", "reference_kl_logps")
+# Methods of scored groups look at single tokens, and not at sums alone.
+_NAMES = tuple(name for name, method in METHODS.items() if method.rows != "grouped")
+
+
+def __getattr__(name: str) -> Callable[..., Tensor]:
+    if name not in _NAMES:
+        raise AttributeError(f"align.losses has no {name!r}. It has: {', '.join(_NAMES)}.")
+    return _function(METHODS[name])
+
+
+def __dir__() -> list[str]:
+    return list(_NAMES)
+
+
+@cache
+def _function(method: Method) -> Callable[..., Tensor]:
+    """The loss on one-dimensional tensors: those that the method reads, its options by keyword."""
+    tensors, lengths, defaults = _tensors(method), _sides(method, "num_tokens"), _options(method)
+    signature = Signature(
+        [
+            *(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in tensors),
+            *(Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in lengths),
+            *(
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default)
+                for name, default in defaults.items()
+            ),
+        ],
+        return_annotation=Tensor,
+    )
+
+    def loss(*given: Any, **named: Any) -> Tensor:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        values = bound.arguments
+        options = options_of(method, {name: values[name] for name in defaults})
+        missing = [name for name in lengths if values[name] is None]
+        if missing and _reads_lengths(method, options):
+            named_ones = " and ".join(missing)
+            raise UsageError(f"losses.{method.name} divides by lengths. Pass {named_ones}.")
+        read = {name: values[name] for name in (*tensors, *lengths) if values[name] is not None}
+        return _losses(method, options, _float64(method, read))
+
+    required = ", required" if _reads_lengths(method, options_of(method, {})) else ""
+    meanings = {
+        "labels": "true where a completion is desirable",
+        "kl_logps": "the policy's, of mismatched completions: prompts with another one's answer",
+        **dict.fromkeys(lengths, f"completion tokens of each{required}"),
+        **{name: method.options.model_fields[name].description for name in defaults},
+    }
+    listed = [f"    {name}: {meanings[name]}" for name in signature.parameters if name in meanings]
+    one_per = "pair" if method.items == "rows" else "completion"
+    head = [f"{method.formula}, one loss per {one_per}.", "", f"{method.source}.", "", *listed]
+    loss.__name__ = loss.__qualname__ = method.name
+    loss.__doc__ = "\n".join(head).rstrip()
+    loss.__signature__ = signature  # type: ignore[attr-defined]
+    return loss
+
+
+def _tensors(method: Method) -> list[str]:
+    """The names of the tensors that a method reads, in the order of the arguments."""
+    value = "scores" if method.head == "score" else "logps"
+    names = [*_sides(method, value)]
+    if method.rows == "labelled":
+        names.append("labels")
+    if "reference" in method.needs:
+        names += [f"reference_{name}" for name in _sides(method, value)]
+    if "mismatched" in method.needs:
+        names += KL
+    if "scores" in method.needs:
+        names += _sides(method, "scores")
+    return names
+
+
+def _sides(method: Method, name: str) -> tuple[str, ...]:
+    return (f"chosen_{name}", f"rejected_{name}") if method.rows == "paired" else (name,)
+
+
+def _options(method: Method) -> dict[str, Any]:
+    """The defaults of the options that the loss itself reads; others change step or prompts."""
+    if method.context:
+        return {}
+    fields = method.fields.items()
+    return {name: default for name, (_, default) in fields if name not in STEP_OPTIONS}
+
+
+def _float64(method: Method, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors in float64, all of one length except those of the KL term.
+
+    Other than tensors are copied: a frame's column is read-only.
+    """
+    tensors = {
+        name: (values if isinstance(values, Tensor) else torch.tensor(values)).to(torch.float64)
+        for name, values in given.items()
+    }
+    for of_kl in (False, True):
+        found = {name: one.shape for name, one in tensors.items() if (name in KL) == of_kl}
+        if len(set(found.values())) > 1 or any(len(shape) != 1 for shape in found.values()):
+            listed = ", ".join(f"{name} {list(shape)}" for name, shape in found.items())
+            raise UsageError(
+                f"losses.{method.name} takes tensors of one dimension and one length: {listed}."
+            )
+    return tensors
+
+
+def _losses(method: Method, options: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The losses of a step of these completions alone, the first of its run."""
+    branches = _branches(method, tensors)
+    good = is_good(branches)
+    labels = Labels(int(good.sum()), int((~good).sum()))
+    recipe, _ = Recipe((Part(method, options),)).resolve_auto(labels)
+    options, pre_pass = recipe.parts[0].options, recipe.pre_pass(branches)
+    mismatched = branches.logps.new_empty(0)
+    if "mismatched" in method.needs:
+        policy, reference = (tensors[name].detach() for name in KL)
+        mismatched = policy - reference
+    step = Step(
+        rows=len(branches.logps) // len(_sides(method, "")),
+        branches=len(branches.logps),
+        tokens=int(branches.num_tokens.sum()),
+        chosen_tokens=int(branches.num_tokens[good].sum()),
+        mismatched=mismatched,
+        pre_pass={name.removeprefix(f"{method.name}/"): one for name, one in pre_pass.items()},
+        state=recipe.next_state({}, pre_pass).get(method.name, ()),
+    )
+    return method.loss(branches, step, options).losses
+
+
+def _branches(method: Method, tensors: Mapping[str, Tensor]) -> Branches:
+    """All completions of the call in the trainer's order: of pairs, the chosen one first."""
+    value, sides = "scores" if method.head == "score" else "logps", len(_sides(method, ""))
+
+    def woven(name: str, otherwise: float, prefix: str = "") -> Tensor:
+        given = [tensors.get(f"{prefix}{side}") for side in _sides(method, name)]
+        present = [one for one in given if one is not None]
+        if len(present) < sides:
+            return torch.full_like(logps, otherwise)
+        return torch.stack(present, dim=1).flatten()
+
+    logps = torch.stack([tensors[name] for name in _sides(method, value)], dim=1).flatten()
+    index = torch.arange(len(logps), device=logps.device)
+    if method.rows == "labelled":
+        roles = torch.where(tensors["labels"] > 0, int(Role.DESIRABLE), int(Role.UNDESIRABLE))
+    else:
+        roles = torch.full_like(index, int(Role.CHOSEN))
+        if method.rows == "paired":
+            roles[1::2] = int(Role.REJECTED)
+    return Branches(
+        logps=logps,
+        reference=woven(value, 0.0, "reference_").detach(),
+        num_tokens=woven("num_tokens", 1.0),
+        roles=roles.to(torch.int8),
+        scores=woven("scores", torch.nan),
+        rows=index // sides,
+        step_indices=index,
+    )
+
+
+@cache
+def _reads_lengths(method: Method, options: Any) -> bool:
+    """Whether the loss depends on the lengths of completions, tested with two lengths."""
+    tensors = {
+        name: torch.tensor([-3.0, -7.0], dtype=torch.float64) - index**2
+        for index, name in enumerate(_tensors(method))
+    }
+    if method.rows == "labelled":
+        tensors["labels"] = torch.tensor([1.0, 0.0])
+    losses = []
+    for longer in (0, 1):  # and the second side of a pair by more than the first
+        sides = enumerate(_sides(method, "num_tokens"), start=1)
+        lengths = {name: torch.full((2,), 1.0 + longer * side) for side, name in sides}
+        losses.append(_losses(method, options, {**tensors, **lengths}))
+    return not torch.equal(*losses)

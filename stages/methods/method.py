@@ -1,0 +1,381 @@
+"""A method is one function: it returns a loss, and its keyword arguments are its options.
+
+Its decorator gives the formula and the source, its docstring when to use it. The checked options,
+`align methods`, the table in the docs and `align.losses` are made from these and from OPTIONS. A
+function gets the completions of a micro-batch under the names of its formula. It returns one number
+per row or per completion, never a mean: the recipe divides one sum over the whole step by one
+count.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from ...schemas.methods import (
+    Branches,
+    Head,
+    Items,
+    Mean,
+    Metric,
+    Need,
+    RowKind,
+    Step,
+    Tokens,
+)
+from ...schemas.rows import Role
+from .tensors import Tensor, torch
+
+Scope = Literal["pair", "global_tokens"]
+MeanOrSum = Literal["mean", "sum"]
+KlUse = Literal["rotate", "all"]
+Weight: TypeAlias = Annotated[float, Field(gt=0)] | Literal["auto"]
+
+
+def option(meaning: str, **bounds: Any) -> Any:
+    """What an option means, for `align methods` and the help of its flag, and its bounds."""
+    return Field(description=meaning, **bounds)
+
+
+# Each option by its name. Where a method means something else or bounds it otherwise, the
+# annotation in its signature says so.
+OPTIONS: dict[str, Any] = {
+    "alpha": option("weight of the chosen completion's likelihood", ge=0),
+    "bad_token": option("text between the prompt and an undesirable completion"),
+    "beta": option("how far the policy may go: lower lets it go further", gt=0),
+    "delta": option("margin wanted between the two sums, in nats", gt=0),
+    "desirable_weight": option(
+        "weight of desirable completions; auto: as heavy in all as the other label"
+    ),
+    "epsilon": option("a token gains nothing beyond a ratio of 1 ± this", gt=0, lt=1),
+    "eta": option("margin wanted per point between the two scores", gt=0),
+    "gamma": option("what a reward is worth one token earlier", ge=0, le=1),
+    "gamma_ratio": option("margin wanted between the two means", ge=0),
+    "good_token": option("text between the prompt and a desirable completion"),
+    "kl": option("weight of log p, which keeps a token near the reference", ge=0),
+    "kl_per_step": option("mismatched completions of a training step that enter z; 0: all", ge=0),
+    "kl_use": option(
+        "rotate: one partner of each completion, another one every epoch; all: all of them"
+    ),
+    "label_smoothing": option(
+        "share of pairs taken to be labelled the wrong way round", ge=0, lt=0.5
+    ),
+    "nll_scope": option(
+        "pair: every chosen completion counts the same; global_tokens: every chosen token of a step"
+    ),
+    "sft_normalize": option(
+        "likelihood of sft_weight: a mean per token, or that of the whole chosen completion"
+    ),
+    "sft_weight": option("adds this much of the chosen completion's likelihood, as RPO does", ge=0),
+    "std": option("divides by n - 1, by n, or scores are not divided by a standard deviation"),
+    "std_epsilon": option("added to the standard deviation", gt=0),
+    "tau": option("width of the switch between the two parts", gt=0),
+    "undesirable_weight": option(
+        "weight of undesirable completions; auto: as heavy in all as the other label"
+    ),
+    "value_clip": option(
+        "a value learns from returns no further away than this; 0: from all", ge=0
+    ),
+    "value_target": option(
+        "gae: A + V, which trusts later values by lam; return: the discounted score alone"
+    ),
+    "vf": option("weight of the value head's error", ge=0),
+}
+
+# The modifiers that methods allow, by the option that turns each on.
+RATIOS = frozenset({"f_divergence", "ld_alpha"})
+MEANS = frozenset({"mean_ratios"})
+PAIRS = frozenset({"wpo", "row_weight"})
+MARGIN = frozenset({"margin"})
+CLAMPS = frozenset({"humanline"})
+# Options of the step, which the feed reads and all methods of a mixture share: of which mismatched
+# completions `z` is a mean.
+STEP_OPTIONS = ("kl_per_step", "kl_use")
+
+
+class Options(BaseModel):
+    """Checked options: no number out of bounds, no boolean for a number, no unknown name."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Pairs:
+    """The rows of a micro-batch: c is the chosen completion of each, l the rejected one.
+
+    Each value is (rows,) float64: r = log(policy / reference), lp the log-prob, n the tokens.
+    """
+
+    def __init__(self, branches: Branches, step: Step) -> None:
+        self.branches, self.step = branches, step
+        ratios = branches.ratios
+        self.r_c, self.r_l = ratios[0::2], ratios[1::2]
+        self.lp_c, self.lp_l = branches.logps[0::2], branches.logps[1::2]
+        self.n_c, self.n_l = branches.num_tokens[0::2], branches.num_tokens[1::2]
+        self.D = self.r_c - self.r_l
+        self.D_mean = self.r_c / self.n_c - self.r_l / self.n_l
+        # The log-probs that are compared: modifiers change them, and not those to be imitated.
+        self.compared_c = branches.compared_logps[0::2]
+        self.compared_l = branches.compared_logps[1::2]
+        self.score_gap = branches.scores[0::2] - branches.scores[1::2]
+        # The margin that the data wants.
+        self.wanted: Tensor | float = 0.0 if branches.margin is None else branches.margin
+
+    @property
+    def m_c(self) -> Tensor:
+        """The mean log-prob per token of the chosen completions."""
+        return self.lp_c / self.n_c
+
+    @property
+    def m_l(self) -> Tensor:
+        """The mean log-prob per token of the rejected completions."""
+        return self.lp_l / self.n_l
+
+    @property
+    def index(self) -> Tensor:
+        """The index of each row in the whole step."""
+        assert self.branches.step_indices is not None, "completions of a step have indices"
+        return self.branches.step_indices[0::2] // 2
+
+    def nll(self, scope: Scope) -> Tensor:
+        """Each pair's part of the step's mean negative log-likelihood of chosen tokens."""
+        if scope == "pair":
+            return -self.m_c
+        # The recipe divides by the step's rows: this leaves one sum over all chosen tokens.
+        return -self.lp_c * (self.step.rows / max(1, self.step.chosen_tokens))
+
+
+class Labelled:
+    """Completions of which each is good or bad by itself; each value is (branches,)."""
+
+    def __init__(self, branches: Branches, step: Step) -> None:
+        self.step = step
+        self.lp, self.n, self.r = branches.logps, branches.num_tokens, branches.ratios
+        self.is_good = is_good(branches)
+
+    @property
+    def sign(self) -> Tensor:
+        """+1 for good and -1 for bad completions."""
+        return self.weights(1.0, -1.0)
+
+    @property
+    def z(self) -> Tensor:
+        """The policy's KL from the reference, estimated on mismatched completions: ().
+
+        Clamped after the mean over the whole step: a mean of clamped parts would be too high.
+        """
+        return _mean(self.step.mismatched).clamp(min=0)
+
+    def weights(self, desirable: Weight, undesirable: Weight) -> Tensor:
+        """The weight of each completion, by its label."""
+        assert desirable != "auto", "`auto` is resolved before the first step"
+        assert undesirable != "auto", "`auto` is resolved before the first step"
+        # Tensors, for torch.where() makes float32 of two plain numbers.
+        good, bad = self.r.new_full((), desirable), self.r.new_full((), undesirable)
+        return torch.where(self.is_good, good, bad)
+
+
+class Groups:
+    """The completions of each prompt with their scores, and their tokens."""
+
+    def __init__(self, branches: Branches, step: Step) -> None:
+        self.branches, self.step = branches, step
+        self.scores, self.lp, self.n = branches.scores, branches.logps, branches.num_tokens
+        self.tokens = tokens_of(branches)
+        assert self.tokens.reference is not None, "a need for the per-token reference is declared"
+        # A modifier changes `tokens.log_ratios`, and not these.
+        self.plain_ratios = self.tokens.logps - self.tokens.reference
+
+
+@dataclass(frozen=True)
+class Output:
+    """Losses to be summed, and what is reported of them.
+
+    A metric without a value in the whole step is not reported.
+    """
+
+    losses: Tensor  # (rows,) or (branches,) float64; a completion's sum where tokens are counted
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # each of any number of values
+    # Step-level scalars, () float64: the same in every micro-batch.
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """One line of the table: a function, its name, its formula and everything it needs."""
+
+    name: str
+    formula: str
+    source: str  # where it comes from
+    function: Callable[..., Tensor | Output]
+    rows: RowKind
+    items: Items  # what the loss is a mean over
+    needs: frozenset[Need]
+    modifiers: frozenset[str]  # the options of `Modifiers` that it takes
+    rewards: str = ""  # one of REWARDS: what is reported as a completion's reward
+    head: Head = "none"
+    # Values of each completion, (branches,), gathered over the whole step before any loss.
+    gathers: Mapping[str, Callable[[Branches, Any], Tensor]] = field(default_factory=dict)
+    keeps_mean: str = ""  # the gathered value whose mean over all steps so far is kept
+    # The score of a rejected or undesirable completion whose row has no scores; a good one has 1.
+    bad_score: float = 0.0
+    # Whether it takes the reference for the policy that generated the data.
+    drawn_by_reference: bool = False
+    # Text between a prompt and the completions of a role, which is not trained on.
+    context: Callable[[Any], Mapping[Role, str]] | None = None
+
+    @property
+    def use(self) -> str:
+        """When to choose it, in a sentence."""
+        return inspect.getdoc(self.function) or ""
+
+    @property
+    def imitates(self) -> bool:
+        """Whether the options of `imitated_too` belong to it."""
+        return self.rows == "paired" and "reference" in self.needs
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[Any, Any]]:
+        """The type, with meaning and bounds, and the default of each option, by its name."""
+        found = dict(_keywords(self.function))
+        if self.imitates:
+            found |= _keywords(imitated_too)
+        return found
+
+    @cached_property
+    def options(self) -> type[Options]:
+        """The model that checks its options."""
+        fields: dict[str, Any] = self.fields
+        return create_model(self.name, __base__=Options, **fields)
+
+    def gathered(self, branches: Branches, options: Any) -> dict[str, Tensor]:
+        """The values that it wants of all completions of a step, of these completions."""
+        return {name: of(branches, options).detach() for name, of in self.gathers.items()}
+
+    def loss(self, branches: Branches, step: Step, options: Any) -> Output:
+        """The losses of a micro-batch, with what its family adds to them; metrics are detached."""
+        seen = _SEEN[self.rows](branches, step)
+        own = {name: getattr(options, name) for name in _keywords(self.function)}
+        found = self.function(seen, **own)
+        output = found if isinstance(found, Output) else Output(found)
+        losses, metrics, facts = output.losses, dict(output.metrics), dict(output.facts)
+        if isinstance(seen, Pairs) and self.head != "score":
+            metrics |= {"logps/chosen": seen.lp_c, "logps/rejected": seen.lp_l}
+        if isinstance(seen, Pairs) and self.imitates:
+            metrics["nll"] = -seen.m_c
+            how = {name: getattr(options, name) for name in _keywords(imitated_too)}
+            losses = imitated_too(seen, losses, **how)
+        if isinstance(seen, Labelled) and "reference" in self.needs:
+            metrics["logps/chosen"] = Mean.of(seen.lp, seen.is_good)
+            metrics["logps/rejected"] = Mean.of(seen.lp, ~seen.is_good)
+        if isinstance(seen, Labelled) and "mismatched" in self.needs:
+            facts["kl/pairs"] = step.mismatched.new_full((), len(step.mismatched))
+            if len(step.mismatched):
+                facts |= {"kl/raw": _mean(step.mismatched), "kl/clamped": seen.z}
+        told = {
+            name: one if isinstance(one, Mean) else one.detach() for name, one in metrics.items()
+        }
+        return Output(losses, told, {name: fact.detach() for name, fact in facts.items()})
+
+
+_SEEN: dict[RowKind, Callable[[Branches, Step], Pairs | Labelled | Groups]] = {
+    "paired": Pairs,
+    "labelled": Labelled,
+    "grouped": Groups,
+    "imitated": Labelled,
+}
+
+
+def imitated_too(
+    p: Pairs, losses: Tensor, *, sft_weight: float = 0.0, sft_normalize: MeanOrSum = "mean"
+) -> Tensor:
+    """Losses + sft_weight * nll_c, a mean per token (https://arxiv.org/abs/2404.19733) or a sum."""
+    return losses + sft_weight * -(p.m_c if sft_normalize == "mean" else p.lp_c)
+
+
+METHODS: dict[str, Method] = {}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _method(
+    formula: str,
+    source: str,
+    *,
+    needs: Iterable[str] = (),
+    modifiers: Iterable[str] = (),
+    **declared: Any,
+) -> Callable[[Function], Function]:
+    """Adds a function to METHODS under its own name."""
+
+    def add(function: Function) -> Function:
+        needed = cast("frozenset[Need]", frozenset(needs))
+        METHODS[function.__name__] = Method(
+            function.__name__,
+            formula,
+            source,
+            function,
+            needs=needed,
+            modifiers=frozenset(modifiers),
+            **declared,
+        )
+        return function
+
+    return add
+
+
+paired = partial(
+    _method,
+    rows="paired",
+    items="rows",
+    needs={"reference"},
+    rewards="b r",
+    modifiers=RATIOS | PAIRS,
+)
+labelled = partial(
+    _method,
+    rows="labelled",
+    items="branches",
+    needs={"reference"},
+    rewards="b r",
+    modifiers={"row_weight"},
+)
+grouped = partial(
+    _method,
+    rows="grouped",
+    items="tokens",
+    modifiers=CLAMPS | {"row_weight"},
+    drawn_by_reference=True,
+)
+imitated = partial(_method, rows="imitated", items="chosen_tokens", modifiers={"row_weight"})
+
+
+def is_good(branches: Branches) -> Tensor:
+    """Mask of the chosen and desirable completions, (branches,) bool."""
+    return (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
+
+
+def tokens_of(branches: Branches) -> Tokens:
+    """The tokens, which are present because a need for them is declared."""
+    assert branches.tokens is not None, "a need for tokens is declared in the table"
+    return branches.tokens
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.detach().sum() / max(1, len(values))
+
+
+@cache
+def _keywords(function: Callable[..., Any]) -> Mapping[str, tuple[Any, Any]]:
+    """The keyword arguments of a function as fields of a model: type with its bounds, default."""
+    hints = get_type_hints(function, include_extras=True)
+    found = {}
+    for name, one in inspect.signature(function).parameters.items():
+        if one.kind is inspect.Parameter.KEYWORD_ONLY:
+            kind = hints[name]
+            is_explained = get_origin(kind) is Annotated
+            found[name] = (kind if is_explained else Annotated[kind, OPTIONS[name]], one.default)
+    return found

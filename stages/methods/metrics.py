@@ -1,0 +1,115 @@
+"""Rewards of completions, and what is reported of them: margins, accuracies, ties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...schemas.methods import Branches, Mean, Metric, RowKind
+from .method import is_good
+from .tensors import Tensor, torch
+
+MARGINS = "rewards/margins"
+# The reward of each completion, (branches,), by its formula. A modifier changes it as it changes
+# what the loss compares.
+REWARDS: dict[str, Callable[[Branches, Any], Tensor]] = {
+    "b r": lambda of, o: of.ratios * o.beta,
+    "b r, margins and accuracies of b d": lambda of, o: of.ratios * o.beta,
+    "b r/n": lambda of, o: of.ratios * o.beta / of.num_tokens,
+    "b r/n, or b r with normalize sum": lambda of, o: (
+        of.ratios * o.beta / (of.num_tokens if o.normalize == "mean" else 1)
+    ),
+    "lam m": lambda of, o: o.lam * of.logps / of.num_tokens,
+    "b m": lambda of, o: o.beta * of.compared_logps / of.num_tokens,
+    "b lp": lambda of, o: o.beta * of.logps,
+    "lp": lambda of, _: of.compared_logps,
+    "s": lambda of, _: of.logps,
+    "r": lambda of, _: of.ratios,
+    "r, or r/n with normalize sequence": lambda of, o: (
+        of.ratios / (of.num_tokens if o.normalize == "sequence" else 1)
+    ),
+}
+
+
+def reward_metrics(
+    rewards: Tensor,
+    rounding: Tensor,
+    branches: Branches,
+    kind: RowKind,
+    margins: Tensor | None = None,
+) -> dict[str, Metric]:
+    """The reward metrics of a micro-batch of rows of this kind.
+
+    Every row, completion or pair of candidates counts the same; `row_weight` changes nothing here.
+    `rounding` is by how much each reward moves when its sum of log-probs moves by its rounding,
+    (branches,). `margins` replaces the differences of a pair's rewards.
+    """
+    if kind == "paired":
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        gaps = chosen - rejected if margins is None else margins
+        rates = compared(gaps, rounding[0::2] + rounding[1::2])
+        return {"rewards/chosen": chosen, "rewards/rejected": rejected, MARGINS: gaps, **rates}
+    if kind == "grouped":
+        rows, given = branches.rows, branches.scores
+        is_pair = (rows[:, None] == rows) & (given[:, None] > given)
+        return compared(rewards[:, None] - rewards, rounding[:, None] + rounding, is_pair)
+    good = is_good(branches)
+    # A row with both labels is right if the mean of its desirable completions is the higher one.
+    values = torch.stack([rewards, rounding])
+    desirable, undesirable = (_means_by_row(values, branches.rows, one) for one in (good, ~good))
+    has_both = desirable[0].isfinite() & undesirable[0].isfinite()
+    return {
+        "rewards/chosen": Mean.of(rewards, good),
+        "rewards/rejected": Mean.of(rewards, ~good),
+        **compared(desirable[0] - undesirable[0], desirable[1] + undesirable[1], has_both),
+    }
+
+
+def compared(gaps: Tensor, rounding: Tensor, is_counted: Tensor | None = None) -> dict[str, Metric]:
+    """The accuracy of the gaps, a tie counted half, and the rate of ties."""
+    accuracies, ties = higher(gaps, rounding), is_tie(gaps, rounding).double()
+    if is_counted is None:
+        return {"rewards/accuracies": accuracies, "rewards/ties": ties}
+    return {
+        "rewards/accuracies": Mean.of(accuracies, is_counted),
+        "rewards/ties": Mean.of(ties, is_counted),
+    }
+
+
+def higher(gaps: Tensor, rounding: Tensor) -> Tensor:
+    """1 for a gap above 0, 0 for one below, and 0.5 for a tie, float64."""
+    return (gaps > 0).double().masked_fill(is_tie(gaps, rounding), 0.5)
+
+
+def is_tie(gaps: Tensor, rounding: Tensor) -> Tensor:
+    """Whether each gap is at most the rounding of both its sides together, bool."""
+    return gaps.abs() <= rounding
+
+
+def with_margin(means: Mapping[str, float]) -> dict[str, float]:
+    """The means of a whole step, with rewards/margins if it has both labels."""
+    chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
+    if MARGINS in means or chosen is None or rejected is None:
+        return dict(means)
+    return {**means, MARGINS: chosen - rejected}
+
+
+def row_margins(
+    rewards: Tensor, rounding: Tensor, rows: Tensor, good: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean reward of a row's good completions less that of its bad ones, and its rounding.
+
+    Of a row with one side only the other counts as 0. (branches,) each: a row's is at its number.
+    """
+    values, sides = torch.stack([rewards, rounding]), []
+    for which in (good, ~good):
+        count = rewards.new_zeros(len(rows)).index_add(0, rows, which.to(rewards.dtype))
+        sides.append(_means_by_row(values, rows, which).masked_fill(count == 0, 0.0))
+    return sides[0][0] - sides[1][0], sides[0][1] + sides[1][1]
+
+
+def _means_by_row(values: Tensor, rows: Tensor, which: Tensor) -> Tensor:
+    """Means by row of values (kinds, branches); NaN for a row without a completion in `which`."""
+    none = torch.zeros_like(values)  # one column per completion: there are no more rows than those
+    totals = none.index_add(1, rows, values.masked_fill(~which, 0.0))
+    return totals / none[0].index_add(0, rows, which.to(none.dtype))
