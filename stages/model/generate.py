@@ -1,12 +1,7 @@
-"""Draws completions with a loaded model by transformers' `generate`; each prompt is computed once.
-
-The cache of a batch of prompts, all but their last tokens, is repeated for the samples of each.
-Some models keep a cache that cannot be repeated. Both ways are compared on seeded tokens first.
-"""
+"""Draws completions with a loaded model by transformers' `generate`."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -28,17 +22,11 @@ from .loading.model_folder import read_json, text_settings
 from .loading.quiet import quiet
 from .logprobs import causal_model, input_device
 from .memory.live_memory import is_out_of_memory
-from .path_search import TOLERANCE, reason
-from .probe_rows import ordinary_tokens
 
-logger = logging.getLogger("align")
 _public: Any = transformers  # its stub names few of its classes
 
 # A part of every sample's key: counts up when the same key would give another sample.
 SAMPLING_VERSION = "keyed-gumbel-1"
-_GENERATION_CONFIG = "generation_config.json"
-_PROBE_LENGTHS = (9, 4)  # of two prompts, the second with padding
-_PROBE_ROWS = (0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -57,13 +45,6 @@ class Drawn:
     stream: int  # index of its stream
     tokens: tuple[int, ...]
     has_stopped: bool  # False: it was truncated
-
-
-@dataclass(frozen=True)
-class _Row:
-    prompt: int
-    stream: int
-    length: int  # of the prompt
 
 
 class Generator:
@@ -86,61 +67,49 @@ class Generator:
         self._stops = sorted(stops)
         self._tokens_per_batch = tokens_per_batch
         self._require_unchanged = require_unchanged
-        with quiet(), torch.inference_mode():
-            self.shares_prompts = _can_share_prompts(self._model)
 
     def draw(self, prompts: Sequence[PromptTokens]) -> Iterator[list[Drawn]]:
         """Yields all samples, batch by batch; a batch that does not fit is halved."""
-        rows = deque(
-            sorted(
-                (
-                    _Row(index, stream, len(prompt.ids))
-                    for index, prompt in enumerate(prompts)
-                    for stream in range(len(prompt.streams))
-                ),
-                key=lambda row: (-row.length, row.prompt, row.stream),
-            )
-        )
+        every = [
+            (index, stream)
+            for index, prompt in enumerate(prompts)
+            for stream in range(len(prompt.streams))
+        ]
+        rows = deque(sorted(every, key=lambda row: (-len(prompts[row[0]].ids), *row)))
         while rows:
-            most = max(1, self._tokens_per_batch // self._width(rows[0]))
-            batch = list(islice(rows, most))  # the longest first
+            width = len(prompts[rows[0][0]].ids) + self._sampling.max_new_tokens  # the longest
+            batch = list(islice(rows, max(1, self._tokens_per_batch // width)))
             try:
                 drawn = self._drawn(prompts, batch)
             except OutOfMemory as error:
-                self._halve(batch, error)
+                if len(batch) == 1:
+                    raise UsageError(
+                        f"{error}: there is no memory for one sample of {width:,} tokens. Lower "
+                        "--max-new-tokens, or sample where there is more memory."
+                    ) from error
+                self._tokens_per_batch = width * (len(batch) // 2)
                 continue
             for _ in batch:
                 rows.popleft()
             self._require_unchanged()
             yield drawn
 
-    def _width(self, longest: _Row) -> int:
-        return longest.length + self._sampling.max_new_tokens
-
-    def _halve(self, batch: list[_Row], error: OutOfMemory) -> None:
-        if len(batch) == 1:
-            raise UsageError(
-                f"{error}: there is no memory for one sample of {self._width(batch[0]):,} tokens. "
-                "Lower --max-new-tokens, or sample where there is more memory."
-            ) from error
-        self._tokens_per_batch = self._width(batch[0]) * (len(batch) // 2)
-
-    def _drawn(self, prompts: Sequence[PromptTokens], batch: list[_Row]) -> list[Drawn]:
-        used = list(dict.fromkeys(row.prompt for row in batch))
-        indices = {prompt: index for index, prompt in enumerate(used)}
-        ids, mask = left_padded([prompts[prompt].ids for prompt in used], self._device)
-        streams = [prompts[row.prompt].streams[row.stream] for row in batch]
-        repeated = [indices[row.prompt] for row in batch]
+    def _drawn(
+        self, prompts: Sequence[PromptTokens], batch: Sequence[tuple[int, int]]
+    ) -> list[Drawn]:
+        """The samples of these prompts and streams."""
+        ids, mask = left_padded([prompts[prompt].ids for prompt, _ in batch], self._device)
+        streams = [prompts[prompt].streams[stream] for prompt, stream in batch]
         try:
             with quiet(), torch.inference_mode():
-                tokens = self._generated(ids, mask, repeated, streams).tolist()
+                tokens = self._generated(ids, mask, streams).tolist()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         else:
             return [
-                Drawn(row.prompt, row.stream, *self._until_stop(drawn))
-                for row, drawn in zip(batch, tokens, strict=True)
+                Drawn(prompt, stream, *self._until_stop(drawn))
+                for (prompt, stream), drawn in zip(batch, tokens, strict=True)
             ]
         # Outside the handler: the traceback no longer keeps the failed batch alive.
         if torch.cuda.is_available():
@@ -151,27 +120,22 @@ class Generator:
     def _device(self) -> torch.device:
         return input_device(self._model)
 
-    def _generated(
-        self, ids: Tensor, mask: Tensor, repeated: list[int], streams: list[int]
-    ) -> Tensor:
+    def _generated(self, ids: Tensor, mask: Tensor, streams: Sequence[int]) -> Tensor:
         """New tokens of each row: (rows, T)."""
         length, sampling = ids.shape[1], self._sampling
         processors = _public.LogitsProcessorList(warpers(sampling))
         if sampling.temperature:
             processors.append(KeyedNoise(streams, length, ids.device))
-        how = _plain(
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=self._stops or None,
-            pad_token_id=self._stops[0] if self._stops else None,
-        )
-        made: Tensor = _generate(
-            self._model,
-            ids,
-            mask,
-            repeated,
-            shared=self.shares_prompts,
-            generation_config=how,
+        made: Tensor = self._model.generate(
+            input_ids=ids,
+            attention_mask=mask,
             logits_processor=processors,
+            generation_config=_public.GenerationConfig(
+                do_sample=False,
+                max_new_tokens=sampling.max_new_tokens,
+                eos_token_id=self._stops or None,
+                pad_token_id=self._stops[0] if self._stops else None,
+            ),
         )
         return made[:, length:]
 
@@ -207,75 +171,11 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
     return ids.to(device), mask.to(device)
 
 
-def _generate(
-    model: Any, ids: Tensor, mask: Tensor, repeated: list[int], *, shared: bool, **how: Any
-) -> Any:
-    """The output of `generate`, with prompt `repeated[i]` in row i."""
-    rows = torch.tensor(repeated, device=ids.device)
-    if shared and ids.shape[1] > 1 and len(repeated) > len(ids):
-        how["past_key_values"] = _cache_of(model, ids[:, :-1], mask[:, :-1], rows)
-    return model.generate(input_ids=ids[rows], attention_mask=mask[rows], **how)
-
-
-def _cache_of(model: Any, ids: Tensor, mask: Tensor, rows: Tensor) -> Any:
-    """The key-value cache of the prompts, repeated for their rows.
-
-    `generate` fills it as in its own first step; the token that it generates is not in it.
-    """
-    how = _plain(max_new_tokens=1, return_dict_in_generate=True)
-    cache = model.generate(input_ids=ids, attention_mask=mask, generation_config=how)
-    cache.past_key_values.reorder_cache(rows)
-    return cache.past_key_values
-
-
-def _plain(**settings: Any) -> Any:
-    return _public.GenerationConfig(do_sample=False, **settings)
-
-
-def _can_share_prompts(model: Any) -> bool:
-    """Whether sampling from a shared prompt cache gives the same scores as without one."""
-    difference = _sharing_difference(model)
-    if isinstance(difference, float) and difference <= TOLERANCE[model.dtype]:
-        return True
-    logger.warning(
-        "Sampling computes each prompt once for every sample of it, which is slower, because the "
-        "cache of this model cannot be repeated (%s).",
-        reason(difference),
-    )
-    return False
-
-
-def _sharing_difference(model: Any) -> float | Exception:
-    """The largest relative difference of the scores of two tokens, or the error."""
-    draw = np.random.default_rng(0)
-    known = ordinary_tokens(model.config)
-    prompts = [draw.choice(known, length).tolist() for length in _PROBE_LENGTHS]
-    ids, mask = left_padded(prompts, input_device(model))
-    how = _plain(max_new_tokens=2, return_dict_in_generate=True, output_logits=True)
-    try:
-        alone, shared = (
-            _generate(model, ids, mask, [*_PROBE_ROWS], shared=shared, generation_config=how)
-            for shared in (False, True)
-        )
-    except Exception as error:  # caches of models refuse in any way they like
-        return error
-    alike = alone.sequences[:, -2] == shared.sequences[:, -2]  # else the second has another past
-    worst = [
-        float((one - other).abs().max() / one.abs().max().clamp(min=1))
-        for one, other in (
-            (alone.logits[0], shared.logits[0]),
-            (alone.logits[1][alike], shared.logits[1][alike]),
-        )
-        if len(one)
-    ]
-    return max(worst)
-
-
 def own_stops(options: ModelOptions) -> frozenset[int]:
     """The stop tokens of the model's folder."""
     return frozenset(
         token
-        for name in (_GENERATION_CONFIG, "config.json")
+        for name in ("generation_config.json", "config.json")
         for token in _tokens_in(options.path, name)
     )
 

@@ -29,6 +29,7 @@ __all__ = [
     "decoder_layers",
     "recompute_activations",
     "routers_of",
+    "supports_sdpa",
     "tensor_sources",
 ]
 
@@ -38,6 +39,7 @@ _utils.is_scipy_available = lambda: False
 try:
     from transformers import conversion_mapping, core_model_loading
     from transformers.modeling_utils import AttentionInterface
+    from transformers.models.auto import auto_factory, modeling_auto
 finally:
     _utils.is_scipy_available = _is_scipy_available
 
@@ -46,6 +48,14 @@ def attention_of(model: Any) -> str:
     """The name of a model's attention implementation."""
     name: str | None = model.config._attn_implementation
     return name or "eager"
+
+
+def supports_sdpa(config: Any) -> bool:
+    """Whether the causal model of a config has sdpa; any error if there is no such model."""
+    mapping: Any = modeling_auto.AutoModelForCausalLM._model_mapping
+    get: Any = auto_factory._get_model_class
+    supported: bool = get(config, mapping)._supports_sdpa
+    return supported
 
 
 def can_recompute(model: Any) -> bool:
@@ -66,9 +76,7 @@ def recompute_activations(
             f"train.gradient_checkpointing: {type(model).__name__} does not support it. "
             "Set it to false."
         )
-    # The name changes within the versions that pyproject.toml allows; the older one warns later on.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     if keeping:
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
 from ....schemas.train_options import LoraOptions
-from ..transformers_compat import attention_of
+from ..transformers_compat import supports_sdpa
 from .heads import is_reward_model
 from .library_errors import refused_as
 from .lora_targets import named_targets, require_all_adapted
@@ -92,36 +92,34 @@ def nowhere(options: ModelOptions) -> ModelOptions:
 
 
 def resolve(options: ModelOptions) -> Resolved:
-    """The options with dtype, attention and device decided; no weight is read."""
+    """The options with dtype, attention and device decided; no model is built."""
     settings = require_own_weights(options.path)
     with quiet():
         config = _config(options, settings)
-        tensors = model_tensors(Path(options.path))
-        skeleton = _skeleton(config, options)
+    tensors = model_tensors(Path(options.path))
     of_text = config.get_text_config(decoder=True)
     return Resolved(
         dtype=_dtype(options, tensors),
-        attention=_attention(skeleton, of_text, options),
+        attention=_attention(config, options),
         device=chosen_device(options),
         hidden_size=int(of_text.hidden_size),
         context=getattr(of_text, "max_position_embeddings", None),
     )
 
 
-def _attention(skeleton: Any, of_text: Any, options: ModelOptions) -> str:
-    """transformers' choice of attention, unless that would ignore the model's soft cap.
-
-    Older versions (5.17) run Gemma 2 with sdpa, which has no cap, and give other logits.
-    """
-    chosen = attention_of(skeleton)
-    if chosen != "sdpa" or getattr(of_text, "attn_logit_softcapping", None) is None:
-        return chosen
-    if options.attention == "sdpa":
+def _attention(config: Any, options: ModelOptions) -> str:
+    """`model.attention`; auto is sdpa where transformers has it for the architecture."""
+    cannot = f"{Path(options.path) / CONFIG}: cannot be built as a causal language model"
+    with refused_as(cannot, f"Use a causal model. {OTHER_CONFIG}"):
+        has_sdpa = supports_sdpa(config)
+    if options.attention == "sdpa" and not has_sdpa:
         raise UsageError(
-            f"{options.path} caps what its attention adds up, and sdpa would leave the cap out. "
+            f"{options.path}: transformers has no sdpa for this architecture. "
             "Set model.attention to auto or eager."
         )
-    return "eager"
+    if options.attention == "auto":
+        return "sdpa" if has_sdpa else "eager"
+    return options.attention
 
 
 def text_config(options: ModelOptions) -> Any:
@@ -156,16 +154,6 @@ def _config(options: ModelOptions, settings: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(
             options.path, local_files_only=True, trust_remote_code=False
         )
-
-
-def _skeleton(config: Any, options: ModelOptions) -> Any:
-    """The architecture on the meta device, which decides which attention it supports."""
-    asked = {} if options.attention == "auto" else {"attn_implementation": options.attention}
-    cannot = f"{Path(options.path) / CONFIG}: cannot be built as a causal language model"
-    remedy = f"Use a causal model, or set model.attention to auto. {OTHER_CONFIG}"
-    with refused_as(cannot, remedy), torch.device("meta"):
-        build: Any = AutoModelForCausalLM.from_config
-        return build(config, trust_remote_code=False, **asked)
 
 
 def from_folder(

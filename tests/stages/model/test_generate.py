@@ -1,4 +1,4 @@
-"""Drawing with a loaded model: the same sample in any batch, the prompt computed once."""
+"""Drawing with a loaded model: the same sample in any batch."""
 
 import copy
 import json
@@ -10,12 +10,10 @@ from transformers import GenerationConfig
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.samples import Sampling
-from align.stages.model import generate as module
 from align.stages.model.generate import Generator, PromptTokens, own_stops, warpers
 from align.stages.model.keyed_noise import KeyedNoise, stream_of, uniforms
 from align.stages.model.loading.load import load_causal_lm
 from align.stages.model.save import stop_generation_at
-from support.families import PLAIN_FAMILIES, tiny_model
 from support.refusals import refuses
 
 LENGTHS = (3, 9, 1, 5, 17, 4)
@@ -116,16 +114,15 @@ def test_a_batch_that_does_not_fit_is_halved_until_one_sample_does_not(
     drawing_model, prompt_ids, monkeypatch, room
 ):
     whole = samples(drawing_model, prompt_ids)
-    sizes, generate = [], module._generate
+    sizes, generate = [], drawing_model.generate
 
-    def small(drawing_model, ids, mask, repeated, **how):
-        if "logits_processor" in how:
-            sizes.append(len(repeated))
-            if len(repeated) > room:
-                raise torch.OutOfMemoryError("no room")
-        return generate(drawing_model, ids, mask, repeated, **how)
+    def small(**how):
+        sizes.append(len(how["input_ids"]))
+        if sizes[-1] > room:
+            raise torch.OutOfMemoryError("no room")
+        return generate(**how)
 
-    monkeypatch.setattr(module, "_generate", small)
+    monkeypatch.setattr(drawing_model, "generate", small)
     if room:
         assert samples(drawing_model, prompt_ids) == whole
         assert max(sizes[3:]) <= room
@@ -133,37 +130,6 @@ def test_a_batch_that_does_not_fit_is_halved_until_one_sample_does_not(
         with refuses(UsageError, "29 tokens", "--max-new-tokens"):
             samples(drawing_model, prompt_ids)
     assert sizes[:3] == [24, 12, 6]
-
-
-def test_a_prompt_is_computed_once_for_all_its_samples(drawing_model, prompt_ids):
-    generator = generator_of(drawing_model)
-    shapes = []
-    hook = drawing_model.register_forward_pre_hook(
-        lambda _, __, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
-    )
-    with hook:
-        [*generator.draw(asked(prompt_ids, range(8)))]
-    assert shapes[0] == (len(prompt_ids), max(LENGTHS) - 1)
-    assert {*shapes[1:]} == {(8 * len(prompt_ids), 1)}
-
-
-def test_where_a_cache_cannot_be_repeated_or_is_wrong_prompts_are_computed_again_and_that_is_said(
-    drawing_model, monkeypatch, caplog
-):
-    generator = generator_of(tiny_model(*PLAIN_FAMILIES["mamba"]), new=3)
-    assert not generator.shares_prompts
-    assert len(caplog.records) == 1
-    assert sum(map(len, generator.draw(asked([[5, 6, 7]], range(3))))) == 3
-    cache_of = module._cache_of
-
-    def spoiled(*given):
-        cache = cache_of(*given)
-        cache.layers[0].values = cache.layers[0].values.roll(1, dims=0)
-        return cache
-
-    monkeypatch.setattr(module, "_cache_of", spoiled)
-    assert not generator_of(drawing_model).shares_prompts
-    assert "off by" in caplog.text
 
 
 def test_what_the_folder_asks_of_generation_changes_no_sample(drawing_model, prompt_ids):
