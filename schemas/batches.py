@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from .rows import Role, ScoredBlock, Tree
 
@@ -163,46 +161,6 @@ class Engine(Protocol):
 
         All ranks call it together. Tied parameters are given once, saved buffers are included.
         """
-        ...
-
-
-T = TypeVar("T")
-
-
-class Partitions(Protocol):
-    """Parameters that are partitioned over the ranks as they are created, as the engine does it."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        ...
-
-    def together(self, action: Callable[[], T]) -> T:
-        """Runs an action on every rank; an AlignError of one rank is raised on all."""
-        ...
-
-    def agreed(self, holds: bool, /) -> bool:
-        """Whether something holds on every rank."""
-        ...
-
-    def parameter(
-        self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
-    ) -> nn.Parameter:
-        """A parameter of the shape of `like`, of which no rank ever has the whole.
-
-        `fill` gets this rank's part of the flat parameter, and the index of its first element.
-        """
-        ...
-
-    def in_calls(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Gathers a parameter inside when a module's call reads it, until that call ends.
-
-        All ranks make the same calls.
-        """
-        ...
-
-    def changing(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Gathers these parameters inside, where every rank may change them in the same way."""
         ...
 
 

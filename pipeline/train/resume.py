@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import socket
 import time
@@ -25,8 +24,7 @@ from ...schemas.errors import FingerprintError, StorageError, UsageError
 from ...schemas.safe_text import masked
 from ...stages.engine.deepspeed_config import leaves, stage_of
 from ...stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank_zero
-from ...stages.model.layouts.flex_attention import why_no_flex
-from ...stages.model.logprobs import ScoringPath, causal_model, own_attention
+from ...stages.model.logprobs import causal_model, own_attention
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
@@ -316,16 +314,6 @@ def made_with(session: Session) -> dict[str, str]:
     path = session.policy.path
     parts = _parts(session.job, session.policy.device)
     return {**parts, "layout": path.layout, "log-prob head": path.head}
-
-
-def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:
-    """The scoring path of a ZeRO-3 run saved with the same software; None with other."""
-    layout: Any = begun.made_with["layout"]
-    head: Any = begun.made_with["log-prob head"]
-    path = ScoringPath(layout, head, math.nan)
-    now = {**_parts(job, device), "layout": path.layout, "log-prob head": path.head}
-    refused = path.layout == "flex" and why_no_flex(job.policy.attention)
-    return path if begun.made_with == now and not refused else None
 
 
 def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:

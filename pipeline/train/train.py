@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,21 +15,22 @@ from ...schemas.methods import Mean
 from ...stages.engine.deepspeed_config import EngineContext, stage_of
 from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import (
-    gathered,
+    agreed,
     joined_world,
     naming_lost_peers,
     run_on_all_ranks,
 )
-from ...stages.engine.zero3_partitions import open_partitions
+from ...stages.engine.zero3_loading import freeing_large_blocks, loading_config
 from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.heads import stored_value_head
-from ...stages.model.loading.load import resolve
+from ...stages.model.loading.load import load_model, resolve
 from ...stages.model.loading.lora_targets import adapts_experts
+from ...stages.model.loading.sharded_load import load_sharded
 from ...stages.model.logprobs import causal_model
-from ...stages.model.policy import Policy, Sharding, load_policy
+from ...stages.model.policy import Policy, load_policy
 from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.report.signs import Sign
 from ...stages.storage.cache.verify_cache import check_before_reading, sample_rows
@@ -50,7 +52,7 @@ from ..plan.workload import feed_settings, planned_tokens
 from .checkpointer import planned_by
 from .memory_at_start import chosen_to_fit, facts_of_run
 from .policy_identity import digest_policies
-from .resume import Start, held_to_checkpoint, known_path, started
+from .resume import Start, held_to_checkpoint, started
 from .run_answers import answer_once
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
@@ -131,7 +133,7 @@ def open_session(
             progress.say(note)
     config = chosen_to_fit(config, facts_of_run(job, recipe, source, world, start), world, progress)
     job = replace(job, config=config)
-    policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
+    policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world))
     is_mixture = bool(routers_of(causal_model(policy.model)))
     if world.rank == 0 and config.lora.enabled and is_mixture and not adapts_experts(policy.model):
         progress.say(
@@ -145,6 +147,8 @@ def open_session(
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
+    if policy.is_sharded:
+        policy.choose_path(partial(agreed, world))
     planned = planned_tokens(config.train, policy.device.type)
     fits = start.fits(planned) if start else 0
     if fits:
@@ -175,36 +179,27 @@ def _value_head_note(job: TrainingJob, recipe: Recipe) -> str:
     return f"the value head begins as it was trained before, from {file}" if file else ""
 
 
-def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
-    train, purity = job.config.train, "purity" in recipe.needs
-    policy = load_policy(
-        job.policy,
-        train,
-        job.config.lora,
-        head=recipe.head,
-        purity=purity,
-        spread=_partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
-    )
+def _policy(job: TrainingJob, recipe: Recipe, world: World) -> Policy:
+    """The policy; under ZeRO-3 no rank ever holds the whole of it."""
+    train, zero3 = job.config.train, None
+    load: Callable[..., Any] = load_model
+    if job.zero_stage(world.size) == 3:
+        found = resolve(replace(job.policy, dtype=train.dtype))
+        context = EngineContext(found.dtype, found.hidden_size, world.size)
+        zero3 = loading_config(train, world, context)
+    if zero3:
+        load = partial(load_sharded, config=zero3, together=partial(run_on_all_ranks, world))
+    with freeing_large_blocks() if zero3 else nullcontext():
+        policy = load_policy(
+            job.policy,
+            train,
+            job.config.lora,
+            head=recipe.head,
+            purity="purity" in recipe.needs,
+            load=load,
+        )
     job.policy_files.require_unchanged()
     return policy
-
-
-def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding:
-    """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
-    train = job.config.train
-    found = resolve(replace(job.policy, dtype=train.dtype))
-    context = EngineContext(found.dtype, found.hidden_size, world.size)
-    partitions = open_partitions(train, world, context)
-    if partitions is None or start is None or start.checkpoint is None:
-        return Sharding(partitions)
-    position = start.checkpoint.position
-    # On other ranks or of another stage, the checkpoint is converted with what was loaded.
-    if (position.identity.world_size, position.identity.zero_stage) != (world.size, 3):
-        return Sharding(partitions)
-    path = known_path(position, job, partitions.device)
-    # A probe is collective, so one rank that has other parts makes all of them probe.
-    is_known = all(gathered(world, path is not None))
-    return Sharding(partitions, path if is_known else None)
 
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:

@@ -8,12 +8,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 ACCELERATOR = "DS_ACCELERATOR"
 
@@ -63,7 +63,6 @@ _numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
 
 _RUNTIME = deepspeed.runtime
 _STAGE_1_AND_2 = _RUNTIME.zero.stage_1_and_2
-_STAGE_3 = _RUNTIME.zero.partition_parameters
 CONFIG_ERROR = _RUNTIME.config.DeepSpeedConfigError
 # It clips, scales the loss and skips steps by itself; torch's optimizers do not.
 WRAPPED_OPTIMIZER = _RUNTIME.base_optimizer.DeepSpeedOptimizer
@@ -178,60 +177,6 @@ def whole_numel(tensor: Tensor) -> int:
 def whole_ndim(tensor: Tensor) -> int:
     """The number of dimensions of the whole tensor; a partition of ZeRO-3 has one."""
     return len(getattr(tensor, "ds_shape", tensor.shape))
-
-
-def open_partitioning(config: dict[str, Any]) -> Any:
-    """ZeRO-3's `Init`, without the patches that it makes as a context manager."""
-    deepspeed.init_distributed()  # its configuration asks for the number of ranks
-    init = _STAGE_3.Init(config_dict_or_path=config)
-    if init.mem_efficient_linear:
-        # As when the engine partitions a whole model: autograd must not keep a gathered weight.
-        init._enable_mem_efficient_linear()
-    return init
-
-
-def partitioned_parameter(
-    init: Any, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
-) -> nn.Parameter:
-    """A parameter as ZeRO-3 partitions it, whose part is written by `fill`; never whole."""
-    # One element, expanded to the shape: DeepSpeed asks it for shape, dtype and device only.
-    one = torch.empty((), dtype=dtype, device=init.local_device)
-    parameter: Any = nn.Parameter(one.expand(like.shape), requires_grad=like.requires_grad)
-    init._convert_to_deepspeed_param(parameter)
-    aligned = init._aligned_size(parameter)
-    size = aligned // init._partition_world_size(parameter)
-    part: Any = torch.empty(size, dtype=dtype, device=init.remote_device)
-    if init.pin_memory:
-        part = _get_accelerator().pin_memory(part)
-    first = size * init._partition_rank(parameter)
-    count = min(size, max(0, parameter.ds_numel - first))
-    fill(part[:count], first)
-    part[count:].zero_()
-    part.ds_numel = size
-    part.status = _STAGE_3.PartitionedParamStatus.AVAILABLE
-    part.final_location = None
-    parameter.ds_tensor, parameter.ds_numel_aligned = part, aligned
-    _STAGE_3.free_param(parameter)
-    whole: nn.Parameter = parameter
-    return whole
-
-
-def released(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that are partitioned at the moment."""
-    gone = _STAGE_3.ZeroParamStatus.NOT_AVAILABLE
-    return [one for one in parameters if getattr(one, "ds_status", None) == gone]
-
-
-def gather(parameters: Sequence[Any]) -> None:
-    """Gathers partitioned parameters on every rank."""
-    if parameters:
-        parameters[0].all_gather(param_list=list(parameters))
-
-
-def release(parameters: Sequence[Any]) -> None:
-    """Partitions parameters again, as before `gather`."""
-    if parameters:
-        parameters[0].partition(param_list=list(parameters))
 
 
 def shapes_of_groups(engine: Any) -> list[dict[str, torch.Size]]:

@@ -31,7 +31,7 @@ from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
 from .parameter_groups import parameter_groups
 from .resized_state import Order
-from .zero3_partitions import freeing_large_blocks
+from .zero3_loading import freeing_large_blocks
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree

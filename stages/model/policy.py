@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...schemas.batches import Partitions
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
@@ -25,7 +23,6 @@ from .layouts.tree_attention import TreeBatch
 from .loading.heads import read_value_head, stored_value_head, value_head
 from .loading.load import add_lora, load_model, merged, text_config
 from .loading.quantized_base import load_in_4_bits
-from .loading.sharded_load import load_sharded
 from .logprobs import (
     ScoringPath,
     branch_outputs,
@@ -34,7 +31,7 @@ from .logprobs import (
     require_known_ids,
 )
 from .memory.host_activations import keeps_on_host
-from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
+from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .transformers_compat import beside_text, recompute_activations, routers_of
@@ -44,17 +41,6 @@ _ONE_TOKEN = np.zeros(1, np.int32)
 NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """The sharding of a policy's parameters, as they are created."""
-
-    partitions: Partitions | None = None  # None: every rank has all parameters
-    path: ScoringPath | None = None  # of the checkpoint that is about to replace the parameters
-
-
-WHOLE = Sharding()
-
-
 def load_policy(
     model: ModelOptions,
     train: TrainOptions,
@@ -62,16 +48,15 @@ def load_policy(
     *,
     head: Head = "none",
     purity: bool = False,
-    spread: Sharding = WHOLE,
+    load: Callable[..., nn.Module] = load_model,
 ) -> Policy:
-    """The policy, initialized from this model with the reference's adapter merged into it."""
+    """The policy, initialized from this model with the reference's adapter merged into it.
+
+    `load` is `load_sharded` under ZeRO-3, where `choose_path` is called once the engine is open.
+    """
     options = replace(model, dtype=train.dtype, device_map="")
-    load: Callable[..., nn.Module] = load_model
     if lora.quantize != "none":
         load = load_in_4_bits
-    elif spread.partitions:
-        reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out
-        load = partial(load_sharded, partitions=spread.partitions, reads=reads)
     if train.router_loss:
         require_coefficient(text_config(options), options.path)
     if head == "score":
@@ -85,7 +70,7 @@ def load_policy(
             f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
         )
     balanced = train.router_loss > 0
-    policy = Policy(loaded, head=head, purity=purity, balanced=balanced, spread=spread, paths=paths)
+    policy = Policy(loaded, head=head, purity=purity, balanced=balanced, paths=paths)
     _continue_value_head(policy, model)
     if train.recomputes:
         policy.recompute_activations(on_host=train.offloads_inputs)
@@ -121,26 +106,20 @@ class Policy(nn.Module):
         head: Head = "none",
         purity: bool = False,
         balanced: bool = False,
-        spread: Sharding = WHOLE,
         paths: PathOptions = ANY_PATH,
     ) -> None:
         """`balanced`: whether the sums of a mixture's routers are an output."""
         super().__init__()
         self.model = model
-        # Read once: after ZeRO-3 has partitioned the weights, accessing one would gather it.
+        # Read once: under ZeRO-3 an open engine would gather a weight that is accessed.
         self.device = input_device(model)
-        choose = choose_layout if head == "score" else choose_path
-        partitions = spread.partitions
-        if partitions and head != "score" and output_head(causal_model(model)):
-            call_head_for_logps(causal_model(model))  # for the probe: it is whole in its calls only
-        with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
-            agree = partitions.agreed if partitions else bool
-            self.path: ScoringPath = spread.path or choose(model.eval(), agree, paths)
+        self.is_sharded = any(hasattr(one, "ds_id") for one in model.parameters())
+        self._head, self._paths = head, paths
         if paths.compile:
             compile_layers(causal_model(model))
         self._routers = RouterWatch(causal_model(model)) if balanced else None
-        if self.path.head == "fused":
-            call_head_for_logps(causal_model(model))
+        if not self.is_sharded:
+            self.choose_path()
         # Not part of the model, so that its saved weights and adapters leave it out.
         self.value_head = value_head(causal_model(model)) if head == "values" else None
         wanted = {
@@ -150,6 +129,21 @@ class Policy(nn.Module):
             ROUTING: balanced,
         }
         self.output_names = tuple(name for name, is_asked in wanted.items() if is_asked)
+        self.train()
+
+    def choose_path(self, agree: Agree = bool) -> None:
+        """Chooses the layout and head by the probe, on which `agree` makes all ranks agree.
+
+        Under ZeRO-3 it needs the engine, which gathers a weight around its module's call.
+        """
+        inner = causal_model(self.model)
+        if self.is_sharded and self._head != "score" and output_head(inner):
+            call_head_for_logps(inner)
+        choose = choose_layout if self._head == "score" else choose_path
+        with torch.no_grad():
+            self.path: ScoringPath = choose(self.model.eval(), agree, self._paths)
+        if self.path.head == "fused":
+            call_head_for_logps(inner)
         self.train()
 
     @property

@@ -28,7 +28,7 @@ from .loading.model_folder import (
 from .loading.quiet import quiet
 from .logprobs import causal_model
 from .reward_model import load_reward_model
-from .transformers_compat import beside_text, tensor_sources
+from .transformers_compat import beside_text, stored_names
 
 # What a folder needs for chat and generation in addition to weights and config.json.
 COMPANIONS = (
@@ -118,11 +118,11 @@ def _write(model: Any, weights: Mapping[str, Tensor], source: Path, target: Path
     _copy_companions(source, target)
 
 
-def _untouched(model: Any, others: Collection[str], source: Path) -> list[StoredTensor]:
+def _untouched(model: Any, others: set[str], source: Path) -> list[StoredTensor]:
     """The stored tensors of the source that no text runs through, or that the model lacks."""
     stored = {tensor.name: tensor for tensor in model_tensors(source)}
-    sources = tensor_sources(model, stored)
-    names = stored.keys() - {n for one in sources if one.name not in others for n in one.stored}
+    made = stored_names(model, stored)
+    names = stored.keys() - {n for name in made.keys() - others for n in made[name]}
     if is_reward_model(model):
         names = {name for name in names if not name.endswith(_CAUSAL_HEADS)}
     return [stored[name] for name in sorted(names)]

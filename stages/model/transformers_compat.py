@@ -7,12 +7,8 @@ costs any other model 36 MiB. They are imported here as if scipy were not instal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import deepcopy
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import utils
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,16 +17,14 @@ from ...schemas.errors import UsageError
 
 __all__ = [
     "AttentionInterface",
-    "TensorSource",
     "attention_of",
     "beside_text",
     "can_recompute",
-    "compute_buffers",
     "decoder_layers",
     "recompute_activations",
     "routers_of",
+    "stored_names",
     "supports_sdpa",
-    "tensor_sources",
 ]
 
 _utils: Any = utils
@@ -116,61 +110,21 @@ def beside_text(model: Any) -> set[str]:
     return {name for name, tensor in every.items() if id(tensor) not in of_text}
 
 
-@dataclass(frozen=True)
-class TensorSource:
-    """The stored tensors that one tensor of the model, or several together, are made of."""
+def stored_names(model: Any, stored: Iterable[str]) -> dict[str, list[str]]:
+    """The stored tensors that each tensor of a model is made of, as transformers renames them.
 
-    name: str  # of the model's tensor, the first of them
-    stored: tuple[str, ...]
-    # From a reader of whole stored tensors to the model's by name; None if it is stored as it is.
-    convert: Callable[[Callable[[str], Tensor]], dict[str, Tensor]] | None
-
-
-def tensor_sources(model: Any, stored: Iterable[str]) -> list[TensorSource]:
-    """The sources of a model's tensors, as transformers renames and converts what is stored."""
+    Of several tensors that are made of the same ones the first is named.
+    """
     changes = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [one for one in changes if isinstance(one, core_model_loading.WeightRenaming)]
     converters = [one for one in changes if isinstance(one, core_model_loading.WeightConverter)]
     wanted, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, dict[str, str | None]] = {}
+    rename: Any = core_model_loading.rename_source_key
+    found: dict[str, list[str]] = {}
     for name in sorted(stored, key=core_model_loading.dot_natural_key):
-        rename: Any = core_model_loading.rename_source_key
-        renamed, pattern = rename(name, renamings, converters, prefix, wanted)
+        renamed, _ = rename(name, renamings, converters, prefix, wanted)
         if renamed not in wanted and name in wanted:
-            renamed, pattern = rename(name, [], [], prefix, wanted)
+            renamed, _ = rename(name, [], [], prefix, wanted)
         if renamed in wanted:
-            found.setdefault(renamed, {})[name] = pattern
-    return [
-        TensorSource(name, tuple(patterns), _conversion(model, name, patterns, converters))
-        for name, patterns in found.items()
-    ]
-
-
-def _conversion(
-    model: Any, name: str, patterns: dict[str, str | None], converters: list[Any]
-) -> Callable[[Callable[[str], Tensor]], dict[str, Tensor]] | None:
-    pattern = next(iter(patterns.values()))
-    if pattern is None:
-        return None
-    converter = next(one for one in converters if pattern in one.source_patterns)
-
-    def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        own = deepcopy(converter)
-        for stored, matched in patterns.items():
-            own.add_tensor(name, stored, matched, lambda stored=stored: read(stored))
-        made = own.convert(name, model=model, config=model.config)
-        return {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
-
-    return convert
-
-
-def compute_buffers(model: Any, device: torch.device) -> None:
-    """Computes the buffers that are not stored, in a model on the meta device."""
-    for tensor in chain(model.parameters(), model.buffers()):
-        tensor._is_hf_initialized = True  # all else that is not stored has been refused
-    for module in model.modules():
-        for name in module._non_persistent_buffers_set & module._buffers.keys():
-            if (buffer := module._buffers[name]) is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-                module._is_hf_initialized = False
-    model.initialize_weights()
+            found.setdefault(renamed, []).append(name)
+    return found

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,14 @@ from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_config import EngineContext
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.distributed import joined_world
-from align.stages.engine.zero3_partitions import open_partitions
+from align.stages.engine.distributed import joined_world, run_on_all_ranks
+from align.stages.engine.zero3_loading import loading_config
 from align.stages.model.head.fused_head_backward import BUFFER_BYTES
+from align.stages.model.loading.load import load_model
+from align.stages.model.loading.sharded_load import load_sharded
 from align.stages.model.logprobs import causal_model
 from align.stages.model.memory.live_memory import LiveMemory
-from align.stages.model.policy import Sharding, load_policy
+from align.stages.model.policy import load_policy
 
 LENGTH, STEPS, MIB = 64, 3, 2**20  # tokens of a prompt or completion
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
@@ -202,12 +205,14 @@ class Measurement:
     def __init__(self, case, place, world):
         self.case, self.trees, self.live = case, trees_of(case), LiveMemory("cpu")
         model, train, lora = options_of(case, place)
-        width, spread = MODELS[case.model]["hidden_size"], Sharding()
-        if case.deepspeed == "zero3":
-            of_case = EngineContext(case.dtype, width, world.size)
-            spread = Sharding(open_partitions(train, world, of_case))
-        self.policy = load_policy(model, train, lora, spread=spread)
+        width, load = MODELS[case.model]["hidden_size"], load_model
+        if config := loading_config(train, world, EngineContext(case.dtype, width, world.size)):
+            together = partial(run_on_all_ranks, world)
+            load = partial(load_sharded, config=config, together=together)
+        self.policy = load_policy(model, train, lora, load=load)
         self.engine, _ = open_engine(self.policy, train, world, hidden_size=width)
+        if self.policy.is_sharded:
+            self.policy.choose_path()
         self.found = {}
         inner = causal_model(self.policy.model).base_model
         inner.register_forward_hook(self.watch_head)

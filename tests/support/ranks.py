@@ -53,6 +53,7 @@ CASES = {
     "failed save": engine_ranks.failed_save,
     "counted": sharded_ranks.counted,
     "loaded": sharded_ranks.loaded,
+    "refused": sharded_ranks.refused,
     "slow first rank": wait_for_slow_first_rank,
     "nonfinite": training_trouble.nonfinite,
     "stop reasons": training_trouble.stop_reasons,

@@ -1,21 +1,27 @@
 """A rank of a test world: loads policies for ZeRO-3 in every way."""
 
 import hashlib
+import json
+import shutil
+from functools import partial
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from align.schemas.config import ModelOptions
+from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_config import EngineContext
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.zero3_partitions import open_partitions
-from align.stages.model.loading.load import resolve
+from align.stages.engine.distributed import agreed, run_on_all_ranks
+from align.stages.engine.zero3_loading import loading_config
+from align.stages.model.loading.load import load_model, resolve
 from align.stages.model.loading.quiet import quiet
 from align.stages.model.loading.sharded_load import load_sharded
-from align.stages.model.policy import Sharding, load_policy
+from align.stages.model.policy import load_policy
 from support.families import COMMON, TREE_FAMILIES, drawn_adapter, tiny_model
 from support.forked_ranks import device_of_ranks
 from support.live_bytes import LiveBytes
@@ -23,6 +29,10 @@ from support.tiny_policy import some_trees
 
 PRESET = {"deepspeed": "zero3", "weight_decay": 0.1, "lr": 1e-3, "max_grad_norm": 0.5}
 TINY = COMMON | {"initializer_range": 0.2}
+DAMAGED = {
+    "unused": {"model.surplus": torch.ones(7)},
+    "another shape": {"model.norm.weight": torch.ones(7)},
+}
 LARGE = TINY | {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352}
 # The folder of each, and how it is loaded: float32 is also read from what lies there in bfloat16.
 KINDS = {
@@ -31,12 +41,16 @@ KINDS = {
     "new scores": ("causal", {"head": "score", "adapted": True}),
     "lora on scores": ("scores", {"head": "score", "lora": True}),
     "experts": ("experts", {}),  # stored one by one, and merged as they are read
+    "heads that differ": ("untied", {}),
 }
 
 
-def partitions_of(options, train, world):
+def loader_of(options, train, world):
+    """What loads a folder in parts on these ranks."""
     found = resolve(options)
-    return open_partitions(train, world, EngineContext(found.dtype, found.hidden_size, world.size))
+    context = EngineContext(found.dtype, found.hidden_size, world.size)
+    config = loading_config(train, world, context)
+    return partial(load_sharded, config=config, together=partial(run_on_all_ranks, world))
 
 
 def counted(world, folder):
@@ -44,13 +58,12 @@ def counted(world, folder):
     train = TrainOptions(dtype="float32", **PRESET)
     path = str(folder / "models" / "large")
     options = ModelOptions(path=path, device="cpu", dtype="float32")
-    partitions = partitions_of(options, train, world)
+    load = loader_of(options, train, world)
     with LiveBytes() as live:
-        model = load_sharded(options, partitions=partitions)
+        model = load(options)
     parameters = list(model.parameters())
     return {
         "most": live.most,
-        "buffers": sum(one.nbytes for one in model.buffers()),
         "kept": sum(one.ds_tensor.nbytes for one in parameters),
         "largest": max(4 * one.ds_numel for one in parameters),
         "all": sum(4 * one.ds_numel for one in parameters),
@@ -59,7 +72,7 @@ def counted(world, folder):
 
 def loaded(world, folder, kind):
     """The first step of a policy of which every rank has loaded its part, or the whole."""
-    return {way: first_step(world, folder, kind, way=way) for way in ("spread", "whole")}
+    return {way: first_step(world, folder, kind, way=way) for way in ("sharded", "whole")}
 
 
 def first_step(world, folder, kind, *, way):
@@ -69,12 +82,14 @@ def first_step(world, folder, kind, *, way):
     adapter = str(folder / "models" / "adapter") if how.get("adapted") else ""
     path = str(folder / "models" / path)
     options = ModelOptions(path=path, adapter=adapter, device=device_of_ranks(), dtype=dtype)
-    spread = Sharding(partitions_of(options, train, world) if way == "spread" else None)
+    load = loader_of(options, train, world) if way == "sharded" else load_model
     lora = LoraOptions(enabled=how.get("lora", False), rank=2)
-    policy = load_policy(options, train, lora, head=head, purity=head == "values", spread=spread)
+    policy = load_policy(options, train, lora, head=head, purity=head == "values", load=load)
     held = sum(p.numel() for p in policy.model.parameters())
     hidden = policy.model.config.hidden_size
     engine, _ = open_engine(policy, train, world, hidden_size=hidden)
+    if policy.is_sharded:
+        policy.choose_path(partial(agreed, world))
     trees = tuple(some_trees(np.random.default_rng(world.rank), 3 - world.rank))
     engine.learn_mode(dropout_seed=1)
     outputs = engine.forward(trees)
@@ -89,6 +104,19 @@ def first_step(world, folder, kind, *, way):
     }
 
 
+def refused(world, folder, kind):
+    """The error of each rank, of which only the last has the folder as it is not to be."""
+    whole, damaged = (folder / "models" / name for name in ("causal", kind))
+    train = TrainOptions(dtype="float32", **PRESET)
+    path = damaged if world.rank == world.size - 1 else whole
+    options = ModelOptions(path=str(path), device=device_of_ranks(), dtype="float32")
+    try:
+        loader_of(options, train, world)(options)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def digest(tensor):
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
@@ -97,9 +125,18 @@ def make_models(folder):
     """The models that are loaded, and an adapter for one of them."""
     saved(folder / "large", **LARGE)
     saved(folder / "tied", tie_word_embeddings=True, **TINY)
+    saved(folder / "untied", **TINY)
+    config = json.loads((folder / "untied" / "config.json").read_text())
+    tied = json.dumps(config | {"tie_word_embeddings": True})
+    (folder / "untied" / "config.json").write_text(tied)
     tiny_model(*TREE_FAMILIES["mixtral"]).save_pretrained(folder / "experts")
-    saved(folder / "causal", dtype=torch.bfloat16, **TINY)
+    saved(folder / "causal", dtype=torch.bfloat16, size="1GB", **TINY)
     saved(folder / "scores", LlamaForSequenceClassification, num_labels=1, **TINY)
+    for name, change in DAMAGED.items():
+        shutil.copytree(folder / "causal", folder / name)
+        file = folder / name / "model.safetensors"
+        changed = load_file(file) | change
+        save_file(changed, file, metadata={"format": "pt"})
     torch.manual_seed(1)
     settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     with quiet():
@@ -107,8 +144,8 @@ def make_models(folder):
     drawn_adapter(model).save_pretrained(folder / "adapter")
 
 
-def saved(folder, kind=LlamaForCausalLM, dtype=torch.float32, **settings):
+def saved(folder, kind=LlamaForCausalLM, dtype=torch.float32, size="20KB", **settings):
     """A model in several files."""
     torch.manual_seed(0)
-    kind(LlamaConfig(**settings)).to(dtype).save_pretrained(folder, max_shard_size="20KB")
+    kind(LlamaConfig(**settings)).to(dtype).save_pretrained(folder, max_shard_size=size)
     return folder

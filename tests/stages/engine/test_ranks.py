@@ -27,12 +27,14 @@ FLOAT32 = [f"engine/{preset}/float32" for preset in PRESETS]
 # By an optimizer of its own each.
 BFLOAT16 = [f"engine/{preset}/bfloat16" for preset in PRESETS[:4]]
 ENGINES = FLOAT32 + BFLOAT16
-KINDS = ("values", "adapted, bfloat16", "new scores", "lora on scores", "experts")
+WHOLLY_SHARDED = ("values", "experts", "heads that differ")
+KINDS = (*WHOLLY_SHARDED, "adapted, bfloat16", "new scores", "lora on scores")
 LOADED = [f"loaded/{kind}" for kind in KINDS]
+REFUSED = {"refused/unused": "model.surplus", "refused/another shape": "model.norm.weight"}
 OTHERS = ["summed", "reduced", "failed save", "counted", "slow first rank"]
 WORLDS = {
     "one": (1, *FLOAT32[::3], BFLOAT16[1], "summed"),
-    "two": (2, *ENGINES, *LOADED, *OTHERS),
+    "two": (2, *ENGINES, *LOADED, *REFUSED, *OTHERS),
 }
 
 
@@ -176,36 +178,43 @@ def test_ranks_wait_for_one_that_takes_longer_than_a_collective_may(two):
     assert found == [[0, 0, [0, 1]], [0, 1, [0, 1]]]
 
 
-def test_a_rank_holds_no_more_than_its_share_while_it_loads(two):
+def test_a_rank_holds_its_share_and_a_layer_while_it_loads(two):
     for rank in two.ranks:
         count = rank["counted"]
-        share = count["all"] / 2
-        assert count["kept"] == share
-        # Twice the largest parameter beside the share is what a gather would take.
-        assert count["most"] <= share + 2 * count["largest"]
-        # It is the share, the buffers, and a little beside them.
-        assert count["most"] <= share + count["buffers"] + 2**16
+        assert count["kept"] == count["all"] / 2
+        assert count["most"] <= count["kept"] + 2 * count["largest"]
 
 
-def require_spread_load(ranks, case):
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_one_rank_refuses_is_refused_on_all(two, case):
+    first, last = (rank[case] for rank in two.ranks)
+    assert first == last
+    assert REFUSED[case] in first
+
+
+def require_sharded_load(ranks, case):
+    kind = case.partition("/")[2]
     for rank in ranks:
-        spread, whole = rank[case]["spread"], rank[case]["whole"]
-        assert math.isfinite(spread["norm"])
+        sharded, whole = rank[case]["sharded"], rank[case]["whole"]
+        assert math.isfinite(sharded["norm"])
         for what in ("path", "outputs", "norm", "weights"):
-            assert spread[what] == whole[what], what
-        # But for what an adapter or a new head adds, no parameter is whole before the first step.
-        is_all = case in ("loaded/values", "loaded/experts")
-        assert spread["whole_elements"] < (1 if is_all else whole["whole_elements"])
+            assert sharded[what] == whole[what], what
+        # But for what an adapter or a head of scores adds, none is whole before the first step.
+        most = 1 if kind in WHOLLY_SHARDED else whole["whole_elements"]
+        assert sharded["whole_elements"] < most
+    assert ("lm_head.weight" in ranks[0][case]["sharded"]["weights"]) == (
+        kind not in ("values", "new scores", "lora on scores")
+    )
 
 
 @pytest.mark.parametrize("case", LOADED)
-def test_the_first_step_of_a_spread_load_is_that_of_the_whole_load(two, case):
-    require_spread_load(two.ranks, case)
+def test_the_first_step_of_a_sharded_load_is_that_of_the_whole_load(two, case):
+    require_sharded_load(two.ranks, case)
 
 
 ON_GPUS = {
     require_steps_of_engine: ENGINES,
-    require_spread_load: LOADED,
+    require_sharded_load: LOADED,
 }
 
 

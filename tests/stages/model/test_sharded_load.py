@@ -1,4 +1,4 @@
-"""A policy that is spread over ranks as it is created, beside the same policy loaded whole."""
+"""A policy that is partitioned as it is created, beside the same policy loaded whole."""
 
 import logging
 import shutil
@@ -12,10 +12,9 @@ from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.model.loading.load import load_model, unused_weights
-from align.stages.model.loading.sharded_load import load_sharded
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
 from support.refusals import refuses
-from support.sharded_ranks import PRESET, partitions_of
+from support.sharded_ranks import PRESET, loader_of
 
 pytestmark = pytest.mark.numeric
 
@@ -30,13 +29,11 @@ def tied_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def load_spread():
-    """Loads a folder spread, on this one rank."""
+def load_sharded():
+    """Loads a folder in parts, on this one rank."""
     train = TrainOptions(dtype="float32", **PRESET)
     with joined_world() as world:
-        yield lambda options, **how: load_sharded(
-            options, partitions=partitions_of(options, train, world), **how
-        )
+        yield lambda options: loader_of(options, train, world)(options)
 
 
 def options_of(folder, **how):
@@ -52,8 +49,8 @@ def parts(model):
     }
 
 
-def require_equal(spread, whole):
-    own, wanted = parts(spread), parts(whole)
+def require_equal(sharded, whole):
+    own, wanted = parts(sharded), parts(whole)
     assert own.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert own[name].dtype == tensor.dtype
@@ -61,29 +58,29 @@ def require_equal(spread, whole):
 
 
 # What is stored otherwise than it is held: heads that are tied, layers joined, experts merged.
-SPREAD = ("llama", "gpt2", "falcon", "bloom", "mamba", "qwen2_moe", "gpt_oss", "mixtral")
+SHARDED = ("llama", "gpt2", "falcon", "bloom", "mamba", "qwen2_moe", "gpt_oss", "mixtral")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_family_is_loaded_as_it_was_whole_and_spread(family, load_spread, tmp_path):
+def test_a_saved_family_is_loaded_as_it_was_whole_and_in_parts(family, load_sharded, tmp_path):
     model = tiny_model(*FAMILIES[family])
     model.save_pretrained(tmp_path)
     assert unused_weights(options_of(tmp_path)) == []
     require_equal(load_model(options_of(tmp_path)), model)
-    if family in SPREAD:
-        spread = load_spread(options_of(tmp_path))
-        assert all(hasattr(one, "ds_id") for one in spread.parameters())
-        require_equal(spread, model)
+    if family in SHARDED:
+        sharded = load_sharded(options_of(tmp_path))
+        assert all(hasattr(one, "ds_id") for one in sharded.parameters())
+        require_equal(sharded, model)
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_a_head_that_is_stored_is_tied_where_it_equals_its_embedding(
-    is_equal, tied_folder, load_spread, tmp_path
+    is_equal, tied_folder, load_sharded, tmp_path
 ):
     tensors = load_file(tied_folder / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone() if is_equal else torch.ones(97, 32)
     options = options_of(with_tensors(tied_folder, tmp_path, {"lm_head.weight": head}))
-    loaded = load_spread(options)
+    loaded = load_sharded(options)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == is_equal
     require_equal(loaded, load_model(options))
 
@@ -99,36 +96,29 @@ def test_a_head_that_is_stored_is_tied_where_it_equals_its_embedding(
     ids=["lacking", "of another shape", "unused", "cut"],
 )
 def test_a_folder_that_is_not_the_model_is_refused(
-    changes, names, tied_folder, load_spread, tmp_path
+    changes, names, tied_folder, load_sharded, tmp_path
 ):
     folder = with_tensors(tied_folder, tmp_path, changes)
     if not changes:
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-5])
     with refuses(UsageError, folder, *names):
-        load_spread(options_of(folder))
+        load_sharded(options_of(folder))
     if "model.surplus" in changes:
-        allowed = load_spread(options_of(folder, allow_unused_weights=True))
+        allowed = load_sharded(options_of(folder, allow_unused_weights=True))
         require_equal(allowed, load_model(options_of(tied_folder)))
 
 
 def test_what_cannot_be_read_in_parts_is_loaded_whole_and_said(
-    tied_folder, load_spread, tmp_path, caplog
+    tied_folder, load_sharded, tmp_path, caplog
 ):
     adapter = saved_adapter(tmp_path, tied_folder, modules_to_save=["lm_head"])
     with caplog.at_level(logging.WARNING):
-        loaded = load_spread(options_of(tied_folder, adapter=str(adapter)))
+        loaded = load_sharded(options_of(tied_folder, adapter=str(adapter)))
     assert not any(hasattr(one, "ds_id") for one in loaded.parameters())
     (record,) = caplog.records
     assert str(tied_folder) in record.getMessage()
     assert "modules_to_save" in record.getMessage()
-
-
-def test_parameters_that_a_checkpoint_replaces_are_not_read(tied_folder, load_spread):
-    loaded = load_spread(options_of(tied_folder), reads=False)
-    assert all(one.ds_tensor.isnan().all() for one in loaded.parameters())
-    for name, buffer in load_model(options_of(tied_folder)).named_buffers():
-        assert torch.equal(dict(loaded.named_buffers())[name], buffer)
 
 
 def with_tensors(source, folder, changes):
