@@ -86,7 +86,7 @@ def branch_outputs(
         rows = _exact_rows(logits, batch, purity=purity)
         return rows, _last_states(outputs, batch) if states else rows[0, :0]
     predictors = last_states(inner, batch, path)[batch.predictors]
-    return _head_rows(inner, predictors, batch.targets, purity=purity), predictors
+    return head_rows(inner, predictors, batch.targets, purity=purity), predictors
 
 
 def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
@@ -193,7 +193,8 @@ def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
     return inputs
 
 
-def _head_rows(model: Any, states: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
+def head_rows(model: Any, states: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
+    """The fused head's log p of `targets` given `states` (T, hidden): (1 or 2, T) float32."""
     layer = model.get_output_embeddings()
     if isinstance(layer, LogpHead):
         rows: Tensor = layer(states, targets, purity=purity)

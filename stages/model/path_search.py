@@ -1,7 +1,9 @@
-"""Chooses how a model is scored, for both stages.
+"""Chooses how a model is scored, for both stages: the fastest layout and head that agree with it.
 
-A probe compares the fast layouts and heads with the model's own logits, and takes the fastest that
-agrees.
+A probe runs the model on seeded rows, one completion at a time. The fused head is compared with the
+model's own logits, both of the same hidden states; a layout is compared with these rows by the same
+head. Half precision rounds the model's own logits (bfloat16 steps by 1/16 at logits of 8 to 16), so
+the bound of the head is wide there. A layout only changes the order of sums.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,16 +24,18 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .head.fused_head import output_head
 from .layouts.flex_attention import why_no_flex
+from .layouts.tree_attention import single_branches
 from .logprobs import (
     ScoringPath,
+    branch_logps,
     causal_model,
     gpus_of,
+    head_rows,
     input_device,
     own_attention,
     tree_logps,
 )
 from .memory.live_memory import is_out_of_memory
-from .probe_rows import probe_trees
 
 logger = logging.getLogger("align")
 
@@ -43,9 +48,13 @@ PATHS = (
     ScoringPath("tree", "exact", 0.0),
 )
 DEFINITION = ScoringPath("plain", "exact", 0.0)
-# float32: nats per sequence. Half precision: mean nats per token, because the model's own logits
-# are rounded there (bfloat16 steps by 1/16 at logits of 8 to 16, float16 by 1/128).
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+# float32: nats per sequence. Half precision: mean nats per token.
+HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
+# Of each tree the tokens of its prompt, and of its completions.
+PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 
 Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
 # The difference of a path from the model's own numbers, or the error of the path.
@@ -75,12 +84,27 @@ def choose_path(
 
     Ranks that share a model try the same paths, and a path has to agree on all of them.
     """
-    trees = probe_trees(causal_model(model).config)
-    expected = [_own_logps(model, tree) for tree in trees]
-    difference = partial(_difference, model, trees, expected)
-    allowed = TOLERANCE[causal_model(model).dtype]
-    found, refused = fastest(model, PATHS, difference, allowed, options, agree)
-    return found or announced(model, DEFINITION, refused)
+    inner = causal_model(model)
+    trees = probe_trees(inner.config)
+    exact, fused = _own_logps(model, trees)
+    dtype, refused = inner.dtype, list[str]()
+    off = fused if isinstance(fused, Exception) else _difference(fused, exact, trees, dtype)
+    expected, head = exact, "exact"
+    if agree(isinstance(off, float) and off <= HEAD_TOLERANCE[dtype]):
+        assert isinstance(fused, Tensor), "it holds here too"
+        expected, head = fused, "fused"
+    else:
+        refused.append(f"the fused head: {_reason(off)}")
+
+    def difference(path: ScoringPath) -> float | Exception:
+        try:
+            return _difference(tree_logps(model, trees, path), expected, trees, dtype)
+        except Exception as error:  # model code refuses a mask in any way it likes
+            return error
+
+    paths = [path for path in PATHS if path.head == head]
+    found, others = fastest(model, paths, difference, LAYOUT_TOLERANCE[dtype], options, agree)
+    return announced(model, found or DEFINITION, [*refused, *others])
 
 
 def fastest(
@@ -100,8 +124,8 @@ def fastest(
         found = ValueError(barred) if barred else difference(path)
         if agree(isinstance(found, float) and found <= allowed):
             assert isinstance(found, float), "it holds here too"
-            return announced(model, replace(path, worst_difference=found), refused), refused
-        refused.append(f"{path}: {reason(found)}")
+            return replace(path, worst_difference=found), refused
+        refused.append(f"{path}: {_reason(found)}")
     return None, refused
 
 
@@ -114,32 +138,40 @@ def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPat
     return [path for path in paths if tried.get(path.layout, True)]
 
 
-def _own_logps(model: nn.Module, tree: Tree) -> Tensor:
-    """The definition: log-probs of one branch at a time, without padding."""
-    parts = [
-        tree_logps(model, [Tree(tree.prompt, (branch,))], DEFINITION) for branch in tree.branches
-    ]
-    return torch.cat(parts)
+def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor | Exception]:
+    """Log-probs of one completion at a time, without padding.
+
+    By the model's own logits; and by the fused head of the same hidden states, or its error.
+    """
+    inner, device, outputs = causal_model(model), input_device(model), list[Any]()
+    exact, fused = list[Tensor](), list[Tensor]()
+    error: Exception | None = None
+    with inner.base_model.register_forward_hook(lambda _, __, output: outputs.append(output)):
+        for row in single_branches(trees):
+            batch = DEFINITION.batch([row], device)
+            exact.append(branch_logps(model, batch, DEFINITION))
+            try:
+                states = outputs.pop().last_hidden_state.flatten(0, 1)[batch.predictors]
+                if output_head(inner) is None:
+                    raise ValueError("the head is not a plain projection")
+                fused.append(head_rows(inner, states, batch.targets, purity=False)[0])
+            except Exception as refused:  # model code gives its states in any way it likes
+                error = refused
+    return torch.cat(exact), error or torch.cat(fused)
 
 
 def _difference(
-    model: nn.Module, trees: list[Tree], expected: list[Tensor], path: ScoringPath
-) -> float | Exception:
-    """The largest difference of a branch from the definition, or the error of the path."""
-    if path.head == "fused" and output_head(causal_model(model)) is None:
-        return ValueError("the head is not a plain projection")
-    try:
-        measured = tree_logps(model, trees, path)
-    except Exception as error:  # model code refuses a mask in any way it likes
-        return error
+    found: Tensor, expected: Tensor, trees: Sequence[Tree], dtype: torch.dtype
+) -> float:
+    """The largest difference of a completion, as the tolerance of the model's dtype counts it."""
     lengths = [len(branch) for tree in trees for branch in tree.branches]
-    gaps = torch.split(measured - torch.cat(expected), lengths)
-    if causal_model(model).dtype == torch.float32:
+    gaps = torch.split(found - expected, lengths)
+    if dtype == torch.float32:
         return max(abs(float(gap.double().sum())) for gap in gaps)
     return max(float(gap.abs().mean()) for gap in gaps)
 
 
-def announced(model: nn.Module, path: ScoringPath, refused: list[str]) -> ScoringPath:
+def announced(model: nn.Module, path: ScoringPath, refused: Sequence[str]) -> ScoringPath:
     """Logs why faster paths are not used, and returns the path."""
     # On a CPU, trees with a dense mask are the ordinary case; only some models allow packing.
     on_gpu = input_device(model).type == "cuda"
@@ -164,14 +196,36 @@ def naming_the_way_out() -> Iterator[None]:
         if is_out_of_memory(error) or not is_of_compiler:
             raise
         raise UsageError(
-            f"torch's compiler failed ({reason(error)}). Start again with --set "
+            f"torch's compiler failed ({_reason(error)}). Start again with --set "
             "model.compile=false; where FlexAttention fails, with --set model.attention=sdpa."
         ) from error
 
 
-def reason(difference: float | Exception) -> str:
+def _reason(difference: float | Exception) -> str:
     """The reason that a path is not used, in a few words."""
     difference = getattr(difference, "inner_exception", difference)  # of a compiler's own
     if isinstance(difference, float):
         return f"off by {difference:.2g}"
     return str(difference).split("\n", maxsplit=1)[0] or type(difference).__name__
+
+
+def probe_trees(config: Any) -> list[Tree]:
+    """Seeded rows of uneven lengths, some longer than the model's window."""
+    text = config.get_text_config(decoder=True)
+    shapes = list(PROBE_SHAPES)
+    windows = [getattr(text, name, None) for name in ("sliding_window", "window_size")]
+    window = next((window for window in windows if isinstance(window, int)), 0)
+    if 0 < window <= LONGEST_WINDOW:
+        shapes += [(window + 5, (4, 7)), (max(1, window // 2), (window + 3, 2))]
+    elif window:
+        logger.info("The model's attention window of %d tokens is longer than the probe.", window)
+    # Not the tokens that the config gives a meaning: padding, images, ...
+    named = chain(vars(config).items(), vars(text).items())
+    special = [value for name, value in named if name.endswith(("_token_id", "_token_index"))]
+    special = [value for value in special if isinstance(value, int)]
+    tokens = np.setdiff1d(np.arange(text.vocab_size, dtype=np.int32), special)
+    random = np.random.default_rng(0)
+    return [
+        Tree(random.choice(tokens, prompt), tuple(random.choice(tokens, size) for size in sizes))
+        for prompt, sizes in shapes
+    ]

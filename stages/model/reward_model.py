@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +24,16 @@ from .loading.load import first_line, load_model, merged
 from .loading.model_folder import model_config
 from .loading.quiet import quiet
 from .logprobs import ScoringPath, causal_model, input_device, last_states
-from .path_search import ANY_PATH, PATHS, TOLERANCE, Agree, PathOptions, fastest
-from .probe_rows import probe_trees
+from .path_search import (
+    ANY_PATH,
+    HEAD_TOLERANCE,
+    PATHS,
+    Agree,
+    PathOptions,
+    announced,
+    fastest,
+    probe_trees,
+)
 from .reference import HfReference, TreeScorer
 
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
@@ -198,11 +205,17 @@ def choose_layout(
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
-    difference = partial(_difference, model, trees, expected)
-    allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
+
+    def difference(path: ScoringPath) -> float | Exception:
+        try:
+            return float((tree_scores(model, trees, path) - expected).abs().max())
+        except Exception as error:  # model code refuses a mask in any way it likes
+            return error
+
+    allowed = HEAD_TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
     found, refused = fastest(model, LAYOUTS, difference, allowed, options, agree)
     if found:
-        return found
+        return announced(model, found, refused)
     raise UsageError(
         f"{type(inner).__name__} does not score by its last hidden states "
         f"({'; '.join(refused)}). Use another model for rewards."
@@ -232,14 +245,3 @@ def _own_score(model: Any, tree: Tree) -> Tensor:
     token_ids = torch.from_numpy(tokens)[None].to(input_device(model))
     scores: Tensor = model(input_ids=token_ids).logits[:, 0]
     return scores.float()
-
-
-def _difference(
-    model: nn.Module, trees: list[Tree], expected: Tensor, path: ScoringPath
-) -> float | Exception:
-    """The largest difference of a branch from the definition, or the error of the path."""
-    try:
-        scores = tree_scores(model, trees, path)
-    except Exception as error:  # model code refuses a mask in any way it likes
-        return error
-    return float((scores - expected).abs().max())

@@ -43,8 +43,8 @@ def test_a_reference_knows_itself_before_its_weights_are_loaded(saved_llama, mon
 def test_a_way_to_score_that_another_rank_refuses_is_not_taken(saved_llama):
     model = load_causal_lm(options_of(saved_llama, dtype="float32"))
     here = []
-    path = choose_path(model.eval(), lambda holds: here.append(holds) or len(here) > 1)
-    assert here == [True, True]  # the fastest holds here, and not there
+    path = choose_path(model.eval(), lambda holds: here.append(holds) or len(here) != 2)
+    assert here == [True, True, True]  # the head, and the fastest layout, which fails there
     assert path.layout == "tree"
 
 
