@@ -80,43 +80,31 @@ def scored_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: bo
 
     With `purity` a second row is log sum_v p_v ** 2.
     """
-    return score_targets(hidden, head, targets, KeptLogits(), purity=purity).rows
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The targets' log-probs, and sums over the whole vocabulary."""
-
-    logps: Tensor  # (T,) float32
-    logsumexp: Tensor  # (T,) float32: turns any other logit into a probability
-    purity: Tensor | None  # (T,) float32: log sum_v p_v ** 2, where it was asked for
-
-    @property
-    def rows(self) -> Tensor:
-        """Log-probs, and below them purity if it was asked for: (1 or 2, T)."""
-        rows = [self.logps] if self.purity is None else [self.logps, self.purity]
-        return torch.stack(rows)
+    return score_targets(hidden, head, targets, KeptLogits(), purity=purity)[0]
 
 
 def score_targets(
     hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, purity: bool = False
-) -> Scored:
-    """Log p of `targets` (T,) given `hidden` (T, hidden)."""
-    logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-    purities = torch.empty_like(logps) if purity else None
-    scored = Scored(logps, torch.empty_like(logps), purities)
-    rows = tile_rows(hidden.device, len(targets))
-    tiles = Tiles.like(hidden, min(rows, len(targets)), kept)
-    for start in range(0, len(targets), rows):
+) -> tuple[Tensor, Tensor]:
+    """`scored_rows`, and the log-sum-exp of each position's logits: (T,) float32.
+
+    The latter turns any other logit into a probability.
+    """
+    count = len(targets)
+    scored = torch.empty((2 if purity else 1, count), dtype=torch.float32, device=hidden.device)
+    sums = torch.empty_like(scored[0])
+    rows = tile_rows(hidden.device, count)
+    tiles = Tiles.like(hidden, min(rows, count), kept)
+    for start in range(0, count, rows):
         states, tile = hidden[start : start + rows], slice(start, start + rows)
-        sums = _sums(states, start, head, tiles, purity=purity)
-        scored.logsumexp[tile] = logsumexp = torch.logsumexp(sums.logs, dim=0)
-        logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp
-        if purities is not None:
+        logs, purities = _sums(states, start, head, tiles, purity=purity)
+        sums[tile] = logsumexp = torch.logsumexp(logs, dim=0)
+        scored[0, tile] = _target_logits(states, head, targets[tile]) - logsumexp
+        if purity:
             # Each tile's fraction of the whole is at most 1, so nothing overflows.
-            fractions = 2 * (sums.logs - logsumexp) + sums.purities
-            purities[tile] = torch.logsumexp(fractions, dim=0)
-    return scored
+            fractions = 2 * (logs - logsumexp) + purities
+            scored[1, tile] = torch.logsumexp(fractions, dim=0)
+    return scored, sums
 
 
 def tile_rows(device: torch.device, count: int) -> int:
@@ -132,15 +120,13 @@ def operand(states: Tensor) -> Tensor:
     return states if states.is_cuda else states.float()
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """The reductions of each tile of the vocabulary."""
+def _sums(
+    states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity: bool
+) -> tuple[Tensor, Tensor]:
+    """The reductions of each tile of the vocabulary: (tiles, rows) float32, two times.
 
-    logs: Tensor  # (tiles, rows) float32: log-sum-exp
-    purities: Tensor  # (tiles, rows) float32: log sum p ** 2 as if there were no other tile
-
-
-def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity: bool) -> _Sums:
+    Its log-sum-exp; and log sum p ** 2 as if there were no other tile, where purity is wanted.
+    """
     logs: list[Tensor] = []
     purities: list[Tensor] = []
     states = operand(states)
@@ -161,7 +147,7 @@ def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity:
         if purity:
             purities.append(softmax.mul_(2).exp_().sum(dim=1).log_())
     stacked = torch.stack(logs)
-    return _Sums(stacked, torch.stack(purities) if purity else stacked[:0])
+    return stacked, torch.stack(purities) if purity else stacked[:0]
 
 
 def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ quarter of a head's work, all of which is saved where tokens of a batch times vo
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,9 +97,9 @@ class FusedLogps(torch.autograd.Function):
         # and fills the same objects again before their backward.
         ctx.head = OutputHead(*head)
         ctx.kept = KeptLogits() if buffer is None else buffer.acquire(hidden.device)
-        scored = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
-        ctx.save_for_backward(hidden, targets, scored.logsumexp)
-        return scored.rows
+        rows, logsumexp = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
+        ctx.save_for_backward(hidden, targets, logsumexp)
+        return rows
 
     @staticmethod
     @once_differentiable
@@ -109,108 +109,86 @@ class FusedLogps(torch.autograd.Function):
         head: OutputHead = ctx.head
         needs_hidden, _, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         new = torch.empty_like if len(targets) else torch.zeros_like  # tiles write all of it
-        gradients = _Gradients(
-            torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None,
-            new(head.weight) if needs_weight else None,
-            new(head.bias) if needs_bias and head.bias is not None else None,
-        )
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_weight = new(head.weight) if needs_weight else None
+        grad_bias = new(head.bias) if needs_bias and head.bias is not None else None
         if len(targets):
+            # Minus the loss's slope in each log-prob, times the logit's scale.
             slopes = -head.spec.scale * grad_rows[0]
-            positions = _Positions.of(hidden, targets, logsumexp, slopes)
-            _add_all(gradients, positions, head, ctx.kept)
+            grads = grad_hidden, grad_weight, grad_bias
+            _write_gradients(grads, hidden, targets, logsumexp, slopes, ctx)
         ctx.kept.release()
-        grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
-        return grad_hidden, None, None, None, gradients.weight, gradients.bias, None
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, None, None, None, grad_weight, grad_bias, None
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """The gradients that are asked for; the others are None."""
-
-    hidden: Tensor | None  # (T, hidden) float32
-    weight: Tensor | None  # (vocabulary, hidden) in its dtype
-    bias: Tensor | None  # (vocabulary,) in its dtype
-
-
-@dataclass(frozen=True)
-class _Positions:
-    """The inputs of every tile, by position."""
-
-    states: Tensor  # (T, hidden) as products want them
-    weighted: Tensor  # (hidden, T): slope / unit * state, laid out for the fastest products
-    slopes: Tensor  # (T,) float32: minus the loss's slope in the log-prob, times the logit's scale
-    unit: Tensor  # () float32
-    targets: Tensor  # (T,)
-    logsumexp: Tensor  # (T,) float32
-
-    @staticmethod
-    def of(hidden: Tensor, targets: Tensor, logsumexp: Tensor, slopes: Tensor) -> _Positions:
-        states = operand(hidden)
-        # float16 could not hold states times the slopes of a scaled loss.
-        unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t()
-        if not states.is_cuda:  # there rows of any number of tokens would not be aligned
-            weighted = weighted.contiguous()
-        return _Positions(states, weighted, slopes, unit, targets, logsumexp)
-
-    def __getitem__(self, rows: slice) -> _Positions:
-        return _Positions(
-            states=self.states[rows],
-            weighted=self.weighted[:, rows],
-            slopes=self.slopes[rows],
-            unit=self.unit,
-            targets=self.targets[rows],
-            logsumexp=self.logsumexp[rows],
-        )
-
-
-def _add_all(
-    gradients: _Gradients, positions: _Positions, head: OutputHead, kept: KeptLogits
+def _write_gradients(
+    grads: tuple[Tensor | None, ...],
+    hidden: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    slopes: Tensor,
+    ctx: Any,
 ) -> None:
-    count = len(positions.targets)
-    rows = tile_rows(positions.states.device, count)
-    tiles = Tiles.like(positions.states, min(rows, count), kept)
-    parts = [slice(start, start + rows) for start in range(0, count, rows)]
+    """Writes the gradients of hidden states (float32), weight and bias that are asked for."""
+    grad_hidden, grad_weight, grad_bias = grads
+    head: OutputHead = ctx.head
+    softcap, states = head.spec.softcap, operand(hidden)
+    # float16 could not hold states times the slopes of a scaled loss.
+    unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    # (hidden, T), laid out for the fastest products.
+    weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t()
+    if not states.is_cuda:  # there rows of any number of tokens would not be aligned
+        weighted = weighted.contiguous()
+    rows = tile_rows(states.device, len(targets))
+    tiles = Tiles.like(states, min(rows, len(targets)), ctx.kept)
+    parts = [slice(start, start + rows) for start in range(0, len(targets), rows)]
     for start in range(0, len(head.weight), tiles.width):
         columns = slice(start, start + tiles.width)
         tile = head.columns(columns)
         tile = replace(tile, weight=operand(tile.weight))
-        grad_weight = torch.zeros_like(tile.weight.t(), dtype=torch.float32)
-        grad_bias = torch.zeros_like(tile.weight[:, 0], dtype=torch.float32)
+        of_weight = torch.zeros_like(tile.weight.t(), dtype=torch.float32)
+        of_bias = torch.zeros_like(tile.weight[:, 0], dtype=torch.float32)
         for part in parts:
-            logits = tiles.logits_of(positions.states[part], tile, (part.start, start))
-            deviation = _deviation(positions[part], logits, tile.spec, start, tiles)
-            if gradients.hidden is not None:
-                _add_product(gradients.hidden[part], deviation, tile.weight)
-            if gradients.weight is not None:
-                _add_product(grad_weight, positions.weighted[:, part], deviation)
-            if gradients.bias is not None:
-                grad_bias.addmv_(deviation.float().t(), positions.slopes[part])
+            logits = tiles.logits_of(states[part], tile, (part.start, start))
+            columns_of_targets = targets[part] - start
+            deviation = _deviation(
+                logits, logsumexp[part], columns_of_targets, softcap, states.dtype, tiles
+            )
+            if grad_hidden is not None:
+                _add_product(grad_hidden[part], deviation, tile.weight)
+            if grad_weight is not None:
+                _add_product(of_weight, weighted[:, part], deviation)
+            if grad_bias is not None:
+                of_bias.addmv_(deviation.float().t(), slopes[part])
             del logits, deviation  # on a GPU: before the next tile takes as much again
-        if gradients.weight is not None:
-            gradients.weight[columns] = grad_weight.mul_(positions.unit).t()
-        if gradients.bias is not None:
-            gradients.bias[columns] = grad_bias
-    if gradients.hidden is not None:
-        gradients.hidden.mul_(positions.slopes[:, None])
+        if grad_weight is not None:
+            grad_weight[columns] = of_weight.mul_(unit).t()
+        if grad_bias is not None:
+            grad_bias[columns] = of_bias
+    if grad_hidden is not None:
+        grad_hidden.mul_(slopes[:, None])
 
 
 def _deviation(
-    positions: _Positions, logits: Tensor, spec: HeadSpec, first: int, tiles: Tiles
+    logits: Tensor,
+    logsumexp: Tensor,
+    targets: Tensor,
+    softcap: float,
+    dtype: torch.dtype,
+    tiles: Tiles,
 ) -> Tensor:
-    """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
-    columns = positions.targets - first
+    """`deviations`, on a CPU in float32 in a buffer that stays in its cache: (rows, columns)."""
     if logits.is_cuda:
-        dtype = positions.states.dtype
-        return compiled(deviations)(logits, positions.logsumexp, columns, spec.softcap, dtype)
-    probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
+        return compiled(deviations)(logits, logsumexp, targets, softcap, dtype)
+    probabilities = torch.sub(logits, logsumexp[:, None], out=tiles.softmax_like(logits))
     probabilities.exp_()
-    inside = (columns >= 0) & (columns < logits.shape[1])
-    columns = columns.clamp(0, logits.shape[1] - 1)[:, None]
+    inside = (targets >= 0) & (targets < logits.shape[1])
+    columns = targets.clamp(0, logits.shape[1] - 1)[:, None]
     probabilities.scatter_add_(1, columns, -inside.float()[:, None])
-    if spec.softcap:
+    if softcap:
         # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
-        tanh = torch.div(logits, spec.softcap, out=tiles.scratch(logits.shape))
+        tanh = torch.div(logits, softcap, out=tiles.scratch(logits.shape))
         probabilities.mul_(tanh.square_().neg_().add_(1))
     return probabilities
 

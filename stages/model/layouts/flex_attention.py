@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ....schemas.errors import UsageError
 from ..compiled_layers import allow_compilations
@@ -26,7 +26,7 @@ from .tree_attention import TreeBatch, require_known, windows_by_kind
 
 FLEX = "align_flex"
 FLEX_FOR_EAGER = "align_flex_for_eager"  # of models whose own attention is not sdpa
-REFUSED = ("s_aux", "position_bias")  # terms that some models add to their products
+REFUSED = ("position_bias",)  # a term that some models add to their products
 BLOCK = 128
 # Numbers that are equal when a kernel for every length is made, torch takes for equal always: as
 # many blocks as heads would be such numbers. Few models have seven of anything.
@@ -190,6 +190,8 @@ def attend_by_flex(
     on_gpu = query.device.type == "cuda"
     attend: Any = compiled_flex_attention() if on_gpu and not is_compiling else flex_attention
     capped = _capped if is_compiling else _kept_capped
+    sinks = options.get("s_aux")
+    sums_too = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
     output = attend(
         query,
         key,
@@ -198,7 +200,13 @@ def attend_by_flex(
         block_mask=masks[window],
         scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
+        **sums_too,
     )
+    if sinks is not None:
+        # A head's sink is one more key, whose value is zero: it only takes its share.
+        output, sums = output
+        share = torch.sigmoid(sums.lse - sinks[None, :, None])
+        output = (output * share[..., None]).to(output.dtype)
     return output.transpose(1, 2), None
 
 

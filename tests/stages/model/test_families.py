@@ -33,8 +33,8 @@ FAMILIES = {
 # It rounds its own logits' gradients as much.
 ROUGH = {"gpt_neo with local layers": 3e-5}
 LAYOUTS = ("packed", "tree", "plain")  # fastest first
-# Shared keys, windows, soft caps, positions of their own, experts: in every layout.
-IN_EVERY_LAYOUT = {"qwen2 with windows", "gemma2", "gpt2", "granite", "qwen3_moe"}
+# Shared keys, windows, soft caps, positions of their own, experts, sinks: in every layout.
+IN_EVERY_LAYOUT = {"qwen2 with windows", "gemma2", "gpt2", "granite", "qwen3_moe", "gpt_oss"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -111,9 +111,9 @@ def test_a_head_that_gives_less_everywhere_would_be_noticed(monkeypatch):
     score_targets = fused_head.score_targets
 
     def less(*given, **named):
-        scored = score_targets(*given, **named)
-        scored.logps.sub_(1)
-        return scored
+        rows, logsumexp = score_targets(*given, **named)
+        rows[0].sub_(1)
+        return rows, logsumexp
 
     for module in (fused_head, fused_head_backward):
         monkeypatch.setattr(module, "score_targets", less)

@@ -41,8 +41,7 @@ pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 TREES = tuple(mixed_trees())
-# It adds sinks; the other's attention cannot be replaced.
-REFUSED = {"gpt_oss": "adds something to its products", "gptj": "cannot be replaced"}
+REFUSED = {"gptj": "cannot be replaced"}
 
 
 @settings(max_examples=30)
@@ -113,7 +112,7 @@ def as_on_gpu(monkeypatch, flex_on_cpu):
     monkeypatch.setattr(path_search, "paths_for", lambda *_: tried)
 
 
-@pytest.mark.parametrize("name", ["gemma3", *REFUSED])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", *REFUSED])
 def test_where_it_serves_it_is_chosen_and_other_models_are_scored_as_before(
     name, as_on_gpu, caplog
 ):
@@ -206,6 +205,7 @@ FAMILIES = {
     "mistral with a window": {"sliding_window": 150},
     "phi": {},
     "gpt2": {"n_positions": 4096},
+    "gpt_oss": {**SLIDING, "sliding_window": 150},
 }
 LONG_TREES = tuple(drawn_trees(0, tokens=1500, longest=300))
 # float32: of rounding alone. bfloat16: both ways round what they add up, each in its own order.
