@@ -66,8 +66,7 @@ def test_a_policy_that_is_created_in_parts_goes_on_in_other_parts(course, tmp_pa
     part(course, run, *words, ranks=1, failpoint="step.started=kill@5")
     part(course, run, *words, ranks=2, failpoint="step.started=kill@3", launcher=uneven)
     assert saved(run) == (6, 2, 3)
-    # The first rank computes with what its checkpoint was saved with, the second with something
-    # else: both have to read the weights and to probe.
+    # The second rank computes with other threads than the checkpoint was saved with.
     answer = part(course, run, *words, ranks=2, launcher=uneven)
     assert "after step 6" in answer.err
     require_near(run, whole)

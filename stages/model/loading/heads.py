@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ....schemas.config import ModelOptions
-from ....schemas.errors import UsageError
-from .model_folder import DTYPE_NAMES, tensors_of
+from .library_errors import refused_as
 
 VALUE_HEAD = "value_head"  # what the policy calls it, and the file it is saved in
 SCORES = "ForSequenceClassification"  # how transformers names models that score texts
@@ -42,31 +40,14 @@ def stored_value_head(model: ModelOptions) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-@torch.no_grad()
 def read_value_head(head: ScalarHead, file: Path) -> None:
     """Sets the head's weights to those of a file, whatever their dtype."""
-    wanted = {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
-    stored = tensors_of([file])
-    found = {one.name: one.shape for one in stored if one.dtype in DTYPE_NAMES}
-    if found != wanted or len(stored) != len(wanted):
-        raise UsageError(
-            f"{file}: a value head of this model has {_listed(wanted)}, and the file holds "
-            f"{_listed({one.name: one.shape for one in stored})}. Take the file away to begin with "
-            "a new head."
-        )
-    weights = load(file.read_bytes())
-    for name, parameter in head.named_parameters():
-        if not weights[name].isfinite().all():
-            raise UsageError(
-                f"{file}: {name} has values that are NaN or infinite. Take the file away to begin "
-                "with a new head."
-            )
-        parameter.copy_(weights[name])
-
-
-def _listed(shapes: dict[str, tuple[int, ...]]) -> str:
-    named = (f"{name!r:.100} {list(shape)!s:.60}" for name, shape in sorted(shapes.items())[:4])
-    return ", ".join(named) or "no tensor"
+    remedy = "Move the file away to begin with a new head."
+    with refused_as(f"{file}: no value head of this model", remedy):
+        weights = load(file.read_bytes())
+        head.load_state_dict(weights)
+        if odd := sorted(name for name, one in weights.items() if not one.isfinite().all()):
+            raise ValueError(f"{odd[0]} has values that are NaN or infinite")
 
 
 def value_head(model: Any) -> ScalarHead:

@@ -243,7 +243,7 @@ def tensor_sha256(tensor: StoredTensor) -> str:
         while left > 0:
             block = stream.read(min(READ_BYTES, left))
             if not block:
-                raise cut_short(tensor.file)
+                raise UsageError(f"{tensor.file}: the file is cut short. Copy it again.")
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
@@ -259,7 +259,15 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     if not index.is_file():
-        raise UsageError(_no_weights(folder))
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+            raise UsageError(
+                f"{folder}: the weights are pickles (.bin or .pt), which can run code when read. "
+                "Convert them once: load the model you trust and save_pretrained it again."
+            )
+        raise UsageError(
+            f"{folder}: there is no {SINGLE_FILE} and no {INDEX}. "
+            "Set model.path to a folder that holds the weights."
+        )
     places = read_json(index).get("weight_map") or {}
     for tensor, name in places.items():
         if not is_plain_name(name) or not name.endswith(".safetensors"):
@@ -278,44 +286,23 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _no_weights(folder: Path) -> str:
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-        return (
-            f"{folder}: the weights are pickles (.bin or .pt), which can run code when read. "
-            "Convert them once: load the model you trust and save_pretrained it again."
-        )
-    return (
-        f"{folder}: there is no {SINGLE_FILE} and no {INDEX}. "
-        "Set model.path to a folder that holds the weights."
-    )
-
-
 def tensors_of(files: list[Path]) -> list[StoredTensor]:
     """Every tensor of these files, sorted by name; only headers are read."""
-    tensors = [tensor for file in files for tensor in _read_header(file)]
-    return sorted(tensors, key=lambda tensor: tensor.name)
-
-
-def _read_header(file: Path) -> list[StoredTensor]:
-    try:
-        with safe_open(file, "numpy"):  # which refuses a file that is damaged or cut short
-            pass
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file}: damaged or cut short ({error}). Copy the file again.") from None
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        entries = json.loads(stream.read(length))
-    entries.pop("__metadata__", None)
     found = []
-    for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        found.append(
-            StoredTensor(name, entry["dtype"], shape, file, 8 + length + begin, end - begin)
-        )
-    return found
-
-
-def cut_short(file: Path) -> UsageError:
-    """The error of a weights file that ends before its tensors do."""
-    return UsageError(f"{file}: the file is cut short. Copy it again.")
+    for file in files:
+        try:
+            with safe_open(file, "numpy"):  # which refuses a file that is damaged or cut short
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UsageError(
+                f"{file}: damaged or cut short ({error}). Copy the file again."
+            ) from None
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            entries = json.loads(stream.read(length))
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            place = file, 8 + length + begin, end - begin
+            found.append(StoredTensor(name, entry["dtype"], tuple(entry["shape"]), *place))
+    return sorted(found, key=lambda tensor: tensor.name)

@@ -100,10 +100,9 @@ def test_a_saved_head_is_read_again_or_refused_by_name(llama, tmp_path):
     assert all(torch.equal(head[name], found) for name, found in again.named_parameters())
     in_half = {name: tensor.bfloat16() for name, tensor in head.items()}
     for weights, told in (
-        (head | {"weight": head["weight"][:, :8].contiguous()}, "'weight' [1, 8]"),
-        (head | {"more": head["bias"].clone()}, "'more' [1]"),
-        ({"weight": head["weight"]}, "'bias' [1]"),
-        (head | {"bias": head["bias"].long()}, "'bias' [1]"),
+        (head | {"weight": head["weight"][:, :8].contiguous()}, "weight"),
+        (head | {"more": head["bias"].clone()}, "more"),
+        ({"weight": head["weight"]}, "bias"),
         (in_half | {"bias": in_half["bias"] / 0}, "bias"),
     ):
         save_value_head(weights, tmp_path)
