@@ -14,7 +14,7 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .head.fused_head import output_head, scored_rows
 from .head.fused_head_backward import LogpHead
-from .layouts.flex_attention import FLEX, FLEX_FOR_EAGER, flex_masks, padded_to_blocks
+from .layouts.flex_attention import FLEX, flex_masks, padded_to_blocks
 from .layouts.tree_attention import (
     PAD,
     PIECES,
@@ -150,23 +150,20 @@ def gpus_of(inner: Any) -> list[Any]:
     return [device for device in devices if device not in {"cpu", "disk"}]
 
 
-# The model's attention that each of ours replaces.
-REPLACED = {PIECES: "sdpa", FLEX: "sdpa", FLEX_FOR_EAGER: "eager"}
-
-
 def own_attention(model: Any) -> str:
     """The attention that a model was loaded with, even where a layout's has replaced it."""
-    name = attention_of(model)
-    return REPLACED.get(name, name)
+    own: str = getattr(model, "replaced_attention", "") or attention_of(model)
+    return own
 
 
 def _use_attention(model: Any, path: ScoringPath) -> None:
     """Sets the attention of the path: packed batches replace the model's own."""
     own = own_attention(model)
-    flex = FLEX if own == "sdpa" else FLEX_FOR_EAGER
-    wanted = {"packed": PIECES, "flex": flex}.get(path.layout, own)
-    if attention_of(model) != wanted:
-        model.set_attn_implementation(wanted)
+    wanted = {"packed": PIECES, "flex": FLEX}.get(path.layout, own)
+    if attention_of(model) == wanted:
+        return
+    model.replaced_attention = own
+    model.set_attn_implementation(wanted)
     if attention_of(model) != wanted:
         raise ValueError("its attention cannot be replaced")
 

@@ -25,7 +25,6 @@ from ..transformers_compat import AttentionInterface
 from .tree_attention import TreeBatch, require_known, windows_by_kind
 
 FLEX = "align_flex"
-FLEX_FOR_EAGER = "align_flex_for_eager"  # of models whose own attention is not sdpa
 REFUSED = ("position_bias",)  # a term that some models add to their products
 BLOCK = 128
 # Numbers that are equal when a kernel for every length is made, torch takes for equal always: as
@@ -241,5 +240,4 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return compiled
 
 
-for _name in (FLEX, FLEX_FOR_EAGER):
-    AttentionInterface.register(_name, attend_by_flex)
+AttentionInterface.register(FLEX, attend_by_flex)
