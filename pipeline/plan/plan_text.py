@@ -8,13 +8,11 @@ from textwrap import wrap
 from ...schemas.errors import counted
 from ...stages.engine.engine_memory import Elements
 from ...stages.report.cache_tables import duration, facts, grid, heading
-from ..options.declared import flag_of
 from .memory_choice import amount
 from .memory_plan import Components, Way
 from .memory_search import Tried
 from .remedies import flags_of
 from .run_plan import RunPlan
-from .scoring_plan import Scoring
 from .workload import Workload
 
 GIB = 2**30
@@ -29,7 +27,6 @@ def plan_text(plan: RunPlan) -> str:
     blocks = [
         list(_verdict(plan)),
         *([_wrapped(plan.note)] if plan.note else []),
-        *([lines] if (lines := [*_stage_one_verdict(plan)]) else []),
         [_heading("Training"), *_facts([*_training(plan), *_time(plan)])],
         [_heading("Stage 1"), *_facts(_stage_one(plan))],
         [_heading(f"Memory of {_whose(plan.device)} at its peak, in GiB"), *_parts(plan)],
@@ -160,60 +157,15 @@ def _time(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "cost", f"{cost:,.2f}: {paid:,.1f} GPU hours at {plan.request.price:,.2f}"
 
 
-def _stage_one_verdict(plan: RunPlan) -> Iterator[str]:
-    """If stage 1 does not fit: the batches with which it does."""
-    scoring, usable = plan.scoring, plan.request.usable_bytes
-    if not usable or not scoring.is_known or scoring.memory.peak <= usable:
-        return
-    needs, found = gib(scoring.memory.peak), scoring.fitting(usable)
-    if found.peak <= usable:
-        flag = flag_of("scoring.tokens_per_batch", "precompute-ref")
-        yield from _wrapped(
-            f"Stage 1 does not fit: needs {needs} GiB. It halves its batches where memory runs "
-            f"out, and fits with {gib(found.peak)} GiB. To begin so, add to align precompute-ref:"
-        )
-        yield from ("", f"  {flag} {found.tokens_per_batch}")
-        return
-    yield from _wrapped(
-        f"Stage 1 does not fit: needs {needs} GiB, and {gib(found.peak)} with one sequence at a "
-        f"time, {gib(found.weights)} of them weights. Use a larger GPU, or spread the reference "
-        "over several (model.device_map)."
-    )
-
-
 def _stage_one(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    scoring = plan.scoring
-    yield "tokens", f"{scoring.own:,} of prompts and completions"
-    if scoring.mismatched:
-        share = scoring.mismatched / (scoring.own + scoring.mismatched)
-        yield (
-            "KL pairs",
-            f"{scoring.mismatched:,} tokens more, {share:.0%} of stage 1, for KTO's KL term",
-        )
+    own, mismatched = plan.rows.own_tokens, plan.rows.mismatched_tokens
+    yield "tokens", f"{own:,} of prompts and completions"
+    if mismatched:
+        share = mismatched / (own + mismatched)
+        yield "KL pairs", f"{mismatched:,} tokens more, {share:.0%} of stage 1, for KTO's KL term"
         yield "", "no other method reads them; without: align precompute-ref … --kl-pairs 0"
     else:
         yield "KL pairs", "none: a cache without them serves every method but KTO's"
-    yield from _stage_one_memory(scoring)
-
-
-def _stage_one_memory(scoring: Scoring) -> Iterator[tuple[str, str]]:
-    settings = scoring.settings
-    yield "reference", settings.reference.path
-    if not scoring.is_known:
-        yield "memory", "unknown: this folder or that of its adapter is not here"
-        return
-    memory = scoring.memory
-    size = f"{memory.tokens_per_batch:,} tokens"
-    once = memory.pass_tokens
-    yield "batch", size if once >= memory.batch_tokens else f"{size}, {once:,} of them at once"
-    whose = "one GPU" if settings.device == "cuda" else "the CPU"
-    yield (
-        "memory",
-        f"{gib(memory.peak)} GiB on {whose}: {gib(memory.weights)} of {settings.dtype} weights, "
-        f"{gib(memory.activations)} of activations; then {gib(memory.head)} in the head",
-    )
-    if settings.reference.device_map:
-        yield "", "as if it were not spread by model.device_map"
 
 
 def _parts(plan: RunPlan) -> list[str]:

@@ -26,7 +26,6 @@ from .memory_plan import Components, MemoryPlanner, Way
 from .memory_search import Tried
 from .planned_rows import GivenRows, PlannedRows, known_dtype, planned_rows
 from .remedies import changed
-from .scoring_plan import Scoring
 from .setting_checks import learning_rate_note, require_effect
 from .workload import Workload
 
@@ -41,11 +40,6 @@ class PlanRequest:
     rows: GivenRows | None = None
     tokens_per_second: float = 0.0  # of all GPUs together
     price: float = 0.0  # of a GPU for an hour
-
-    @property
-    def usable_bytes(self) -> int:
-        """The part of a GPU's memory that a training can fill."""
-        return Budget(self.gpu_bytes).usable
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class RunPlan:
     own_way: Way
     elements: Elements
     workload: Workload
-    scoring: Scoring
+    rows: PlannedRows
     reference: ReferenceCost
     planner: MemoryPlanner
     own: Components  # what the settings need
@@ -111,7 +105,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     """Plans the training of these settings."""
     asked, recipe = settings.config, _recipe(settings)
     device = "cuda" if request.is_for_gpu else chosen_device(asked.model)
-    rows = planned_rows(asked, recipe, request.rows, device)
+    rows = planned_rows(asked, recipe, request.rows)
     here = 0 if request.is_for_gpu else device_bytes(device)
     request = replace(request, gpu_bytes=request.gpu_bytes or here)
     budget = Budget.of(asked.train, request.gpu_bytes)
@@ -127,7 +121,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
         own_way=own,
         elements=planner.elements(own.learning),
         workload=workload,
-        scoring=rows.scoring,
+        rows=rows,
         reference=_reference(planner, own, workload),
         planner=planner,
         own=choice.found.components,

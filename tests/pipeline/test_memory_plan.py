@@ -210,7 +210,7 @@ def test_a_config_alone_is_planned(bare_policy):
     sizes = dict(plan.memory)
     assert plan.own_way == Way("full", "zero1", checkpointing=False)
     assert plan.workload.learned_tokens == 1000 * 150
-    assert (plan.scoring.own, plan.scoring.mismatched) == (1000 * 150, 1000 * 100)
+    assert (plan.rows.own_tokens, plan.rows.mismatched_tokens) == (1000 * 150, 1000 * 100)
     for way, least in sizes.items():
         if not way.checkpointing:
             assert sizes[replace(way, checkpointing=True)].peak <= least.peak

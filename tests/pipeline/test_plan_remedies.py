@@ -201,7 +201,7 @@ def test_what_fits_nowhere_is_told_the_nearest_and_by_how_much(tiny):
     # ZeRO 0 sums gradients in 16 bits, and is never advised.
     others = [one.peak for way, one in plan.memory if way.deepspeed != "zero0"]
     assert nearest <= min(others)
-    more = nearest - plan.request.usable_bytes
+    more = nearest - plan.choice.budget.usable
     said = " ".join(plan_text(plan).split())
     assert said.startswith("Does not fit")
     assert amount(more) in said

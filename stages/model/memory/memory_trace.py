@@ -1,4 +1,4 @@
-"""Peak memory of one micro-batch, or of a pass that scores, traced on a model without weights.
+"""Peak memory of one micro-batch, traced on a model without weights.
 
 The layers of transformers are run forward and backward on the meta device, where every tensor has
 a size and no content. So autograd itself shows what it keeps, for any model and with gradient
@@ -87,7 +87,11 @@ def refused_in_words() -> Iterator[None]:
 def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device: str) -> Trace:
     """The memory of one micro-batch on `device`, run on the meta device."""
     inner, moments = causal_model(model), list[Moment]()
-    batch, live = _begun(model, trees, path)
+    batch = _on_meta(tree_batch(trees, torch.device("cpu"), packed=path.layout != "tree"))
+    live = LiveMemory("meta", MOST_OPERATIONS)
+    for tensor in (*model.parameters(), *model.buffers(), *vars(batch).values()):
+        if isinstance(tensor, Tensor):  # there before, and not counted
+            live.know(tensor)
     model.train()
     finished, is_in_head = 0, path.head == "fused"
 
@@ -123,39 +127,6 @@ def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device:
             hook.remove()
     masks = _mask_bytes(batch, inner, path)
     return Trace((forward, *moments), kept, masks, BUFFER_BYTES if path.head == "fused" else 0)
-
-
-@refused_in_words()
-def scoring_trace(
-    model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device: str
-) -> tuple[int, int]:
-    """Peak bytes of one pass of stage 1 on `device`: in the layers, then in the head.
-
-    Nothing is kept for a gradient.
-    """
-    inner: Any = causal_model(model)
-    batch, live = _begun(model, trees, path)
-    model.eval()
-    with torch.inference_mode(), _stand_ins(), live:
-        states = _states(inner, batch, path)[batch.predictors]
-        layers = live.restart()
-        weight = inner.get_output_embeddings().weight
-        _Tile.of(states, weight, device).forward(states, weight)
-    return layers, live.restart()
-
-
-def _begun(
-    model: nn.Module, trees: Sequence[Tree], path: ScoringPath
-) -> tuple[TreeBatch, LiveMemory]:
-    """The batch, and a counter of what is allocated beside it and the weights."""
-    live = LiveMemory("meta", MOST_OPERATIONS)
-    for tensor in (*model.parameters(), *model.buffers()):
-        live.know(tensor)
-    batch = _on_meta(tree_batch(trees, torch.device("cpu"), packed=path.layout != "tree"))
-    for tensor in vars(batch).values():
-        if isinstance(tensor, Tensor):
-            live.know(tensor)
-    return batch, live
 
 
 def _on_meta(batch: TreeBatch) -> TreeBatch:
