@@ -141,23 +141,21 @@ def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPat
 def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor | Exception]:
     """Log-probs of one completion at a time, without padding.
 
-    By the model's own logits; and by the fused head of the same hidden states, or its error.
+    By the model's own logits; and by the fused head of the same hidden states, or why not.
     """
-    inner, device, outputs = causal_model(model), input_device(model), list[Any]()
+    inner, device, states = causal_model(model), input_device(model), list[Tensor]()
+    rows = [DEFINITION.batch([row], device) for row in single_branches(trees)]
+    if output_head(inner) is None:
+        exact = [branch_logps(model, row, DEFINITION) for row in rows]
+        return torch.cat(exact), ValueError("the head is not a plain projection")
     exact, fused = list[Tensor](), list[Tensor]()
-    error: Exception | None = None
-    with inner.base_model.register_forward_hook(lambda _, __, output: outputs.append(output)):
-        for row in single_branches(trees):
-            batch = DEFINITION.batch([row], device)
-            exact.append(branch_logps(model, batch, DEFINITION))
-            try:
-                states = outputs.pop().last_hidden_state.flatten(0, 1)[batch.predictors]
-                if output_head(inner) is None:
-                    raise ValueError("the head is not a plain projection")
-                fused.append(head_rows(inner, states, batch.targets, purity=False)[0])
-            except Exception as refused:  # model code gives its states in any way it likes
-                error = refused
-    return torch.cat(exact), error or torch.cat(fused)
+    layer = inner.get_output_embeddings()
+    for row in rows:
+        with layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
+            exact.append(branch_logps(model, row, DEFINITION))
+        predictors = states.pop().flatten(0, 1)[row.predictors]
+        fused.append(head_rows(inner, predictors, row.targets, purity=False)[0])
+    return torch.cat(exact), torch.cat(fused)
 
 
 def _difference(

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations import deepspeed as hf_deepspeed
 
 from ....schemas.config import ModelOptions
 from ..transformers_compat import stored_names
@@ -26,6 +25,7 @@ from .model_folder import model_config, model_tensors, read_json, tensor_sha256
 from .quiet import quiet
 
 logger = logging.getLogger("align")
+_zero3: Any = hf_deepspeed  # it has no types
 
 # Settings by which an adapter does more than add to the weights of layers.
 TRAINED_WHOLE = ("modules_to_save", "trainable_token_indices", "target_parameters")
@@ -95,11 +95,11 @@ def _partitioning(config: Mapping[str, Any]) -> Iterator[None]:
     import deepspeed  # noqa: PLC0415 - slow to import, and nothing else here needs it
 
     deepspeed.init_distributed()  # its configuration asks for the number of ranks
-    _held = HfDeepSpeedConfig(dict(config))  # transformers itself keeps a weak reference
+    _held = _zero3.HfDeepSpeedConfig(dict(config))  # transformers keeps a weak reference
     try:
         yield
     finally:
-        unset_hf_deepspeed_config()
+        _zero3.unset_hf_deepspeed_config()
 
 
 def _unshard(head: nn.Module) -> None:
