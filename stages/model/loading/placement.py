@@ -15,7 +15,11 @@ from ....schemas.errors import UsageError
 
 def placement(options: ModelOptions) -> dict[str, Any]:
     """transformers' arguments for weights on more than one device; empty for one."""
-    return {"device_map": options.device_map} if options.device_map else {}
+    if not options.device_map:
+        return {}
+    # Models on several devices import DeepSpeed, which prints the accelerator that it finds itself.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    return {"device_map": options.device_map}
 
 
 def chosen_device(options: ModelOptions) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import transformers
@@ -19,7 +18,7 @@ _inside = 0
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences warnings, progress bars and advice of libraries; what they print goes to stderr.
+    """Silences warnings, progress bars and advice of libraries inside.
 
     All of these belong to the process, and a model may be loaded in a thread of its own: the first
     thread inside changes them, and the last one to leave puts them back.
@@ -47,7 +46,7 @@ def _silenced() -> Iterator[None]:
     logs.disable_progress_bar()
     packer.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
