@@ -2,8 +2,14 @@
 
 A probe runs the model on seeded rows, one completion at a time. The fused head is compared with the
 model's own logits, both of the same hidden states; a layout is compared with these rows by the same
-head. Half precision rounds the model's own logits (bfloat16 steps by 1/16 at logits of 8 to 16), so
-the bound of the head is wide there. A layout only changes the order of sums.
+head. Half precision rounds the model's own logits (bfloat16 steps by 1/16 at logits of 8 to 16); a
+layout only changes the order of sums.
+
+Measured in bfloat16, in mean nats per token, over all test families with weights drawn with 0.02
+to 0.3: a right head is off by at most 0.013 in a completion, a right layout by at most 0.028 in a
+tree (where a router chose another expert), and by 0.057 in a trained model of 30 layers. A layout
+that forgets the sliding window is off by at least 0.24 where weights are drawn with 0.1 or more.
+The bound is about three times the first two, and lies between.
 """
 
 from __future__ import annotations
@@ -48,9 +54,8 @@ PATHS = (
     ScoringPath("tree", "exact", 0.0),
 )
 DEFINITION = ScoringPath("plain", "exact", 0.0)
-# float32: nats per sequence. Half precision: mean nats per token.
-HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-LAYOUT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+# float32: nats per completion. Half precision: mean nats per token of a tree.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
 # Of each tree the tokens of its prompt, and of its completions.
@@ -90,7 +95,7 @@ def choose_path(
     dtype, refused = inner.dtype, list[str]()
     off = fused if isinstance(fused, Exception) else _difference(fused, exact, trees, dtype)
     expected, head = exact, "exact"
-    if agree(isinstance(off, float) and off <= HEAD_TOLERANCE[dtype]):
+    if agree(isinstance(off, float) and off <= TOLERANCE[dtype]):
         assert isinstance(fused, Tensor), "it holds here too"
         expected, head = fused, "fused"
     else:
@@ -103,7 +108,7 @@ def choose_path(
             return error
 
     paths = [path for path in PATHS if path.head == head]
-    found, others = fastest(model, paths, difference, LAYOUT_TOLERANCE[dtype], options, agree)
+    found, others = fastest(model, paths, difference, TOLERANCE[dtype], options, agree)
     return announced(model, found or DEFINITION, [*refused, *others])
 
 
@@ -161,11 +166,13 @@ def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor 
 def _difference(
     found: Tensor, expected: Tensor, trees: Sequence[Tree], dtype: torch.dtype
 ) -> float:
-    """The largest difference of a completion, as the tolerance of the model's dtype counts it."""
-    lengths = [len(branch) for tree in trees for branch in tree.branches]
-    gaps = torch.split(found - expected, lengths)
+    """The largest difference, as the tolerance of the model's dtype counts it."""
+    sizes = [[len(branch) for branch in tree.branches] for tree in trees]
     if dtype == torch.float32:
+        gaps = torch.split(found - expected, [size for tree in sizes for size in tree])
         return max(abs(float(gap.double().sum())) for gap in gaps)
+    # Single tokens would show how one was rounded.
+    gaps = torch.split(found - expected, [sum(tree) for tree in sizes])
     return max(float(gap.abs().mean()) for gap in gaps)
 
 

@@ -26,8 +26,8 @@ from .loading.quiet import quiet
 from .logprobs import ScoringPath, causal_model, input_device, last_states
 from .path_search import (
     ANY_PATH,
-    HEAD_TOLERANCE,
     PATHS,
+    TOLERANCE,
     Agree,
     PathOptions,
     announced,
@@ -212,7 +212,7 @@ def choose_layout(
         except Exception as error:  # model code refuses a mask in any way it likes
             return error
 
-    allowed = HEAD_TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
+    allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
     found, refused = fastest(model, LAYOUTS, difference, allowed, options, agree)
     if found:
         return announced(model, found, refused)
