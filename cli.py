@@ -1,32 +1,23 @@
-"""The commands: each builds a config, runs the pipeline and prints its result."""
+"""The command line: its commands by group, signals, and the end of a command that fails."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 
-from .pipeline.commands.cache_commands import add_looking_to
-from .pipeline.commands.examples import complete_help
-from .pipeline.commands.round_commands import add_to
-from .pipeline.commands.setup_commands import add_setup_to
-from .pipeline.commands.terminal import (
-    SafeGroup,
-    Version,
-    begin_work,
-    own_process,
-    print_result,
-    recorded_by_first,
-    say,
+from .pipeline.commands import (
+    cache_commands,
+    look_commands,
+    round_commands,
+    setup_commands,
+    train_commands,
 )
-from .pipeline.commands.train_commands import add_training_to
+from .pipeline.commands.terminal import SafeGroup, Version, own_process, say
 from .pipeline.jobs.signals import stop_signals, stop_with_launcher
-from .pipeline.options.flags import ConfigFile, Data, Part, Sets, with_flags
 
 app = typer.Typer(
     name="align",
@@ -80,186 +71,8 @@ def about(version: Version = False) -> None:
     """Takes what is asked of no command."""
 
 
-add_setup_to(app)
-
-
-@app.command("precompute-ref", rich_help_panel="Data and cache")
-@with_flags("precompute-ref")
-def precompute_ref(
-    flags: dict[str, Any],
-    data: Data = None,
-    part: Part = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show no row as the model reads it.")
-    ] = False,
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
-    """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
-    from .pipeline.options.first_checks import require_inputs
-    from .pipeline.options.settings import load_settings
-
-    loaded = load_settings(
-        flags, sets or [], file=config, data=data or [], command="precompute-ref"
-    )
-    given = loaded.config
-    require_inputs(given)
-    from .pipeline.jobs.object_inputs import with_local_inputs
-    from .pipeline.parts import part_of
-    from .pipeline.precompute.opening import require_model
-    from .pipeline.precompute.precompute import precompute
-    from .stages.model.reference import HfReference
-    from .stages.storage.disk.digests import own_digests
-
-    own_part = part_of(part, os.environ)
-    require_model(given, own_part)
-    local = with_local_inputs(given)
-    recorded = recorded_by_first(local)
-    reference, progress = HfReference(local.model, own_digests()), begin_work()
-    print_result(
-        precompute(recorded, reference, progress=progress, part=own_part, shows_row=not quiet)
-    )
-
-
-@app.command(rich_help_panel="Data and cache")
-@with_flags("score")
-def score(
-    flags: dict[str, Any],
-    data: Data = None,
-    part: Part = None,
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
-    """Score completions with a reward model, and write the data with its scores."""
-    from .pipeline.options.settings import load_settings
-    from .pipeline.parts import part_of
-    from .pipeline.tables.score_rewards import rewards_from_model
-    from .schemas.errors import UsageError
-
-    given = load_settings(flags, sets or [], file=config, data=data or [], command="score").config
-    if not given.rewards.model:
-        raise UsageError("No reward model. Pass --reward-model DIR.")
-    from .stages.model.reward_model import HfReward
-    from .stages.storage.disk.digests import own_digests
-
-    own_part = part_of(part, os.environ)
-    print_result(
-        rewards_from_model(
-            recorded_by_first(given),
-            lambda options: HfReward(options, own_digests()),
-            progress=begin_work(),
-            part=own_part,
-        )
-    )
-
-
-add_looking_to(app)
-add_to(app)
-add_training_to(app)
-
-
-@app.command(rich_help_panel="Look")
-def methods(
-    name: Annotated[str | None, typer.Argument(help="One of them, to be explained.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as the README has it.")
-    ] = False,
-) -> None:
-    """List the methods with their losses and options, or explain one."""
-    from .stages.methods.method_docs import markdown_table, plain_table, render_method, render_table
-    from .stages.methods.table import METHODS, find_method
-
-    chosen = [find_method(name)] if name else list(METHODS.values())
-    if as_json:
-        say(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
-    elif markdown:
-        say(markdown_table(chosen).rstrip())
-    else:
-        say((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
-
-
-@app.command(rich_help_panel="Look")
-def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    answers: Annotated[
-        int, typer.Option(min=0, help="Held-out prompts to answer before and after; 0: none.")
-    ] = 0,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
-    config: ConfigFile = None,
-) -> None:
-    """Put a training run on one page, report.html: curves, held-out completions, lineage.
-
-    With --answers the policy as it began and the trained one are loaded, one after the other.
-    """
-    if answers:
-        from .pipeline.train.run_answers import answer_again
-
-        page = answer_again(
-            run, count=answers, most_tokens=answer_tokens, config=config, progress=begin_work()
-        )
-    else:
-        from .pipeline.train.run_report import training_folder, write_report
-
-        write_report(run)
-        page = training_folder(run).report
-    say(f"{page} written. It needs no network: open it in any browser.")
-
-
-@app.command(rich_help_panel="Look")
-def diff(
-    run_a: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    run_b: Annotated[Path, typer.Argument(help="Folder of another one.")],
-    step: Annotated[
-        int | None, typer.Option(help="Compare after this step (default: each one's last).")
-    ] = None,
-) -> None:
-    """Compare two runs row by row: which held-out rows flip, and whether chance explains it."""
-    from .pipeline.train.run_diff import diff_runs
-
-    say(diff_runs(run_a, run_b, step).text())
-
-
-@app.command(rich_help_panel="Look")
-def register(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished training run.")],
-    name: Annotated[str, typer.Argument(help="Name of the model in MLflow's registry.")],
-    alias: Annotated[
-        str, typer.Option(help="Alias that from now on is this version, for example champion.")
-    ] = "",
-    uri: Annotated[
-        str, typer.Option(help="Another store than your own, even if the run names it.")
-    ] = "",
-    config: ConfigFile = None,
-) -> None:
-    """Upload the trained model of a run to MLflow and make it a version of a registered model."""
-    from .pipeline.jobs.tracker_sync import own_options
-    from .pipeline.train.register import register as register_model
-
-    made = register_model(run, own_options(run, config), name=name, alias=alias, uri=uri)
-    known = "" if made.is_new else ", as it was before"
-    named = f"; {alias} is this version" if alias else ""
-    say(f"{run} is version {made.number} of {made.name}{known}{named}.")
-
-
-@app.command("mlflow-sync", rich_help_panel="Look")
-def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run, sweep, scores or cache.")],
-    uri: Annotated[
-        str, typer.Option(help="Another store than your own, even if the run names it.")
-    ] = "",
-    config: ConfigFile = None,
-) -> None:
-    """Tell trackers, as MLflow, what they missed of a run; telling them twice changes nothing."""
-    from .pipeline.jobs.tracker_sync import own_options, sync_runs
-    from .schemas.errors import counted
-
-    for synced in sync_runs(run, own_options(run, config), uri=uri):
-        sent = f"{counted(synced.points_sent, 'numbers')} sent"
-        say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
-
-
-complete_help(app)
+for group in (setup_commands, cache_commands, round_commands, train_commands, look_commands):
+    app.add_typer(group.app)
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

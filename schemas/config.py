@@ -2,210 +2,126 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 from .data_options import DataOptions, TokenOptions
-from .option import IN_TASKS, SCORERS, TRAINING, option, section
-from .round_options import (
-    JudgeOptions,
-    RoundsOptions,
-    SampleOptions,
-    SelectOptions,
-    ServerOptions,
-)
+from .option import STRICT, PathStr
+from .round_options import JudgeOptions, RoundsOptions, SampleOptions, SelectOptions, ServerOptions
 from .train_options import LoraOptions, TrainOptions
 
-_OTHER_POLICY = (
-    "The policy begins as the reference of the cache. To train another model, pass it by --model "
-    "DIR (train.model), with --set train.other_reference=true where the reference stays"
-)
-_SPREAD_POLICY = "A large policy is spread by --deepspeed zero3"
-_FROM_THE_CACHE = "The cache records it"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ModelOptions:
     """The frozen reference."""
 
-    path: str = option(
-        "",
-        "folder of the reference model (safetensors, config, tokenizer)",
-        flag="--model",
-        on=("precompute-ref", "sample", "check"),
-        read_by=("plan",),
-        is_path=True,
-        instead={
-            "train": _OTHER_POLICY,
-            "score": "Pass --reward-model DIR",
-            "verify": "Pass --model DIR",
-        },
+    path: PathStr = Field(
+        default="", description="folder of the reference model (safetensors, config, tokenizer)"
     )
-    adapter: str = option(
-        "",
-        "folder of a PEFT adapter on top of it; empty for none",
-        on=("precompute-ref", "sample"),
-        read_by=("plan",),
-        is_path=True,
-        instead={
-            "train": _OTHER_POLICY,
-            "score": "Merge the adapter into the reward model",
-            "verify": _FROM_THE_CACHE,
-        },
+    adapter: PathStr = Field(
+        default="", description="folder of a PEFT adapter on top of it; empty for none"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        "auto: the dtype the weights are stored in",
-        run_flag="--reference-dtype",
-        on=SCORERS,
-        read_by=("plan",),
-        binds=("round",),
-        instead={"train": "Set train.dtype", "verify": _FROM_THE_CACHE},
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto: the dtype the weights are stored in"
     )
-    attention: Literal["auto", "sdpa", "eager"] = option(
-        "auto",
-        "auto: FlexAttention on a GPU where it is true to the model; else sdpa where the model has "
-        "it, else eager",
-        read_by=(*SCORERS, *TRAINING),
-        binds=("round",),
-        instead={"verify": _FROM_THE_CACHE},
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        default="auto",
+        description=(
+            "auto: FlexAttention on a GPU where it is true to the model; else sdpa where the "
+            "model has it, else eager"
+        ),
     )
-    compile: bool = option(
-        False,
-        "compile the decoder layers by torch.compile",
-        read_by=(*SCORERS, *TRAINING, "verify"),
-        binds=(),
+    compile: bool = Field(default=False, description="compile the decoder layers by torch.compile")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where there is one"
     )
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "auto",
-        "auto: cuda where there is one",
-        on=(*SCORERS, *TRAINING),
-        read_by=("verify",),
+    device_map: str = Field(
+        default="", description="spread a large model over devices: auto, balanced or sequential"
     )
-    device_map: str = option(
-        "",
-        "spread a large model over devices: auto, balanced or sequential",
-        read_by=("score", "judge", "verify"),
-        instead={"train": _SPREAD_POLICY},
-    )
-    allow_unused_weights: bool = option(
-        False,
-        "take a model folder that stores more tensors than its config.json has use for",
-        read_by=(*SCORERS, *TRAINING),
-        instead={"verify": _FROM_THE_CACHE},
+    allow_unused_weights: bool = Field(
+        default=False,
+        description="take a model folder that stores more tensors than its config.json has use for",
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class CacheOptions:
     """What the shards hold and where they are."""
 
-    output: str = option(
-        "align-cache",
-        "folder of the cache",
-        run_flag="--cache",
-        on=("precompute-ref",),
-        read_by=TRAINING,
-        is_path=True,
-        binds=(),
-        instead={"score": "Pass --output DIR", "rounds": "rounds.output"},
-    )
-    kl_pairs: int = option(
-        1,
-        "mismatched completions per completion (KTO's KL term); 0: none",
+    output: PathStr = Field(default="align-cache", description="folder of the cache")
+    kl_pairs: int = Field(
+        default=1,
         ge=0,
-        on=("precompute-ref",),
-        read_by=("plan",),
+        description="mismatched completions per completion (KTO's KL term); 0: none",
     )
-    token_logps: bool = option(
-        False, "also store the log-prob of every token", on=("precompute-ref",)
-    )
-    shards: int = option(
-        0,
-        "how many shards; 0: as many as the data ask for, of some 1,000 rows or more",
+    token_logps: bool = Field(default=False, description="also store the log-prob of every token")
+    shards: int = Field(
+        default=0,
         ge=0,
         le=4096,
-        on=("precompute-ref",),
-        read_by=("score", "plan"),
+        description="how many shards; 0: as many as the data ask for, of some 1,000 rows or more",
     )
-    reuse: list[str] = option(
-        [],
-        "further caches whose scores may be reused",
-        on=("precompute-ref",),
-        read_by=("score",),
-        is_path=True,
-        binds=(),
+    reuse: list[PathStr] = Field(
+        default_factory=list, description="further caches whose scores may be reused"
     )
-    reuse_known: bool = option(
-        True, "also reuse from the caches this user made before", read_by=("score",), binds=()
+    reuse_known: bool = Field(
+        default=True, description="also reuse from the caches this user made before"
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ScoringOptions:
     """How the reference is run."""
 
-    tokens_per_batch: int = option(
-        16_384,
-        "most tokens, padding included, in one batch",
-        ge=1,
-        run_flag="--reference-tokens",
-        on=IN_TASKS,
-        read_by=("judge", "plan"),
-        binds=("cache", "round"),
+    tokens_per_batch: int = Field(
+        default=16_384, ge=1, description="most tokens, padding included, in one batch"
     )
-    executor: Literal["inline", "ray"] = option(
-        "inline",
-        "where units are scored: inline in this process, ray in actors of a cluster",
-        on=("precompute-ref", "score"),
+    executor: Literal["inline", "ray"] = Field(
+        default="inline",
+        description="where units are scored: inline in this process, ray in actors of a cluster",
     )
-    ray_address: str = option(
-        "",
-        "a running Ray cluster; empty: one on this machine, which ends with the run",
-        on=("precompute-ref", "score"),
+    ray_address: str = Field(
+        default="",
+        description="a running Ray cluster; empty: one on this machine, which ends with the run",
     )
-    ray_workers: int = option(
-        0,
-        "actors; 0: one per GPU, or per machine without GPUs",
-        ge=0,
-        on=("precompute-ref", "score"),
+    ray_workers: int = Field(
+        default=0, ge=0, description="actors; 0: one per GPU, or per machine without GPUs"
     )
-    ray_gpus_per_worker: float = option(
-        0.0,
-        "GPUs of each actor; 0: one where the model is on cuda",
-        ge=0,
-        flag="--ray-worker-gpus",
-        on=("precompute-ref", "score"),
+    ray_gpus_per_worker: float = Field(
+        default=0.0, ge=0, description="GPUs of each actor; 0: one where the model is on cuda"
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TrackingOptions:
     """Where runs are recorded."""
 
-    mlflow: bool = option(
-        True,
-        "record runs in MLflow",
-        on=(*SCORERS, *TRAINING, "rounds"),
+    mlflow: bool = Field(default=True, description="record runs in MLflow")
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="where runs are recorded: any of mlflow, tensorboard, wandb; empty: mlflow",
     )
-    trackers: list[str] = option(
-        [],
-        "where runs are recorded: any of mlflow, tensorboard, wandb; empty: mlflow",
-        flag="--track",
-        on=(*SCORERS, *TRAINING, "rounds"),
+    uri: str = Field(
+        default="", description="tracking server; empty: MLFLOW_TRACKING_URI or sqlite:///mlflow.db"
     )
-    uri: str = option(
-        "", "tracking server; empty: MLFLOW_TRACKING_URI or sqlite:///mlflow.db", read_by=SCORERS
+    experiment: str = Field(default="align", description="experiment name")
+    run_name: str = Field(
+        default="", description="run name; empty: made of the model, the method and the data"
     )
-    experiment: str = option("align", "experiment name", read_by=SCORERS)
-    run_name: str = option(
-        "", "run name; empty: made of the model, the method and the data", read_by=SCORERS
+    upload_model: bool = Field(
+        default=False,
+        description=(
+            "also upload the trained model, not only its card; the run waits until it is there"
+        ),
     )
-    upload_model: bool = option(
-        False, "also upload the trained model, not only its card; the run waits until it is there"
-    )
-    system_metrics: bool = option(
-        False, "with each logged step of a training also processor, memory, disk and GPU memory"
+    system_metrics: bool = Field(
+        default=False,
+        description=(
+            "with each logged step of a training also processor, memory, disk and GPU memory"
+        ),
     )
 
     def none(self) -> TrackingOptions:
@@ -213,41 +129,34 @@ class TrackingOptions:
         return replace(self, mlflow=False, trackers=[])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RewardOptions:
     """Scores for completions, by a reward model."""
 
-    model: str = option(
-        "",
-        "folder of the reward model: one made by --method reward, or any other",
-        flag="--reward-model",
-        on=("score", "judge"),
-        is_path=True,
+    model: PathStr = Field(
+        default="",
+        description="folder of the reward model: one made by --method reward, or any other",
     )
-    output: str = option("align-rewards", "folder of the scored data", on=("score",), is_path=True)
+    output: PathStr = Field(default="align-rewards", description="folder of the scored data")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """One `align.yaml`."""
 
-    model: ModelOptions = section(ModelOptions, read_by=("precompute-ref", "sample"))
-    data: DataOptions = section(DataOptions, read_by=("check", *IN_TASKS))
-    tokens: TokenOptions = section(
-        TokenOptions, read_by=("check", *SCORERS, *TRAINING), binds=("cache", "round")
-    )
-    cache: CacheOptions = section(
-        CacheOptions, read_by=("precompute-ref",), binds=("cache", "round")
-    )
-    scoring: ScoringOptions = section(ScoringOptions, read_by=("precompute-ref", "score"))
-    tracking: TrackingOptions = section(TrackingOptions, read_by=TRAINING)
-    train: TrainOptions = section(TrainOptions, read_by=TRAINING, binds=("run", "round"))
-    lora: LoraOptions = section(LoraOptions, read_by=TRAINING, binds=("run", "round"))
-    rewards: RewardOptions = section(RewardOptions, read_by=("score",))
-    server: ServerOptions = section(ServerOptions, read_by=("sample", "judge"))
-    sample: SampleOptions = section(SampleOptions, read_by=("sample",), binds=("round",))
-    judge: JudgeOptions = section(JudgeOptions, read_by=("judge",), binds=("round",))
-    select: SelectOptions = section(SelectOptions, read_by=("select",), binds=("round",))
-    rounds: RoundsOptions = section(RoundsOptions, read_by=("rounds",), binds=("round",))
+    model: ModelOptions = Field(default_factory=ModelOptions)
+    data: DataOptions = Field(default_factory=DataOptions)
+    tokens: TokenOptions = Field(default_factory=TokenOptions)
+    cache: CacheOptions = Field(default_factory=CacheOptions)
+    scoring: ScoringOptions = Field(default_factory=ScoringOptions)
+    tracking: TrackingOptions = Field(default_factory=TrackingOptions)
+    train: TrainOptions = Field(default_factory=TrainOptions)
+    lora: LoraOptions = Field(default_factory=LoraOptions)
+    rewards: RewardOptions = Field(default_factory=RewardOptions)
+    server: ServerOptions = Field(default_factory=ServerOptions)
+    sample: SampleOptions = Field(default_factory=SampleOptions)
+    judge: JudgeOptions = Field(default_factory=JudgeOptions)
+    select: SelectOptions = Field(default_factory=SelectOptions)
+    rounds: RoundsOptions = Field(default_factory=RoundsOptions)
     # What may stand here depends on train.method: its own options class checks it.
-    method: dict[str, Any] = section(dict, on=TRAINING, binds=("run", "round"))
+    method: dict[str, Any] = Field(default_factory=dict)

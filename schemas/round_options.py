@@ -2,203 +2,168 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from .option import option
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from .option import STRICT, PathStr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ServerOptions:
     """A server with OpenAI's interface: vLLM, SGLang, llama.cpp, `transformers serve`."""
 
-    url: str = option(
-        "",
-        "its address, such as http://HOST:8000/v1; empty: no server",
-        flag="--server",
-        on=("sample", "judge"),
+    url: str = Field(
+        default="", description="its address, such as http://HOST:8000/v1; empty: no server"
     )
-    model: str = option(
-        "",
-        "the name of its model; empty: the only one that it lists",
-        flag="--server-model",
-        on=("sample", "judge"),
-        binds=("round",),
+    model: str = Field(
+        default="", description="the name of its model; empty: the only one that it lists"
     )
-    revision: str = option(
-        "",
-        "what you call these weights: a server tells no digest, so answers are kept under it",
-        on=("sample", "judge"),
-        binds=("round",),
+    revision: str = Field(
+        default="",
+        description=(
+            "what you call these weights: a server tells no digest, so answers are kept under it"
+        ),
     )
-    key_variable: str = option(
-        "OPENAI_API_KEY", "the environment variable that holds the API key, if the server asks"
+    key_variable: str = Field(
+        default="OPENAI_API_KEY",
+        description="the environment variable that holds the API key, if the server asks",
     )
-    concurrency: int = option(16, "requests in flight", ge=1, on=("sample", "judge"))
-    timeout: float = option(120.0, "seconds without a byte until a request counts as lost", gt=0)
-    retries: int = option(8, "times that one request is sent again, after growing pauses", ge=0)
-    max_tokens: int = option(
-        0, "stop, to go on later, once so many tokens were read and written; 0: no limit", ge=0
+    concurrency: int = Field(default=16, ge=1, description="requests in flight")
+    timeout: float = Field(
+        default=120.0, gt=0, description="seconds without a byte until a request counts as lost"
+    )
+    retries: int = Field(
+        default=8, ge=0, description="times that one request is sent again, after growing pauses"
+    )
+    max_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="stop, to go on later, once so many tokens were read and written; 0: no limit",
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SampleOptions:
     """Completions of prompts by a policy."""
 
-    output: str = option(
-        "align-samples",
-        "folder of the samples",
-        on=("sample",),
-        is_path=True,
-        binds=(),
-        instead={"rounds": "rounds.output"},
+    output: PathStr = Field(default="align-samples", description="folder of the samples")
+    answers: PathStr = Field(
+        default="", description="folder that keeps every answer; empty: in the output"
     )
-    answers: str = option(
-        "",
-        "folder that keeps every answer; empty: in the output",
-        is_path=True,
-        binds=(),
-        instead={"rounds": "rounds.output"},
+    n: int = Field(default=8, ge=1, description="samples of each prompt")
+    temperature: float = Field(default=1.0, ge=0, description="0: the likeliest token each time")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="draw from the likeliest tokens that add up to this"
     )
-    n: int = option(8, "samples of each prompt", ge=1, flag="-n", on=("sample",))
-    temperature: float = option(1.0, "0: the likeliest token each time", ge=0, on=("sample",))
-    top_p: float = option(
-        1.0, "draw from the likeliest tokens that add up to this", gt=0, le=1, on=("sample",)
+    top_k: int = Field(
+        default=0, ge=0, description="draw from so many of the likeliest tokens; 0: all"
     )
-    top_k: int = option(
-        0, "draw from so many of the likeliest tokens; 0: all", ge=0, on=("sample",)
-    )
-    max_new_tokens: int = option(512, "most tokens of a sample", ge=1, on=("sample",))
-    seed: int = option(0, "another seed, other samples", on=("sample",))
+    max_new_tokens: int = Field(default=512, ge=1, description="most tokens of a sample")
+    seed: int = Field(default=0, lt=2**63, description="another seed, other samples")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class JudgeOptions:
     """Who says which samples are good, and how."""
 
-    output: str = option(
-        "align-judged",
-        "folder of the judged samples",
-        on=("judge",),
-        is_path=True,
-        binds=(),
-        instead={"rounds": "rounds.output"},
+    output: PathStr = Field(default="align-judged", description="folder of the judged samples")
+    answers: PathStr = Field(
+        default="", description="folder that keeps every judgment; empty: in the output"
     )
-    answers: str = option(
-        "",
-        "folder that keeps every judgment; empty: in the output",
-        is_path=True,
-        binds=(),
-        instead={"rounds": "rounds.output"},
+    by: Literal["none", "reward", "rubric", "pairwise", "exact", "regex", "function"] = Field(
+        default="none",
+        description=(
+            "reward: a reward model (rewards.model); rubric or pairwise: a language model, "
+            "behind a server (server.url) or in a folder (judge.model); exact or regex: compared "
+            "with the reference answer; function: MODULE:FUNCTION"
+        ),
     )
-    by: Literal["none", "reward", "rubric", "pairwise", "exact", "regex", "function"] = option(
-        "none",
-        "reward: a reward model (rewards.model); rubric or pairwise: a language model, behind a "
-        "server (server.url) or in a folder (judge.model); exact or regex: compared with the "
-        "reference answer; function: MODULE:FUNCTION",
-        on=("judge",),
+    model: PathStr = Field(default="", description="folder of a language model that judges")
+    template: PathStr = Field(
+        default="", description="file with the judge's prompt; empty: the one that align ships"
     )
-    model: str = option(
-        "", "folder of a language model that judges", on=("judge",), is_path=True, binds=()
+    function: str = Field(
+        default="", description="MODULE:FUNCTION(prompt, completion, row) that returns a score"
     )
-    template: str = option(
-        "",
-        "file with the judge's prompt; empty: the one that align ships",
-        on=("judge",),
-        is_path=True,
-        binds=(),
+    pattern: str = Field(
+        default="", description="regular expression whose first group is compared with the answer"
     )
-    function: str = option(
-        "", "MODULE:FUNCTION(prompt, completion, row) that returns a score", on=("judge",)
+    answer: str = Field(default="answer", description="column with the reference answer")
+    against: PathStr = Field(
+        default="", description="folder of other samples of the same prompts, to compare with"
     )
-    pattern: str = option(
-        "", "regular expression whose first group is compared with the answer", on=("judge",)
+    pairs: Literal["all", "first"] = Field(
+        default="all",
+        description="which samples of a prompt are compared: all pairs, or each with the first",
     )
-    answer: str = option("answer", "column with the reference answer", on=("judge",))
-    against: str = option(
-        "",
-        "folder of other samples of the same prompts, to compare with",
-        on=("judge",),
-        is_path=True,
-        binds=(),
-        instead={"rounds": ""},
-    )
-    pairs: Literal["all", "first"] = option(
-        "all",
-        "which samples of a prompt are compared: all pairs, or each with the first",
-        on=("judge",),
-    )
-    max_new_tokens: int = option(512, "most tokens of a judgment", ge=1)
+    max_new_tokens: int = Field(default=512, ge=1, description="most tokens of a judgment")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SelectOptions:
     """Which judged samples become rows of preference data."""
 
-    output: str = option(
-        "align-selected",
-        "folder of the rows",
-        on=("select",),
-        is_path=True,
-        binds=(),
-        instead={"rounds": "rounds.output"},
+    output: PathStr = Field(default="align-selected", description="folder of the rows")
+    rows: Literal["best_worst", "all_pairs", "labels", "groups"] = Field(
+        default="best_worst",
+        description=(
+            "best_worst: a pair of each prompt; all_pairs; labels: desirable or not, for KTO; "
+            "groups: all samples with scores, for GRPO and PPO"
+        ),
     )
-    rows: Literal["best_worst", "all_pairs", "labels", "groups"] = option(
-        "best_worst",
-        "best_worst: a pair of each prompt; all_pairs; labels: desirable or not, for KTO; groups: "
-        "all samples with scores, for GRPO and PPO",
-        on=("select",),
+    threshold: float | str = Field(
+        default="mean",
+        description=(
+            "labels: desirable above this, undesirable below: mean or median of a prompt, or a "
+            "number"
+        ),
     )
-    threshold: float | str = option(
-        "mean",
-        "labels: desirable above this, undesirable below: mean or median of a prompt, or a number",
+    min_gap: float = Field(
+        default=0.0, ge=0, description="scores of a pair are further apart than this"
     )
-    min_gap: float = option(
-        0.0, "scores of a pair are further apart than this", ge=0, on=("select",)
-    )
-    max_length_ratio: float = option(
-        0.0,
-        "the longer sample of a pair is at most so many times as long; 0: any",
+    max_length_ratio: float = Field(
+        default=0.0,
         ge=0,
-        on=("select",),
+        description="the longer sample of a pair is at most so many times as long; 0: any",
     )
-    keep_cut: bool = option(
-        False,
-        "also take samples cut at max_new_tokens: training would learn to end there",
-        on=("select",),
+    keep_cut: bool = Field(
+        default=False,
+        description="also take samples cut at max_new_tokens: training would learn to end there",
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RoundsOptions:
     """Rounds of sample, judge, select, precompute-ref and train."""
 
-    output: str = option(
-        "align-rounds", "folder of all rounds", on=("rounds",), is_path=True, binds=()
+    output: PathStr = Field(default="align-rounds", description="folder of all rounds")
+    count: int = Field(default=3, ge=1, description="rounds in all; more than there are adds some")
+    reference: Literal["fixed", "previous"] = Field(
+        default="fixed",
+        description="fixed: the model of the beginning; previous: the policy of the round before",
     )
-    count: int = option(
-        3, "rounds in all; more than there are adds some", ge=1, on=("rounds",), binds=()
+    prompts_per_round: int = Field(
+        default=0, ge=0, description="a fresh slice of so many for each round; 0: all"
     )
-    reference: Literal["fixed", "previous"] = option(
-        "fixed",
-        "fixed: the model of the beginning; previous: the policy of the round before",
-        on=("rounds",),
+    eval_fraction: float = Field(
+        default=0.1, ge=0, lt=1, description="share of prompts held out, by their hash"
     )
-    prompts_per_round: int = option(0, "a fresh slice of so many for each round; 0: all", ge=0)
-    eval_fraction: float = option(0.1, "share of prompts held out, by their hash", ge=0, lt=1)
-    eval_n: int = option(1, "samples of each held-out prompt after each round", ge=1)
-    eval_temperature: float = option(0.0, "of these samples", ge=0)
-    min_win_rate: float = option(
-        0.0,
-        "stop where the win rate against the policy before falls below this",
+    eval_n: int = Field(
+        default=1, ge=1, description="samples of each held-out prompt after each round"
+    )
+    eval_temperature: float = Field(default=0.0, ge=0, description="of these samples")
+    min_win_rate: float = Field(
+        default=0.0,
         ge=0,
         le=1,
-        binds=(),
+        description="stop where the win rate against the policy before falls below this",
     )
-    max_length_growth: float = option(
-        0.0,
-        "stop where samples are longer than this times those of the beginning; 0: never",
+    max_length_growth: float = Field(
+        default=0.0,
         ge=0,
-        binds=(),
+        description=(
+            "stop where samples are longer than this times those of the beginning; 0: never"
+        ),
     )

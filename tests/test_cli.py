@@ -26,7 +26,7 @@ def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(jo
     _, follows = journey.answer.out.split("next: align ")  # the command that comes next, as it is
     name, *words = shlex.split(follows)
     with COMMANDS[name].make_context(name, words) as context:
-        assert context.params["cache"] == str(journey.cache)
+        assert context.params["train.cache"] == str(journey.cache)
     said = journey.answer.out + journey.answer.err
     assert said.replace("\n", "").isprintable()  # as a log wants it
     assert {path.name for path in journey.cache.iterdir()} == {"manifest.json", "data", "_align"}
@@ -199,15 +199,10 @@ def test_a_store_is_told_all_of_a_run_that_it_missed_and_nothing_twice(course, t
     assert stored(uri, run_id) == journalled(run)
     assert run_of(uri, run_id).info.status == "FINISHED"
 
-    # The speed of the next run is planned from it.
-    words = ("plan", "--method", "dpo", "--cache", course.cache, "--like", run)
-    assert "without evaluations" in align(*words).out
-
 
 def test_a_plan_says_all_that_a_training_needs_and_makes_nothing(course, tmp_path):
     words = ("--method", "dpo", "--cache", course.cache, "--output", tmp_path / "run")
-    priced = ("--tokens-per-second", 100, "--price", 3)
-    gpus = align("plan", *words, *("--gpu", "24g", "--gpus", 2), *priced)
-    for said in ("steps", "KL pairs", "zero3-offload, lora", "> zero1", "Fits: ", "at 3.00"):
+    gpus = align("plan", *words, *("--gpu", "24g", "--gpus", 2))
+    for said in ("steps", "KL pairs", "zero3-offload, lora", "> zero1", "Fits: "):
         assert said in gpus.out
     assert not (tmp_path / "run").exists()

@@ -13,9 +13,9 @@ import typer
 import yaml
 
 from align import __version__, cli
-from align.pipeline.commands.examples import EXAMPLES
 from align.pipeline.jobs.signals import STOPS
 from align.pipeline.options.settings import load_settings
+from align.pipeline.options.table import COMMANDS as WITH_SETTINGS
 from align.schemas.cache import Manifest
 from align.schemas.errors import AlignError, Interrupted
 from align.schemas.rows import REASONS
@@ -63,23 +63,22 @@ def take(words):
         return
     with COMMANDS[name].make_context(name, list(rest)) as context:
         given = context.params
-    sets = [*(given.get("sets") or [])]
+    sets = [*(given.get("--set") or [])]
     for varied in given.get("vary") or []:
         setting, _, values = varied.partition("=")
         sets.append(f"{setting}={values.split(',')[0]}")
-    method = load_settings({}, sets, file=None, command=name).config.method
-    asked = given.get("methods") or [given.get("method")]
+    command = name if name in WITH_SETTINGS else "config"
+    method = load_settings({}, sets, file=None, command=command).config.method
+    asked = given.get("methods") or [given.get("train.method")]
     for recipe in filter(None, asked):
         recipe_of(recipe, method)
 
 
 def test_the_help_of_every_command_ends_with_an_example_that_is_taken():
-    assert COMMANDS.keys() == EXAMPLES.keys()
-    for name, example in EXAMPLES.items():
-        first, *words = shlex.split(example)
+    for name, command in COMMANDS.items():
+        _, first, *words = shlex.split(command.epilog)
         assert (first, words[0]) == ("align", name)
-        assert not why_refused(*words), example
-        assert COMMANDS[name].epilog.endswith(example)
+        assert not why_refused(*words), command.epilog
 
 
 def why_refused(*words):

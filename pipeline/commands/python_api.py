@@ -9,35 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import polars as pl
 
     from ...schemas.checkpoint import How
-    from ...schemas.option import Command
     from ...stages.tracking.journal import Callback
     from ...stages.tracking.progress import Progress
     from ..options.settings import Settings
     from ..precompute.precompute import PrecomputeResult
 
 AnyPath: TypeAlias = "str | Path"
-
-
-class ArrowTable(Protocol):
-    """A frame of polars, pandas or Arrow."""
-
-    def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
+Frame: TypeAlias = Any  # of polars, pandas or Arrow
 
 
 def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
     """A finished cache as a lazy frame with TRL's column names, as `align export` writes them.
 
-    A pair is one row: `chosen_ids`, `ref_chosen_logps`, `KL_chosen_ids`, … and the same of the
-    rejected side. A labelled completion is one row: `completion_ids`, `label`, `ref_logps`, … A
-    scored group is one row of lists. Only the columns that a query asks for are read, from the
-    shards that the manifest names. With `text`, the tokenizer of the reference is loaded and
-    `prompt`, `chosen`, … come before their ids.
+    A pair, a labelled completion or a scored group is one row. Only the columns that a query asks
+    for are read. With `text`, the tokenizer of the reference is loaded and `prompt`, `chosen`, …
+    come before their ids.
 
         >>> cache = align.load_cache("align-cache")
         >>> cache.select(pl.col("ref_chosen_logps") - pl.col("ref_rejected_logps")).collect()
@@ -54,7 +46,7 @@ def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
 
 
 def precompute(
-    data: AnyPath | Sequence[AnyPath] | Iterable[Mapping[str, Any]] | ArrowTable,
+    data: AnyPath | Sequence[AnyPath] | Iterable[Mapping[str, Any]] | Frame,
     *,
     model: AnyPath | None = None,
     output: AnyPath | None = None,
@@ -65,12 +57,8 @@ def precompute(
     """Makes a cache as `align precompute-ref` does, or finishes one; `.folder` is its path.
 
     The data are files, or rows: a list of dicts, a `datasets.Dataset`, a polars, pandas or Arrow
-    frame. Equal rows find the same cache again.
-
-    `settings` takes the names of `--set`, with values instead of text. An `align.yaml` here or
-    beside the data counts as it does for the command, unless `config` names another file. One
-    process scores; several, or several GPUs, are for the command. `progress` is shown on standard
-    error.
+    frame. `settings` takes the names of `--set`, with values instead of text. An `align.yaml` here
+    or beside the data counts as it does for the command, unless `config` names another file.
 
         >>> made = align.precompute("pairs.parquet", model="models/sft", output="align-cache",
         ...                         settings={"tokens.max_length": 1024})
@@ -106,9 +94,8 @@ def train(
 ) -> TrainingRun:
     """Trains a policy on a cache as `align train` does; returns the run, read back.
 
-    Each callback is called with the step and the numbers of every line that metrics.jsonl gets, on
-    the first rank; an evaluation's names begin with `eval/`. What it raises ends the run, and
-    `settings={"train.resume": "auto"}` continues it. The other arguments are as in `precompute`.
+    Each callback gets the step and the numbers of every line of metrics.jsonl, on the first rank.
+    What it raises ends the run, and `settings={"train.resume": "auto"}` continues it.
 
         >>> def watch(step, metrics):
         ...     print(step, metrics.get("loss"), metrics.get("eval/loss"))
@@ -178,7 +165,7 @@ class TrainingRun:
 
 
 def _loaded(
-    command: Command,
+    command: str,
     flags: Mapping[str, AnyPath | None],
     settings: Mapping[str, Any] | None,
     config: AnyPath | None,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..options.flags import ConfigFile, Data, Sets
+from .settings_command import Data, SettingsCommand, settings_of
 from .terminal import say
 
-
-def add_setup_to(app: typer.Typer) -> None:
-    """Makes them commands of the app."""
-    for name, command in (("init", init), ("config", config), ("tiny-world", tiny_world)):
-        app.command(name, rich_help_panel="Begin")(command)
+app = typer.Typer()
+command = partial(app.command, rich_help_panel="Begin")
+with_settings = partial(app.command, cls=SettingsCommand, rich_help_panel="Begin")
 
 
+@command(epilog="Example: align init --method kto --schema")
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
     schema: Annotated[
@@ -44,20 +44,20 @@ def init(
     say(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
 
 
+@with_settings(epilog="Example: align config --changed")
 def config(
+    context: typer.Context,
     data: Data = None,
     changed: Annotated[
         bool, typer.Option("--changed", help="Only the settings that are not at their default.")
     ] = False,
-    config: ConfigFile = None,
-    sets: Sets = None,
 ) -> None:
     """Print every setting and where its value comes from."""
     from ...schemas.config import Config
-    from ..options.method_flags import require_known_options
-    from ..options.settings import flatten, load_settings, without_secrets
+    from ..options.flags import require_known_options
+    from ..options.settings import flatten, without_secrets
 
-    settings = load_settings({}, sets or [], file=config, data=data or [])
+    settings = settings_of(context, data=data)
     require_known_options(settings.config)
     say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
     found, defaults = flatten(settings.config), flatten(Config())
@@ -67,6 +67,7 @@ def config(
         say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
 
 
+@command("tiny-world", epilog="Example: align tiny-world world --rows 200")
 def tiny_world(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     rows: Annotated[int, typer.Option(min=1, help="Preference rows.")] = 2000,

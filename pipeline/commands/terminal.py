@@ -9,20 +9,23 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from typer.core import TyperGroup
 
 from ... import __version__
-from ...schemas.config import Config
+from ...schemas.errors import did_you_mean
 from ...schemas.safe_text import mask_secrets_of, safe
 from ...stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ...stages.tracking.progress import NoProgress, Progress, make_progress
-from ..options.other_names import hint
 from ..workers import HOW_THREADS_WAIT
+
+if TYPE_CHECKING:
+    from ...schemas.config import Config
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
 # waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
@@ -75,29 +78,38 @@ class SafeGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the words up to the command's name."""
-        try:
+        with _readable():
             return super().parse_args(ctx, args)
-        except Exception as error:
-            _make_readable(error)
-            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Reads the words of a command and gives it."""
-        try:
+        with _readable():
             return super().invoke(ctx)
-        except Exception as error:
-            _make_readable(error)
-            raise
 
 
-def _make_readable(error: Exception) -> None:
-    if not isinstance(message := getattr(error, "message", None), str):
-        return  # Typer does not show it
-    if hasattr(error, "possibilities"):  # a flag that the command does not have
-        command = getattr(getattr(error, "ctx", None), "info_name", "")
-        if meant := hint(error.option_name, command):  # type: ignore[attr-defined]
-            message, error.possibilities = f"{message}.{meant}", None
-    vars(error)["message"] = safe(message)
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Makes what typer says of an error safe to print, with the flag that an unknown one means."""
+    try:
+        yield
+    except Exception as error:
+        message = getattr(error, "message", None)  # what typer shows
+        if isinstance(message, str):
+            name = getattr(error, "option_name", "")
+            if name and (near := _meant(name, getattr(error, "ctx", None))):
+                message = f"{message}.{did_you_mean(near)}"
+                vars(error)["possibilities"] = None
+            vars(error)["message"] = safe(message)
+        raise
+
+
+def _meant(flag: str, context: Any) -> list[str]:
+    """The flags, or settings without one, that a name of another trainer means in a command."""
+    from ..options.other_names import meant_by
+    from ..options.table import flag_of
+
+    command = getattr(context, "info_name", "")
+    return [flag_of(name, command) or name for name in meant_by(flag)]
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...schemas.errors import UsageError
-from ..options.flags import ConfigFile, Data, Sets, fixed_in, varied_in, with_flags
-from ..options.method_flags import MethodCommand
+from .cache_commands import Quiet
+from .settings_command import Data, SettingsCommand, settings_of
 from .terminal import begin_work, say, say_once
 
 if TYPE_CHECKING:
@@ -17,47 +17,14 @@ if TYPE_CHECKING:
 
     from ..options.settings import Settings
     from ..plan.planned_rows import GivenRows
-    from ..plan.run_plan import PlanRequest
 
 GIB = 2**30
+app = typer.Typer()
+with_settings = partial(app.command, cls=SettingsCommand, rich_help_panel="Training")
 
 
-def add_training_to(app: typer.Typer) -> None:
-    """Makes them commands of the app."""
-    for command in (run, train, plan, sweep):
-        app.command(cls=MethodCommand, rich_help_panel="Training")(command)
-
-
-@with_flags("train")
-def train(
-    flags: dict[str, Any],
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
-    """Train a policy on the shards of a cache; the reference is never loaded."""
-    from ..options.first_checks import require_training
-    from ..options.settings import load_settings
-
-    settings = load_settings(flags, sets or [], file=config, command="train")
-    require_training(settings.config)
-    from ..train.training_job import open_training
-
-    job = open_training(settings)
-    from ..train.train import run_training
-
-    say_once(run_training(job, progress=begin_work()).text())
-
-
-@with_flags("run")
-def run(
-    flags: dict[str, Any],
-    data: Data = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show no row as the model reads it.")
-    ] = False,
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
+@with_settings(epilog="Example: align run data.jsonl --model DIR --method kto --lora --lr 1e-5")
+def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None:
     """Score the reference over preference data and train on it: both stages in one command.
 
     --model is the reference, and where the policy begins unless --policy names another.
@@ -65,9 +32,8 @@ def run(
     The cache stays: the next run on the same data scores nothing.
     """
     from ..options.first_checks import asked_recipe, require_inputs, require_policy
-    from ..options.settings import load_settings
 
-    given = load_settings(flags, sets or [], file=config, data=data or [], command="run")
+    given = settings_of(context, data=data)
     asked_recipe(given.config)
     require_inputs(given.config)
     require_policy(given.config, "--policy")
@@ -81,9 +47,24 @@ def run(
     say(train_on_cache(settings, progress=progress).text())
 
 
-@with_flags("plan")
+@with_settings(epilog="Example: align train --method dpo --beta 0.1 --lr 1e-6 --eval-fraction 0.05")
+def train(context: typer.Context) -> None:
+    """Train a policy on the shards of a cache; the reference is never loaded."""
+    from ..options.first_checks import require_training
+
+    settings = settings_of(context)
+    require_training(settings.config)
+    from ..train.training_job import open_training
+
+    job = open_training(settings)
+    from ..train.train import run_training
+
+    say_once(run_training(job, progress=begin_work()).text())
+
+
+@with_settings(epilog="Example: align plan --method kto --gpu 24g --lora")
 def plan(
-    flags: dict[str, Any],
+    context: typer.Context,
     gpu: Annotated[
         str, typer.Option("--gpu", help="Memory of a GPU: 24g, 48g, 80g, or bytes.")
     ] = "",
@@ -103,46 +84,20 @@ def plan(
             min=1, metavar="<int>", help="With --rows: tokens of a completion (default 300)."
         ),
     ] = None,
-    tokens_per_second: Annotated[
-        float,
-        typer.Option(min=0, metavar="<float>", help="The speed of all GPUs, for time and cost."),
-    ] = 0.0,
-    like: Annotated[
-        Path | None, typer.Option("--like", help="A run whose measured speed is taken.")
-    ] = None,
-    price: Annotated[
-        float, typer.Option(min=0, metavar="<float>", help="Of a GPU for an hour.")
-    ] = 0.0,
-    config: ConfigFile = None,
-    sets: Sets = None,
 ) -> None:
-    """Say what a training needs before it begins: steps, tokens, memory of each GPU, time, cost."""
-    from ..options.settings import load_settings
+    """Say what a training needs before it begins: steps, tokens, memory of each GPU."""
     from ..plan.plan_text import plan_text
     from ..plan.run_plan import PlanRequest, plan_run
     from ..plan.setting_checks import bytes_of
 
-    settings = load_settings(flags, sets or [], file=config, command="plan")
-    asked: PlanRequest = PlanRequest(
+    settings = settings_of(context)
+    asked = PlanRequest(
         gpu_bytes=bytes_of(gpu, name="--gpu", least=GIB),
         gpus=gpus or 1,
         is_for_gpu=bool(gpu or gpus),
         rows=_given_rows(rows, prompt_tokens, completion_tokens),
-        tokens_per_second=_speed(tokens_per_second, like, price),
-        price=price,
     )
     say_once(plan_text(plan_run(settings, asked)))
-
-
-def _speed(tokens_per_second: float, like: Path | None, price: float) -> float:
-    """Tokens per second, as given or as a run measured it; 0: unknown."""
-    from ..plan.run_plan import rate_of
-
-    if like and tokens_per_second:
-        raise UsageError("--like and --tokens-per-second both give a speed. Leave out one of them.")
-    if price and not (like or tokens_per_second):
-        raise UsageError("--price needs a speed: pass --tokens-per-second, or --like RUN.")
-    return rate_of(like) if like else tokens_per_second
 
 
 def _given_rows(rows: int | None, prompt: int | None, completion: int | None) -> GivenRows | None:
@@ -155,9 +110,9 @@ def _given_rows(rows: int | None, prompt: int | None, completion: int | None) ->
     return None
 
 
-@with_flags("sweep")
+@with_settings(epilog="Example: align sweep --method dpo --method kto --lr 1e-6,1e-5")
 def sweep(
-    flags: dict[str, Any],
+    context: typer.Context,
     methods: Annotated[list[str], typer.Option("--method", help="A method; repeatable.")],
     vary: Annotated[
         list[str] | None, typer.Option(help="SETTING=V1,V2,… to try; repeatable.")
@@ -165,14 +120,13 @@ def sweep(
     output: Annotated[
         str, typer.Option(help="Each run gets a folder in it.", metavar="<path>")
     ] = "align-sweep",
-    config: ConfigFile = None,
-    sets: Sets = None,
 ) -> None:
     """Train many methods and settings on one cache, and compare them in one table.
 
     A flag with several values, as --lr 1e-6,1e-5, tries each of them.
     """
     from ...stages.methods.table import recipe_of
+    from ..options.flags import varied_in
     from ..options.settings import load_settings
 
     for method in methods:
@@ -180,11 +134,13 @@ def sweep(
     from ..train.sweep import sweep as run_sweep
     from ..train.trials import trials_of, varied_by
 
-    def load(more: Sequence[str]) -> Settings:
-        return load_settings(fixed, [*(sets or []), *more], file=config, command="sweep")
+    varied, fixed = varied_in(context.meta["flags"])
+    file, sets = context.meta["file"], context.meta["sets"]
 
-    fixed = fixed_in(flags)
-    trials = trials_of(methods, varied_by([*varied_in(flags), *(vary or [])]))
+    def load(more: Sequence[str]) -> Settings:
+        return load_settings(fixed, [*sets, *more], file=file, command="sweep")
+
+    trials = trials_of(methods, varied_by([*varied, *(vary or [])]))
     result = run_sweep(load, trials, output, progress=begin_work())
     say_once(result.text())
     if result.failures:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...schemas.errors import did_you_mean
-from .declared import declared, flag_of
+from .table import fields
 
 OURS = {
     "model_name_or_path": "model.path",
@@ -49,14 +48,10 @@ OURS = {
 }
 
 
-def hint(name: str, command: str = "") -> str:
-    """The last sentence of a refusal: the setting that is meant, or its flag in this command.
-
-    Empty for settings and unknown names. One of our own may be given without its section.
-    """
+def meant_by(name: str) -> list[str]:
+    """The setting that a name of another trainer means, or one of ours without its section."""
     key = name.lstrip("-").replace("-", "_").rpartition(".")[2]
-    own = [setting for setting in declared() if setting.rpartition(".")[2] == key]
-    meant = OURS.get(key) or (own[0] if len(own) == 1 else "")
-    if not meant or name in declared():
-        return ""
-    return did_you_mean([flag_of(meant, command) or meant])
+    own = [setting for setting in fields() if setting.rpartition(".")[2] == key]
+    if name in own:
+        return []
+    return [OURS[key]] if key in OURS else own if len(own) == 1 else []

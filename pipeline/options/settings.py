@@ -5,32 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
-import yaml
+from pydantic import ValidationError
 
 from ...schemas.config import Config
-from ...schemas.errors import UsageError
-from ...schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
-from ...schemas.option import Command
+from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.json_codec import json_schema
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import is_remote
 from ...stages.tracking.tracker import require_trackers
-from .declared import facts_of, paths, reads
-from .flags import require_used
-from .other_names import hint
-from .strict_yaml import UNREADABLE, from_yaml, setting_value
+from .other_names import meant_by
+from .table import COMMANDS, INSTEAD, SECTIONS, fields, flag_of, paths, reads
+from .yaml_values import UNREADABLE, from_yaml, in_yaml, setting_value, to_yaml
 
 if TYPE_CHECKING:
     from ...stages.methods.method_docs import Description
 
 FILE_NAME = "align.yaml"
-LARGEST_FILE = 1024 * 1024
+LARGEST_FILE = 1024 * 1024  # a file of data is larger, and YAML takes minutes to refuse it
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")
 
 
@@ -40,11 +39,6 @@ class Settings:
 
     config: Config
     origins: dict[str, str]
-
-    @property
-    def on_command(self) -> list[str]:
-        """The settings of this command's own flags and --set, by their dotted names."""
-        return [name for name, origin in self.origins.items() if origin in ("flag", "--set")]
 
     def given(self, section: str) -> dict[str, Any]:
         """The settings of one section that the user gave, by their dotted names.
@@ -67,7 +61,7 @@ def load_settings(
     file: Path | None,
     data: Sequence[str] = (),
     near: Sequence[str] = (),
-    command: Command = "config",
+    command: str = "config",
 ) -> Settings:
     """Later sources win: defaults, config file, environment, flags, --set.
 
@@ -75,15 +69,13 @@ def load_settings(
     many commands, as the environment does; a flag or --set has to be one that `command` uses.
     """
     path = file or _beside([*data, *near, *filter(None, [flags.get("train.cache")])])
-    layers: list[tuple[str, dict[str, Any]]] = []
+    layers: list[tuple[str, Mapping[str, Any]]] = []
     if path:
         layers.append((str(path), _read_file(path)))
     if os.environ.get("ALIGN_MODEL"):
         layers.append(("ALIGN_MODEL", {"model.path": os.environ["ALIGN_MODEL"]}))
-    given = {key: value for key, value in flags.items() if value is not None}
-    layers.append(("flag", given | ({"data.files": list(data)} if data else {})))
-    parsed = sets if isinstance(sets, Mapping) else dict(map(_parse_set, sets))
-    layers.append(("--set", dict(parsed)))
+    layers.append(("flag", {**flags, **({"data.files": list(data)} if data else {})}))
+    layers.append(("--set", sets if isinstance(sets, Mapping) else dict(map(_parse_set, sets))))
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in layers:
@@ -91,12 +83,64 @@ def load_settings(
         origins.update(dict.fromkeys(layer, origin))
     if isinstance(uri := values.get("tracking.uri"), str):
         _require_address(uri, origins["tracking.uri"])
-    settings = Settings(_build(values, origins), origins)
+    settings = Settings(_build(values, origins, command), origins)
     if reads(command, "tracking.trackers"):
         require_trackers(settings.config.tracking)
-    for name in settings.on_command:
-        require_used(command, name, origins[name])
+    for name, origin in origins.items():
+        if origin in ("flag", "--set"):
+            _require_used(command, name, origin)
     return settings
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, str], command: str) -> Config:
+    """The config of these values; what is wrong is one sentence with the setting and its origin."""
+    given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        if name in SECTIONS:
+            raise UsageError(
+                f"{origins[name]}: {name} is a section: expected settings in it, found "
+                f"{value!r:.60}."
+            )
+        if name not in fields() and section != "method":
+            meant = meant_by(name) or closest(name, fields())
+            hint = did_you_mean(meant) or " `align config` lists all settings."
+            raise UsageError(f"{origins[name]}: unknown setting '{name:.60}'.{hint}")
+        given[section][key] = value
+    built: dict[str, Any] = {"method": given.pop("method")}
+    for section, options in given.items():
+        try:
+            built[section] = SECTIONS[section](**options)
+        except ValidationError as error:
+            raise UsageError(_blamed(section, error, origins, command)) from error
+    return Config(**built)
+
+
+def _blamed(section: str, error: ValidationError, origins: Mapping[str, str], command: str) -> str:
+    """The sentence for the first wrong value of a section: its origin, its name, what it may be."""
+    errors = error.errors(include_url=False)
+    key, *inside = errors[0]["loc"]
+    name = f"{section}.{key}"
+    # A value of several types has an error for each of them; an item of a list has its place.
+    words = [one["msg"].removeprefix("Input should be ") for one in errors if one["loc"][0] == key]
+    expected = " or ".join(dict.fromkeys(words)).replace("a valid boolean", "true or false")
+    of_items = get_origin(fields()[name].annotation) in (list, dict)
+    place = name + "".join(f"[{step!r}]" for step in inside if of_items and step != "[key]")
+    origin = (flag_of(name, command) if origins[name] == "flag" else "") or origins[name]
+    found = errors[0]["input"]
+    wrong = f"{origin}: {place} should be {expected}, found {found!r:.60}."
+    if origin == "--set" and isinstance(found, str) and "," in found:
+        return f"{wrong} `align sweep --vary {name}={found:.60}` tries several values."
+    return wrong + did_you_mean(closest(str(found), re.findall("'([^']+)'", expected)))
+
+
+def _require_used(command: str, name: str, origin: str) -> None:
+    """Refuses a flag or --set that this command would ignore."""
+    if reads(command, name):
+        return
+    users = [f"`align {one}`" for one in COMMANDS if one != "config" and reads(one, name)]
+    way = INSTEAD.get((command, name)) or f"It is a setting of {', '.join(users)}"
+    raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")
 
 
 def _require_address(uri: str, origin: str) -> None:
@@ -109,28 +153,98 @@ def _require_address(uri: str, origin: str) -> None:
         )
 
 
+def _parse_set(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(
+            f"--set {text:.60}: expected NAME=VALUE, for example --set cache.shards=8."
+        )
+    return name, setting_value(name, value, where=f"--set {text:.60}")
+
+
+def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
+    """`method.beta=0.05,0.1` as {"method.beta": ["0.05", "0.1"]}."""
+    varied = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not (name and equals and all(values.split(","))):
+            raise UsageError(
+                f"--vary {text}: expected SETTING=V1,V2, for example method.beta=0.05,0.1."
+            )
+        varied[name] = values.split(",")
+    return varied
+
+
+# A config file.
+
+
+def _beside(names: Sequence[str]) -> Path | None:
+    """An align.yaml in the current folder, or beside the first of these files and folders."""
+    folders = [Path(), *(Path(name).parent for name in names[:1] if not is_remote(name))]
+    return next((file for folder in folders if os.path.lexists(file := folder / FILE_NAME)), None)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The settings of a file by their dotted names; paths are resolved from where it lies."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such config file. `align init` writes one.")
+    if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+        raise UsageError(f"{path}: not a config file. Name one as `align init` writes it.")
+    try:
+        content = from_yaml(path.read_text(encoding="utf-8"))
+    except (*UNREADABLE, UnicodeError) as error:
+        raise UsageError(
+            f"{path}: not readable as YAML: {' '.join(str(error).split()):.300}"
+        ) from error
+    if not isinstance(content, dict | None):
+        raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
+    return _located(_flat(content or {}, str(path)), path.parent, os.path.expanduser)
+
+
+def _flat(sections: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Dotted names for the settings inside sections; anything else keeps its name."""
+    pairs: list[tuple[str, Any]] = []
+    for section, content in sections.items():
+        if isinstance(content, dict):
+            pairs += [(f"{section}.{name}", value) for name, value in content.items()]
+        elif content is not None:
+            pairs.append((str(section), content))
+    counts = Counter(name for name, _ in pairs)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise UsageError(f"{where}: given twice: {', '.join(twice)}. Write each of them once.")
+    return dict(pairs)
+
+
+def _located(
+    values: dict[str, Any], folder: Path, home: Callable[[str], str] = str
+) -> dict[str, Any]:
+    """The settings with their paths from a folder; `home` resolves a ~, which a shell has done."""
+
+    def located(value: Any) -> Any:
+        if isinstance(value, list):
+            return [located(item) for item in value]
+        if not isinstance(value, str) or not value or is_remote(value):
+            return value
+        return str(folder / home(value))
+
+    for name in paths() & values.keys():
+        # What train.deepspeed names is a file, and not a preset, when it ends so.
+        if name != "train.deepspeed" or str(values[name]).endswith(".json"):
+            values[name] = located(values[name])
+    return values
+
+
+# Settings as they are written down.
+
+
 def flatten(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name."""
     return _flat(dataclasses.asdict(config))
 
 
-def as_yaml(config: Config) -> str:
-    """Every setting as the text of a config file, with absolute paths."""
-    sections = dataclasses.asdict(config)
-    for name, value in as_absolute(config).items():
-        section, _, key = name.partition(".")
-        sections[section][key] = value
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
-
-
 def as_absolute(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name, with absolute paths and without secrets."""
-    return without_secrets(_from_where_it_lies(flatten(config), Path.cwd()))
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings of a file by their dotted names, as `flatten` gives them."""
-    return flatten(_build(found := _read_file(path), dict.fromkeys(found, str(path))))
+    return without_secrets(_located(flatten(config), Path.cwd()))
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +253,21 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "://" in (uri := settings.get("tracking.uri") or ""):
         shown["tracking.uri"] = masked_address(uri)
     return shown
+
+
+def as_yaml(config: Config) -> str:
+    """Every setting as the text of a config file, with absolute paths."""
+    sections = dataclasses.asdict(config)
+    for name, value in as_absolute(config).items():
+        section, _, key = name.partition(".")
+        sections[section][key] = value
+    return to_yaml(sections)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a file by their dotted names, as `flatten` gives them."""
+    found = _read_file(path)
+    return flatten(_build(found, dict.fromkeys(found, str(path)), "config"))
 
 
 def write_template(path: Path, *, schema: bool, method: Description | None = None) -> None:
@@ -157,153 +286,19 @@ def template(method: Description | None = None) -> str:
 
     The options of a method are comments: set, they are refused with a method that has none such.
     """
-    lines = ["# Settings of align. Every value shown is the default; flags win over this file.", ""]
-    defaults = Config()
-    for section in dataclasses.fields(Config):
-        options: Any = getattr(defaults, section.name)
-        if dataclasses.is_dataclass(options):
-            lines.append(f"{section.name}:  # {(options.__doc__ or '').rstrip('.')}")
-            for field in dataclasses.fields(options):
-                value, meaning = getattr(options, field.name), field.metadata["description"]
-                if method and (section.name, field.name) == ("train", "method"):
-                    value = method.name
-                lines.append(f"  {field.name}: {_in_yaml(value)}  # {meaning}")
-        elif method:
-            lines.append(f"{section.name}:  # Options of {method.name}: remove a # to set one")
-            lines += [
-                f"  # {one.name}: {_in_yaml(one.default)}  # {one.help}" for one in method.options
-            ]
-        else:
-            lines.append(f"{section.name}:  # Options of the method: `align init --method NAME`")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _in_yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).replace("...", "").strip()
-
-
-def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
-    """`method.beta=0.05,0.1` as {"method.beta": ["0.05", "0.1"]}."""
-    varied = {}
-    for text in texts:
-        name, equals, values = text.partition("=")
-        if not (name and equals and all(values.split(","))):
-            raise UsageError(
-                f"--vary {text}: expected SETTING=V1,V2, for example method.beta=0.05,0.1."
-            )
-        varied[name] = values.split(",")
-    return varied
-
-
-def _beside(names: Sequence[str]) -> Path | None:
-    """An align.yaml in the current folder, or beside the first of these files and folders."""
-    folders = [Path(), *(Path(name).parent for name in names[:1] if not is_remote(name))]
-    return next((file for folder in folders if os.path.lexists(file := folder / FILE_NAME)), None)
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise UsageError(f"{path}: no such config file. `align init` writes one.")
-    if not path.is_file():
-        raise UsageError(f"{path}: not a file. Name a config file as `align init` writes it.")
-    if path.stat().st_size > LARGEST_FILE:
-        raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; not a config file.")
-    try:
-        content = from_yaml(path.read_text(encoding="utf-8"))
-    except (*UNREADABLE, UnicodeError) as error:
-        raise UsageError(
-            f"{path}: not readable as YAML: {' '.join(str(error).split()):.300}"
-        ) from error
-    if not isinstance(content, dict | None):
-        raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
-    values = _flat(content or {}, str(path))
-    for name in paths() & values.keys():
-        values[name] = _at_home(values[name], f"{path}: {name}")
-    return _from_where_it_lies(values, path.parent)
-
-
-def _at_home(value: Any, where: str) -> Any:
-    """The path with a ~ at its start resolved, as a shell does it for a flag."""
-    if isinstance(value, list):
-        return [_at_home(item, where) for item in value]
-    if not (isinstance(value, str) and value.startswith("~")):
-        return value
-    try:
-        return str(Path(value).expanduser())
-    except RuntimeError as error:
-        raise UsageError(
-            f"{where} is {value!r}: that home does not exist. Write it out."
-        ) from error
-
-
-def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for name in paths() & values.keys():
-        # What train.deepspeed names is a file, and not a preset, when it ends so.
-        if name != "train.deepspeed" or str(values[name]).endswith(".json"):
-            values[name] = _located(values[name], folder)
-    return values
-
-
-def _located(value: Any, folder: Path) -> Any:
-    if isinstance(value, list):
-        return [_located(item, folder) for item in value]
-    if not isinstance(value, str) or not value or is_remote(value):
-        return value
-    return str(folder / value)
-
-
-def _flat(sections: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Dotted names for the settings inside sections; anything else keeps its name."""
-    pairs: list[tuple[str, Any]] = []
-    for section, content in sections.items():
-        if isinstance(content, dict):
-            pairs += [(f"{section}.{name}", value) for name, value in content.items()]
-        elif content is not None:
-            pairs.append((str(section), content))
-    counts = Counter(name for name, _ in pairs)
-    if twice := sorted(name for name, count in counts.items() if count > 1):
-        raise UsageError(f"{where}: given twice: {', '.join(twice)}. Write each of them once.")
-    return dict(pairs)
-
-
-def _parse_set(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(
-            f"--set {text:.60}: expected NAME=VALUE, for example --set cache.shards=8."
-        )
-    return name, setting_value(name, value, where=f"--set {text:.60}")
-
-
-def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    nested: dict[str, Any] = {}
-    sections = [field.name for field in dataclasses.fields(Config)]
-    for name, value in values.items():
-        section, dot, key = name.partition(".")
-        if name not in sections and section != "method" and (meant := hint(name)):
-            raise UsageError(f"{origins[name]}: unknown key '{name}'.{meant}")
-        if section not in sections:
-            raise UsageError(f"{origins[name]}: {unknown_key(section, section, sections)}")
-        if not dot:
-            raise UsageError(
-                f"{origins[name]}: {name} is a section: expected settings in it, "
-                f"found {value!r:.60}."
-            )
-        nested.setdefault(section, {})[key] = value
-    try:
-        return from_plain(Config, nested)
-    except CodecError as error:
-        raise UsageError(_blamed(error, values, origins)) from error
-
-
-def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """The message: what is wrong, which source it came from, and how to give several values."""
-    parts = error.where.partition("[")[0].split(".")
-    names = [error.where, *(".".join(parts[:depth]) for depth in range(len(parts), 0, -1))]
-    name = next((name for name in names if name in origins), "")
-    given = values.get(name)
-    if origins.get(name) == "--set" and isinstance(given, str) and "," in given:
-        return f"--set: {error}. `align sweep --vary {name}={given:.60}` tries several values."
-    origin = origins.get(name, "config")
-    return f"{facts_of(name).flag if origin == 'flag' else origin}: {error}"
+    lines = ["# Settings of align. Every value shown is the default; flags win over this file."]
+    values = flatten(Config()) | ({"train.method": method.name} if method else {})
+    for section, options in SECTIONS.items():
+        if section == "method":
+            continue
+        lines += ["", f"{section}:  # {options.__doc__.rstrip('.')}"]
+        for key, field in options.__pydantic_fields__.items():
+            value = in_yaml(values[f"{section}.{key}"])
+            lines.append(f"  {key}: {value}  # {field.description}")
+    if method:
+        lines += ["", f"method:  # Options of {method.name}: remove a # to set one"]
+        for one in method.options:
+            lines.append(f"  # {one.name}: {in_yaml(one.default)}  # {one.help}")
+    else:
+        lines += ["", "method:  # Options of the method: `align init --method NAME`"]
+    return "\n".join([*lines, ""])

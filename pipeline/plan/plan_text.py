@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from ...schemas.errors import counted
 from ...stages.engine.engine_memory import Elements
-from ...stages.report.cache_tables import duration, facts, grid, heading
+from ...stages.report.cache_tables import facts, grid, heading
 from .memory_choice import amount
 from .memory_plan import Components, Way
 from .memory_search import Tried
@@ -16,7 +16,6 @@ from .run_plan import RunPlan
 from .workload import Workload
 
 GIB = 2**30
-HOUR = 3600
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "masks", "buffers")
 WIDTH = 80
 
@@ -27,7 +26,7 @@ def plan_text(plan: RunPlan) -> str:
     blocks = [
         list(_verdict(plan)),
         *([_wrapped(plan.note)] if plan.note else []),
-        [_heading("Training"), *_facts([*_training(plan), *_time(plan)])],
+        [_heading("Training"), *_facts(_training(plan))],
         [_heading("Stage 1"), *_facts(_stage_one(plan))],
         [_heading(f"Memory of {_whose(plan.device)} at its peak, in GiB"), *_parts(plan)],
         [_heading(f"Other ways, {micro}, in GiB"), *_ways(plan)],
@@ -143,18 +142,6 @@ def tokens_text(work: Workload) -> str:
 def micro_batches_text(work: Workload) -> str:
     """The micro-batches of a step."""
     return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
-
-
-def _time(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    if not plan.seconds:
-        yield "time", "unknown: pass --tokens-per-second, or --like RUN to take it from a run"
-        return
-    hours, rate = plan.seconds / HOUR, plan.request.tokens_per_second
-    yield "time", f"{duration(plan.seconds)} at {rate:,.0f} tokens/s, without evaluations"
-    if plan.request.price:
-        paid = hours * plan.request.gpus
-        cost = paid * plan.request.price
-        yield "cost", f"{cost:,.2f}: {paid:,.1f} GPU hours at {plan.request.price:,.2f}"
 
 
 def _stage_one(plan: RunPlan) -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from ...schemas.config import Config
 from ...stages.engine.deepspeed_config import PRESETS
-from ..options.declared import facts_of
 from ..options.settings import flatten
+from ..options.table import flag_of
 
 Changes: TypeAlias = dict[str, Any]  # settings by their dotted names
 # Tokens of a micro-batch.
@@ -173,10 +173,10 @@ def flags_of(changes: Changes, given_by_set: Collection[str] = ()) -> str:
 
 
 def _flag(name: str, value: Any, is_set: bool) -> str:
-    facts = facts_of(name)
-    if is_set or "train" not in facts.on:
+    flag = "" if is_set else flag_of(name, "train")
+    if not flag:
         return f"--set {name}={str(value).lower() if isinstance(value, bool) else value}"
-    return facts.flag if value is True else f"{facts.flag} {value}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def memory_savers(now: Situation) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The plan of a training: what it runs over, what it needs of a GPU, and how long it takes.
+"""The plan of a training: what it runs over, and what it needs of a GPU.
 
 From the settings, a cache's lengths or given ones, and config.json; no weight is read.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
-from pathlib import Path
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
@@ -18,8 +16,6 @@ from ...stages.methods.table import recipe_of
 from ...stages.model.loading.load import DTYPES
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.model.loading.placement import chosen_device, device_bytes
-from ...stages.storage.run.run_remote import run_folder_of
-from ...stages.tracking.journal import entry_batches
 from ..options.settings import Settings
 from .memory_choice import Budget, Choice, PlanFacts, chosen
 from .memory_plan import Components, MemoryPlanner, Way
@@ -38,8 +34,6 @@ class PlanRequest:
     gpus: int = 1
     is_for_gpu: bool = False
     rows: GivenRows | None = None
-    tokens_per_second: float = 0.0  # of all GPUs together
-    price: float = 0.0  # of a GPU for an hour
 
 
 @dataclass(frozen=True)
@@ -89,12 +83,6 @@ class RunPlan:
         ways = [way for way in self.planner.ways() if self.planner.is_possible(way)]
         ways = ways if self.own_way in ways else [self.own_way, *ways]
         return tuple((way, self.planner.components(way)) for way in ways)
-
-    @property
-    def seconds(self) -> float:
-        """The estimated seconds; 0 where the speed is unknown."""
-        rate = self.request.tokens_per_second
-        return self.workload.tokens / rate if rate else 0.0
 
     def fits(self, components: Components) -> bool:
         """Whether it fits into the memory that was asked for."""
@@ -168,19 +156,3 @@ def _reference(planner: MemoryPlanner, way: Way, workload: Workload) -> Referenc
         copy=0 if way.learning != "full" else itemsize * total // share,
         logits=2 * itemsize * tokens * planner.vocabulary,
     )
-
-
-def rate_of(run: Path) -> float:
-    """Tokens per second of a run over all of its steps, as it logged them."""
-    metrics = run_folder_of(str(run)).metrics
-    if not metrics.is_file():
-        raise UsageError(f"{run}: no run with a metrics.jsonl. Name the folder of a training run.")
-    tokens = seconds = 0.0
-    for entry in chain.from_iterable(entry_batches(metrics)):
-        line = {point.key: point.value for point in entry.points}
-        if "speed/tokens_per_second" in line:
-            tokens += line["tokens"]
-            seconds += line["speed/step_seconds"]
-    if not seconds:
-        raise UsageError(f"{metrics}: no step is in it. Name a run that has made some.")
-    return tokens / seconds

@@ -27,8 +27,8 @@ from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote
 from ..jobs.differences import differences
 from ..jobs.object_inputs import cache_at
-from ..options.declared import bound
 from ..options.settings import flatten
+from ..options.table import bound
 from ..parts import Part
 from ..ray_actors import require_executor
 

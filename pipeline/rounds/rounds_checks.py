@@ -13,8 +13,8 @@ from ...stages.model.loading.model_folder import require_peft
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
-from ..options.declared import set_by
 from ..options.settings import Settings, as_absolute
+from ..options.table import SETS
 from ..plan.method_needs import require_own_samples
 from ..precompute.opening import require_model
 from ..tables.judges import KINDS, NAMES, kind_of
@@ -57,7 +57,7 @@ def _require_alone() -> None:
 def _require_free(settings: Settings) -> None:
     """Refuses settings that every round would override."""
     config = as_absolute(settings.config)
-    for name, way in set_by("rounds").items():
+    for name, way in SETS["rounds"].items():
         is_given = settings.origins.get(name) == "--set"
         if is_given or (name in REFUSED_IN_FILES and config[name]):
             instead = f" Set {way}." if way else " Leave it out."

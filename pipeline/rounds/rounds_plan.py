@@ -19,8 +19,8 @@ from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.rounds_folder import OneRound, RoundsFolder
 from ..jobs.differences import differences
-from ..options.declared import bound, set_by
 from ..options.settings import Settings, as_absolute
+from ..options.table import SETS, bound
 from ..tables.judges import kind_of
 from ..tables.language_judge import judge_sampler
 from .round_prompts import PromptSplit, content_digest
@@ -118,8 +118,8 @@ class RoundsJob:
         )
         lora = replace(self.config.lora, merge=self.config.lora.enabled)
         config = replace(self.config, model=reference, train=train, lora=lora)
-        own = set_by("rounds")
-        origins = {name: of for name, of in self.settings.origins.items() if name not in own}
+        given, own = self.settings.origins, SETS["rounds"]
+        origins = {name: origin for name, origin in given.items() if name not in own}
         return Settings(config, origins)
 
     def bound_settings(self) -> dict[str, str]:

@@ -31,8 +31,8 @@ from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpo
 from ...stages.storage.run.run_folder import RunFolder, forget_ending, read_ending
 from ...stages.storage.run.run_remote import RunRemote, run_folder_of, run_remote_of
 from ..jobs.differences import differences
-from ..options.declared import binds, bound
 from ..options.settings import as_absolute, as_yaml, read_yaml
+from ..options.table import binds, bound
 
 if TYPE_CHECKING:
     from .training_job import Session, TrainingJob

@@ -25,8 +25,8 @@ from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import description, model_name, run_name
 from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
 from ..jobs.signals import WAY_ON
-from ..options.declared import set_by
 from ..options.settings import Settings, flatten
+from ..options.table import SETS
 from ..work import recorded_work
 from .policy_identity import PolicyDigests, digest_policies
 from .run_description import data_of
@@ -90,7 +90,7 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
 
 def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
     """Refuses a --set that every run would override."""
-    own = set_by("sweep")
+    own = SETS["sweep"]
     for name in (*own, *values_of(trials)):
         if given.origins.get(name) == "--set":
             way = own.get(name, "--vary")

@@ -14,8 +14,8 @@ from ...schemas.errors import AlignError, UsageError, counted
 from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.tracking.journal import EVAL
-from ..options.declared import set_by
 from ..options.settings import parse_varied
+from ..options.table import SETS
 from .run_history import Measured
 from .run_report import Trained
 
@@ -34,7 +34,7 @@ def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
     """Parses --vary; refuses a setting given twice, and those that a sweep sets itself."""
     names = [text.partition("=")[0] for text in texts]
     for name in names:
-        if way := set_by("sweep").get(name):
+        if way := SETS["sweep"].get(name):
             raise UsageError(f"--vary {name}: a sweep sets it itself. Use {way}.")
         if names.count(name) > 1:
             raise UsageError(f"{name} is varied twice. Give all of its values at once.")

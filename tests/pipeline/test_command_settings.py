@@ -8,12 +8,21 @@ import pytest
 from typer.main import get_command
 
 from align import cli
-from align.pipeline.options.declared import bound, facts_of, reads, set_by
+from align.pipeline.commands.settings_command import SettingsCommand
 from align.pipeline.options.settings import flatten, load_settings
+from align.pipeline.options.table import (
+    COMMANDS,
+    FLAGS,
+    READS,
+    SETS,
+    TAKES,
+    WORDS,
+    bound,
+    reads,
+)
 from align.pipeline.train.training_job import open_training
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
-from align.schemas.option import COMMANDS
 from align.stages.tracking.tracker import TRACKERS, kind_of
 from support.command import align, refusal
 from support.refusals import refuses
@@ -25,18 +34,19 @@ SETTING_COMMANDS = ("precompute-ref", "score", "train", "sweep", "verify")
 VALUES = {bool: "true", int: "3", float: "0.5", list: "[a]", dict: "{a: b}"}
 
 
-def test_commands_that_take_settings_are_those_that_declarations_name():
-    taking = {
-        name
-        for name, command in get_command(cli.app).commands.items()
-        if any(parameter.name == "sets" for parameter in command.params)
-    }
+def test_commands_that_take_settings_are_those_of_the_table():
+    commands = get_command(cli.app).commands.items()
+    taking = {name for name, command in commands if isinstance(command, SettingsCommand)}
     assert {*COMMANDS} == taking
 
 
-def test_what_rounds_set_themselves_can_be_set_where_the_refusal_says():
-    assert {*set_by("rounds").values()} <= {"", *SETTINGS}
-    assert set_by("rounds").keys() <= {*SETTINGS}
+def test_every_name_of_the_table_is_a_setting_or_a_section():
+    sections = {name.partition(".")[0] for name in SETTINGS}
+    named = {f"{section}.{key}" for section, keys in FLAGS.items() for key in keys.split()}
+    for names in (*TAKES.values(), *READS.values()):
+        named |= {*names.split()}
+    named |= {*WORDS, *SETS["sweep"], *SETS["rounds"], *SETS["rounds"].values()} - {""}
+    assert not named - {*SETTINGS} - sections
 
 
 def test_a_mapping_says_the_same_in_any_order():
@@ -50,7 +60,7 @@ def test_a_mapping_says_the_same_in_any_order():
 
 def test_a_set_is_used_or_refused_by_name():
     for name in SETTINGS:
-        assert facts_of(name).read_by, name
+        assert any(reads(command, name) for command in READS) or name.startswith("rounds.")
         text = f"{name}={value_of(name)}"
         for command in SETTING_COMMANDS:
             if reads(command, name):

@@ -13,7 +13,8 @@ from align.schemas.config import Config
 from align.schemas.errors import AlignError
 
 DEFAULTS = flatten(Config())
-BOOLS = {True: {"yes", "true", "on"}, False: {"no", "false", "off"}}
+BOOLS = {True: {"true", "True", "TRUE"}, False: {"false", "False", "FALSE"}}
+INT = r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+"
 ODD = (
     *("0", "-1", "7", "0.25", "1.", ".5", "1e-6", "1e309", "1e-400", ".inf", ".nan", "nan"),
     *(str(2**63), "9" * 25, "1_000", "0x1F", "010", "1:30", "2026-01-31", "٣", "1e", "1,000"),
@@ -29,11 +30,12 @@ pytestmark = pytest.mark.usefixtures("here")
 def is_written(value, text):
     """Whether a value is the one of a text, or a collection of texts, as YAML has them."""
     if isinstance(value, bool):
-        return text.lower() in BOOLS[value]
+        return text in BOOLS[value]
     if isinstance(value, int):
-        return re.fullmatch(r"[-+]?(0|[1-9][\d_]*)", text) is not None and int(text) == value
+        base = 0 if text[:2] in {"0x", "0o"} else 10
+        return re.fullmatch(INT, text) is not None and int(text, base) == value
     if isinstance(value, float):
-        return float(text.replace("_", "")) == value
+        return float(text) == value
     if isinstance(value, list):
         return len(value) == len(text) and all(map(is_written, value, text))
     if isinstance(value, dict):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from align.pipeline.options.declared import declared
 from align.pipeline.options.other_names import OURS
 from align.pipeline.options.settings import load_settings
+from align.pipeline.options.table import fields
 from align.schemas.errors import UsageError
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS
@@ -35,9 +35,9 @@ def test_a_name_of_another_tool_is_answered_with_the_setting_that_is_meant():
 def test_no_setting_is_taken_for_a_name_of_another_tool_and_each_that_is_meant_exists():
     methods = {one for method in METHODS.values() for one in method.options.__annotations__}
     methods |= set(Modifiers.__annotations__)
-    settings = {*declared(), *(f"method.{one}" for one in methods)}
+    settings = {*fields(), *(f"method.{one}" for one in methods)}
     assert not {*OURS.values()} - settings
-    assert not {*OURS} & {setting.partition(".")[2] for setting in declared()}
+    assert not {*OURS} & {setting.partition(".")[2] for setting in fields()}
 
 
 def test_the_page_shows_every_name():

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from align.pipeline.options.settings import as_absolute, as_yaml, flatten, load_settings
-from align.pipeline.options.strict_yaml import from_yaml
+from align.pipeline.options.yaml_values import from_yaml
 from align.pipeline.plan.memory_choice import Budget
 from align.pipeline.plan.setting_checks import require_effect
 from align.schemas.config import Config
@@ -111,18 +111,12 @@ def test_a_set_value_has_the_type_of_its_setting():
         assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [("on", True), ("off", False), ("no", False), ("true", True)],
-)
-def test_layers_are_compiled_as_a_bare_word_of_yaml_says(text, meant):
-    write(f"model:\n  compile: {text}\n")
-    loaded = load().config
-    assert loaded.model.compile == meant
-    write(as_yaml(loaded))
-    assert load().config.model.compile == loaded.model.compile
-    write("")
-    assert load(f"model.compile={text}").config.model.compile == meant
+@pytest.mark.parametrize("text", ["1e5", "0o17", "yes", "null", "010", "2026-01-31", "a: b", "1.0"])
+def test_a_text_that_looks_like_something_else_is_written_so_that_it_stays_one(text):
+    named = load(f"tracking.run_name={text}", "data.carry=['" + text + "']").config
+    write(as_yaml(named))
+    assert load().config.tracking.run_name == text
+    assert load().config.data.carry == [text]
 
 
 def test_memory_may_be_a_number_of_bytes():
@@ -137,19 +131,21 @@ def test_memory_may_be_a_number_of_bytes():
 
 # A config file, and what the refusal names beside the file itself.
 MISTAKES = {
-    "cache:\n  shard: 1\n": ("'cache.shard'", "'shards'"),
+    "cache:\n  shard: 1\n": ("'cache.shard'", "'cache.shards'"),
     "cache: 5\n": ("cache", "5"),
     "cache:\n  shards: 1.5\n": ("cache.shards", "1.5"),
     "cache:\n  shards: true\n": ("cache.shards", "True"),
-    "cache:\n  shards: 010\n": ("cache.shards", "10.0"),
+    "cache:\n  shards: 1_000\n": ("cache.shards", "'1_000'"),
+    "cache:\n  shards: 1:30\n": ("cache.shards", "'1:30'"),
+    "model:\n  compile: on\n": ("model.compile", "'on'"),
+    "train:\n  lr: true\n": ("train.lr", "True"),
+    "train:\n  gradient_checkpointing: yes\n": ("train.gradient_checkpointing", "'yes'"),
+    "data:\n  files: [a, 1]\n": ("data.files[1]", "1"),
+    "data:\n  map: {prompt: 1}\n": ("data.map['prompt']", "1"),
     "model:\n  dtype: float33\n": ("model.dtype", "float33", "'float32'"),
     "- a\n": ("['a']",),
     "5: 1\n": ("'5'",),
     "cache.shards: 1\ncache:\n  shards: 2\n": ("cache.shards",),
-    "model:\n  path: ~nosuchuser/m\n": ("model.path", "'~nosuchuser/"),
-    "data:\n  files: [a, ~nosuchuser/b]\n": ("data.files", "'~nosuchuser/"),
-    'model:\n  path: "a\\0b"\n': ("model.path", "'a\\x00b'"),
-    'data:\n  map: {prompt: "a\\0b"}\n': ("data.map.prompt", "'a\\x00b'"),
     f"train:\n  seed: {1 << 63}\n": ("train.seed", "9223372036854775808"),
     f"train:\n  lr: {10**400}\n": ("train.lr", "1000"),
     f"train:\n  lr: {'9' * 5000}\n": ("YAML",),
@@ -162,11 +158,11 @@ MISTAKES = {
     ),
     "a: &a {b: 1}\ncache:\n  <<: *a\n": ("aliases",),
     "cache:\n  shards: 1\n  shards: 2\n": ("shards",),
-    'model: !!python/object/apply:os.system ["touch canary"]\n': ("tags",),
+    'model: !!python/object/apply:os.system ["touch canary"]\n': ("tag",),
     "[" * 20_000: ("YAML",),
     "? [1, 2]\n: 3\n": ("YAML",),
     "cache: \x00\n": ("YAML",),
-    "# " + "x" * (1 << 20): ("1,048,576 bytes",),
+    "# " + "x" * (1 << 20): (),
 }
 
 
@@ -213,15 +209,10 @@ def test_a_mistake_in_a_set_names_it_and_the_nearest_name(text, names):
     refusal(2, "config", "--set", text, names=("--set", *names))
 
 
-def test_a_number_of_thousands_of_digits_is_refused_without_being_written_out():
-    with refuses(UsageError, "--set", "cache.shards", "20,001"):
-        load_settings({}, {"cache.shards": 1 << 20_000}, file=None)
-
-
 def test_a_value_is_read_as_it_looks():
-    numbers = {"1e-5": 1e-5, "1.e-5": 1e-5, "+.5e1": 5.0, "5": 5, "1_000": 1000}
-    texts = ("2026-01-31", "2026-99-99", "1:30", "0x10", "1e-5,2e-5", "<<", "=")
-    others = {"yes": True, "~": None, "": None}
+    numbers = {"1e-5": 1e-5, "1.e-5": 1e-5, "+.5e1": 5.0, "5": 5, "010": 10, "0x10": 16, "0o17": 15}
+    texts = ("2026-01-31", "2026-99-99", "1:30", "1_000", "yes", "on", "1e-5,2e-5", "<<", "=")
+    others = {"True": True, "false": False, "~": None, "": None}
     for text, value in (numbers | dict(zip(texts, texts, strict=True)) | others).items():
         found = from_yaml(text)
         assert (found, type(found)) == (value, type(value))

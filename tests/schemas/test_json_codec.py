@@ -19,14 +19,13 @@ from align.schemas.json_codec import (
     to_json,
     to_signed_json,
 )
-from align.schemas.option import option
 from support.refusals import refuses
 
 
 @dataclass(frozen=True)
 class Inner:
     size: int
-    ratio: float = option(0.5, "a share", ge=0, lt=1)
+    ratio: float = field(default=0.5, metadata={"description": "a share", "ge": 0, "lt": 1})
 
 
 @dataclass(frozen=True)
