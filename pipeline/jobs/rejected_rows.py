@@ -19,13 +19,13 @@ class RejectedRows:
 
     counts: Mapping[str, int]  # reason -> rows
     rows_in: int
-    rows_left: int
     allowed: float  # the largest share of rows_in
 
     @property
     def exceed_limit(self) -> bool:
         """Whether they are more than allowed, or nothing is left."""
-        return not self.rows_left or self._faults.total() > self.allowed * self.rows_in
+        is_all = sum(self.counts.values()) == self.rows_in
+        return is_all or self._faults.total() > self.allowed * self.rows_in
 
     @property
     def _faults(self) -> Counter[str]:

@@ -113,7 +113,7 @@ class Checked:
                 yield f"  dropped: {count:,} {reason}"
         yield from (f"    {line}" for line in first_rejected(self.rejected, names.__getitem__))
         data = self.config.data
-        dropped = RejectedRows(self.reasons, self.rows_in, self.usable, data.max_bad_frac)
+        dropped = RejectedRows(self.reasons, self.rows_in, data.max_bad_frac)
         if dropped.exceed_limit:
             yield f"  these are too many: {dropped}"
         repeated = counted(self.usable - len(self.seen), "rows")

@@ -116,7 +116,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
         "format": str(FORMAT_VERSION),
         "data.files": digest([file.sha256 for file in before]),
         "data.shape": digest(
-            {"kind": shape.kind, "source": shape.source, "carried": shape.carried}
+            {"kind": shape.name, "source": shape.source, "carried": shape.carried}
         ),
         **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
         **({"tokens.learn": learn} if learn != "all" and any(map(has_turns, first)) else {}),

@@ -314,7 +314,7 @@ def _made_by_another(job: CacheJob) -> Manifest:
 def _require_usable(job: CacheJob, manifest: Manifest) -> None:
     """Refuses to publish when scoring lost more rows than the user allows, or left none."""
     allowed = job.config.data.max_bad_frac
-    rejected = RejectedRows(manifest.reasons, manifest.rows_in, manifest.rows, allowed)
+    rejected = RejectedRows(manifest.reasons, manifest.rows_in, allowed)
     if not rejected.exceed_limit:
         return
     cache = job.cache

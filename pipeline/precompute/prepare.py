@@ -263,7 +263,6 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     rejected = RejectedRows(
         counts=counts.reasons,
         rows_in=counts.rows_in,
-        rows_left=counts.rows_in - counts.reasons.total(),
         allowed=options.data.max_bad_frac,
     )
     if rejected.exceed_limit:

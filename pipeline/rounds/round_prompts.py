@@ -71,7 +71,6 @@ def _read(config: Config) -> list[Prompt]:
     rejected = RejectedRows(
         counts=Counter(row.reason for row in found.rejected),
         rows_in=found.rows_in,
-        rows_left=len(found.prompts),
         allowed=config.data.max_bad_frac,
     )
     rejected.require_few(first_rejected(found.rejected, lambda file: inputs[file].path))

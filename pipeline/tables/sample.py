@@ -254,7 +254,6 @@ def _read(config: Config, sampler: Sampler) -> _Asked:
     rejected = RejectedRows(
         counts=reasons,
         rows_in=rows.rows_in,
-        rows_left=rows.rows_in - reasons.total(),
         allowed=config.data.max_bad_frac,
     )
     first = first_rejected(rows.rejected, lambda file: inputs[file].path)

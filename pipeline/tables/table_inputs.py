@@ -70,7 +70,6 @@ def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) ->
         rejected = RejectedRows(
             counts=Counter(row.reason for row in rows.rejected),
             rows_in=rows.read,
-            rows_left=rows.read - len(rows.rejected),
             allowed=config.data.max_bad_frac,
         )
         rejected.require_few(first_rejected(rows.rejected, lambda _: named))
@@ -86,7 +85,7 @@ def _shape(config: Config, file: InputFile, named: str) -> Shape:
     shape = common_shape([file], config.data.map)
     if shape.declared.kind in ("pair", "label"):
         raise UsageError(
-            f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "
+            f"{named} holds {shape.name} rows: nothing is left to judge or to select. Give it to "
             "align precompute-ref."
         )
     return replace(shape, wrap=Wrapping.of(config.data.wrap))

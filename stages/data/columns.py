@@ -241,7 +241,7 @@ def require_scores(inputs: Sequence[InputFile], shape: Shape) -> None:
         return
     name = next(iter(shape.declared.scores), "score")
     raise UsageError(
-        f"{inputs[0].path} has {shape.kind} rows without scores, so no method could learn from "
+        f"{inputs[0].path} has {shape.name} rows without scores, so no method could learn from "
         f"its cache. Name their column with --map {name}=YOURS (or those of prompt, completion and "
         "label), or let `align score` or `align judge` give them some."
     )

@@ -69,6 +69,68 @@ class DataShape:
         return _of_table, (SHAPES.index(self),)
 
 
+def _of_table(number: int) -> DataShape:
+    return SHAPES[number]
+
+
+pair, labelled = partial(DataShape, "pair"), partial(DataShape, "label")
+scored, single = partial(DataShape, "scores"), partial(DataShape, "score")
+CHOSEN, SCORES = answers("chosen", "rejected"), ("chosen_score", "rejected_score")
+MESSAGES = all_but_last("messages"), last("messages")
+CONVERSATIONS = all_but_last("conversations"), last("conversations")
+INSTRUCTION = instruction("instruction", optional=("input", "history"))
+WITH_INPUT = instruction("instruction", optional=("input",))
+RATED = parts.first_field("completions.fine-grained_score", "completions.overall_score")
+PREFERRED = answers("preferred_output", "non_preferred_output")
+WEBGPT, RATINGS = answers("answer_0", "answer_1"), ("score_0", "score_1")
+LOWER = parts.lower_rank("completions.rank")
+WINNER = parts.flags("winner_model_a", "winner_model_b", "winner_tie")
+STEER2, STEER3 = answers("response_1", "response_2"), answers("response1", "response2")
+SAFE = answers("response_0", "response_1")
+of_0_and_1, of_1_and_2 = second_above(0.5, 0.5), second_above(1.5, 0.5)
+strength = second_above(0)
+
+SHAPES = (
+    pair("paired", given("prompt"), CHOSEN, scores=SCORES),
+    pair("paired", None, parts.wholes("chosen", "rejected", optional=("prompt",)), scores=SCORES),
+    labelled("unpaired", given("prompt"), answers("completion"), label("label")),
+    scored("scored", given("prompt"), each("completions"), parts.of_each(), scores=("scores",)),
+    single("scored_long", given("prompt"), answers("completion"), score("score")),
+    scored("UltraFeedback", user("instruction"), each("completions.response"), RATED),
+    scored("Nectar", given("prompt"), each("answers.answer"), parts.minus_ranks("answers.rank")),
+    single("HelpSteer", user("prompt"), answers("response"), score("helpfulness")),
+    single("AlpacaEval", WITH_INPUT, answers("output")),
+    pair("Orca", user("question"), CHOSEN, having=("system",)),
+    pair("Orca", user("input"), CHOSEN, having=("system",)),
+    pair("Argilla", INSTRUCTION, answers("chosen_response", "rejected_response")),
+    pair("StackExchange", user("question"), answers("response_j", "response_k")),
+    pair("UltraInteract", chat("trajectory"), CHOSEN),
+    pair("axolotl", chat("messages"), CHOSEN),
+    pair("LLaMA-Factory", chat("conversations"), CHOSEN),
+    pair("LLaMA-Factory", instruction("instruction", "input", optional=("history",)), CHOSEN),
+    labelled("LLaMA-Factory", INSTRUCTION, answers("output"), label("kto_tag")),
+    labelled("LLaMA-Factory", *MESSAGES, label("kto_tag")),
+    labelled("LLaMA-Factory", *CONVERSATIONS, label("kto_tag")),
+    labelled("ShareGPT", *CONVERSATIONS, label("label")),
+    labelled("ms-swift", *MESSAGES, label("label")),
+    pair("ms-swift", all_but_last("messages"), last("messages", "rejected_response")),
+    pair("ms-swift", None, conversations("messages", "rejected_messages")),
+    pair("OpenAI", chat("input.messages"), PREFERRED, tools="input.tools"),
+    pair("NeMo RL", chat("context"), each("completions.completion"), LOWER),
+    pair("AlpacaFarm", WITH_INPUT, answers("output_1", "output_2"), of_1_and_2("preference")),
+    pair("SHP", user("history"), answers("human_ref_A", "human_ref_B"), parts.first_if("labels")),
+    pair("WebGPT", user("question.full_text"), WEBGPT, parts.higher(*RATINGS), scores=RATINGS),
+    pair("HelpSteer2", user("prompt"), STEER2, strength("preference_strength"), margin="margin"),
+    pair("HelpSteer3", user("context"), STEER3, strength("overall_preference"), margin="margin"),
+    pair("arena", None, conversations("conversation_a", "conversation_b"), parts.winner("winner")),
+    pair("arena", None, parts.exchanges("response_a", "response_b"), WINNER, having=("prompt",)),
+    pair("PKU-SafeRLHF", user("prompt"), SAFE, of_0_and_1("better_response_id")),
+    pair("PKU-SafeRLHF", user("prompt"), SAFE, of_0_and_1("safer_response_id")),
+)
+# A file of prompts alone, as `align sample` reads it.
+PROMPTS = single("prompts", given("prompt"), answers())
+
+
 @dataclass(frozen=True)
 class Shape:
     """The shape of a run's rows, and the columns they are read from."""
@@ -81,8 +143,8 @@ class Shape:
     wrap: Wrapping = UNWRAPPED  # what becomes of plain text
 
     @property
-    def kind(self) -> str:
-        """Its name."""
+    def name(self) -> str:
+        """The name of its line in the table."""
         return self.declared.name
 
     @property
@@ -211,67 +273,3 @@ def _said_again(
             f"{found[1][1]!r} begin with: --map prompt= leaves it out and takes that beginning",
         )
     return begun, ends
-
-
-pair, labelled = partial(DataShape, "pair"), partial(DataShape, "label")
-scored, single = partial(DataShape, "scores"), partial(DataShape, "score")
-CHOSEN, SCORES = answers("chosen", "rejected"), ("chosen_score", "rejected_score")
-MESSAGES = all_but_last("messages"), last("messages")
-CONVERSATIONS = all_but_last("conversations"), last("conversations")
-INSTRUCTION = instruction("instruction", optional=("input", "history"))
-WITH_INPUT = instruction("instruction", optional=("input",))
-RATED = parts.first_field("completions.fine-grained_score", "completions.overall_score")
-PREFERRED = answers("preferred_output", "non_preferred_output")
-WEBGPT, RATINGS = answers("answer_0", "answer_1"), ("score_0", "score_1")
-LOWER = parts.lower_rank("completions.rank")
-WINNER = parts.flags("winner_model_a", "winner_model_b", "winner_tie")
-STEER2, STEER3 = answers("response_1", "response_2"), answers("response1", "response2")
-SAFE = answers("response_0", "response_1")
-of_0_and_1, of_1_and_2 = second_above(0.5, 0.5), second_above(1.5, 0.5)
-strength = second_above(0)
-
-SHAPES = (
-    pair("paired", given("prompt"), CHOSEN, scores=SCORES),
-    pair("paired", None, parts.wholes("chosen", "rejected", optional=("prompt",)), scores=SCORES),
-    labelled("unpaired", given("prompt"), answers("completion"), label("label")),
-    scored("scored", given("prompt"), each("completions"), parts.of_each(), scores=("scores",)),
-    single("scored_long", given("prompt"), answers("completion"), score("score")),
-    scored("UltraFeedback", user("instruction"), each("completions.response"), RATED),
-    scored("Nectar", given("prompt"), each("answers.answer"), parts.minus_ranks("answers.rank")),
-    single("HelpSteer", user("prompt"), answers("response"), score("helpfulness")),
-    single("AlpacaEval", WITH_INPUT, answers("output")),
-    pair("Orca", user("question"), CHOSEN, having=("system",)),
-    pair("Orca", user("input"), CHOSEN, having=("system",)),
-    pair("Argilla", INSTRUCTION, answers("chosen_response", "rejected_response")),
-    pair("StackExchange", user("question"), answers("response_j", "response_k")),
-    pair("UltraInteract", chat("trajectory"), CHOSEN),
-    pair("axolotl", chat("messages"), CHOSEN),
-    pair("LLaMA-Factory", chat("conversations"), CHOSEN),
-    pair("LLaMA-Factory", instruction("instruction", "input", optional=("history",)), CHOSEN),
-    labelled("LLaMA-Factory", INSTRUCTION, answers("output"), label("kto_tag")),
-    labelled("LLaMA-Factory", *MESSAGES, label("kto_tag")),
-    labelled("LLaMA-Factory", *CONVERSATIONS, label("kto_tag")),
-    labelled("ShareGPT", *CONVERSATIONS, label("label")),
-    labelled("ms-swift", *MESSAGES, label("label")),
-    pair("ms-swift", all_but_last("messages"), last("messages", "rejected_response")),
-    pair("ms-swift", None, conversations("messages", "rejected_messages")),
-    pair("OpenAI", chat("input.messages"), PREFERRED, tools="input.tools"),
-    pair("NeMo RL", chat("context"), each("completions.completion"), LOWER),
-    pair("AlpacaFarm", WITH_INPUT, answers("output_1", "output_2"), of_1_and_2("preference")),
-    pair("SHP", user("history"), answers("human_ref_A", "human_ref_B"), parts.first_if("labels")),
-    pair("WebGPT", user("question.full_text"), WEBGPT, parts.higher(*RATINGS), scores=RATINGS),
-    pair("HelpSteer2", user("prompt"), STEER2, strength("preference_strength"), margin="margin"),
-    pair("HelpSteer3", user("context"), STEER3, strength("overall_preference"), margin="margin"),
-    pair("arena", None, conversations("conversation_a", "conversation_b"), parts.winner("winner")),
-    pair("arena", None, parts.exchanges("response_a", "response_b"), WINNER, having=("prompt",)),
-    pair("PKU-SafeRLHF", user("prompt"), SAFE, of_0_and_1("better_response_id")),
-    pair("PKU-SafeRLHF", user("prompt"), SAFE, of_0_and_1("safer_response_id")),
-)
-
-
-def _of_table(number: int) -> DataShape:
-    return SHAPES[number]
-
-
-# A file of prompts alone, as `align sample` reads it.
-PROMPTS = single("prompts", given("prompt"), answers())

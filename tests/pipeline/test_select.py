@@ -79,7 +79,7 @@ def records_of(path):
     shape = common_shape(inputs, {})
     records, rejected = parted(read_records(inputs, shape))
     assert not rejected
-    return shape.kind, records
+    return shape.name, records
 
 
 def test_a_judged_table_becomes_pairs_that_name_what_they_came_from(here):

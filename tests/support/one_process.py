@@ -41,7 +41,7 @@ def prepared_at_once(job):
     can_be_paired = 2 * max(prompts.values(), default=0) <= prompts.total()
     can_be_paired &= len({*keyed.completion_keys.tolist()}) > 1
     places = keyed.keys.tolist()
-    if job.shape.kind == "scored_long":
+    if job.shape.name == "scored_long":
         side = config.tokens.prompt_side
         keyed = merge_same_prompts(keyed, intake.notes, prompt_side=side)
     rejected = [

@@ -158,7 +158,7 @@ def test_the_columns_decide_the_shape():
         ("prompt_id prompt completion score", "scored_long"),
     ):
         shape = detect(columns)
-        assert (shape.kind, bool(shape.declared.prompt)) == (kind, "prompt" in columns)
+        assert (shape.name, bool(shape.declared.prompt)) == (kind, "prompt" in columns)
 
 
 def test_scores_of_a_pair_have_two_names_and_others_are_not_read():
@@ -179,7 +179,7 @@ def test_a_column_is_read_under_the_users_name_or_left_out():
     assert "prompt" not in shape.columns
     assert not detect("prompt chosen rejected", {"prompt": ""}).declared.prompt
     assert detect("prompt question chosen rejected", {"old": "prompt", "prompt": "question"})
-    assert detect("conversations chosen rejected", {"prompt": "conversations"}).kind == "paired"
+    assert detect("conversations chosen rejected", {"prompt": "conversations"}).name == "paired"
     shape = detect("chosen rejected tools margin length", carry=["length"])
     assert (shape.optional, shape.carried) == (("tools",), ("margin", "length"))
 
