@@ -140,7 +140,7 @@ TABLE = {
     },
     "score --no-mlflow --output out": {
         "pairs.parquet": "2 --reward-model",
-        "train.parquet test.parquet --reward-model reward": "2 test.parquet",
+        "train.parquet test.parquet --reward-model reward": "2 (train), test.parquet (test)",
         "pairs.parquet --reward-model model": "2 model config.json LlamaForCausalLM",
         "long.parquet --reward-model reward": "2 long.parquet",
         "nowhere.jsonl --reward-model nowhere --output no/scores": "2 no/scores",
@@ -202,11 +202,12 @@ def desk(course, world, reward_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("desk")
     for name, target in {
         **{"cache": course.cache, "model": world.model, "reward": reward_model},
-        **dict.fromkeys(("pairs.parquet", "train.parquet", "test.parquet"), world.data.paired),
+        **dict.fromkeys(("pairs.parquet", "train.parquet"), world.data.paired),
         **{"chats.parquet": world.data.paired_chat, "long.parquet": world.data.scored_long},
     }.items():
         (folder / name).symlink_to(target)
     whole = world.data.paired.read_bytes()
+    (folder / "test.parquet").write_bytes(whole)
     (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     (folder / "broken.parquet").write_bytes(whole[:100] + bytes(300) + whole[400:])
     for name, lacks in {

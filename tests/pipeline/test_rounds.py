@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 
+import polars as pl
 import pytest
 
 from align.stages.storage.run.rounds_folder import RoundsFolder
@@ -90,6 +91,20 @@ def test_a_round_is_made_from_what_the_one_before_has_made(played):
     assert held_out["first"]["samples"] == held_out["policy"]["samples"] == len(played.held_out)
 
 
+def test_a_policy_wins_where_its_score_is_above_that_of_the_policy_before(played):
+    judged = [scores_in(RoundsFolder(played.folder).round(number).eval_judged) for number in (1, 2)]
+    before, after = judged
+    points = [(after[key] > before[key]) + (after[key] == before[key]) / 2 for key in after]
+    assert points.count(0.5) < len(points)
+    rate = record(played.folder, 2)["held_out"]["against_previous"]["rate"]
+    assert rate == pytest.approx(sum(points) / len(points))
+
+
+def scores_in(judged):
+    rows = pl.read_parquet(judged / "judged.parquet", columns=["prompt_key", "number", "score"])
+    return {(key, number): score for key, number, score in rows.iter_rows()}
+
+
 def test_the_log_ratio_of_a_round_is_the_mean_of_both_sides(played):
     lines = RoundsFolder(played.folder).round(1).run.metrics.read_text().splitlines()
     last = [line for line in map(json.loads, lines) if "rewards/chosen" in line][-1]
@@ -100,7 +115,7 @@ def test_the_log_ratio_of_a_round_is_the_mean_of_both_sides(played):
 
 OTHERS = {
     ("sample.temperature", "1.0", "0.5"): {"sample": {"temperature": 0.5}},
-    ("train.lr", "0.001", "0.5"): {"train": {"lr": 0.5}},
+    ("train.lr", "0.05", "0.5"): {"train": {"lr": 0.5}},
     ("held-out prompts",): {"rounds": {"eval_fraction": 0.4}},
     ("judge.source",): {"judge": {"function": "support.command:align"}},
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch.distributed import distributed_c10d
 
+from align.schemas.errors import UsageError
 from align.stages.engine.distributed import TIMEOUT, gathered, run_on_all_ranks, run_on_rank_zero
 from support import (
     engine_ranks,
@@ -39,6 +40,20 @@ def wait_for_slow_first_rank(world, _):
     return [*found, gathered(world, world.rank)]
 
 
+def refused_by_the_last(world, _):
+    """Whether a mistake that only the last rank finds is raised on this one."""
+
+    def refusing():
+        if world.rank == world.size - 1:
+            raise UsageError("a file is missing on this machine")
+
+    try:
+        run_on_all_ranks(world, refusing)
+    except UsageError:
+        return True
+    return False
+
+
 def on_device(world, folder, *words):
     """A step on the pretended accelerator, which stays that of this process."""
     from support import device_steps  # noqa: PLC0415
@@ -55,6 +70,7 @@ CASES = {
     "loaded": sharded_ranks.loaded,
     "refused": sharded_ranks.refused,
     "slow first rank": wait_for_slow_first_rank,
+    "refused by the last": refused_by_the_last,
     "nonfinite": training_trouble.nonfinite,
     "stop reasons": training_trouble.stop_reasons,
     "device": on_device,

@@ -22,7 +22,7 @@ SHORT = {
     "sample": {"n": 3, "max_new_tokens": 8},
     "judge": {"by": "function", "function": "support.letters:score"},
     "select": {"keep_cut": True},
-    "train": {"method": "dpo", "lr": 1e-3, "batch_size": 4, "max_steps": 2},
+    "train": {"method": "dpo", "lr": 0.05, "batch_size": 4, "max_steps": 2},
     "tracking": {"mlflow": False},
     "rounds": {"count": 2, "prompts_per_round": 8, "eval_fraction": 0.2, "output": "out"},
 }

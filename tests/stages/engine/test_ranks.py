@@ -31,7 +31,7 @@ WHOLLY_SHARDED = ("values", "experts", "heads that differ")
 KINDS = (*WHOLLY_SHARDED, "adapted, bfloat16", "new scores", "lora on scores")
 LOADED = [f"loaded/{kind}" for kind in KINDS]
 REFUSED = {"refused/unused": "model.surplus", "refused/another shape": "model.norm.weight"}
-OTHERS = ["summed", "reduced", "failed save", "counted", "slow first rank"]
+OTHERS = ["summed", "reduced", "failed save", "counted", "slow first rank", "refused by the last"]
 WORLDS = {
     "one": (1, *FLOAT32[::3], BFLOAT16[1], "summed"),
     "two": (2, *ENGINES, *LOADED, *REFUSED, *OTHERS),
@@ -176,6 +176,10 @@ def test_values_are_summed_over_ranks_and_all_agree_or_none(worlds, name, case):
 def test_ranks_wait_for_one_that_takes_longer_than_a_collective_may(two):
     found = [rank["slow first rank"] for rank in two.ranks]
     assert found == [[0, 0, [0, 1]], [0, 1, [0, 1]]]
+
+
+def test_what_one_rank_refuses_is_raised_on_all(two):
+    assert [rank["refused by the last"] for rank in two.ranks] == [True, True]
 
 
 def test_a_rank_holds_its_share_and_a_layer_while_it_loads(two):
