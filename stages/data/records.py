@@ -71,21 +71,19 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked
         if isinstance(cells, BadRow):
             raise cells
         one = Cells(cells, shape.source, shape.wrap)
-        found = read_row(one, shape.declared)
-        prompt, tools, options = _asked(one, shape.declared, found.prompt)
+        given, answers, roles, scores, ahead = read_row(one, shape.declared)
+        prompt, tools, options = _asked(one, shape.declared, given)
         margin = shape.declared.margin
         carried = {
-            name: found.ahead if name == margin else read_number(*one(name))
-            for name in shape.carried
+            name: ahead if name == margin else read_number(*one(name)) for name in shape.carried
         }
-        if (size := sum(map(_length, (prompt, *found.completions)))) > MOST_CHARACTERS:
+        if (size := sum(map(_length, (prompt, *answers)))) > MOST_CHARACTERS:
             what = f"the row has {size:,} characters, and {MOST_CHARACTERS:,} are the most"
             raise BadRow("too_large", what)
     except BadRow as bad:
         return Rejected(file, row, bad.reason, bad.detail)
     except RecursionError:
         return Rejected(file, row, "schema", TOO_DEEP)
-    _, answers, roles, scores, _ = found
     learned = tuple(map(_learned, answers))
     if any(learned):
         answers = tuple(map(unmarked, answers))

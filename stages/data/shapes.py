@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from ...schemas.rows import BadRow, Role, Text
 from . import row_parts as parts
@@ -200,14 +200,10 @@ class Shape:
         return is_scored and (is_missing or self.declared.good is None)
 
 
-class Found(NamedTuple):
-    """A prompt and its completions; of each its role, and its score where there is one."""
-
-    prompt: Text
-    completions: tuple[Text, ...]
-    roles: tuple[Role, ...]
-    scores: tuple[float | None, ...]
-    ahead: float = 0  # of a pair, how far the chosen answer is ahead
+# A prompt and its completions, their roles, their scores, and how far the chosen one is ahead.
+Found: TypeAlias = (
+    "tuple[Text, tuple[Text, ...], tuple[Role, ...], tuple[float | None, ...], float]"
+)
 
 
 def read_row(cells: Cells, one: DataShape) -> Found:
@@ -220,16 +216,16 @@ def read_row(cells: Cells, one: DataShape) -> Found:
         scores = tuple(map(cells.number, one.scores)) or (None, None)
         if ahead < 0:
             answers, scores = answers[::-1], scores[::-1]
-        return Found(prompt, answers, PAIR, scores, abs(ahead))
+        return prompt, answers, PAIR, scores, abs(ahead)
     assert one.prompt
     prompt = one.prompt(cells)
     answers = one.answers(cells, prompt)
     if one.kind == "label":
         assert one.good
         role = Role.DESIRABLE if one.good(cells) else Role.UNDESIRABLE
-        return Found(prompt, answers, (role,), (None,))
+        return prompt, answers, (role,), (None,), 0.0
     scores = one.good(cells, len(answers)) if one.good else (None,) * len(answers)
-    return Found(prompt, answers, (Role.CANDIDATE,) * len(answers), scores)
+    return prompt, answers, (Role.CANDIDATE,) * len(answers), scores, 0.0
 
 
 def read_prompt_alone(cells: Cells, one: DataShape) -> Text:
