@@ -112,18 +112,18 @@ def _asked(
 ) -> tuple[Text, tuple[Any, ...] | None, Mapping[str, Any]]:
     """The prompt with its system message, and the chat template's tools and options."""
     prompt = unmarked(cells.wrap.prompt(given, cells.source.get("prompt", "prompt")))
-    beside = {name: cells(shape.tools if name == "tools" else name) for name in OPTIONAL}
-    found = [name for name, (value, _) in beside.items() if value]
-    if not found:
+    system, tools, options = cells("system"), cells(shape.tools), cells("chat_template_kwargs")
+    if not (system[0] or tools[0] or options[0]):
         return prompt, None, {}
     if isinstance(prompt, str):
-        columns = ", ".join(repr(beside[name][1]) for name in found)
+        beside = zip(OPTIONAL, (system, tools, options), strict=True)
+        found = [(name, repr(column)) for name, (value, column) in beside if value]
         raise BadRow(
             "schema",
-            f"{columns} can only be used when the prompt is a conversation: data.wrap=chat makes "
-            f"one of text, {' '.join(f'--map {name}=' for name in found)} leaves it out",
+            f"{', '.join(column for _, column in found)} can only be used when the prompt is a "
+            "conversation: data.wrap=chat makes one of text, "
+            f"{' '.join(f'--map {name}=' for name, _ in found)} leaves it out",
         )
-    system, tools, options = beside.values()
     if said := read_system(*system):
         if isinstance(given, str):
             cells.wrap.require_unrendered(said, system[1])
