@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ....schemas.errors import AlignError, MemoryLimitError, UsageError
@@ -11,19 +11,16 @@ LONGEST = 300  # characters of a library's own words: a damaged value may be in 
 
 
 @contextmanager
-def refused_as(message: str | Callable[[], str], remedy: str) -> Iterator[None]:
-    """Turns any error of the block into a UsageError: the message, its words, and what to do.
+def refused_as(said: str, remedy: str) -> Iterator[None]:
+    """Turns any error of the block into a UsageError: what is said, its words, and what to do.
 
     Memory that runs out is no fault of the file.
-
-    A message that takes time to find, as which file of several is at fault, is a function.
     """
     try:
         yield
     except AlignError:
         raise
     except Exception as error:  # a library refuses a file in any way it likes
-        said = message if isinstance(message, str) else message()
         if _is_of_memory(error):
             raise MemoryLimitError(
                 f"{said} (memory ran out: {in_short(error)}). Free some, or take a larger machine."

@@ -87,27 +87,6 @@ def test_a_compressed_file_that_is_cut_is_refused_by_name(tmp_path, name):
             read(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("a.json", b'{"data": ' + PLAIN + b', "test": []}'),
-        ("a.json", b'{"data": ' + PLAIN + b"}{}"),
-        ("a.json", b'{"data": ' + PLAIN),
-        ("a.json", b'{"data": []}'),
-        ("a.json", b'{"data": [1, 2]}'),
-        ("a.jsonl.gz", LINES),
-        ("a.jsonl.zst", gzipped(LINES)),
-        ("a.jsonl.gz", gzipped(b"")),
-        ("a.csv.gz", gzipped("prompt,chosen".encode("utf-16"))),
-        ("a.parquet.gz", gzipped(b"PAR1")),
-    ],
-)
-def test_a_container_that_holds_something_else_is_refused_by_name(tmp_path, name, data):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises((UsageError, BadDataError), match=name):
-        read(tmp_path / name)
-
-
 def test_lines_that_begin_with_an_array_named_data_are_lines(tmp_path):
     lines = [{"data": [{"role": "user", "content": "Hi?"}], "chosen": "a", "rejected": "b"}] * 2
     write_rows(tmp_path / "a.jsonl", lines)

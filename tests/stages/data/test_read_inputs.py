@@ -1,5 +1,6 @@
 """Files and folders are found and opened, of one shape and one split, or refused at once."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -113,6 +114,17 @@ def test_streams_that_were_joined_are_refused(tmp_path):
         ("a.json", b'[{"prompt": 1}] {}'),
         ("a.json", b'[{"prompt": 1} {"prompt": 2}]'),
         ("a.json", b'[{"prompt": 1},]'),
+        ("a.json", b'{"data": [{"prompt": 1}], "test": []}'),
+        ("a.json", b'{"data": [{"prompt": 1}]}{}'),
+        ("a.json", b'{"data": [{"prompt": 1}]'),
+        ("a.json", b'{"data": []}'),
+        ("a.json", b'{"data": [1, 2]}'),
+        ("a.json", b'{"prompt":\n1}'),
+        ("a.jsonl.gz", b'{"prompt": 1}'),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0)),
+        ("a.jsonl.zst", gzip.compress(b'{"prompt": 1}', mtime=0)),
+        ("a.csv.gz", gzip.compress("prompt,chosen".encode("utf-16"), mtime=0)),
+        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0)),
         ("a.csv", b'prompt,chosen\n"a'),
         ("a.parquet", b"PAR1 is not enough"),
         ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00"),
