@@ -84,15 +84,16 @@ def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
         assert not torch.equal(logps, logps.to(dtype).float()), head
 
 
-def test_a_window_cut_by_index_or_left_out_would_be_noticed(monkeypatch, caplog):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_cut_by_index_or_left_out_would_be_noticed(dtype, monkeypatch, caplog):
     windowed = "mistral", {"sliding_window": WINDOW}
     template = tree_attention._template
     monkeypatch.setattr(
         tree_attention, "_template", lambda prompt, rows, _: template(prompt, rows, None)
     )
-    assert TreeScorer(tiny_model(*windowed)).path.layout == "tree"
+    assert TreeScorer(tiny_model(*windowed).to(dtype)).path.layout == "tree"
     monkeypatch.setattr(tree_attention, "_within", lambda batch, window: torch.tensor(True))
-    assert TreeScorer(tiny_model(*windowed, "eager")).path.layout == "plain"
+    assert TreeScorer(tiny_model(*windowed, "eager").to(dtype)).path.layout == "plain"
     assert "tree rows" in caplog.text
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from transformers import PreTrainedModel
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
@@ -38,6 +39,12 @@ def test_a_reference_knows_itself_before_its_weights_are_loaded(saved_llama, mon
     assert identity["model.adapter"] == "none"
     assert all(identity.values())
     assert reference.hidden_size() == 32
+
+
+def test_what_a_start_asks_of_a_model_builds_none(saved_llama, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "__init__", lambda *_: pytest.fail("built"))
+    found = resolve(options_of(saved_llama))
+    assert (found.dtype, found.attention, found.hidden_size) == ("bfloat16", "sdpa", 32)
 
 
 def test_a_way_to_score_that_another_rank_refuses_is_not_taken(saved_llama):
