@@ -83,8 +83,7 @@ READS = {
     "check": "data tokens",
     "verify": "model.compile model.device model.device_map",
     "sweep": _TRAINING,
-    "plan": f"{_TRAINING} model.path model.adapter model.dtype cache.kl_pairs cache.shards "
-    "scoring.tokens_per_batch",
+    "plan": f"{_TRAINING} model.path cache.kl_pairs",
 }
 COMMANDS = (*READS, "run", "rounds", "config")
 # What a command sets itself, and the flag or the setting to use instead, if there is one.
