@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from .rows import Role, ScoredBlock, Tree
+    from .row_table import Rows
+    from .rows import Role, Tree
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,18 @@ class Cursor:
 class MicroBatch:
     """The rows of one forward pass on a rank; a rank with no rows left runs an empty one."""
 
-    block: ScoredBlock  # in the order of the step, with the roles that the method reads
+    block: Rows  # in the order of the step, with the roles that the method reads
     step_indices: NDArray[np.int64]  # (branches,) index in the step, over all ranks
 
     @cached_property
     def row_ids(self) -> tuple[str, ...]:
         """The id of each row as text."""
-        return self.block.rows.ids()
+        return self.block.ids()
 
     @cached_property
     def trees(self) -> tuple[Tree, ...]:
         """The prompt trees of the rows, the input of the policy."""
-        return self.block.rows.trees()
+        return self.block.trees()
 
 
 @dataclass(frozen=True)

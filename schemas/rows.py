@@ -1,18 +1,18 @@
-"""Rows as text, as token ids and with reference log-probs; rejected rows and their reasons."""
+"""Rows as text, and what scores them; rejected rows and their reasons."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import ColumnTable, Ragged, column
-from .turns import WHOLE, learned_counts
+if TYPE_CHECKING:
+    from .columns import Ragged
+    from .row_table import Rows
 
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
@@ -91,16 +91,6 @@ class Record:
 
 
 @dataclass(frozen=True)
-class PromptKeys(ColumnTable):
-    """Numbers that identify each row's prompt by its text, not by its token ids."""
-
-    # A digest, equal only for equal prompts.
-    prompt: NDArray[np.bytes_] = column("row", "S16", stored="prompt_key")
-    # It decides the side of the held-out split.
-    split: NDArray[np.uint64] = column("row", "u8", stored="split_key")
-
-
-@dataclass(frozen=True)
 class Tree:
     """One prompt and the branches that are scored on it in one sequence."""
 
@@ -111,100 +101,6 @@ class Tree:
     def num_tokens(self) -> int:
         """Length of `[prompt | branch 1 | branch 2 | ...]`."""
         return len(self.prompt) + sum(map(len, self.branches))
-
-
-@dataclass(frozen=True)
-class RowBlock(ColumnTable):
-    """Tokenized rows, column by column; branches of row i are `branch_offsets[i]:[i + 1]`."""
-
-    row_id: NDArray[np.bytes_] = column("row", "S16")  # raw digest of the row's content
-    copy: NDArray[np.int32] = column("row", "i4")  # 0: the first row with this content, then 1, ...
-    file: NDArray[np.uint64] = column("row", "u8")  # its identity
-    row: NDArray[np.int64] = column("row", "i8")
-    prompt_keys: PromptKeys = column("row", within=PromptKeys)
-    prompts: Ragged = column(
-        "row", "i4", is_list=True, stored="prompt_ids", counted="prompt_tokens"
-    )
-    prompt_cut: NDArray[np.int32] = column("row", "i4", stored="prompt_cut")  # tokens removed
-    branch_offsets: NDArray[np.int64] = column("offsets", "i8")  # (rows + 1,)
-    completions: Ragged = column(
-        "branch", "i4", is_list=True, stored="completion_ids", counted="num_tokens"
-    )
-    roles: NDArray[np.int8] = column("branch", "i1", stored="role")
-    # NaN: the data gives none.
-    scores: NDArray[np.float64] = column("branch", "f8", missing=math.nan, stored="score")
-    cut: NDArray[np.int32] = column("branch", "i4", stored="cut")  # completion tokens removed
-    carried: Mapping[str, NDArray[np.float64]] = column("row", "f8", is_named=True)
-    # What is learned of completions of several messages; see turns.py.
-    turns: Ragged | None = column(
-        "token", "i2", missing=WHOLE, of="completions", is_list=True, stored="completion_turns"
-    )
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    @property
-    def row_of_branch(self) -> NDArray[np.int64]:
-        """The index of each branch's row."""
-        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.branch_offsets))
-
-    @property
-    def is_learned(self) -> NDArray[np.bool_] | None:
-        """Mask of the completions' tokens that are learned; None: all of them."""
-        return None if self.turns is None else self.turns.values > 0
-
-    @property
-    def num_learned(self) -> NDArray[np.int64]:
-        """The number of learned tokens of each completion."""
-        return self.completions.lengths if self.turns is None else learned_counts(self.turns)
-
-    def completion_bytes(self) -> Iterator[bytes]:
-        """What identifies each completion: its ids, and what of them is learned."""
-        for branch, ids in enumerate(self.completions):
-            yield bytes_of(ids, None if self.turns is None else self.turns[branch])
-
-    def ids(self) -> tuple[str, ...]:
-        """Row ids as text: the hex of the digest, and `-<copy>` from the second copy on."""
-        copies = (f"-{copy}" if copy else "" for copy in self.copy.tolist())
-        digests = hex_texts(self.row_id, ID_DIGITS)
-        return tuple(digest + copy for digest, copy in zip(digests, copies, strict=True))
-
-    def trees(self) -> tuple[Tree, ...]:
-        """The prompt tree of each row."""
-        ends = self.branch_offsets.tolist()
-        return tuple(
-            Tree(prompt, tuple(self.completions[branch] for branch in range(start, end)))
-            for prompt, start, end in zip(self.prompts, ends, ends[1:], strict=False)
-        )
-
-
-def bytes_of(ids: NDArray[np.int32], turns: NDArray[np.int16] | None) -> bytes:
-    """What identifies a completion; of one turn that is all learned, the ids alone do."""
-    if turns is None or (turns == WHOLE).all():
-        return ids.tobytes()
-    return b"".join((ids.tobytes(), b"turns", turns.astype("<i2").tobytes()))
-
-
-ID_DIGITS = 32  # hex digits of a row's digest
-
-
-def hex_texts(values: NDArray[Any], digits: int) -> list[str]:
-    """The hex of each value's bytes."""
-    text = np.ascontiguousarray(values).tobytes().hex()
-    return [text[start : start + digits] for start in range(0, len(text), digits)]
-
-
-@dataclass(frozen=True)
-class ScoredBlock(ColumnTable):
-    """Rows with their reference log-probs."""
-
-    rows: RowBlock = column("row", within=RowBlock)
-    # Sums over the learned tokens of completions.
-    logps: NDArray[np.float64] = column("branch", "f8", stored="ref_logp")
-    # None: the cache does not keep them.
-    token_logps: Ragged | None = column(
-        "token", "f4", of="rows.completions", is_list=True, stored="ref_token_logps"
-    )
 
 
 def sums_of_branches(
@@ -234,11 +130,11 @@ class Rescored:
     excess: NDArray[np.float64]  # over the tolerance; NaN where a log-prob is
 
     @staticmethod
-    def of(block: ScoredBlock, token_logps: Ragged, *dtypes: str) -> Rescored:
+    def of(rows: Rows, token_logps: Ragged, *dtypes: str) -> Rescored:
         """Compares rows with the log-probs that their tokens have now."""
-        logps = sums_of_branches(token_logps, block.rows.is_learned)
-        gaps = np.abs(logps - block.logps)
-        return Rescored(logps, gaps, gaps - allowed_gaps(block.rows.num_learned, *dtypes))
+        logps = sums_of_branches(token_logps, rows.is_learned)
+        gaps = np.abs(logps - rows.logps)
+        return Rescored(logps, gaps, gaps - allowed_gaps(rows.num_learned, *dtypes))
 
     @property
     def worst(self) -> int:

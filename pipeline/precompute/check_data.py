@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ...schemas.config import Config
 from ...schemas.errors import counted
-from ...schemas.row_keys import KeyedRows, key_rows, prompt_keys_of
+from ...schemas.row_table import Rows
 from ...schemas.rows import TIE, Record, Rejected, Role
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read, require_scores
@@ -27,6 +27,7 @@ from ...stages.data.encode import Encoder
 from ...stages.data.files import InputFile, inputs_of
 from ...stages.data.preview import lines_of
 from ...stages.data.records import in_batches, read_records
+from ...stages.data.row_keys import key_rows, prompt_keys_of
 from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
 from ...stages.report.cache_summary import class_weights, spread_of
@@ -51,9 +52,9 @@ class Checked:
     rejected: list[Rejected] = field(default_factory=list)  # the first of them
     notes: Counter[str] = field(default_factory=Counter)
     roles: Counter[Role] = field(default_factory=Counter)
-    seen: set[bytes] = field(default_factory=set)  # a digest of each row
+    seen: set[bytes | str] = field(default_factory=set)  # a digest of each row
     prompts: set[bytes] = field(default_factory=set)
-    first: list[KeyedRows] = field(default_factory=list)
+    first: list[Rows] = field(default_factory=list)
     # Of prompts, and of completions by their role.
     lengths: dict[str, list[NDArray[np.int64]]] = field(default_factory=dict)
 
@@ -75,15 +76,14 @@ class Checked:
             told = repr((key, record.completions, record.roles, record.scores))
             self.seen.add(blake2b(told.encode(), digest_size=16).digest())
 
-    def add_tokens(self, keyed: KeyedRows) -> None:
+    def add_tokens(self, rows: Rows) -> None:
         """Counts rows as a model reads them, and keeps the first few."""
-        rows = keyed.rows
         if not len(rows):
             return
         self.usable += len(rows)
         self.roles.update(map(Role, rows.roles.tolist()))
-        self.seen.update(rows.row_id.tolist())
-        self.prompts.update(rows.prompt_keys.prompt.tolist())
+        self.seen.update(rows.ids())
+        self.prompts.update(rows.prompt_key.tolist())
         self._lengths_of("prompt", rows.prompts.lengths)
         for role in np.unique(rows.roles).tolist():
             is_role = rows.roles == role
@@ -91,7 +91,7 @@ class Checked:
             if rows.turns is not None:
                 self._lengths_of(f"{Role(role).name.lower()}, learned", rows.num_learned[is_role])
         missing = SHOWN - len(self.first)
-        self.first += [keyed.between(row, row + 1) for row in range(min(missing, len(rows)))]
+        self.first += [rows.between(row, row + 1) for row in range(min(missing, len(rows)))]
 
     def _lengths_of(self, name: str, lengths: NDArray[np.int64]) -> None:
         self.lengths.setdefault(name, []).append(lengths)
@@ -100,9 +100,9 @@ class Checked:
         """What there is to say, the rows that a model would read first."""
         names = {number: file.path.name for number, file in enumerate(self.inputs)}
         if self.tokenizer:
-            for keyed in self.first:
-                file, side = names[int(keyed.rows.file[0])], self.config.tokens.prompt_side
-                yield from lines_of(keyed.rows, self.tokenizer, file=file, prompt_side=side)
+            for row in self.first:
+                file, side = names[int(row.file[0])], self.config.tokens.prompt_side
+                yield from lines_of(row, self.tokenizer, file=file, prompt_side=side)
 
         yield heading("rows")
         yield f"  {self.usable:,} of {self.rows_in:,} can be used, read as {self.shape.read_as}"

@@ -44,8 +44,8 @@ def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[st
     """
     manifest = cache.manifest()
     place = Place.of(wanted, manifest)
-    block = find_row(cache, manifest, place)
-    if not block:
+    rows = find_row(cache, manifest, place)
+    if not rows:
         for dropped in dropped_rows(cache, manifest):
             if (dropped.file, dropped.row) == (place.file, place.row):
                 yield str(dropped)
@@ -54,7 +54,7 @@ def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[st
             f"{cache} holds no row {wanted}, and dropped none of that name. "
             f"`align inspect {cache}` names its files."
         )
-    stored, rows = manifest.fingerprint, block.rows
+    stored = manifest.fingerprint
     options = TokenOptions(bos=stored["tokens.bos"], eos=stored["tokens.eos"])  # type: ignore[arg-type]
     tokenizer = load_tokenizer(local_model(model or manifest.model), options)
     names = {entry.identity: entry.name for entry in manifest.inputs}
@@ -68,6 +68,6 @@ def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[st
     yield from lines_of(rows, tokenizer, file=names[file], prompt_side=stored["tokens.prompt_side"])
     yield "  the reference's log-probs, summed over what is learned:"
     counts = rows.num_learned.tolist()
-    for role, logp, count in zip(rows.roles.tolist(), block.logps.tolist(), counts, strict=True):
+    for role, logp, count in zip(rows.roles.tolist(), rows.logps.tolist(), counts, strict=True):
         name = Role(role).name.lower()
         yield f"    {name}: {logp:.4f} of {counted(count, 'tokens')}, {logp / count:.4f} each"

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ...schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from ...schemas.config import Config
 from ...schemas.errors import BadDataError, CorruptionError, StorageError, damaged
-from ...schemas.row_keys import InputCounts
 from ...stages.data.cells import template_unused
+from ...stages.data.encode import EncodingJob, InputCounts, SliceEncoder
 from ...stages.data.files import (
     LARGEST_SLICE,
     LEAST_SLICE,
@@ -33,7 +33,6 @@ from ...stages.data.files import (
     require_unchanged,
     slices_of,
 )
-from ...stages.data.slice_encoder import EncodingJob, SliceEncoder
 from ...stages.data.tokenizer import tokenizer_fingerprint
 from ...stages.engine.launchers import ranks_here
 from ...stages.pairing.partition import (
@@ -156,17 +155,12 @@ class Encode:
             for part in parts:
                 require_unchanged([slices.inputs[part.file]], [slices.digested[part.file]])
         record = EncodedSlice(
+            **vars(facts),
             bytes=path.stat().st_size,
-            counts=tuple(map(tuple, facts.counts)),
             rows_in=tuple(counts.rows_per_file[part.file] for part in parts),
             notes=dict(counts.notes),
             reasons=dict(counts.reasons),
             rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
-            completions=facts.completions,
-            prompt_tokens=facts.prompt_tokens,
-            completion_tokens=facts.completion_tokens,
-            largest_prompt=facts.largest_prompt,
-            texts=(f"{facts.lowest:016x}", f"{facts.highest:016x}"),
         )
         RECORDS.replace(path.with_suffix(".json"), record)
         return slices.sizes[number]

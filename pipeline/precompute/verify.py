@@ -13,7 +13,8 @@ from ...schemas.columns import Ragged
 from ...schemas.config import ModelOptions
 from ...schemas.errors import CorruptionError, FingerprintError
 from ...schemas.json_codec import digest
-from ...schemas.rows import Reference, Rescored, ScoredBlock, Scorer, Tree
+from ...schemas.row_table import Rows
+from ...schemas.rows import Reference, Rescored, Scorer, Tree
 from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
 from ...stages.storage.cache.cache import Cache
 from ...stages.storage.copies import damaged_objects
@@ -95,24 +96,21 @@ def _refuse(damage: list[str], where: str) -> None:
         )
 
 
-def _rescore(
-    sample: Iterable[tuple[str, ScoredBlock]], scorer: Scorer, dtype: str
-) -> tuple[float, int]:
+def _rescore(sample: Iterable[tuple[str, Rows]], scorer: Scorer, dtype: str) -> tuple[float, int]:
     """Scores each completion by itself; the largest difference, and how many they are."""
     worst, count = 0.0, 0
-    for name, block in sample:
-        rows = block.rows
+    for name, rows in sample:
         trees = [
             Tree(rows.prompts[row], (completion,))
             for row, completion in zip(rows.row_of_branch.tolist(), rows.completions, strict=True)
         ]
         scored = Ragged.of([scorer.score([tree]) for tree in trees], np.float32)
-        again = Rescored.of(block, scored, dtype)
+        again = Rescored.of(rows, scored, dtype)
         if not again.is_same:
             row = rows.row[rows.row_of_branch[again.worst]]
             raise CorruptionError(
                 f"{name}: a completion of input row {row} is stored as "
-                f"{block.logps[again.worst]:.6f}, and scores {again.logps[again.worst]:.6f} now. "
+                f"{rows.logps[again.worst]:.6f}, and scores {again.logps[again.worst]:.6f} now. "
                 "The cache does not hold this reference's log-probs."
             )
         worst, count = max(worst, float(again.gaps.max())), count + len(again.gaps)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from ...schemas.config import Config
 from ...schemas.json_codec import digest
-from ...schemas.row_keys import prompt_keys_of
 from ...schemas.rows import Record
 from ...schemas.samples import Prompt
 from ...stages.data.files import inputs_of
 from ...stages.data.records import read_prompts
+from ...stages.data.row_keys import prompt_keys_of
 from ...stages.feed.prompt_split import held_out
 from ...stages.sample.prompts import asked_once
 from ...stages.sample.sample_table import prompt_table

@@ -16,7 +16,8 @@ from ...schemas.cache import file_identity
 from ...schemas.columns import Ragged
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
-from ...schemas.rows import Record, Reference, ScoredBlock, Text
+from ...schemas.row_table import Rows
+from ...schemas.rows import Record, Reference, Text
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import (
@@ -172,13 +173,12 @@ class Scores:
         return scores
 
     @staticmethod
-    def collect(blocks: Iterable[ScoredBlock]) -> Scores:
+    def collect(blocks: Iterable[Rows]) -> Scores:
         """Collects the scores of rows in any order."""
         keys, parts = [], []
-        for block in blocks:
-            rows = block.rows
+        for rows in blocks:
             keys.append(_row_keys(rows.file, rows.row))
-            parts.append(Ragged(block.logps, rows.branch_offsets))
+            parts.append(Ragged(rows.logps, rows.branch_offsets))
         joined, scores = np.concatenate(keys), Ragged.concat(parts)
         order = np.argsort(joined)
         sorted_scores = scores.take(order)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.row_table import RESERVED
 from ...schemas.rows import BadRow
-from ..storage.cache.shards import RESERVED
 from .files import InputFile, rows_of
 from .shapes import OPTIONAL, PROMPTS, SHAPES, DataShape, Shape
 

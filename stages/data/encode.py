@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,16 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.data_options import TokenOptions
-from ...schemas.row_keys import EncodedRecord
+from ...schemas.errors import FingerprintError
+from ...schemas.row_table import Rows
 from ...schemas.rows import BadRow, Message, Record, Rejected, Role
 from .cells import ASSISTANT
 from .chat_template import Conversation
+from .files import InputFile, Slice
+from .records import in_batches, records_in
+from .row_keys import EncodedRecord, key_rows
+from .shapes import Shape
 from .stop_tokens import Endings, span_of
+from .tokenizer import TextTokenizer, collector_paused, load_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-
-    from .tokenizer import TextTokenizer
 
 # An encoding holds some hundred bytes for each token, until its record has become a row.
 RECORDS_AT_ONCE = 32
@@ -228,6 +232,72 @@ class Encoder:
         if prompt[0] == self._tokenizer.bos:
             return [prompt[0], *prompt[len(prompt) - limit + 1 :]]
         return prompt[-limit:]
+
+
+# A file of nothing but bad rows must not fill the disk with their descriptions.
+MOST_REJECTED_KEPT = 100_000
+
+
+@dataclass
+class InputCounts:
+    """Counts of the input's rows, and the first of the rejected ones."""
+
+    rows_per_file: Counter[int] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    rejected: list[Rejected] = field(default_factory=list)  # by file, then by row
+
+    @property
+    def rows_in(self) -> int:
+        """The number of rows read, good and bad."""
+        return self.rows_per_file.total()
+
+    def keep(self, rejected: Iterable[Rejected]) -> None:
+        """Adds rejected rows to those that are kept."""
+        self.rejected.extend(rejected)
+        self.rejected.sort(key=lambda one: (one.file, one.row))
+        del self.rejected[MOST_REJECTED_KEPT:]
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """The inputs of a process that encodes slices."""
+
+    model: str
+    options: TokenOptions
+    shape: Shape
+    files: tuple[int, ...]  # the identity of each input
+    tokenizer: Mapping[str, str]  # its fingerprint, which every process has to reproduce
+
+
+class SliceEncoder:
+    """The encoder of a process, whose tokenizer is loaded once."""
+
+    def __init__(self, job: EncodingJob) -> None:
+        self._job = job
+        tokenizer = load_tokenizer(job.model, job.options)
+        self._is_same = tokenizer_fingerprint(tokenizer) == job.tokenizer
+        self._encoder = Encoder(tokenizer, job.options)
+
+    def rows(self, inputs: Sequence[InputFile], part: Slice, counts: InputCounts) -> Iterator[Rows]:
+        """The usable rows of a slice, numbered from its first row; all of its rows are counted."""
+        if not self._is_same:
+            raise FingerprintError(
+                f"{self._job.model}: the tokenizer or its template changed after this run began. "
+                "Run the same command again."
+            )
+        job, file = self._job, inputs[part.file]
+        found = records_in(file, job.shape, job.files[part.file], part.part)
+        for batch in in_batches(found):
+            with collector_paused():
+                encoded = self._encoder.encode([one for one in batch if isinstance(one, Record)])
+                rows = key_rows(encoded.rows, carried=job.shape.carried)
+            rejected = [*(one for one in batch if isinstance(one, Rejected)), *encoded.rejected]
+            counts.rows_per_file[part.file] += len(batch)
+            counts.notes.update(encoded.notes)
+            counts.reasons.update(one.reason for one in rejected)
+            counts.keep(rejected)
+            yield rows
 
 
 def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ...schemas.errors import counted
-from ...schemas.rows import Role, RowBlock
+from ...schemas.row_table import Rows
+from ...schemas.rows import Role
 from ...schemas.safe_text import shown
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ MOST_COMPLETIONS = 4
 PROMPT, LEARNED, UNLEARNED, CUT = "dim", "green", "yellow", "red"  # on a terminal
 
 
-def lines_of(
-    row: RowBlock, tokenizer: TextTokenizer, *, file: str, prompt_side: str
-) -> Iterator[Text]:
+def lines_of(row: Rows, tokenizer: TextTokenizer, *, file: str, prompt_side: str) -> Iterator[Text]:
     """The lines to print of a block of one row, with the first mismatched completions."""
     reader = _Reader(tokenizer)
     roles = [Role(role) for role in row.roles.tolist()]

@@ -13,14 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ...schemas.arrow_columns import (
-    arrow_column,
-    list_column,
-    number_column,
-)
 from ...schemas.batches import StepSize
 from ...schemas.cache import Commit, Manifest, StoredKind
-from ...schemas.columns import ColumnTable, column, offsets_of
+from ...schemas.columns import (
+    arrow_column,
+    joined_ranges,
+    list_column,
+    number_column,
+    offsets_of,
+)
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
 from ..storage.cache.cache_folder import CacheFolder
@@ -269,17 +270,20 @@ def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np
     return np.diff(offsets_of(values)[offsets]).astype(np.int32)
 
 
+_PER_ROW = ("index_in_group", "prompt_tokens", "own_tokens", "learned_tokens", "chosen_tokens")
+
+
 @dataclass(frozen=True)
-class RowSizes(ColumnTable):
+class RowSizes:
     """Lengths of rows: 28 bytes a row, 4 a mismatched branch."""
 
-    index_in_group: NDArray[np.int32] = column("row", "i4")  # of the row group as it is read
-    prompt_tokens: NDArray[np.int32] = column("row", "i4")
-    own_tokens: NDArray[np.int32] = column("row", "i4")  # of completions
-    learned_tokens: NDArray[np.int32] = column("row", "i4")  # those of them that are learned
-    chosen_tokens: NDArray[np.int32] = column("row", "i4")  # learned, of chosen or desirable ones
-    branch_offsets: NDArray[np.int64] = column("offsets", "i8")  # (rows + 1,) into the own branches
-    mismatched_tokens: NDArray[np.int32] = column("branch", "i4")  # (branches, partners)
+    index_in_group: NDArray[np.int32]  # (rows,) of the row group as it is read
+    prompt_tokens: NDArray[np.int32]  # (rows,)
+    own_tokens: NDArray[np.int32]  # (rows,) of completions
+    learned_tokens: NDArray[np.int32]  # (rows,) those of them that are learned
+    chosen_tokens: NDArray[np.int32]  # (rows,) learned, of chosen or desirable ones
+    branch_offsets: NDArray[np.int64]  # (rows + 1,) into the own branches
+    mismatched_tokens: NDArray[np.int32]  # (branches, partners)
 
     @staticmethod
     def of(
@@ -303,6 +307,27 @@ class RowSizes(ColumnTable):
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
+
+    def take(self, rows: NDArray[np.int64]) -> RowSizes:
+        """The lengths of these rows."""
+        counts = np.diff(self.branch_offsets)[rows]
+        branches = joined_ranges(self.branch_offsets[rows], counts)
+        per_row = {name: getattr(self, name)[rows] for name in _PER_ROW}
+        return RowSizes(
+            **per_row,
+            branch_offsets=offsets_of(counts),
+            mismatched_tokens=self.mismatched_tokens[branches],
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[RowSizes]) -> RowSizes:
+        """The lengths of the rows of several, in order."""
+        joined = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in (*_PER_ROW, "mismatched_tokens")
+        }
+        counts = np.concatenate([np.diff(part.branch_offsets) for part in parts])
+        return RowSizes(**joined, branch_offsets=offsets_of(counts))
 
     def tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens of each of these rows, with its own completions."""

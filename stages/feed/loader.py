@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
-from ...schemas.columns import ColumnTable, column, joined_ranges, offsets_of
+from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.errors import damaged
-from ...schemas.rows import ScoredBlock
+from ...schemas.row_table import Rows
 from ..storage.cache.shards import open_shard, read_block
 from ..storage.cache.verify_cache import naming_unit
 from .cache_index import GroupLocation, RowTable
@@ -162,15 +162,16 @@ def _wanted(one_pass: Pass, plans: list[StepPlan]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class NumberedRows(ColumnTable):
+class NumberedRows:
     """Some rows of a table as the method reads them, in any order."""
 
-    numbers: NDArray[np.int64] = column("row", "i8")  # in the table
-    block: ScoredBlock = column("row")
+    numbers: NDArray[np.int64]  # in the table
+    block: Rows
 
     def keep(self, numbers: NDArray[np.int64]) -> NumberedRows:
         """Only the rows that are in `numbers`."""
-        return self.take(np.flatnonzero(np.isin(self.numbers, numbers)))
+        kept = np.flatnonzero(np.isin(self.numbers, numbers))
+        return NumberedRows(self.numbers[kept], self.block.take(kept))
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """The indices of these rows."""
@@ -198,23 +199,28 @@ def read_pieces(
 
 def joined_rows(source: TrainSource, pieces: Sequence[NumberedRows]) -> NumberedRows:
     """The rows of all pieces; there may be none."""
-    return NumberedRows.concat(pieces or [NumberedRows(np.empty(0, np.int64), _no_rows(source))])
+    pieces = pieces or [NumberedRows(np.empty(0, np.int64), _no_rows(source))]
+    numbers = np.concatenate([piece.numbers for piece in pieces])
+    return NumberedRows(numbers, Rows.concat([piece.block for piece in pieces]))
 
 
-def _read_group(
-    source: TrainSource, location: GroupLocation, rows: NDArray[np.int64]
-) -> ScoredBlock:
+# Columns that no step needs.
+UNREAD = ("source", "prompt_key", "prompt_tokens", "prompt_cut", "cut", "num_tokens")
+
+
+def _read_group(source: TrainSource, location: GroupLocation, rows: NDArray[np.int64]) -> Rows:
     """Rows of a row group, by their indices among the rows that are read of it."""
     shard = source.manifest.shards[location.shard]
     path = source.folder.shard(shard)
     with naming_unit(shard.unit), open_shard(path) as file:
-        block = read_block(file.read_row_group(location.group, use_threads=False))
+        columns = [name for name in file.schema_arrow.names if name not in UNREAD]
+        block = read_block(file.read_row_group(location.group, columns=columns, use_threads=False))
         if block.token_logps is None and source.manifest.fingerprint["cache.token_logps"] == "true":
             raise damaged(path, "it lacks the log-probs of tokens", "Make the cache again.")
         return as_read(block, rows, spec=source.spec, source=str(path))
 
 
-def _no_rows(source: TrainSource) -> ScoredBlock:
+def _no_rows(source: TrainSource) -> Rows:
     """An empty block with the columns of the cache."""
     shard = source.manifest.shards[0]
     with naming_unit(shard.unit), open_shard(source.folder.shard(shard)) as file:
@@ -241,7 +247,7 @@ def _own_batch(
 ) -> MicroBatch:
     """The micro-batch of rows of the step, by ascending indices."""
     found, counts = buffer.find(plan.rows[rows]), np.diff(own_offsets)[rows]
-    branches = joined_ranges(buffer.block.rows.branch_offsets[found], counts)
+    branches = joined_ranges(buffer.block.branch_offsets[found], counts)
     return _micro_batch(buffer, found, counts, branches, joined_ranges(own_offsets[rows], counts))
 
 
@@ -254,7 +260,7 @@ def _mismatched_batch(
     found = buffer.find(plan.rows[rows])
     row_of_pair = found[np.searchsorted(rows, pairs.rows)]
     num_own = np.diff(own_offsets)[pairs.rows]
-    first = buffer.block.rows.branch_offsets[row_of_pair]
+    first = buffer.block.branch_offsets[row_of_pair]
     counts = np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs)))
     branches = first + (1 + pairs.partners) * num_own + pairs.branches
     return _micro_batch(buffer, found, counts, branches, indices)

@@ -6,14 +6,15 @@ rows a step needs: of each row only its index in the row group is kept in betwee
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.cache import BranchLayout, StoredKind, branch_layout
 from ...schemas.columns import Ragged, joined_ranges, offsets_of
-from ...schemas.rows import Role, ScoredBlock
+from ...schemas.row_table import Rows
+from ...schemas.rows import Role
 from .conversions import CONVERSIONS, Own, ReadSpec
 from .prompt_split import held_out
 
@@ -111,21 +112,18 @@ def _counted(stored: Own, made: Own) -> KindCounts:
     )
 
 
-def as_read(
-    block: ScoredBlock, rows: NDArray[np.int64], *, spec: ReadSpec, source: str
-) -> ScoredBlock:
+def as_read(stored: Rows, rows: NDArray[np.int64], *, spec: ReadSpec, source: str) -> Rows:
     """The rows at `rows` of those that a method reads of a row group, laid out as stored.
 
     They have only the branches that the method reads, with mismatches if it reads any.
     """
-    stored = block.rows
     picked = select(
         stored.roles,
         stored.scores,
         stored.branch_offsets,
         spec=spec,
         source=source,
-        split_keys=stored.prompt_keys.split,
+        split_keys=stored.split_key,
     )
     counts = np.diff(picked.branch_offsets)[rows]
     own = joined_ranges(picked.branch_offsets[rows], counts)
@@ -136,14 +134,12 @@ def as_read(
     others = np.full(partners * len(own), Role.MISMATCHED, dtype=np.int8)
     scores = np.concatenate([picked.scores[own], stored.scores[branches[len(own) :]]])
     offsets = offsets_of(counts * (1 + partners))
-    read = block.gather(picked.rows[rows], branches[order], offsets)
-    as_method = replace(
-        read.rows,
-        prompts=_prompts(read.rows.prompts, picked, rows, spec),
-        roles=np.concatenate([picked.roles[own], others])[order],
-        scores=scores[order],
+    read = stored.gather(picked.rows[rows], branches[order], offsets)
+    return read.with_columns(
+        prompt_ids=_prompts(read.prompts, picked, rows, spec),
+        role=np.concatenate([picked.roles[own], others])[order],
+        score=scores[order],
     )
-    return replace(read, rows=as_method)
 
 
 def context_lengths(picked: Selection, spec: ReadSpec) -> NDArray[np.int64]:

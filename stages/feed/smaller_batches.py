@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schemas.batches import MicroBatch, StepBatch
 from ...schemas.columns import joined_ranges
-from ...schemas.rows import ScoredBlock
+from ...schemas.row_table import Rows
 from .step_plan import assign_batches
 
 
@@ -22,9 +22,9 @@ def cut_smaller(batch: StepBatch, budget: int, *, pads: bool) -> StepBatch:
 def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[MicroBatch, ...]:
     if not micros:
         return ()
-    whole = ScoredBlock.concat([micro.block for micro in micros])
+    whole = Rows.concat([micro.block for micro in micros])
     indices = np.concatenate([micro.step_indices for micro in micros])
-    ends = whole.rows.branch_offsets
+    ends = whole.branch_offsets
     order = np.argsort(indices[ends[:-1]])  # in step order, as they were planned
     lengths = np.array([tree.num_tokens for micro in micros for tree in micro.trees], np.int64)
     plan = assign_batches(lengths[order], world_size=1, budget=budget, pads=pads)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.arrow_columns import number_column
 from ...schemas.cache import Manifest, StoredKind
+from ...schemas.columns import number_column
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
 from ..storage.cache.cache_folder import CacheFolder

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.columns import Ragged, offsets_of
-from ...schemas.row_keys import KeyedRows, completion_keys
-from ...schemas.rows import RowBlock
+from ...schemas.columns import Ragged, is_valid, offsets_of, packed
+from ...schemas.row_table import Rows, digest_of, keys_of
 
 
-def merge_same_prompts(keyed: KeyedRows, notes: Counter[str], *, prompt_side: str) -> KeyedRows:
-    """Joins neighbouring rows with one prompt; their branches keep key order.
+def merge_same_prompts(rows: Rows, notes: Counter[str], *, prompt_side: str) -> Rows:
+    """Joins neighbouring rows with one prompt; their completions keep key order.
 
     Their prompt is the longest run of ids that all of them begin with. What a row's own prompt has
     behind that goes to the front of its completion. `prompt_side` is where long prompts were cut:
     cut each by itself, they keep what all have kept, which is a few tokens less than in list form.
     """
-    keyed, firsts = _with_shared_prompts(keyed, notes, prompt_side)
-    rows = keyed.rows
-    stops = np.append(firsts[1:], len(rows))
+    rows, firsts = _with_shared_prompts(rows, notes, prompt_side)
     notes["rows_joined_by_prompt"] += len(rows) - len(firsts)
     for name, column in rows.carried.items():
         lowest = np.minimum.reduceat(column, firsts)
         highest = np.maximum.reduceat(column, firsts)
         notes[f"prompts_with_more_than_one_{name}"] += int((lowest != highest).sum())
-    every = np.arange(len(rows.completions))
-    merged = keyed.gather(firsts, every, np.append(rows.branch_offsets[firsts], len(every)))
-    named = replace(merged.rows, row_id=_joined_ids(rows.row_id, firsts, stops))
-    return replace(merged, rows=named).in_key_order()
+    every, ids = np.arange(len(rows.completions)), rows.ids()
+    offsets = np.append(rows.branch_offsets[firsts], len(every))
+    bounds = zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True)
+    joined_ids = [
+        digest_of(bytes.fromhex("".join(ids[start:stop]))).hex() for start, stop in bounds
+    ]
+    return rows.gather(firsts, every, offsets).with_columns(row_id=joined_ids).in_key_order()
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,10 @@ class _Shared:
 
 
 def _with_shared_prompts(
-    keyed: KeyedRows, notes: Counter[str], prompt_side: str
-) -> tuple[KeyedRows, NDArray[np.int64]]:
+    rows: Rows, notes: Counter[str], prompt_side: str
+) -> tuple[Rows, NDArray[np.int64]]:
     """The same rows with one prompt in each group, and where the groups begin."""
-    rows, keys = keyed.rows, keyed.rows.prompt_keys.prompt
-    is_first = np.append(True, keys[1:] != keys[:-1])
+    is_first = np.append(True, rows.prompt_key[1:] != rows.prompt_key[:-1])
     shared: dict[int, _Shared] = {}
     for start, stop in _uneven_groups(rows, is_first):
         prompts = [rows.prompts[row] for row in range(start, stop)]
@@ -62,10 +61,10 @@ def _with_shared_prompts(
             notes["prompts_whose_completions_share_no_token_of_it"] += 1
     notes["prompts_shortened_to_what_all_completions_share"] += len(shared)
     firsts = np.flatnonzero(is_first).astype(np.int64)
-    return _with_prompts(keyed, shared) if shared else keyed, firsts
+    return _with_prompts(rows, shared) if shared else rows, firsts
 
 
-def _uneven_groups(rows: RowBlock, is_first: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+def _uneven_groups(rows: Rows, is_first: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """The groups of rows of one prompt whose prompt ids differ."""
     lengths, cuts = rows.prompts.lengths, rows.prompt_cut
     near = np.flatnonzero((lengths[1:] == lengths[:-1]) & (cuts[1:] == cuts[:-1])) + 1
@@ -117,50 +116,27 @@ def _common_length(
     return length
 
 
-def _with_prompts(keyed: KeyedRows, shared: dict[int, _Shared]) -> KeyedRows:
+def _with_prompts(rows: Rows, shared: dict[int, _Shared]) -> Rows:
     """These prompts in the rows from each start on, and what they lack in the completions."""
-    rows = keyed.rows
     prompts, prompt_cut = list(rows.prompts), rows.prompt_cut.copy()
-    before = [_NO_TOKENS] * len(rows.completions)
+    completions, keys = list(rows.completions), rows.completion_key.copy()
+    has_turns = is_valid(rows.of_branches.column("completion_turns"))
+    turns: list[Any] = [()] * len(completions)
+    if rows.turns is not None:
+        for branch in np.flatnonzero(has_turns).tolist():
+            turns[branch] = rows.turns[branch]
     for start, found in shared.items():
         for row, moved in enumerate(found.moved, start=start):
             prompts[row], prompt_cut[row] = found.prompt, found.cut
-            for branch in range(rows.branch_offsets[row], rows.branch_offsets[row + 1]):
-                before[branch] = moved
-    whole = rows.with_tokens_before("completions", Ragged.of(before, np.int32))
-    joined = replace(
-        whole,
-        turns=_as_their_turns(rows, whole, before),
-        prompts=Ragged.of(prompts, np.int32),
+            for branch in range(*rows.branch_offsets[row : row + 2].tolist()) if len(moved) else ():
+                completions[branch] = np.append(moved, completions[branch])
+                (keys[branch],) = keys_of([digest_of(completions[branch].tobytes())])
+                if has_turns[branch]:  # the moved tokens count as what follows them does
+                    turns[branch] = [*[turns[branch][0]] * len(moved), *turns[branch]]
+    return rows.with_columns(
+        prompt_ids=Ragged.of(prompts, np.int32),
         prompt_cut=prompt_cut,
+        completion_ids=Ragged.of(completions, np.int32),
+        completion_turns=packed(Ragged.of(turns, np.int16), has_turns),
+        completion_key=keys,
     )
-    longer = [branch for branch, moved in enumerate(before) if len(moved)]
-    keys = keyed.completion_keys.copy()
-    keys[longer] = completion_keys(joined.completions[branch] for branch in longer)
-    return replace(keyed, rows=joined, completion_keys=keys)
-
-
-def _as_their_turns(
-    rows: RowBlock, longer: RowBlock, before: Sequence[NDArray[np.int32]]
-) -> Ragged | None:
-    """The turns of longer completions, whose first tokens count as what follows them does."""
-    if rows.turns is None or longer.turns is None:
-        return None
-    numbers = longer.turns.values.copy()
-    for branch, moved in enumerate(before):
-        start = longer.turns.offsets[branch]
-        numbers[start : start + len(moved)] = rows.turns[branch][:1]
-    return Ragged(numbers, longer.turns.offsets)
-
-
-_NO_TOKENS = np.empty(0, np.int32)
-
-
-def _joined_ids(
-    row_id: NDArray[np.bytes_], firsts: NDArray[np.int64], stops: NDArray[np.int64]
-) -> NDArray[np.bytes_]:
-    digests = [
-        hashlib.blake2b(row_id[start:stop].tobytes(), digest_size=16).digest()
-        for start, stop in zip(firsts.tolist(), stops.tolist(), strict=True)
-    ]
-    return np.frombuffer(b"".join(digests), dtype="S16")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BufferedIOBase
 from pathlib import Path
@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...schemas.columns import bytes_of_texts
 from ...schemas.errors import damaged
-from ...schemas.row_keys import KeyedRows
+from ...schemas.row_table import ID_DIGITS, Rows, sources
 from ...schemas.rows import Rejected, Role
 from .long_form import merge_same_prompts
-from .record_batches import from_batch, to_batch
 
 # Rows that are divided at once, by the tokens that they weigh: short rows are mostly columns.
 TOKENS_PER_PORTION = 4 * 1024 * 1024
@@ -56,15 +56,10 @@ def range_of(keys: NDArray[np.uint64], ranges: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class EncodedSlice:
-    """The record of an encoded slice of the data; once it is there, the slice is encoded."""
+class SliceRows:
+    """The usable rows of an encoded slice of the data, in numbers."""
 
-    bytes: int  # of its file
     counts: tuple[tuple[int, ...], ...]  # rows of each portion and range
-    rows_in: tuple[int, ...]  # rows read, good and bad, of each file of data in the slice
-    notes: dict[str, int]
-    reasons: dict[str, int]  # why rows cannot be used -> rows
-    rejected: tuple[Rejected, ...]  # up to a limit; rows count from the slice's first
     completions: int
     prompt_tokens: int
     completion_tokens: int
@@ -72,61 +67,54 @@ class EncodedSlice:
     texts: tuple[str, str]  # the lowest and the highest key of a completion
 
 
-def write_slice(sink: BufferedIOBase, chunks: Iterable[KeyedRows], ranges: int) -> SliceFacts:
+@dataclass(frozen=True)
+class EncodedSlice(SliceRows):
+    """The record of an encoded slice of the data; once it is there, the slice is encoded."""
+
+    bytes: int  # of its file
+    rows_in: tuple[int, ...]  # rows read, good and bad, of each file of data in the slice
+    notes: dict[str, int]
+    reasons: dict[str, int]  # why rows cannot be used -> rows
+    rejected: tuple[Rejected, ...]  # up to a limit; rows count from the slice's first
+
+
+def write_slice(sink: BufferedIOBase, chunks: Iterable[Rows], ranges: int) -> SliceRows:
     """Writes a batch for each portion and range that has rows."""
-    facts, writer = SliceFacts(), None
+    counts, prompts, texts = list[tuple[int, ...]](), [np.empty(0, np.uint64)], list[int]()
+    tokens: NDArray[np.int64] = np.zeros(2, np.int64)  # of prompts, and of completions
+    writer = None
     for portion in _portions(chunks):
-        rows = KeyedRows.concat(portion)
+        rows = Rows.concat(portion)
         portion.clear()  # so that no row is held three times
         number = range_of(rows.keys, ranges)
-        facts.add(rows, np.bincount(number, minlength=ranges))
-        batch = to_batch(rows.take(np.argsort(number.astype(np.uint16), kind="stable")))
+        counts.append(tuple(np.bincount(number, minlength=ranges).tolist()))
+        prompts.append(rows.keys[rows.row_of_branch])
+        texts += [int(rows.completion_key.min()), int(rows.completion_key.max())]
+        tokens += (len(rows.prompts.values), len(rows.completions.values))
+        batch = rows.take(np.argsort(number.astype(np.uint16), kind="stable")).to_batch()
         writer = writer or pa.ipc.new_file(sink, batch.schema)
         start = 0
-        for count in filter(None, facts.counts[-1]):
+        for count in filter(None, counts[-1]):
             writer.write_batch(batch.slice(start, count))
             start += count
     if writer:
         writer.close()
-    return facts
+    keys, uses = np.unique(np.concatenate(prompts), return_counts=True)
+    return SliceRows(
+        counts=tuple(counts),
+        completions=int(uses.sum()),
+        prompt_tokens=int(tokens[0]),
+        completion_tokens=int(tokens[1]),
+        largest_prompt=(f"{int(keys[uses.argmax()]):016x}", int(uses.max())) if counts else ("", 0),
+        texts=(f"{min(texts, default=2**64 - 1):016x}", f"{max(texts, default=0):016x}"),
+    )
 
 
-class SliceFacts:
-    """What the record of a slice says of its usable rows."""
-
-    def __init__(self) -> None:
-        self.counts: list[list[int]] = []
-        self.completions = self.prompt_tokens = self.completion_tokens = 0
-        self.lowest, self.highest = 2**64 - 1, 0
-        self._prompts: list[NDArray[np.uint64]] = []
-
-    def add(self, keyed: KeyedRows, counts: NDArray[np.int64]) -> None:
-        """Counts the rows of one portion."""
-        rows = keyed.rows
-        self.counts.append(counts.tolist())
-        self.completions += len(rows.completions)
-        self.prompt_tokens += len(rows.prompts.values)
-        self.completion_tokens += len(rows.completions.values)
-        self.lowest = min(self.lowest, int(keyed.completion_keys.min(initial=self.lowest)))
-        self.highest = max(self.highest, int(keyed.completion_keys.max(initial=self.highest)))
-        self._prompts.append(keyed.keys[rows.row_of_branch])
-
-    @property
-    def largest_prompt(self) -> tuple[str, int]:
-        """The key of the prompt with the most completions, in hex, and how many it has."""
-        if not self.completions:
-            return "", 0
-        keys, counts = np.unique(np.concatenate(self._prompts), return_counts=True)
-        at = int(counts.argmax())
-        return f"{int(keys[at]):016x}", int(counts[at])
-
-
-def _portions(chunks: Iterable[KeyedRows]) -> Iterator[list[KeyedRows]]:
-    portion: list[KeyedRows] = []
+def _portions(chunks: Iterable[Rows]) -> Iterator[list[Rows]]:
+    portion: list[Rows] = []
     tokens = 0
-    for keyed in filter(len, chunks):
-        portion.append(keyed)
-        rows = keyed.rows
+    for rows in filter(len, chunks):
+        portion.append(rows)
         tokens += len(rows.completions.values) + len(rows.prompts.values)
         tokens += TOKENS_PER_BRANCH * len(rows.completions)
         if tokens >= TOKENS_PER_PORTION:
@@ -171,7 +159,7 @@ class EncodedRows:
         self._files, self._shards, self._prompt_side = files, shards, prompt_side
         self._opened = lru_cache(FILES_OPEN)(lambda path: pa.ipc.open_file(pa.OSFile(str(path))))
 
-    def read(self, shard: int, notes: Counter[str]) -> KeyedRows | None:
+    def read(self, shard: int, notes: Counter[str]) -> Rows | None:
         """The rows of a shard in key order, each numbered in its file of data; None without any.
 
         Rows of equal content are numbered 0, 1, 2, ... as copies, in the order of the data.
@@ -187,24 +175,21 @@ class EncodedRows:
             lengths.append(sum(map(len, found)))
         if not batches:
             return None
-        joined = pa.Table.from_batches(batches).combine_chunks()
+        rows = Rows.of_batches(batches)
         del batches, found  # so that no row is held three times
-        keyed = from_batch(KeyedRows, *joined.to_batches())
-        del joined
-        row = keyed.rows.row + np.repeat([file.first_row for file in self._files], lengths)
-        keyed = replace(keyed, rows=replace(keyed.rows, row=row)).in_key_order()
-        notes["pairs_in_both_orders"] += _in_both_orders(keyed)
+        first_rows = np.repeat([file.first_row for file in self._files], lengths)
+        names = rows.of_rows.column("source").field("file")
+        rows = rows.with_columns(source=sources(names, rows.row + first_rows)).in_key_order()
+        notes["pairs_in_both_orders"] += _in_both_orders(rows)
         if self._prompt_side:
-            keyed = merge_same_prompts(keyed, notes, prompt_side=self._prompt_side)
-        return _with_copies_numbered(keyed, notes)
+            rows = merge_same_prompts(rows, notes, prompt_side=self._prompt_side)
+        return _with_copies_numbered(rows, notes)
 
     def completions_of(self, key: int) -> int:
         """How many completions a prompt has."""
         keys = np.array([key], np.uint64)
-        keyed = self.read(int(range_of(keys, self._shards)[0]), Counter())
-        if keyed is None:
-            return 0
-        return int(np.diff(keyed.rows.branch_offsets)[keyed.keys == keys].sum())
+        rows = self.read(int(range_of(keys, self._shards)[0]), Counter())
+        return int(np.diff(rows.branch_offsets)[rows.keys == keys].sum()) if rows else 0
 
     def _batches(self, file: SliceFile, shard: int) -> list[pa.RecordBatch]:
         wide = file.counts.shape[1] // self._shards
@@ -215,22 +200,25 @@ class EncodedRows:
         return [self._opened(file.path).get_batch(number) for number in wanted]
 
 
-def _with_copies_numbered(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:
-    row_id = keyed.rows.row_id
-    is_first = np.append(True, row_id[1:] != row_id[:-1])
-    index = np.arange(len(row_id))
-    copy = index - np.maximum.accumulate(np.where(is_first, index, 0))
-    notes["rows_that_repeat_another_row"] += int((~is_first).sum())
-    return replace(keyed, rows=replace(keyed.rows, copy=copy.astype(np.int32)))
+def _with_copies_numbered(rows: Rows, notes: Counter[str]) -> Rows:
+    digests = np.frombuffer(bytes_of_texts(rows.of_rows.column("row_id")), f"S{ID_DIGITS}")
+    is_copy = digests[1:] == digests[:-1]
+    notes["rows_that_repeat_another_row"] += int(is_copy.sum())
+    if not is_copy.any():
+        return rows
+    copy, ids = 0, list(rows.ids())
+    for index in np.flatnonzero(is_copy).tolist():
+        copy = copy + 1 if index and is_copy[index - 1] else 1
+        ids[index + 1] += f"-{copy}"
+    return rows.with_columns(row_id=ids)
 
 
-def _in_both_orders(keyed: KeyedRows) -> int:
+def _in_both_orders(rows: Rows) -> int:
     """How many pairs of completions are there as chosen and rejected and the other way round."""
-    rows = keyed.rows
     starts = rows.branch_offsets[:-1][np.diff(rows.branch_offsets) == 2]
     firsts = starts[(rows.roles[starts] == Role.CHOSEN) & (rows.roles[starts + 1] == Role.REJECTED)]
-    chosen, rejected = keyed.completion_keys[firsts], keyed.completion_keys[firsts + 1]
-    prompts, is_turned = keyed.keys[rows.row_of_branch[firsts]], chosen > rejected
+    chosen, rejected = rows.completion_key[firsts], rows.completion_key[firsts + 1]
+    prompts, is_turned = rows.keys[rows.row_of_branch[firsts]], chosen > rejected
     pairs = np.stack([prompts, np.minimum(chosen, rejected), np.maximum(chosen, rejected)])
     order = np.lexsort((is_turned, *pairs))
     pairs, is_turned = pairs[:, order], is_turned[order]

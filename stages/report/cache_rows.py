@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...schemas.cache import Manifest
 from ...schemas.errors import UsageError
-from ...schemas.rows import ScoredBlock
+from ...schemas.row_table import Rows
 from ..storage.cache.cache import Cache
 from ..storage.cache.shards import iter_row_groups, open_shard, read_rows
 
@@ -46,7 +46,7 @@ class Place:
         )
 
 
-def find_row(folder: Cache, manifest: Manifest, place: Place) -> ScoredBlock | None:
+def find_row(folder: Cache, manifest: Manifest, place: Place) -> Rows | None:
     """The row with all of its branches, or None if no shard holds it."""
     identities = {f"{one.identity:016x}" for one in manifest.inputs if one.name == place.file}
     for shard in manifest.shards:
@@ -73,7 +73,7 @@ def prompts_of(
         names = pa.chunked_array([chunk for one in groups for chunk in one.chunks], pa.string())
         here = np.flatnonzero(pc.is_in(names, value_set=pa.array(sorted(ids), pa.string())))
         for block in read_rows(path, here) if len(here) else ():
-            trees = zip(block.rows.ids(), block.rows.trees(), strict=True)
+            trees = zip(block.ids(), block.trees(), strict=True)
             found |= {row_id: tree.prompt for row_id, tree in trees}
     return found
 

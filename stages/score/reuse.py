@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...schemas.cache import Commit
 from ...schemas.columns import Ragged
 from ...schemas.errors import CorruptionError, StorageError, UsageError
-from ...schemas.rows import RowBlock, ScoredBlock
+from ...schemas.row_table import Rows
 from ..storage.cache.cache_folder import CacheFolder
 from ..storage.cache.shards import read_shard
 from ..storage.cache.verify_cache import check_shard
@@ -45,11 +45,11 @@ class ReuseIndex:
         self._load = lru_cache(SHARDS_HELD)(self._read)
         self._lost: set[int] = set()
 
-    def find(self, rows: RowBlock, *, first_key: str, last_key: str) -> KnownScores:
+    def find(self, rows: Rows, *, first_key: str, last_key: str) -> KnownScores:
         """The known scores of these rows, whose keys are between two."""
         count = len(rows.completions)
-        found, logps = np.zeros(count, np.bool_), np.zeros(count)
-        tokens, numerics = [np.empty(0, np.float32)] * count, dict[str, str]()
+        found, logps, numerics = np.zeros(count, np.bool_), np.zeros(count), dict[str, str]()
+        tokens, source = [Ragged.of([[]], np.float32)], np.zeros(count, np.int64)  # 0: not known
         keys: NDArray[np.bytes_] | None = None
         for number, (_, commit) in enumerate(self._shards):
             if commit.first_key > last_key or commit.last_key < first_key:
@@ -63,11 +63,11 @@ class ReuseIndex:
             branches, stored = wanted[is_known], known.order[at[is_known]]
             found[branches], logps[branches] = True, known.block.logps[stored]
             if self._need_token_logps and known.block.token_logps is not None:
-                for branch, index in zip(branches.tolist(), stored.tolist(), strict=True):
-                    tokens[branch] = known.block.token_logps[index].copy()
+                source[branches] = sum(map(len, tokens)) + np.arange(len(branches))
+                tokens.append(known.block.token_logps.take(stored))
             if len(branches):
                 numerics = numerics or commit.numerics
-        kept = Ragged.of(tokens, np.float32) if self._need_token_logps else None
+        kept = Ragged.concat(tokens).take(source) if self._need_token_logps else None
         return KnownScores(found=found, token_logps=kept, logps=logps, numerics=numerics)
 
     def _read(self, number: int) -> _Shard | None:
@@ -83,7 +83,7 @@ class ReuseIndex:
             logger.warning("%s is not reused, its rows are scored again: %s", path, error)
             self._lost.add(number)
             return None
-        keys = packed_keys(block.rows)
+        keys = packed_keys(block)
         order = np.argsort(keys, kind="stable")
         return _Shard(keys[order], order, block)
 
@@ -94,7 +94,7 @@ class _Shard:
 
     keys: NDArray[np.bytes_]  # (branches,) S16
     order: NDArray[np.int64]  # (branches,) among the branches of the block
-    block: ScoredBlock
+    block: Rows
 
 
 def look_up(
@@ -107,12 +107,12 @@ def look_up(
     return at, is_known
 
 
-def packed_keys(rows: RowBlock) -> NDArray[np.bytes_]:
+def packed_keys(rows: Rows) -> NDArray[np.bytes_]:
     """The keys of all branches as one array of S16."""
     return np.frombuffer(b"".join(branch_keys(rows)), dtype="S16")
 
 
-def branch_keys(rows: RowBlock) -> list[bytes]:
+def branch_keys(rows: Rows) -> list[bytes]:
     """A digest of prompt ids, completion ids, the boundary and what is learned, per branch."""
     prompts = [
         hashlib.blake2b(prompt.tobytes(), digest_size=16, person=b"prompt")

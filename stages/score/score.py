@@ -12,17 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.columns import Ragged, offsets_of
-from ...schemas.rows import (
-    OutOfMemory,
-    Rejected,
-    Role,
-    RowBlock,
-    ScoredBlock,
-    Scorer,
-    Tree,
-    bytes_of,
-    sums_of_branches,
-)
+from ...schemas.row_table import Rows, bytes_of
+from ...schemas.rows import OutOfMemory, Rejected, Role, Scorer, Tree, sums_of_branches
 from .batch_plan import TreeCost, TreePlan, plan_batches, plan_trees
 
 logger = logging.getLogger("align")
@@ -42,7 +33,7 @@ class KnownScores:
 class UnitScores:
     """A scored unit, the batch size that was used, and the rows that could not be scored."""
 
-    block: ScoredBlock
+    block: Rows
     tokens_per_batch: int
     branches: int
     reused: int  # copied from an earlier cache, or from equal branches of this unit
@@ -70,7 +61,7 @@ class ScoringRules:
 
 
 def score_unit(
-    rows: RowBlock,
+    rows: Rows,
     known: KnownScores,
     rules: ScoringRules,
     *,
@@ -101,7 +92,7 @@ class _Run:
 
 
 def _run(
-    rows: RowBlock,
+    rows: Rows,
     wanted: NDArray[np.int64],
     rules: ScoringRules,
     budget: int,
@@ -129,7 +120,7 @@ def _run(
     return _Run(wanted, Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
 
 
-def _spoilt_again(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
+def _spoilt_again(rows: Rows, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
     """What is not finite, run once more, each branch alone: a kernel may spread a neighbour's NaN.
 
     FlexAttention weighs what it masks inside a block by 0, and 0 times NaN is NaN.
@@ -146,13 +137,13 @@ def _spoilt_again(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _R
     return replace(run, tokens=tokens, too_big=too_big)
 
 
-def _sums(rows: RowBlock, run: _Run) -> NDArray[np.float64]:
+def _sums(rows: Rows, run: _Run) -> NDArray[np.float64]:
     """The sum of each branch that was run, of what is learned."""
     is_learned = None if rows.turns is None else rows.turns.take(run.branches).values > 0
     return sums_of_branches(run.token_logps, is_learned)
 
 
-def _plan(rows: RowBlock, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
+def _plan(rows: Rows, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
     branch_rows = rows.row_of_branch[wanted]
     ends = np.searchsorted(branch_rows, np.arange(len(rows) + 1))
     per_row = [wanted[ends[row] : ends[row + 1]].tolist() for row in range(len(rows))]
@@ -165,7 +156,7 @@ def _plan(rows: RowBlock, wanted: NDArray[np.int64], cost: TreeCost) -> list[Tre
     )
 
 
-def _rows_by_prompt(rows: RowBlock) -> list[list[int]]:
+def _rows_by_prompt(rows: Rows) -> list[list[int]]:
     numbers = prompt_numbers(rows).tolist()
     groups: list[list[int]] = [[] for _ in range(len(set(numbers)))]
     for row, number in enumerate(numbers):
@@ -193,7 +184,7 @@ class _Batch:
         return max(tree.length for tree in self.trees) * len(self.trees) - self.useful
 
 
-def _launched(rows: RowBlock, trees: Sequence[TreePlan], scorer: Scorer) -> _Batch:
+def _launched(rows: Rows, trees: Sequence[TreePlan], scorer: Scorer) -> _Batch:
     given = [
         Tree(rows.prompts[tree.row], tuple(rows.completions[branch] for branch in tree.branches))
         for tree in trees
@@ -219,7 +210,7 @@ def _with_next_launched(launches: Iterator[_Batch]) -> Iterator[_Batch]:
     yield from waiting
 
 
-def _values(rows: RowBlock, batch: _Batch) -> list[tuple[int, NDArray[np.float32]]]:
+def _values(rows: Rows, batch: _Batch) -> list[tuple[int, NDArray[np.float32]]]:
     """The log-probs of each branch, for which it waits."""
     branches = batch.branches
     offsets = offsets_of(rows.completions.lengths[branches])
@@ -231,7 +222,7 @@ def _values(rows: RowBlock, batch: _Batch) -> list[tuple[int, NDArray[np.float32
 
 
 def _collect(
-    rows: RowBlock,
+    rows: Rows,
     known: KnownScores,
     alike: NDArray[np.int64],
     run: _Run,
@@ -241,19 +232,18 @@ def _collect(
     index = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
     logps[wanted] = _sums(rows, run)[index]
-    token_logps = None
+    scored = rows.with_columns(ref_logp=logps)
     if rules.keep_token_logps:
         assert known.token_logps is not None
         parts = Ragged.concat([known.token_logps, run.token_logps])
         source = np.arange(len(logps))
         source[wanted] = len(logps) + index
-        token_logps = parts.take(source)
-    block = ScoredBlock(rows, logps, token_logps)
+        scored = scored.with_columns(ref_token_logps=parts.take(source))
     bad_rows = np.unique(rows.row_of_branch[~np.isfinite(logps)])
     if len(bad_rows):
-        block = block.take(np.setdiff1d(np.arange(len(rows)), bad_rows))
+        scored = scored.take(np.setdiff1d(np.arange(len(rows)), bad_rows))
     return UnitScores(
-        block=block,
+        block=scored,
         tokens_per_batch=run.tokens_per_batch,
         branches=len(known.found),
         reused=len(logps) - len(run.branches),
@@ -264,7 +254,7 @@ def _collect(
 
 
 def _rejected(
-    rows: RowBlock, logps: NDArray[np.float64], too_big: NDArray[np.int64]
+    rows: Rows, logps: NDArray[np.float64], too_big: NDArray[np.int64]
 ) -> tuple[Rejected, ...]:
     """The rows without a finite log-prob, each once, with a branch that does not fit first."""
     row_of_branch = rows.row_of_branch
@@ -281,16 +271,16 @@ def _rejected(
     return tuple(found[row] for row in sorted(found))
 
 
-def _reject(rows: RowBlock, row: int, reason: str, detail: str) -> Rejected:
+def _reject(rows: Rows, row: int, reason: str, detail: str) -> Rejected:
     return Rejected(int(rows.file[row]), int(rows.row[row]), reason, detail)
 
 
-def _named(rows: RowBlock, branch: int) -> str:
+def _named(rows: Rows, branch: int) -> str:
     index = branch - int(rows.branch_offsets[rows.row_of_branch[branch]])
     return f"branch {index} ({Role(rows.roles[branch]).name.lower()})"
 
 
-def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64]:
+def first_alike(rows: Rows, branches: NDArray[np.int64]) -> NDArray[np.int64]:
     """The first of `branches` with the same prompt, completion and turns, for each of them."""
     lengths = rows.completions.lengths[branches]
     prompts = prompt_numbers(rows)[rows.row_of_branch[branches]]
@@ -302,12 +292,12 @@ def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64
     for index in np.flatnonzero(counts[kind] > 1).tolist():
         branch = int(branches[index])
         turns = None if rows.turns is None else rows.turns[branch]
-        told = bytes_of(rows.completions[branch], turns)
+        told = bytes_of(rows.completions[branch].tobytes(), turns)
         first[index] = seen.setdefault((int(prompts[index]), told), branch)
     return first
 
 
-def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
+def prompt_numbers(rows: Rows) -> NDArray[np.int64]:
     """A number for each row's prompt, equal for equal token ids."""
     seen: dict[bytes, int] = {}
     ids, ends = rows.prompts.values.tobytes(), rows.prompts.offsets * rows.prompts.values.itemsize

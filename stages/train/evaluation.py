@@ -17,7 +17,8 @@ from ...schemas.batches import Engine, EvalSample, MicroBatch, StepBatch, StepSi
 from ...schemas.columns import Ragged
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
-from ...schemas.rows import Rescored, Role, ScoredBlock
+from ...schemas.row_table import Rows
+from ...schemas.rows import Rescored, Role
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
 from ..storage.disk.failpoints import reach
@@ -138,7 +139,7 @@ class EvalSamples:
                 sample = EvalSample(
                     row=0,
                     row_id=row_id,
-                    role=Role(int(block.rows.roles[index])),
+                    role=Role(int(block.roles[index])),
                     num_tokens=next(counts),
                     logp=next(logps),
                     reference_logp=float(block.logps[index]),
@@ -153,7 +154,7 @@ class EvalSamples:
 
 def largest_gap(
     engine: Engine,
-    sample: Iterable[tuple[str, ScoredBlock]],
+    sample: Iterable[tuple[str, Rows]],
     *dtypes: str,
     may_differ: bool = False,
 ) -> float:
@@ -173,14 +174,14 @@ def largest_gap(
 
 
 @torch.no_grad()
-def _scored(engine: Engine, block: ScoredBlock) -> Ragged:
-    logps = [engine.forward((tree,))["logps"].cpu().numpy() for tree in block.rows.trees()]
-    return Ragged(np.concatenate(logps), block.rows.completions.offsets)
+def _scored(engine: Engine, block: Rows) -> Ragged:
+    logps = [engine.forward((tree,))["logps"].cpu().numpy() for tree in block.trees()]
+    return Ragged(np.concatenate(logps), block.completions.offsets)
 
 
-def _refusal(name: str, block: ScoredBlock, again: Rescored) -> FingerprintError:
+def _refusal(name: str, block: Rows, again: Rescored) -> FingerprintError:
     at = again.worst
-    row = block.rows.row[block.rows.row_of_branch[at]]
+    row = block.row[block.row_of_branch[at]]
     return FingerprintError(
         f"{name}: the policy is the reference of this cache, yet it scores a branch of input row "
         f"{row} as {again.logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. "

@@ -132,7 +132,7 @@ def _draw(*parts: int) -> int:
 
 def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     """The policy's branches of a micro-batch, by one forward pass."""
-    rows = batch.block.rows
+    rows = batch.block
     assert reads(recipe.rows, rows.roles), f"rows of {recipe.name} are {recipe.rows}"
     with catching_out_of_memory(batch):
         outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
@@ -248,7 +248,7 @@ def _tokens(
     reference = None
     if "token_reference" in recipe.needs:
         assert batch.block.token_logps is not None, "a cache without them is refused"
-        device, is_learned = outputs["logps"].device, batch.block.rows.is_learned
+        device, is_learned = outputs["logps"].device, batch.block.is_learned
         values = batch.block.token_logps.values
         kept = values if is_learned is None else values[is_learned]
         reference = on_device(kept, device).double()

@@ -15,8 +15,8 @@ from align.pipeline.precompute.prepare import Encoded
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
-from align.schemas.row_keys import prompt_keys_of
 from align.schemas.rows import Record, Role
+from align.stages.data.row_keys import prompt_keys_of
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from support.patience import PATIENCE

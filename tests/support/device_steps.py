@@ -219,7 +219,7 @@ def scored(cache, layout):
     job, recipe, source = source_of(cache, "dpo")
     feed = feed_of(job, recipe, source, pads=True)
     with feed.steps(Cursor(0, 0)) as batches:
-        rows = next(iter(batches)).own[0].block.rows
+        rows = next(iter(batches)).own[0].block
     policy = deepcopy(policy_of(job.policy, "none", False, "plain"))
     here = TreeScorer(policy.model.eval())
     here.path = replace(here.path, layout=layout)

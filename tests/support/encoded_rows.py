@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from align.schemas.row_keys import EncodedRecord, KeyedRows, key_rows
 from align.schemas.rows import Record, Role
+from align.stages.data.row_keys import EncodedRecord, key_rows
 from align.stages.pairing.partition import EncodedRows, SliceFile, write_slice
 from align.stages.pairing.shard_rows import CutRule, build_shard
 
@@ -46,34 +46,37 @@ def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=No
     return EncodedRecord(record, list(prompt), more.get("prompt_cut", 0), own, cut, turns)
 
 
-def plain(keyed):
-    """Every row of some KeyedRows, one at a time."""
-    rows = keyed.rows
-    ids = rows.row_id.tobytes()
+def plain(rows):
+    """Every row of some, one at a time."""
     result = []
-    for index in range(len(rows)):
+    has_keys = "completion_key" in rows.of_branches.schema.names
+    for index, row_id in enumerate(rows.ids()):
+        digest, _, copy = row_id.partition("-")
         own = range(int(rows.branch_offsets[index]), int(rows.branch_offsets[index + 1]))
         scores = [None if s != s else float(s) for s in (rows.scores[b] for b in own)]  # noqa: PLR0124
         branches = [
             (tuple(rows.completions[b].tolist()), int(rows.roles[b]), score, int(rows.cut[b]))
             for b, score in zip(own, scores, strict=True)
         ]
+        turns = [(1,) * len(ids) for ids, *_ in branches]
+        if rows.turns is not None:
+            turns = [tuple(rows.turns[b].tolist()) for b in own]
         result.append(
             Plain(
-                row_id=ids[16 * index : 16 * index + 16],
-                copy=int(rows.copy[index]),
+                row_id=bytes.fromhex(digest),
+                copy=int(copy or 0),
                 source=(int(rows.file[index]), int(rows.row[index])),
                 prompt=tuple(rows.prompts[index].tolist()),
                 prompt_cut=int(rows.prompt_cut[index]),
                 branches=tuple(branches),
-                turns=tuple(tuple(rows.whole("turns")[b].tolist()) for b in own),
+                turns=tuple(turns),
                 carried=tuple(float(column[index]) for column in rows.carried.values()),
-                place=int(keyed.keys[index]),
+                place=int(rows.keys[index]),
                 prompt_keys=(
-                    rows.prompt_keys.prompt[index : index + 1].tobytes(),
-                    int(rows.prompt_keys.split[index]),
+                    rows.prompt_key[index : index + 1].tobytes(),
+                    int(rows.split_key[index]),
                 ),
-                completion_keys=tuple(int(keyed.completion_keys[b]) for b in own),
+                completion_keys=tuple(int(rows.completion_key[b]) for b in own) if has_keys else (),
             )
         )
     return result
@@ -125,8 +128,7 @@ def shards_of(folder, records, *, chunk=1000, carried=(), per_file=None, **optio
 
 def plain_of(shard):
     """The rows of a built shard, one at a time."""
-    keyed = KeyedRows(shard.rows, np.zeros(len(shard.rows.completions), np.uint64))
-    return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
+    return [row._replace(place=None, completion_keys=None) for row in plain(shard.rows)]
 
 
 def token_lists(*, most=6, alphabet=4):

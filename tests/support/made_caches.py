@@ -9,10 +9,12 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.columns import Ragged, offsets_of
-from align.schemas.rows import PromptKeys, Rejected, RowBlock, ScoredBlock
+from align.schemas.row_table import Rows, sources
+from align.schemas.rows import Rejected
 from align.stages.storage.cache.cache import Cache
 from align.stages.storage.disk.locks import owner_lock
 from support import disk_faults
@@ -33,27 +35,32 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     prompts = offsets_of(draw.integers(0, max_tokens, rows))
     given = draw.standard_normal(branches)
     keys = np.random.default_rng([seed, rows])
-    row_block = RowBlock(
-        row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
-        copy=draw.integers(0, 3, rows).astype(np.int32),
-        file=draw.integers(0, 9, rows).astype(np.uint64) << np.uint64(60),
-        row=draw.integers(0, 2**40, rows),
-        prompt_keys=PromptKeys(
-            np.frombuffer(keys.bytes(16 * rows), dtype="S16"),
-            np.frombuffer(keys.bytes(8 * rows), dtype=np.uint64),
-        ),
-        prompts=Ragged(draw.integers(0, 2**31 - 1, prompts[-1]).astype(np.int32), prompts),
-        prompt_cut=draw.integers(0, 3, rows).astype(np.int32),
-        branch_offsets=branch_offsets,
-        completions=Ragged(draw.integers(0, 2**31 - 1, tokens[-1]).astype(np.int32), tokens),
-        roles=draw.integers(0, 6, branches).astype(np.int8),
-        scores=np.where(draw.random(branches) < scores, given, np.nan),
-        cut=draw.integers(0, 3, branches).astype(np.int32),
-        carried={name: draw.standard_normal(rows) for name in carried},
-    )
-    kept = draw.standard_normal(tokens[-1]).astype(np.float32)
-    logps = -draw.random(branches) * 50
-    return ScoredBlock(row_block, logps, Ragged(kept, tokens) if token_logps else None)
+    ids, copies = draw.bytes(16 * rows).hex(), draw.integers(0, 3, rows).tolist()
+    ids = [ids[32 * row : 32 * row + 32] for row in range(rows)]
+    files = draw.integers(0, 9, rows).astype(np.uint64) << np.uint64(60)
+    of_rows = {
+        "row_id": [
+            f"{name}-{copy}" if copy else name for name, copy in zip(ids, copies, strict=True)
+        ],
+        "source": sources(files.tolist(), draw.integers(0, 2**40, rows)),
+        "prompt_key": np.frombuffer(keys.bytes(16 * rows), dtype="S16"),
+        "split_key": np.frombuffer(keys.bytes(8 * rows), dtype=np.uint64),
+        "prompt_ids": Ragged(draw.integers(0, 2**31 - 1, prompts[-1]).astype(np.int32), prompts),
+        "prompt_cut": draw.integers(0, 3, rows),
+        **{name: draw.standard_normal(rows) for name in carried},
+    }
+    of_branches = {
+        "completion_ids": Ragged(draw.integers(0, 2**31 - 1, tokens[-1]).astype(np.int32), tokens),
+        "role": draw.integers(0, 6, branches),
+        "score": np.where(draw.random(branches) < scores, given, np.nan),
+        "cut": draw.integers(0, 3, branches),
+        "ref_logp": -draw.random(branches) * 50,
+        "completion_turns": pa.nulls(branches, pa.large_binary()),
+    }
+    if token_logps:
+        kept = draw.standard_normal(tokens[-1]).astype(np.float32)
+        of_branches["ref_token_logps"] = Ragged(kept, tokens)
+    return Rows.of(of_rows, of_branches, branch_offsets)
 
 
 def plan_of(seeds):

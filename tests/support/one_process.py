@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from align.schemas.row_keys import InputCounts, KeyedRows, key_rows
-from align.stages.data.encode import Encoder
+from align.schemas.row_table import Rows
+from align.stages.data.encode import Encoder, InputCounts
 from align.stages.data.records import records_in
+from align.stages.data.row_keys import key_rows
 from align.stages.pairing.long_form import merge_same_prompts
 from align.stages.storage.cache.cache import printable
 from support.encoded_rows import plain
@@ -36,10 +37,10 @@ def prepared_at_once(job):
         parts.append(key_rows(encoded.rows, carried=job.shape.carried))
         intake.rows_per_file[number] += len(records) + len(rejected)
         intake.rejected += [*rejected, *encoded.rejected]
-    keyed = _sorted(KeyedRows.concat(parts))
-    prompts = Counter(keyed.keys[keyed.rows.row_of_branch].tolist())
+    keyed = _sorted(Rows.concat(parts))
+    prompts = Counter(keyed.keys[keyed.row_of_branch].tolist())
     can_be_paired = 2 * max(prompts.values(), default=0) <= prompts.total()
-    can_be_paired &= len({*keyed.completion_keys.tolist()}) > 1
+    can_be_paired &= len({*keyed.completion_key.tolist()}) > 1
     places = keyed.keys.tolist()
     if job.shape.name == "scored_long":
         side = config.tokens.prompt_side
@@ -54,16 +55,15 @@ def prepared_at_once(job):
     return Prepared(rows, places, can_be_paired, rejected, per_file, dict(reasons))
 
 
-def _sorted(keyed):
+def _sorted(rows):
     """By place, by digest, and of equal rows by file and number."""
-    ids, rows = keyed.rows.row_id.tobytes(), keyed.rows
-    places = keyed.keys.tolist()
+    ids, places = rows.ids(), rows.keys.tolist()
 
     def key(at):
-        return places[at], ids[16 * at : 16 * at + 16], int(rows.file[at]), int(rows.row[at])
+        return places[at], ids[at], int(rows.file[at]), int(rows.row[at])
 
     order = sorted(range(len(places)), key=key)
-    return keyed.take(np.array(order, dtype=np.int64))
+    return rows.take(np.array(order, dtype=np.int64))
 
 
 def _copies(rows):

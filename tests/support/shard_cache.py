@@ -4,10 +4,12 @@ import hashlib
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 
 from align.schemas.batches import World
 from align.schemas.columns import Ragged, offsets_of
-from align.schemas.rows import PromptKeys, Role, RowBlock, ScoredBlock
+from align.schemas.row_table import Rows, sources
+from align.schemas.rows import Role
 from align.stages.feed.cache_index import RowSizes, RowTable, ShardColumns
 from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
@@ -68,31 +70,29 @@ def block_of(rows, *, seed=0, levels=1, roles=PAIR, tokens=(3, 12), token_logps=
     prompts = offsets_of(draw.integers(*tokens, rows))
     completions = offsets_of(lengths)
     stored = (*roles, *(Role.MISMATCHED,) * (len(roles) * levels))
-    row_block = RowBlock(
-        row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
-        copy=np.zeros(rows, dtype=np.int32),
-        file=np.zeros(rows, dtype=np.uint64),
-        row=np.arange(rows),
-        prompt_keys=prompt_keys(np.random.default_rng([seed, rows]), rows),
-        prompts=Ragged(draw.integers(0, 1000, prompts[-1]).astype(np.int32), prompts),
-        prompt_cut=np.zeros(rows, dtype=np.int32),
-        branch_offsets=np.arange(rows + 1) * count,
-        completions=Ragged(draw.integers(0, 1000, completions[-1]).astype(np.int32), completions),
-        roles=np.tile(np.array(stored, dtype=np.int8), rows),
-        scores=np.full(rows * count, np.nan, dtype=np.float64),
-        cut=np.zeros(rows * count, dtype=np.int32),
-        carried={"weight": draw.random(rows)},
-    )
+    keys, ids = np.random.default_rng([seed, rows]), draw.bytes(16 * rows).hex()
+    of_rows = {
+        "row_id": [ids[32 * row : 32 * row + 32] for row in range(rows)],
+        "source": sources([0] * rows, np.arange(rows)),
+        "prompt_key": np.frombuffer(keys.bytes(16 * rows), dtype="S16"),
+        "split_key": np.frombuffer(keys.bytes(8 * rows), dtype=np.uint64),
+        "prompt_ids": Ragged(draw.integers(0, 1000, prompts[-1]).astype(np.int32), prompts),
+        "prompt_cut": np.zeros(rows),
+    }
+    ids = draw.integers(0, 1000, completions[-1]).astype(np.int32)
+    of_branches = {
+        "completion_ids": Ragged(ids, completions),
+        "role": np.tile(np.array(stored, dtype=np.int8), rows),
+        "score": np.full(rows * count, np.nan, dtype=np.float64),
+        "cut": np.zeros(rows * count),
+        "completion_turns": pa.nulls(rows * count, pa.large_binary()),
+    }
+    of_rows["weight"] = draw.random(rows)
     kept = Ragged(-draw.random(completions[-1]).astype(np.float32), completions)
-    return ScoredBlock(row_block, -draw.random(rows * count), kept if token_logps else None)
-
-
-def prompt_keys(draw, rows):
-    """Another prompt in each row."""
-    return PromptKeys(
-        prompt=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
-        split=np.frombuffer(draw.bytes(8 * rows), dtype=np.uint64),
-    )
+    of_branches["ref_logp"] = -draw.random(rows * count)
+    if token_logps:
+        of_branches["ref_token_logps"] = kept
+    return Rows.of(of_rows, of_branches, np.arange(rows + 1) * count)
 
 
 def write_cache(root, blocks):

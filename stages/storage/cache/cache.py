@@ -37,7 +37,8 @@ from ....schemas.cache import FORMAT_VERSION, NOT_IN_ROOT, FileEntry, Manifest, 
 from ....schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
 from ....schemas.file_version import Remember, digest_anew
 from ....schemas.json_codec import digest
-from ....schemas.rows import Rejected, ScoredBlock
+from ....schemas.row_table import Rows
+from ....schemas.rows import Rejected
 from ..copies import work_folder
 from ..disk import fs
 from ..disk.digests import remembered_sha256
@@ -194,7 +195,7 @@ class Cache:
     def commit(
         self,
         number: int,
-        block: ScoredBlock,
+        rows: Rows,
         *,
         keys: tuple[str, str],
         rejected: Sequence[Rejected],
@@ -205,14 +206,14 @@ class Cache:
 
         `keys` are those of its first and last row; `rejected` are rows that it lost.
         """
-        if len(bad := np.flatnonzero(~np.isfinite(block.logps))):
+        if len(bad := np.flatnonzero(~np.isfinite(rows.logps))):
             raise NonFiniteError(
-                f"shard {number}: {len(bad)} of {len(block.logps)} log-probs are not finite, the "
+                f"shard {number}: {len(bad)} of {len(rows.logps)} log-probs are not finite, the "
                 f"first of completion {bad[0]}. Check the weights; with float16, try "
                 "--dtype bfloat16."
             )
         with self._draft(f"{number:08d}") as draft:
-            write_shard(draft, block)
+            write_shard(draft, rows)
             sha256 = fs.sha256_of(draft)
             lost = sorted(rejected, key=lambda row: (row.file, row.row))
             ours = Shard(
@@ -220,9 +221,9 @@ class Cache:
                 file=part_name(number, sha256),
                 bytes=draft.stat().st_size,
                 sha256=sha256,
-                rows=len(block.rows),
-                branches=len(block.logps),
-                tokens=len(block.rows.completions.values),
+                rows=len(rows),
+                branches=len(rows.completions),
+                tokens=len(rows.completions.values),
                 first_key=keys[0],
                 last_key=keys[1],
                 rejected=tuple(replace(row, detail=printable(row.detail)) for row in lost),
@@ -430,7 +431,7 @@ class Cache:
                 f"{path} cannot be opened: {error.__cause__ or error}."
             ) from error
 
-    def sample_rows(self, manifest: Manifest, count: int) -> Iterator[tuple[str, ScoredBlock]]:
+    def sample_rows(self, manifest: Manifest, count: int) -> Iterator[tuple[str, Rows]]:
         """Rows that are spread over the cache, a few at a time, with the name of their shard."""
         wanted = np.unique(np.arange(count) * manifest.rows // count)
         first = 0

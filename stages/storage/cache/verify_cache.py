@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ....schemas.cache import Manifest, Shard
 from ....schemas.file_version import Remember, digest_anew
-from ....schemas.rows import ScoredBlock
+from ....schemas.row_table import Rows
 from .cache import Cache
 
 
@@ -22,6 +22,6 @@ def check_shard(cache: Cache, shard: Shard, remember: Remember = digest_anew) ->
 check_before_reading = check_shard
 
 
-def sample_rows(cache: Cache, manifest: Manifest, count: int) -> Iterator[tuple[str, ScoredBlock]]:
+def sample_rows(cache: Cache, manifest: Manifest, count: int) -> Iterator[tuple[str, Rows]]:
     """Rows that are spread over the cache."""
     return cache.sample_rows(manifest, count)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from align.schemas.data_options import TokenOptions
-from align.schemas.row_keys import key_rows
 from align.stages.data.preview import CUT, LEARNED, PROMPT, UNLEARNED, lines_of
+from align.stages.data.row_keys import key_rows
 from align.stages.data.tokenizer import load_tokenizer
 from support import tool_templates
 from support.byte_tokenizers import byte_tokenizer
@@ -42,7 +42,7 @@ def folder_of(tmp_path_factory):
 
 def lines_for(row, tokenizer, *, file="data.jsonl", side="left"):
     """The lines of an encoded row, its prompt's after the first."""
-    rows = key_rows([row], carried=()).rows
+    rows = key_rows([row], carried=())
     return [*lines_of(rows, tokenizer, file=file, prompt_side=side)]
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import TokenOptions
-from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
 from align.stages.data.preview import lines_of
+from align.stages.data.row_keys import key_rows
 from align.stages.data.tokenizer import decoder, load_tokenizer
 from align.stages.model.generate import own_stops
 from align.stages.model.save import stop_generation_at
@@ -204,7 +204,7 @@ def test_a_prompt_that_is_cut_keeps_its_bos_and_the_side_that_is_asked_for(kind,
             assert texts_of(folder, record, **options)[0][0] == cut
             row, _ = encode_one(folder, record, **options)
             assert row.prompt_cut == whole - 4
-            rows = key_rows([row], carried=()).rows
+            rows = key_rows([row], carried=())
             _, shown, *_ = map(str, lines_of(rows, tokenizer, file="x", prompt_side=side))
             missing = f"({whole - 4} tokens cut)"
             if side == "right":

@@ -6,9 +6,9 @@ import pytest
 
 from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
-from align.schemas.row_keys import prompt_keys_of
 from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.encode import encode_prompt
+from align.stages.data.row_keys import prompt_keys_of
 from align.stages.data.tokenizer import load_tokenizer
 from support import tool_templates
 from support.byte_tokenizers import FAMILIES, byte_tokenizer

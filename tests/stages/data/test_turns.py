@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from align.schemas.data_options import TokenOptions
-from align.schemas.row_keys import key_rows
+from align.stages.data.row_keys import key_rows
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import byte_tokenizer
 from support.read_rows import (
@@ -68,7 +68,7 @@ def test_one_turn_is_learned_as_a_whole_and_so_is_everything_if_that_is_asked_fo
     of_turns, _ = encode_one(folders[kind], several)
     assert everything.turns == (None,)
     assert everything.completions == of_turns.completions
-    assert key_rows([everything], carried=()).rows.turns is None
+    assert key_rows([everything], carried=()).turns is None
 
 
 def test_where_a_template_drops_earlier_thoughts_turns_are_marked_or_the_row_is_refused(folders):

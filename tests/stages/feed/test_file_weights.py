@@ -1,7 +1,6 @@
 """How often rows are drawn by the weights of their files, against counts made one by one."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -14,6 +13,7 @@ from align.schemas.cache import InputEntry
 from align.schemas.columns import offsets_of
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
+from align.schemas.row_table import sources
 from align.schemas.rows import Role
 from align.stages.feed.epoch_order import shuffled_order
 from align.stages.feed.file_weights import Draws, weights_of
@@ -106,10 +106,10 @@ def mixed(tmp_path_factory):
     entries = tuple(map(entry, FILES))
     blocks = []
     for unit in range(12):
-        file = np.full(10, entries[unit % 3].identity, dtype=np.uint64)
+        file = [entries[unit % 3].identity] * 10
         roles = (Role.DESIRABLE,) if unit % 3 == 2 else PAIR
         block = block_of(10, seed=unit, roles=roles)
-        blocks.append(replace(block, rows=replace(block.rows, file=file)))
+        blocks.append(block.with_columns(source=sources(file, np.arange(10))))
     folder, manifest = write_cache(tmp_path_factory.mktemp("made") / "cache", blocks)
     manifest.inputs = entries
     return folder, manifest

@@ -49,7 +49,7 @@ def learned(source, name="steps"):
     with feed.steps(Cursor(0, 0)) if name == "steps" else feed.held_out() as steps:
         for step in steps:
             for micro in step.own:
-                roles = iter(micro.block.rows.roles.tolist())
+                roles = iter(micro.block.roles.tolist())
                 for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
                     for ids in tree.branches:
                         yield row_id, next(roles) == Role.DESIRABLE, tuple(ids.tolist())

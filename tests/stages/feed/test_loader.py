@@ -23,8 +23,9 @@ def mixed(tmp_path_factory):
     for unit, block in enumerate(blocks):
         if unit % 3 != 1:
             draw = np.random.default_rng(unit)
-            is_own = block.rows.roles != M
-            block.rows.scores[is_own] = draw.integers(0, 6, is_own.sum())
+            is_own, scores = block.roles != M, block.scores.copy()
+            scores[is_own] = draw.integers(0, 6, is_own.sum())
+            blocks[unit] = block.with_columns(score=scores)
     return write_cache(tmp_path_factory.mktemp("made") / "cache", blocks)
 
 
@@ -34,22 +35,22 @@ def seen_in(micro):
     for number, tree in enumerate(micro.trees):
         branches = []
         for ids in tree.branches:
-            score = float(micro.block.rows.scores[index])
+            score = float(micro.block.scores[index])
             branches.append(
                 (
                     micro.row_ids[number],
                     tree.prompt.tolist(),
                     ids.tolist(),
-                    int(micro.block.rows.roles[index]),
+                    int(micro.block.roles[index]),
                     float(micro.block.logps[index]),
                     micro.block.token_logps[index].tolist(),
                     None if np.isnan(score) else score,
-                    float(micro.block.rows.carried["weight"][number]),
+                    float(micro.block.carried["weight"][number]),
                 )
             )
             index += 1
         rows.append(branches)
-    assert index == len(micro.block.rows.roles) == len(micro.step_indices)
+    assert index == len(micro.block.roles) == len(micro.step_indices)
     return rows
 
 
@@ -166,9 +167,7 @@ def test_steps_are_the_same_for_any_world_and_budget(mixed, kind, world, batch_s
             for micro in (micro for micros in passes for micro in micros):
                 sizes = [tree.num_tokens for tree in micro.trees]
                 assert sum(sizes) <= budget or len(sizes) == 1
-                assert set(micro.block.rows.carried) == {
-                    "weight"
-                }  # also of a rank with nothing to do
+                assert set(micro.block.carried) == {"weight"}  # also of a rank with nothing to do
                 assert micro.block.token_logps is not None
 
 

@@ -1,14 +1,12 @@
 """What is known of a cache once it is open, against its rows read one by one."""
 
-import dataclasses
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
-from align.schemas.rows import PromptKeys, Role
+from align.schemas.rows import Role
 from align.stages.feed.cache_index import COLUMNS, read_table, unchecked
 from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.prompt_split import held_out
@@ -56,10 +54,10 @@ def scored_rows(tmp_path):
 
 def with_scores(block, scores):
     """The same rows, their own branches scored."""
-    is_own = block.rows.roles != Role.MISMATCHED
-    column = block.rows.scores.copy()
+    is_own = block.roles != Role.MISMATCHED
+    column = block.scores.copy()
     column[is_own] = scores
-    return dataclasses.replace(block, rows=dataclasses.replace(block.rows, scores=column))
+    return block.with_columns(score=column)
 
 
 ALL, MEDIAN = ScoreRules(pairs="all", min_gap=2), ScoreRules(threshold="median")
@@ -109,10 +107,10 @@ def test_labels_are_counted_over_training_rows(scored_rows, mixed, tmp_path):
 def test_a_column_that_is_not_there_or_lacks_numbers_is_refused(mixed, tmp_path):
     with refuses(UsageError, "'trust'", "data.carry=[trust]"):
         opened(mixed, columns=("weight", "trust"))
-    block = block_of(9)
-    block.rows.carried["weight"][[2, 5]] = [np.nan, np.inf]
-    unread = block_of(4, roles=LABELLED)
-    unread.rows.carried["weight"][:] = np.nan
+    weights = np.ones(9)
+    weights[[2, 5]] = [np.nan, np.inf]
+    block = block_of(9).with_columns(weight=weights)
+    unread = block_of(4, roles=LABELLED).with_columns(weight=np.full(4, np.nan))
     cache = write_cache(tmp_path / "lacking", [block, unread])
     with refuses(UsageError, "2 rows", "'weight'"):
         opened(cache, columns=("weight",))
@@ -130,9 +128,7 @@ def test_scores_that_are_needed_are_read_or_those_missing_counted(mixed, scored_
 def test_no_prompt_stands_on_both_sides_of_a_split(tmp_path):
     block = block_of(400)  # every prompt has other ids, but ten rows share one text
     ids = np.arange(400) // 7 % 40
-    keys = block.rows.prompt_keys
-    keys = dataclasses.replace(keys, split=keys.split[ids])
-    block = dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=keys))
+    block = block.with_columns(split_key=block.split_key[ids])
     source = opened(write_cache(tmp_path / "cache", [block]), eval_fraction=0.3)
     train = set(ids[source.index.train.sizes.index_in_group].tolist())
     kept = set(ids[source.index.held_out.sizes.index_in_group].tolist())
@@ -195,9 +191,7 @@ def test_damage_is_found_when_the_cache_is_opened_and_named_by_its_unit(mixed):
 
 def with_split_keys(*keys):
     """A cache of so many rows, whose prompts have these keys."""
-    block = block_of(len(keys))
-    found = PromptKeys(block.rows.prompt_keys.prompt, np.array(keys, dtype=np.uint64))
-    return dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=found))
+    return block_of(len(keys)).with_columns(split_key=np.array(keys, dtype=np.uint64))
 
 
 def test_prompts_of_another_cache_that_are_learned_from_are_counted(tmp_path):

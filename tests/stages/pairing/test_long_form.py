@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
+from align.stages.data.row_keys import key_rows
 from align.stages.pairing import partition
 from align.stages.pairing.long_form import merge_same_prompts
 from support.encoded_rows import encoded, plain, shards_of, token_lists

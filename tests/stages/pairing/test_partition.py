@@ -8,18 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError
-from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.pairing import partition, shard_rows
+from align.stages.pairing import partition
 from align.stages.pairing.partition import (
     EncodedSlice,
     likeliest_majority,
     number_of_ranges,
     number_of_shards,
 )
-from align.stages.pairing.record_batches import from_batch, to_batch
-from support.encoded_rows import Shards, encoded, record_lists, shards_of
-from support.marked_rows import MarkedKeys, marked
+from support.encoded_rows import encoded, record_lists, shards_of
 
 MIB = 1 << 20
 
@@ -108,43 +105,25 @@ def test_a_pair_that_is_there_in_both_orders_is_counted_once(tmp_path):
         assert shards.notes["pairs_in_both_orders"] == 1
 
 
-def test_a_column_that_is_added_comes_through_with_the_partners(tmp_path, monkeypatch):
-    """Its first portion has no marks, so they have their missing value there."""
-    for module in (partition, shard_rows):
-        monkeypatch.setattr(module, "KeyedRows", MarkedKeys)
+def test_portions_in_which_all_tokens_are_learned_are_read_with_others(tmp_path, monkeypatch):
+    """The first portion says of no completion what is learned, the second of half of them."""
     monkeypatch.setattr(partition, "TOKENS_PER_PORTION", 1)
-    records = [encoded([row], [row, 1, 2], [row, 2], row=row) for row in range(40)]
-    keyed = [key_rows(some, carried=()) for some in (records[:20], records[20:])]
-    chunks = [
-        MarkedKeys(marked(each.rows, with_marks=bool(number)), each.completion_keys)
-        for number, each in enumerate(keyed)
+    turns = (np.array([0, 1], np.int16), None)
+    records = [
+        encoded([row], [row, 1], [row, 2], row=row, turns=turns if row >= 20 else (None, None))
+        for row in range(40)
     ]
-    shards = Shards(tmp_path, [chunks], 4, shards=1, num_pairs=1)
-    rows = shards.build(max_length=3).rows  # a prompt and two tokens
-    is_own = np.tile([True, True, False, False], 40)
-    assert (rows.number == rows.row + 1).all()
-    assert rows.completions.lengths.max() == 3
-    assert (rows.name == 3 * (rows.completions.lengths + rows.cut)).all()
-    assert rows.cut[is_own].max() == 0 < rows.cut[~is_own].max()
-    assert (rows.guess[is_own] == rows.roles[is_own] + 0.5).all()
-    assert (rows.guess[~is_own] == -1).all()
-    for ids, marks in zip(rows.completions, rows.marks, strict=True):
-        assert marks.tolist() == [-2 if ids[0] < 20 else 2 * token for token in ids]
-
-
-def test_batches_without_a_column_of_tokens_keep_none():
-    rows = key_rows([encoded([1], [2])], carried=())
-    keyed = MarkedKeys(marked(rows.rows, with_marks=False), rows.completion_keys)
-    batch = to_batch(keyed)
-    assert from_batch(MarkedKeys, batch).rows.marks is None
-    assert "rows.marks" in {each.name for each in batch.schema.field("branches").type.value_type}
+    rows = shards_of(tmp_path, records, ranges=4, chunk=20, shards=1).all_rows()
+    assert {row.source[1]: row.turns for row in rows} == {
+        row: ((0, 1) if row >= 20 else (1, 1), (1, 1)) for row in range(40)
+    }
 
 
 def test_names_of_columns_may_hold_any_byte(tmp_path):
     name = "a/b ü \0 row"
     records = [encoded([1], [2], carried={name: 0.25}), encoded([1], [3], carried={name: -0.5})]
     (keyed,) = shards_of(tmp_path, records, carried=(name,)).read()
-    assert sorted(keyed.rows.carried[name].tolist()) == [-0.5, 0.25]
+    assert sorted(keyed.carried[name].tolist()) == [-0.5, 0.25]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

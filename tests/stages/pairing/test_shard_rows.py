@@ -35,7 +35,8 @@ def fitted_records(draw, *, max_length):
             cut.append(len(whole) - len(kept))
         turns = [draw(turns_of(len(ids))) for ids in completions]
         if all(completions):
-            records.append(encoded(prompt, *completions, cut=cut, row=row, turns=turns))
+            more = {"cut": cut, "turns": turns, "scores": (0.5, None)}
+            records.append(encoded(prompt, *completions, row=row, **more))
     return records
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from align.schemas.row_keys import key_rows
-from align.schemas.rows import Role, ScoredBlock
+from align.schemas.rows import Role
+from align.stages.data.row_keys import key_rows
 from support.encoded_rows import encoded
 from support.made_caches import commit_blocks, plan_of
 
@@ -43,10 +43,10 @@ def block_of(rows, first):
         )
         for number, row in enumerate(rows, first)
     ]
-    block = key_rows(records, carried=[*rows[0].carried]).rows
-    ids = np.array([f"{number:016d}" for number in block.row], dtype="S16")
+    block = key_rows(records, carried=[*rows[0].carried])
+    ids = [f"{number:016d}".encode().hex() for number in block.row.tolist()]
     logps = np.array([branch.logp for row in rows for branch in row.branches])
-    return ScoredBlock(replace(block, row_id=ids), logps, None)
+    return block.with_columns(row_id=ids, ref_logp=logps).without("completion_key")
 
 
 def write_cache(root, rows, *, per_unit):
@@ -58,7 +58,7 @@ def write_cache(root, rows, *, per_unit):
         plan_of(starts),
         fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
         rows_in=len(rows) + 3,
-        shards=tuple(len(block.rows) for block in blocks),
+        shards=tuple(len(block) for block in blocks),
         reasons={"empty_completion": 1, "too_long": 2},
     )
     folder.publish(folder.build_manifest(plan, dict(enumerate(commits))))

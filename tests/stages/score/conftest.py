@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from align.schemas.columns import Ragged
-from align.schemas.row_keys import key_rows
 from align.schemas.rows import Tree
+from align.stages.data.row_keys import key_rows
 from align.stages.score.score import KnownScores, ScoringRules, score_unit
 from support.encoded_rows import encoded
 from support.faulty_scorer import STUB
@@ -44,7 +44,7 @@ def rows():
         prompt = [3 + row // 2, *range(4, 4 + (row // 2) % 7)]
         sizes = random.integers(1, 12, 2 + row % 2)
         records.append(encoded(prompt, *(random.integers(10, 90, n) for n in sizes), row=row))
-    return key_rows(records, carried=()).in_key_order().rows
+    return key_rows(records, carried=()).in_key_order()
 
 
 @pytest.fixture

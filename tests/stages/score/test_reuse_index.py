@@ -4,8 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.row_keys import key_rows
-from align.schemas.rows import ScoredBlock
+from align.stages.data.row_keys import key_rows
 from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
 from support.encoded_rows import encoded
 from support.made_caches import FACTS, commit_blocks
@@ -29,7 +28,7 @@ def odd_scores(rows):
     tokens = rows.completions
     values = (-random.random(len(tokens.values)) - 100).astype(np.float32)
     kept = type(tokens)(values, tokens.offsets)
-    return ScoredBlock(rows, -random.random(len(tokens)) * 1e3, kept)
+    return rows.with_columns(ref_logp=-random.random(len(tokens)) * 1e3, ref_token_logps=kept)
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_every_branch_is_found_in_any_order_bit_for_bit(earlier, halves, rows):
     expected = {}
     for block in halves:
         values = zip(block.logps, block.token_logps, strict=True)
-        for content, value in zip(by_content(block.rows), values, strict=True):
+        for content, value in zip(by_content(block), values, strict=True):
             expected.setdefault(content, []).append(value)
     shuffled = rows.take(np.random.default_rng(1).permutation(len(rows)))
     index = ReuseIndex([earlier], need_token_logps=True)
@@ -70,7 +69,7 @@ def test_every_branch_is_found_in_any_order_bit_for_bit(earlier, halves, rows):
 
 
 def block_of(*records):
-    return key_rows(list(records), carried=()).rows
+    return key_rows(list(records), carried=())
 
 
 def test_the_boundary_is_part_of_what_a_branch_is(rows):
@@ -110,14 +109,14 @@ def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier,
     first = cache.folder.shard(cache.shards[0])
     pq.write_table(pq.read_table(first), first, compression="none")
     index = ReuseIndex([cache], need_token_logps=True)
-    known = index.find(halves[0].rows, first_key=LOWEST, last_key=HIGHEST)
-    also_in_second = [one in by_content(halves[1].rows) for one in by_content(halves[0].rows)]
+    known = index.find(halves[0], first_key=LOWEST, last_key=HIGHEST)
+    also_in_second = [one in by_content(halves[1]) for one in by_content(halves[0])]
     assert known.found.tolist() == also_in_second
 
 
 def test_the_numerics_are_those_of_the_scores_that_were_copied(earlier, halves):
     index = ReuseIndex([earlier], need_token_logps=False)
-    only_second = set(by_content(halves[1].rows)) - set(by_content(halves[0].rows))
+    only_second = set(by_content(halves[1])) - set(by_content(halves[0]))
     prompt, completion = sorted(only_second)[0]
     known = index.find(block_of(encoded(prompt, completion)), first_key=LOWEST, last_key=HIGHEST)
     assert known.numerics == NUMERICS[1]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.columns import Ragged
-from align.schemas.row_keys import key_rows
 from align.schemas.rows import Rejected
+from align.stages.data.row_keys import key_rows
 from align.stages.score import score as score_module
 from align.stages.score.batch_plan import TreeCost, plan_batches, plan_trees
 from align.stages.score.score import KnownScores
@@ -31,7 +31,7 @@ def sums_of(branches):
 
 
 def block_of(*records):
-    return key_rows(list(records), carried=()).rows
+    return key_rows(list(records), carried=())
 
 
 @pytest.mark.parametrize("pads", [True, False])
@@ -131,13 +131,13 @@ def test_what_never_fits_is_quarantined_in_every_row_that_holds_it(score, one_by
         Rejected(0, 1, "oom", told.format("0 (chosen)")),
         Rejected(0, 3, "oom", told.format("1 (rejected)")),
     )
-    assert scores.block.rows.row.tolist() == [0, 2]
+    assert scores.block.row.tolist() == [0, 2]
     kept = [one_by_one(block)[branch] for branch in (0, 1, 4, 5)]
     assert scores.block.logps.tolist() == sums_of(kept)
     assert [list(tokens) for tokens in scores.block.token_logps] == [list(t) for t in kept]
     nothing = score(rows, Faulty(room=0))
     assert reasons(nothing) == {"oom": len(rows)}
-    assert len(nothing.block.rows) == len(nothing.block.logps) == 0
+    assert len(nothing.block) == len(nothing.block.logps) == 0
 
 
 @pytest.mark.parametrize(("value", "keep"), [(np.nan, True), (np.inf, False), (-np.inf, True)])
@@ -153,7 +153,7 @@ def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep
     (bad,) = scores.rejected
     assert (bad.file, bad.row, bad.reason) == (0, 1, "nonfinite_logp")
     assert bad.detail == f"the log-prob of branch 0 (chosen) is not finite: {value}"
-    assert scores.block.rows.row.tolist() == [0, 2]
+    assert scores.block.row.tolist() == [0, 2]
     assert np.isfinite(scores.block.logps).all()
     assert (scores.block.token_logps is not None) == keep
 
@@ -168,7 +168,7 @@ def test_a_log_prob_that_is_not_finite_spoils_no_neighbour_in_its_batch(
     assert 0 < len(bad_rows) < len(rows) / 2
     scores = score(rows, Faulty(poison={token: np.inf}, spreads=True), budget=budget)
     assert reasons(scores) == {"nonfinite_logp": len(bad_rows)}
-    assert scores.block.rows.row.tolist() == np.delete(rows.row, bad_rows).tolist()
+    assert scores.block.row.tolist() == np.delete(rows.row, bad_rows).tolist()
     is_kept = ~np.isin(rows.row_of_branch, bad_rows)
     kept = [tokens for tokens, keep in zip(one_by_one(rows), is_kept, strict=True) if keep]
     assert [list(tokens) for tokens in scores.block.token_logps] == list(map(list, kept))
@@ -228,7 +228,7 @@ def test_the_scorer_is_not_opened_when_nothing_is_to_be_scored(rows, score):
     assert (scores.run_tokens, scores.padding, scores.reused) == (0, 0, len(rows.completions))
     assert scores.block.logps.tolist() == known.logps.tolist()
     none = score(rows.take(np.array([], dtype=np.int64)), None)
-    assert (len(none.block.rows), len(none.block.logps), none.branches) == (0, 0, 0)
+    assert (len(none.block), len(none.block.logps), none.branches) == (0, 0, 0)
 
 
 @st.composite

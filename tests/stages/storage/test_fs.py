@@ -1,6 +1,5 @@
 """What is written is there as a whole or not at all, whatever fails: files, folders and units."""
 
-import dataclasses
 import errno
 import json
 import math
@@ -212,13 +211,13 @@ def test_a_record_describes_its_shard(cache):
     cache.check(shard)
     assert shard.file == f"part-00000004-{shard.sha256[:16]}.parquet"
     assert (shard.rows, shard.branches) == (9, len(block.logps))
-    assert shard.tokens == sum(map(len, block.rows.completions))
+    assert shard.tokens == sum(map(len, block.completions))
     assert cache.done() == {4: shard}
     assert Cache(cache.root, plan_key="b" * 64).done() == {}
     assert not list(cache.work.glob("tmp/*"))
     empty = cache.commit(0, block_of(0, 1), **FACTS)
     assert (empty.rows, empty.branches) == (0, 0)
-    assert len(read_shard(cache.shard(empty)).rows) == 0
+    assert len(read_shard(cache.shard(empty))) == 0
     assert cache.done() == {0: empty, 4: shard}
 
 
@@ -271,7 +270,7 @@ def test_a_log_prob_that_is_not_finite_is_never_stored(cache, bad):
     logps = block.logps.copy()
     logps[2] = bad
     with pytest.raises(NonFiniteError, match="shard 7"):
-        cache.commit(7, dataclasses.replace(block, logps=logps), **FACTS)
+        cache.commit(7, block.with_columns(ref_logp=logps), **FACTS)
     assert list(cache.data.iterdir()) == []
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.columns import Ragged
-from align.schemas.row_keys import key_rows, prompt_keys_of
 from align.schemas.rows import Record, Role, allowed_gaps
+from align.stages.data.row_keys import key_rows, prompt_keys_of
 from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
@@ -91,16 +91,13 @@ def lists_of(ragged):
 
 
 @given(LISTS, LISTS, st.data())
-def test_lists_are_taken_joined_sliced_and_shortened_as_lists_are(lists, others, data):
+def test_lists_are_taken_joined_and_shortened_as_lists_are(lists, others, data):
     ragged = Ragged.of(lists, np.int32)
     assert lists_of(ragged) == lists
     assert lists_of(Ragged.concat([ragged, Ragged.of(others, np.int32)])) == lists + others
     picks = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=9)) if lists else []
     taken = ragged.take(np.array(picks, dtype=np.int64))
     assert lists_of(taken) == [lists[pick] for pick in picks]
-    start = data.draw(st.integers(0, len(lists)))
-    stop = data.draw(st.integers(start, len(lists)))
-    assert lists_of(ragged.slice(start, stop)) == lists[start:stop]
     limits = [data.draw(st.integers(0, 6)) for _ in lists]
     headed = ragged.head(np.array(limits, dtype=np.int64))
     assert lists_of(headed) == [values[:most] for values, most in zip(lists, limits, strict=True)]
