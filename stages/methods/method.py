@@ -28,6 +28,7 @@ from ...schemas.methods import (
     Step,
     Tokens,
 )
+from ...schemas.option import STRICT
 from ...schemas.rows import Role
 from .tensors import Tensor, torch
 
@@ -101,7 +102,7 @@ STEP_OPTIONS = ("kl_per_step", "kl_use")
 class Options(BaseModel):
     """Checked options: no number out of bounds, no boolean for a number, no unknown name."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(**STRICT, frozen=True)
 
 
 class Pairs:

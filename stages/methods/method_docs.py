@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...schemas.json_codec import allowed, json_schema
 from ...schemas.methods import Head, Need, RowKind
 from .method import Method
 from .modifiers import Modifiers, names_within
@@ -28,6 +27,12 @@ NEEDS: dict[Need, str] = {
     "values": "a value head",
     "purity": "the policy's whole distribution",
     "scores": "scores of the data",
+}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
 }
 LEGEND = textwrap.fill(
     "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
@@ -80,8 +85,8 @@ class Description:
 def describe(method: Method) -> Description:
     """Everything the table says about a method."""
     options = [
-        OptionDescription(name, one["default"], allowed(one), one["description"])
-        for name, one in json_schema(method.options)["properties"].items()
+        OptionDescription(name, one["default"], _allowed(one), one["description"])
+        for name, one in method.options.model_json_schema()["properties"].items()
     ]
     return Description(
         name=method.name,
@@ -165,6 +170,18 @@ def options_of_all(methods: Iterable[Method]) -> dict[str, str]:
         of = ", ".join(names) if len(names) <= NAMED_METHODS else f"{len(names)} methods"
         meanings[name] = f"{text}; of {of})"
     return meanings
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """The allowed values of an option, in words, from its JSON Schema."""
+    if "anyOf" in schema:
+        return " or ".join(map(_allowed, schema["anyOf"]))
+    if "const" in schema or "enum" in schema:
+        return " or ".join(schema.get("enum", [schema.get("const")]))
+    kind = {"integer": "a whole number", "number": "a number", "string": "text"}[schema["type"]]
+    found = [f"{words} {schema[name]:g}" for name, words in BOUNDS.items() if name in schema]
+    limits = " and ".join(found)
+    return f"{kind} of {limits}" if limits.startswith("at") else f"{kind} {limits}".rstrip()
 
 
 def _wrapped(head: str, text: str) -> str:

@@ -2,24 +2,20 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
 
-from align.schemas.config import Config
 from align.schemas.json_codec import (
     CodecError,
     digest,
     from_json,
-    from_plain,
     from_signed_json,
     to_json,
     to_signed_json,
 )
-from support.refusals import refuses
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,6 @@ class Measured:
 
 
 VALUE = Outer("a", "left", Inner(1, 0.25), (Inner(2), Inner(3)), {"x": 1})
-PLAIN = {"name": "a", "kind": "left", "inner": {"size": 1, "ratio": 0}}
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.characters(categories=["Cs", "L"]))
@@ -55,43 +50,6 @@ def test_every_number_and_every_name_of_a_file_survives_the_journey(number, text
     assert from_json(Outer, to_json(VALUE)) == VALUE
     assert from_signed_json(Outer, to_signed_json(VALUE).encode()) == VALUE
     assert digest({"a": number, "b": text}) == digest({"b": text, "a": number})
-
-
-@pytest.mark.parametrize(
-    ("change", "where", "named"),
-    [
-        ({"nme": "a"}, "nme", ["'name'"]),
-        ({"kind": "lft"}, "kind", ["'lft'", "left", "right"]),
-        ({"inner": {"size": "3"}}, "inner.size", ["'3'"]),
-        ({"inner": {"size": 1, "ratio": 1}}, "inner.ratio", ["0", "1"]),
-        ({"inner": {"size": 1, "ratio": float("nan")}}, "inner.ratio", ["nan"]),
-        ({"inner": {}}, "inner.size", []),
-        ({"inner": {"size": 1 << 63}}, "inner.size", ["9223372036854775808"]),
-        ({"parts": [{"size": 1, "sise": 2}]}, "parts[0].sise", ["'size'"]),
-        ({"inner": None}, "inner", ["None"]),
-        ({"name": "a\0"}, "name", ["a\\x00"]),
-        ({"flag": 1}, "flag", ["1"]),
-    ],
-)
-def test_what_does_not_fit_is_named_and_what_is_left_out_has_its_default(change, where, named):
-    assert from_plain(Outer, PLAIN) == Outer("a", "left", Inner(1, 0.0))
-    with pytest.raises(CodecError) as refused:
-        from_plain(Outer, PLAIN | change)
-    assert refused.value.where == where
-    assert [name for name in (where, *named) if name not in str(refused.value)] == []
-
-
-@dataclass(frozen=True)
-class Weighted:
-    weight: Annotated[float, Field(gt=0)] | Literal["auto"] | None = None
-
-
-def test_a_field_of_several_kinds_takes_the_one_that_fits_or_names_them_all():
-    for one, weight in ((2, 2.0), ("auto", "auto"), (None, None)):
-        assert from_plain(Weighted, {"weight": one}).weight == weight
-    for wrong in ("atuo", 0, True, [1]):
-        with refuses(CodecError, "weight", " 0", "auto"):
-            from_plain(Weighted, {"weight": wrong})
 
 
 def test_a_record_that_was_not_written_so_is_refused():
@@ -123,7 +81,3 @@ def test_a_record_of_other_bytes_is_refused():
             from_json(Outer, spoil(to_json(VALUE)))
         with pytest.raises(CodecError):
             from_signed_json(Outer, spoil(to_signed_json(VALUE)))
-
-
-def test_every_default_is_one_that_may_be_set():
-    assert from_plain(Config, dataclasses.asdict(Config())) == Config()
