@@ -235,4 +235,4 @@ class ReadSpec:
     # read as a row of its own, whose prompt ends with them.
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
     file_weights: Mapping[str, float] = field(default_factory=dict)  # of data files, by name
-    label_shares: LabelShares = LabelShares()  # of labelled rows that are not held out
+    label_shares: LabelShares = field(default_factory=LabelShares)  # of rows not held out
