@@ -94,20 +94,20 @@ def choose_path(
     exact, fused = _own_logps(model, trees)
     dtype, refused = inner.dtype, list[str]()
     off = fused if isinstance(fused, Exception) else _difference(fused, exact, trees, dtype)
-    expected, head = exact, "exact"
+    expected = {"exact": exact}
     if agree(isinstance(off, float) and off <= TOLERANCE[dtype]):
         assert isinstance(fused, Tensor), "it holds here too"
-        expected, head = fused, "fused"
+        expected["fused"] = fused
     else:
         refused.append(f"the fused head: {_reason(off)}")
 
     def difference(path: ScoringPath) -> float | Exception:
         try:
-            return _difference(tree_logps(model, trees, path), expected, trees, dtype)
+            return _difference(tree_logps(model, trees, path), expected[path.head], trees, dtype)
         except Exception as error:  # model code refuses a mask in any way it likes
             return error
 
-    paths = [path for path in PATHS if path.head == head]
+    paths = [path for path in PATHS if path.head in expected]
     found, others = fastest(model, paths, difference, TOLERANCE[dtype], options, agree)
     return announced(model, found or DEFINITION, [*refused, *others])
 
@@ -153,13 +153,17 @@ def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor 
     if output_head(inner) is None:
         exact = [branch_logps(model, row, DEFINITION) for row in rows]
         return torch.cat(exact), ValueError("the head is not a plain projection")
-    exact, fused = list[Tensor](), list[Tensor]()
     layer = inner.get_output_embeddings()
-    for row in rows:
-        with layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
-            exact.append(branch_logps(model, row, DEFINITION))
-        predictors = states.pop().flatten(0, 1)[row.predictors]
-        fused.append(head_rows(inner, predictors, row.targets, purity=False)[0])
+    with layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
+        exact = [branch_logps(model, row, DEFINITION) for row in rows]
+    if len(states) != len(rows):
+        return torch.cat(exact), ValueError("the model does not call its head")
+    fused = []
+    for row, hidden, own in zip(rows, states, exact, strict=True):
+        # The states of a spread model are not where its token ids are.
+        predictors = hidden.flatten(0, 1)[row.predictors.to(hidden.device)]
+        logps = head_rows(inner, predictors, row.targets, purity=False)[0]
+        fused.append(logps.to(own.device))
     return torch.cat(exact), torch.cat(fused)
 
 
