@@ -1,17 +1,14 @@
-"""The batches the trainer reads, the engine it needs, and the samples of an evaluation."""
+"""The batches that the trainer reads, and the samples of an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from .row_table import Rows
     from .rows import Role, Tree
@@ -19,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next optimizer step to run, from which reading the data resumes."""
+    """A step of an epoch."""
 
     epoch: int
-    step: int  # within the epoch
+    step: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,6 @@ class StepBatch(StepSize):
     """
 
     mismatched_branches: int
-    cursor: Cursor  # of this step
     own: tuple[MicroBatch, ...]  # gradients flow through these
     mismatched: tuple[MicroBatch, ...]  # run without gradients, before the others
 
@@ -98,71 +94,6 @@ class Update:
 
     applied: bool  # false if a gradient was NaN or infinite on any rank
     grad_norm: float  # before clipping, over all ranks
-
-
-class Engine(Protocol):
-    """One policy, sharded over the ranks in any way, with its forward pass and its updates."""
-
-    @property
-    def world(self) -> World:
-        """This process among its peers."""
-        ...
-
-    def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
-        """Outputs of the policy for every completion token, in the order tree, branch, token.
-
-        `logps` (T,) float32; also `values` and `purity`, (T,) each, if the policy was loaded with
-        them. Of a reward model `logps` are the branches' scores, (branches,). Where experts
-        are balanced also `routing`, sums over all tokens: (layers, 2 * experts + 1) float64. All
-        ranks call it together. No trees: empty tensors that still carry a (zero) gradient.
-        """
-        ...
-
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds this micro-batch's gradient; `loss` is this rank's part of the global mean."""
-        ...
-
-    def step(self) -> Update:
-        """Clips, updates and clears the gradients; if one is not finite it only clears."""
-        ...
-
-    def skip(self) -> None:
-        """Clears the gradients without an update, those of an interrupted pass too."""
-        ...
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of float64 values over ranks."""
-        ...
-
-    def learn_mode(self, *, dropout_seed: int | None) -> None:
-        """Sets training mode with dropout from this seed; None sets evaluation mode.
-
-        Gradient checkpointing works in training mode only: gradients need a seed, even if the
-        policy was loaded without dropout.
-        """
-        ...
-
-    def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of the next update."""
-        ...
-
-    def save_state(self, folder: Path) -> tuple[str, ...]:
-        """Writes this rank's state, from which it resumes bit for bit, into an empty folder.
-
-        Returns the files this rank wrote, relative to the folder.
-        """
-        ...
-
-    def load_state(self, folder: Path) -> None:
-        """Loads what `save_state` wrote, in this world or another, under any ZeRO stage."""
-        ...
-
-    def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
-        """The policy on the CPU, by the model's names, in its dtype; empty but on rank 0.
-
-        All ranks call it together. Tied parameters are given once, saved buffers are included.
-        """
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""The record of a checkpoint: the position of training, and the files to resume from."""
+"""The record of a checkpoint: the state of a training, and the files to resume from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
-
-from .batches import Cursor
 
 T = TypeVar("T")
 
@@ -50,30 +48,28 @@ class RunIdentity:
 
 
 @dataclass(frozen=True)
-class Position:
-    """The position of training, and the identity that a run must match to resume from it."""
-
-    global_step: int  # optimizer steps done
-    cursor: Cursor  # the next step
-    identity: RunIdentity
-    made_with: dict[str, str]  # versions and the like: differences are reported
-    changes: tuple[str, ...]  # the differences reported so far
-    mlflow_run_id: str
-    memory: dict[str, tuple[float, ...]]  # the state of the methods
-    window: dict[str, tuple[float, ...]]  # sums and counts of the steps since the last line
-    metrics: dict[str, float]  # measured at this very step; the best checkpoint is chosen by one
-    fitted: FittedBatches | None  # None: memory has not run out
-
-
-@dataclass(frozen=True)
-class BestSoFar:
+class Best:
     """The best evaluation of a run so far, and how many in a row were no better."""
 
     metric: str  # as train.best has it
     value: float | None  # None: it was not finite yet
     step: int
-    newest: int  # the step of the last evaluation that is counted
     since: int  # evaluations after the best one
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a training besides its engine's: all that later steps depend on."""
+
+    step: int = 0  # optimizer steps done, over all epochs
+    evaluated: bool = False  # whether an evaluation that is due at this step has been made
+    methods: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of those that have one
+    # Sums and counts of the steps since the last logged line.
+    window: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    # Finite ones, measured at this very step; the best checkpoint is chosen by one.
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: Best | None = None  # where train.best is of held-out rows
+    fits: FittedBatches | None = None  # None: memory has not run out
 
 
 @dataclass(frozen=True)
@@ -81,18 +77,11 @@ class Checkpoint:
     """The record of a whole checkpoint, written last: it exists only if all files do."""
 
     align_version: str
-    position: Position
-    files: tuple[CheckpointFile, ...]  # in the order of their paths
-    best_so_far: BestSoFar | None = None  # where train.best is of held-out rows
-
-
-@dataclass(frozen=True)
-class Later:
-    """The part of a checkpoint that is measured after it is saved."""
-
-    metrics: Mapping[str, float]
-    best_so_far: BestSoFar | None
-    fitted: FittedBatches | None
+    identity: RunIdentity
+    made_with: dict[str, str]  # versions and the like: differences are reported
+    changes: tuple[str, ...]  # the differences reported so far
+    state: State
+    files: tuple[CheckpointFile, ...] = ()  # in the order of their paths
 
 
 @dataclass(frozen=True)

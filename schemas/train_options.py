@@ -161,17 +161,6 @@ class TrainOptions:
     eval_text: bool = Field(
         default=False, description="with the text of prompts and completions; MLflow gets it too"
     )
-    answers: int = Field(
-        default=0,
-        ge=0,
-        le=1000,
-        description=(
-            "held-out prompts that the policy answers as it began and as it was trained, side by "
-            "side in the report; both models are loaded for it once the training has ended; 0: "
-            "none"
-        ),
-    )
-    answer_tokens: int = Field(default=128, ge=1, description="most tokens of such an answer")
     row_margins: bool = Field(
         default=False,
         description=(

@@ -62,8 +62,6 @@ TABLE = {
         "--lora --set lora.dropout=0.3": "2 lora.dropout 0.3 train.dropout",
         "--set train.schedule=constant --set train.min_lr=0.1": "2 train.min_lr 0.1 train.schedule",
         "--set train.eval_text=true": "2 train.eval_text train.eval_fraction train.eval_cache",
-        "--answers 2": "2 train.answers train.eval_fraction train.eval_cache",
-        "--method reward --eval-fraction 0.2 --answers 2": "2 train.answers reward",
         "--set train.best=-eval/loss": "2 train.best train.eval_fraction train.eval_cache",
         "--set train.patience=2": "2 train.patience train.best",
         "--set train.write_best=true": "2 train.write_best train.best",

@@ -7,7 +7,7 @@ what the command refuses, by an AlignError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -103,7 +103,7 @@ def train(
         ...                   settings={"train.lr": 5e-7, "train.eval_fraction": 0.05})
         >>> run.metrics["loss"].tail(1)
     """
-    from ..train.training_job import open_training
+    from ..train.setup import check
 
     flags = {
         "train.method": method,
@@ -111,12 +111,10 @@ def train(
         "train.output": output,
         "train.model": model,
     }
-    job = open_training(_loaded("train", flags, settings, config))
-    from ..train.train import run_training
+    run = check(_loaded("train", flags, settings, config), callbacks)
+    from ..train.train import train as run_training
 
-    trained = run_training(
-        replace(job, callbacks=tuple(callbacks)), progress=_progress(shown=progress)
-    )
+    trained = run_training(run, progress=_progress(shown=progress))
     return load_run(trained.folder.root)
 
 

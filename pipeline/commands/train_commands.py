@@ -54,12 +54,12 @@ def train(context: typer.Context) -> None:
 
     settings = settings_of(context)
     require_training(settings.config)
-    from ..train.training_job import open_training
+    from ..train.setup import check
 
-    job = open_training(settings)
-    from ..train.train import run_training
+    checked = check(settings)
+    from ..train.train import train as run_training
 
-    say_once(run_training(job, progress=begin_work()).text())
+    say_once(run_training(checked, progress=begin_work()).text())
 
 
 @with_settings(epilog="Example: align plan --method kto --gpu 24g --lora")
@@ -132,7 +132,7 @@ def sweep(
     for method in methods:
         recipe_of(method, {})  # refused before torch is imported
     from ..train.sweep import sweep as run_sweep
-    from ..train.trials import trials_of, varied_by
+    from ..train.sweep import trials_of, varied_by
 
     varied, fixed = varied_in(context.meta["flags"])
     file, sets = context.meta["file"], context.meta["sets"]
@@ -144,5 +144,5 @@ def sweep(
     result = run_sweep(load, trials, output, progress=begin_work())
     say_once(result.text())
     if result.failures:
-        failed = f"{len(result.failures)} of {len(result.results)} runs failed."
+        failed = f"{len(result.failures)} of {len(result.ended)} runs failed."
         raise UsageError(failed)

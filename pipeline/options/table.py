@@ -24,7 +24,7 @@ FLAGS = {
     "tracking": "mlflow trackers",
     "train": "method cache model output epochs max_steps max_time batch_size tokens_per_batch lr "
     "schedule min_lr warmup weight_decay max_grad_norm seed dtype memory optimizer deepspeed "
-    "eval_fraction eval_cache eval_every answers save_every keep_last resume",
+    "eval_fraction eval_cache eval_every save_every keep_last resume",
     "lora": "enabled rank alpha targets quantize merge",
     "rewards": "model output",
     "server": "url model revision concurrency",
@@ -128,7 +128,7 @@ _FREE = (
     "tokens.learn tokens.chat_template cache.output cache.reuse cache.reuse_known train.cache "
     "train.model train.output train.max_time train.tokens_per_batch train.memory "
     "train.gradient_checkpointing train.checkpoint_offload train.deepspeed train.eval_cache "
-    "train.eval_every train.eval_table train.eval_text train.answers train.answer_tokens "
+    "train.eval_every train.eval_table train.eval_text "
     "train.row_margins train.limit_eval_batches train.log_every train.save_every "
     "train.save_minutes train.keep_last train.resume train.other_sampling train.nonfinite_limit "
     "lora.merge sample.output sample.answers judge.output judge.answers judge.model "

@@ -42,26 +42,16 @@ def require_effect(settings: Settings) -> None:
 
 
 def _require_held_out(train: TrainOptions) -> None:
-    """Refuses what is written down of held-out rows where there are none, or no table of them."""
-    for name, value in (("eval_text", train.eval_text), ("answers", train.answers)):
-        if value and not train.holds_rows_out:
-            raise UsageError(
-                f"train.{name} is {value}, but no rows are held out for it. Set "
-                "train.eval_fraction or train.eval_cache, or unset it."
-            )
-        if value and not train.eval_table:
-            raise UsageError(
-                f"train.{name} is {value}, but train.eval_table is 0: no held-out row is written "
-                "down. Say how many are to be."
-            )
-
-
-def require_writing(recipe: Recipe) -> None:
-    """Refuses answers of a model that writes none."""
-    if recipe.head == "score":
+    """Refuses text of held-out rows where there are none, or no table of them."""
+    if train.eval_text and not train.holds_rows_out:
         raise UsageError(
-            f"train.answers is set, but {recipe.name} trains a model that scores completions and "
-            "writes none. Unset it."
+            "train.eval_text is set, but no rows are held out for it. Set train.eval_fraction or "
+            "train.eval_cache, or unset it."
+        )
+    if train.eval_text and not train.eval_table:
+        raise UsageError(
+            "train.eval_text is set, but train.eval_table is 0: no held-out row is written down. "
+            "Say how many are to be."
         )
 
 

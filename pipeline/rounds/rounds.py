@@ -29,8 +29,8 @@ from ..precompute.precompute import precompute
 from ..tables.judge import judge
 from ..tables.sample import sample
 from ..tables.select_rows import select
-from ..train.train import run_training
-from ..train.training_job import open_training
+from ..train.setup import check
+from ..train.train import train
 from ..work import recorded_work
 from .round_prompts import write_prompts
 from .rounds_checks import open_rounds
@@ -113,7 +113,7 @@ def _round(
         write_prompts(one.prompts, job.prompts(number))
     tables = _selected(job, one, progress)
     cache = _scored(job, one, progress)
-    trained = run_training(open_training(job.training(one)), progress=progress)
+    trained = train(check(job.training(one)), progress=progress)
     release_memory()
     if trained.ending != "finished":
         return None

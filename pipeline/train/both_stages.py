@@ -21,8 +21,8 @@ from ..options.settings import Settings
 from ..precompute.opening import require_model
 from ..precompute.precompute import PrecomputeResult, precompute
 from .run_report import Trained
-from .train import run_training
-from .training_job import open_training, recipe_asked_for
+from .setup import check, check_settings
+from .train import train as run_training
 
 
 def settings_of_both(given: Settings) -> Settings:
@@ -39,7 +39,7 @@ def settings_of_both(given: Settings) -> Settings:
             f"on the cache that it makes: {config.cache.output}. Leave train.cache out."
         )
     require_model(config)
-    _require_scores(recipe_asked_for(given), given)
+    _require_scores(check_settings(given), given)
     if train.resume == "never":
         run_folder_of(train.output).require_new()
     # A policy that is named beside the reference is meant to be another model.
@@ -61,7 +61,7 @@ def train_on_cache(settings: Settings, *, progress: Progress) -> Trained:
     gc.collect()  # the reference
     release_cached_memory()
     with _naming_cache(settings.config.train.cache):
-        return run_training(open_training(settings), progress=progress)
+        return run_training(check(settings), progress=progress)
 
 
 def _require_scores(recipe: Recipe, settings: Settings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from typing import TYPE_CHECKING
 
 from ...schemas.batches import World
 from ...schemas.checkpoint import RunIdentity
@@ -11,38 +12,36 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.engine.deepspeed_config import preset_of
 from ...stages.engine.distributed import gathered, run_on_rank_zero
-from ...stages.feed.train_source import TrainSource
-from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.placement import chosen_device, device_bytes, host_bytes
 from ...stages.model.memory.memory_trace import UntracedError
 from ...stages.tracking.progress import Progress
 from ..plan.memory_choice import Budget, PlanFacts, chosen, decided
 from ..plan.planned_rows import known_dtype
 from ..plan.remedies import Changes, changed
-from .resume import Start
-from .training_job import TrainingJob
+
+if TYPE_CHECKING:
+    from .setup import Run
 
 logger = logging.getLogger("align")
 
 
-def facts_of_run(
-    job: TrainingJob, recipe: Recipe, source: TrainSource, world: World, start: Start | None
-) -> PlanFacts:
+def facts_of_run(run: Run) -> PlanFacts:
     """The facts that `align plan` has of a cache, and those of this machine and this run."""
-    train, device = job.config.train, chosen_device(job.policy)
+    train, policy, world = run.config.train, run.begins_as, run.world
+    device = chosen_device(policy)
     # The GPUs of a training may differ: all ranks choose for the smallest.
     every = gathered(world, (device_bytes(device), host_bytes(), socket.gethostname()))
     machines = [machine for *_, machine in every]
     host = min(size // machines.count(machine) for _, size, machine in every)
     smallest = min(size for size, *_ in every)
-    begun = start.checkpoint.position.identity if start and start.checkpoint else None
+    begun = run.checkpoint.identity if run.checkpoint else None
     return PlanFacts(
-        job.policy,
-        known_dtype(job.policy.path, train.dtype),
-        recipe,
-        source.index.train,
-        rows=source.rows_per_epoch,
-        held_out=source.eval_rows,
+        policy,
+        known_dtype(policy.path, train.dtype),
+        run.recipe,
+        run.source.index.train,
+        rows=run.source.rows_per_epoch,
+        held_out=run.source.eval_rows,
         device=device,
         ranks=world.size,
         budget=Budget.of(train, smallest).within(smallest),

@@ -1,10 +1,10 @@
-"""Two runs side by side, by the held-out rows that both were measured on."""
+"""Runs side by side, by the held-out rows that all of them were measured on."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ...stages.storage.cache.shards import read_columns
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ..jobs.object_inputs import cache_at
 from ..options.settings import read_yaml
-from .run_report import training_folder
+from .run_report import method_options, training_folder
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,15 +31,7 @@ logger = logging.getLogger("align")
 
 MOST_SHOWN = 5
 UNITS = {"log_ratio": "margin of log-ratios, nats", "logp": "margin of log-probs, nats"}
-
-
-def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
-    """Compares two runs after their last evaluation, or after that of a step."""
-    runs = [_measured(training_folder(root), step) for root in (first, second)]
-    measure = _measure(runs)
-    prompts = known_prompts(runs[0].settings, runs[0].samples["row_id"])
-    found = compare(runs[0].samples, runs[1].samples, measure, prompts)
-    return RunDiff(tuple(run.said for run in runs), runs[0].told(measure), found)
+HEAD = ("A", "B", "B - A", "95 % interval")
 
 
 @dataclass(frozen=True)
@@ -51,10 +43,52 @@ class RunDiff:
     found: TwoRuns
 
     def text(self) -> str:
-        """What a person wants to know: how far apart they are, and where."""
-        lines = [f"{name}: {run}" for name, run in zip("AB", self.runs, strict=True)]
-        right = f"right: {self.measure} of the chosen side is higher, or of one label beyond 0"
-        return "\n".join([*lines, right, "", *_lines(self.found)])
+        """How far apart they are, and where."""
+        found = self.found
+        overall = [_cells(one) for one in (found.accuracy, found.gap) if one]
+        lines = [
+            *(f"{name}: {run}" for name, run in zip("AB", self.runs, strict=True)),
+            f"right: {self.measure} of the chosen side is higher, or of one label beyond 0",
+            "",
+            *grid((counted(found.accuracy.rows, "held-out rows"), *HEAD), overall),
+        ]
+        if found.left_out:
+            lines.append(
+                f"  {counted(found.left_out, 'rows')} that only one of them can tell are left out."
+            )
+        lines += [
+            "",
+            f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
+            f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly "
+            f"with a probability of {found.chance:.3g} (McNemar, exact).",
+        ]
+        if found.are_told_apart:
+            better = "B" if len(found.gained) > len(found.lost) else "A"
+            lines.append(
+                f"{better} is right on more of them, by more than chance (below {SURE:g})."
+            )
+        else:
+            lines.append("These rows do not tell the two apart.")
+        for name, ids in (("A", found.lost), ("B", found.gained)):
+            if ids:
+                more = ", …" if len(ids) > MOST_SHOWN else ""
+                lines.append(f"right in {name} alone: {', '.join(ids[:MOST_SHOWN])}{more}")
+        return "\n".join(lines)
+
+
+def _cells(one: Difference) -> tuple[str, ...]:
+    gained = one.second - one.first
+    figures = (f"{one.first:.4f}", f"{one.second:.4f}", f"{gained:+.4f}")
+    return UNITS.get(one.name, one.name), *figures, f"{one.low:+.4f} to {one.high:+.4f}"
+
+
+def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
+    """Compares two runs after their last evaluation, or after that of a step."""
+    runs = [_measured(training_folder(root), step) for root in (first, second)]
+    measure = _measure(runs)
+    prompts = known_prompts(runs[0].settings, runs[0].samples["row_id"])
+    found = compare(runs[0].samples, runs[1].samples, measure, prompts)
+    return RunDiff(tuple(run.said for run in runs), runs[0].told(measure), found)
 
 
 @dataclass(frozen=True)
@@ -71,27 +105,27 @@ def standing(folders: Mapping[str, RunFolder]) -> AheadOfAll:
     The best is chosen by the same rows, so each of all pairs of runs has its share of the 5 % in
     which chance may look like more.
     """
-    with_tables = {name: one for name, one in folders.items() if one.evaluations()}
-    if len(with_tables) < 2:
+    runs = {name: _measured(one, None) for name, one in folders.items() if one.evaluations()}
+    if len(runs) < 2:
         return AheadOfAll()
-    runs = {name: _measured(folder, None) for name, folder in with_tables.items()}
     measure = _measure([*runs.values()])
-    tables = {name: run.samples for name, run in runs.items()}
-    own = {name: right_rows(one, measure) for name, one in tables.items()}
-    best = max(own, key=lambda name: own[name].mean())
-    prompts = known_prompts(runs[best].settings, tables[best]["row_id"])
+    right = {name: right_rows(run.samples, measure).mean() for name, run in runs.items()}
+    best = max(right, key=lambda name: right[name])
+    top = runs[best].samples
+    prompts = known_prompts(runs[best].settings, top["row_id"])
     found = {
-        name: compare(tables[best], tables[name], measure, prompts) for name in own if name != best
+        name: compare(top, run.samples, measure, prompts)
+        for name, run in runs.items()
+        if name != best
     }
-    sure = SURE / math.comb(len(own), 2)
+    sure = SURE / math.comb(len(runs), 2)
     apart = [
         name for name, one in found.items() if one.chance < sure and len(one.lost) > len(one.gained)
     ]
     alike = [name for name in found if name not in apart]
-    rows = counted(len(own[best]), "held-out rows")
+    rows = counted(len(right_rows(top, measure)), "held-out rows")
     lines = [
-        f"{best} has the most of {rows} right: {own[best].mean():.4f}, by "
-        f"{runs[best].told(measure)}."
+        f"{best} has the most of {rows} right: {right[best]:.4f}, by {runs[best].told(measure)}."
     ]
     if alike:
         lines.append(f"These rows do not tell it apart from {', '.join(alike)}.")
@@ -107,19 +141,18 @@ class _Measured:
     said: str
     samples: pl.DataFrame
     settings: dict[str, Any]
-
-    @property
-    def formula(self) -> str:
-        """The rewards that its loss compares."""
-        return recipe_of(self.settings["train.method"], {}).reward_formula
+    rewards: str  # the formula of the rewards that its loss compares
+    options: dict[str, Any]  # of the method, those in force: the rewards depend on them too
 
     def told(self, measure: str) -> str:
         """What a column of its table holds."""
-        return f"the reward {self.formula}" if measure == REWARD else f"the {measure}"
+        return f"the reward {self.rewards}" if measure == REWARD else f"the {measure}"
 
 
 def _measure(runs: Sequence[_Measured]) -> str:
-    return measure_of([run.samples for run in runs], {run.formula for run in runs})
+    """The column to compare: rewards, where the losses of all runs compare the same ones."""
+    rewards = {repr((run.rewards, sorted(run.options.items(), key=str))) for run in runs}
+    return measure_of([run.samples for run in runs], rewards)
 
 
 def _measured(folder: RunFolder, step: int | None) -> _Measured:
@@ -135,8 +168,10 @@ def _measured(folder: RunFolder, step: int | None) -> _Measured:
     if chosen not in tables:
         steps = ", ".join(map(str, tables))
         raise UsageError(f"{folder.root} was not measured after step {chosen}, but after: {steps}.")
+    recipe = recipe_of(settings["train.method"], method_options(settings))
     said = f"{folder.root}, {settings['train.method']}, after step {chosen:,}"
-    return _Measured(said, read_samples(tables[chosen]), settings)
+    samples = read_samples(tables[chosen])
+    return _Measured(said, samples, settings, recipe.reward_formula, recipe.values)
 
 
 def known_prompts(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, str]:
@@ -155,37 +190,3 @@ def known_prompts(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, 
     except (UsageError, CorruptionError, StorageError) as error:
         logger.info("Rows are not grouped by prompt: %s", error)
     return known
-
-
-HEAD = ("A", "B", "B - A", "95 % interval")
-
-
-def _lines(found: TwoRuns) -> Iterator[str]:
-    overall = [_cells(one) for one in (found.accuracy, found.gap) if one]
-    yield from grid((counted(found.accuracy.rows, "held-out rows"), *HEAD), overall)
-    if found.left_out:
-        yield f"  {counted(found.left_out, 'rows')} that only one of them can tell are left out."
-    yield ""
-    yield (
-        f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
-        f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly with "
-        f"a probability of {found.chance:.3g} (McNemar, exact)."
-    )
-    yield _verdict(found)
-    for name, ids in (("A", found.lost), ("B", found.gained)):
-        if ids:
-            more = ", …" if len(ids) > MOST_SHOWN else ""
-            yield f"right in {name} alone: {', '.join(ids[:MOST_SHOWN])}{more}"
-
-
-def _verdict(found: TwoRuns) -> str:
-    if not found.are_told_apart:
-        return "These rows do not tell the two apart."
-    better = "B" if len(found.gained) > len(found.lost) else "A"
-    return f"{better} is right on more of them, by more than chance explains (below {SURE:g})."
-
-
-def _cells(one: Difference) -> tuple[str, ...]:
-    gained = one.second - one.first
-    figures = (f"{one.first:.4f}", f"{one.second:.4f}", f"{gained:+.4f}")
-    return UNITS.get(one.name, one.name), *figures, f"{one.low:+.4f} to {one.high:+.4f}"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, StorageError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
+from ...stages.methods.table import recipe_of
 from ...stages.model.loading.model_folder import read_json
 from ...stages.report.axes import plain
-from ...stages.report.cache_tables import grid
+from ...stages.report.cache_tables import duration, grid
 from ...stages.report.charts import Best
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, spread_charts
 from ...stages.report.html_page import render_page
@@ -25,26 +27,32 @@ from ...stages.storage.cache.cache_folder import CacheFolder
 from ...stages.storage.cache.manifest_file import load_manifest
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
+from ...stages.storage.disk.locks import is_owned
 from ...stages.storage.run.checkpoints import read_checkpoint, wanted
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
+from ..jobs.signals import WAY_ON
 from ..options.settings import read_yaml, without_secrets
-from .run_head import ended_how, head_facts, sentences, trouble
-from .run_history import Curves, Measured, curves, read_history
+from .run_history import History, Measured, curves, read_history
 
 if TYPE_CHECKING:
     from ...schemas.checkpoint import Ending as RunEnding
-    from ...stages.train.synchronized import Ending
+    from ...stages.train.together import Ending
 
 logger = logging.getLogger("align")
 
-HEADLINES = {
-    "loss": "loss",
-    "rewards/accuracies": "accuracy",
-    "rewards/margins": "margin",
-}
+HEADLINES = {"loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 MEASURED_ON = {"held out": "held-out rows", "training": "first and last step"}
+HOW = {
+    "finished": "finished",
+    "time": "stopped by train.max_time",
+    "signal": "stopped by a signal",
+    "failed": "failed",
+}
+MOST_NAMED = 20  # rows of a kind
+MOST_SHOWN = 4000  # characters of an answer
+STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 
 
 def write_report(root: Path) -> tuple[Sign, ...]:
@@ -55,68 +63,60 @@ def write_report(root: Path) -> tuple[Sign, ...]:
             join_parts([*parts], folder.rows)
     settings, history = read_yaml(folder.config), read_history(folder.metrics)
     ending = read_ending(folder)
-    measured = history.measured(ending.model_step if ending else None)
     learned, held_out = curves(history.learned), curves(history.held_out)
-    cache, signs = _of_cache(folder, settings), _signs(folder, learned, held_out)
+    tables = {step: read_samples(path) for step, path in folder.evaluations().items()}
+    plain_tables = {step: table.drop(TEXTS, strict=False) for step, table in tables.items()}
+    signs = look_for_signs(Evidence(learned, held_out, plain_tables))
+
+    # The metric of train.best is marked beside the loss, where it is of held-out rows.
+    best: dict[str, Best] = dict(BEST)
+    asked = wanted(settings["train.best"])
+    if asked.metric.startswith(EVAL):
+        best[asked.metric.removeprefix(EVAL)] = "lowest" if asked.is_lowest else "highest"
+
+    # What the reference's log-probs are of, as far as the cache still has it.
+    given = settings["train.cache"] or settings["cache.output"]
+    manifest: Manifest | None = None
+    lost = ""
+    try:
+        manifest = _manifest_of(folder, given)
+    except (UsageError, CorruptionError, StorageError) as error:
+        lost = str(error)
+    policy = settings["train.model"] or (manifest.model if manifest else "")
+    data = data_name([entry.name for entry in manifest.inputs]) if manifest else ""
+
+    measured = history.measured(ending.model_step if ending else None)
+    spread, note = "", ""
+    if tables:
+        spread = spread_charts({step: tables[step] for step in {min(tables), max(tables)}})
+        note = _note_on(tables[max(tables)].columns, len(tables[max(tables)]), max(tables))
     page = render_page(
         "run.html.j2",
         title=folder.root.resolve().name,
-        sentences=list(sentences(folder, ending, history, settings["train.method"])),
-        trouble=trouble(folder, ending, history),
+        sentences=list(_sentences(folder, ending, history, settings["train.method"])),
+        trouble=_trouble(folder, ending, history),
         signs=signs,
         answers=_answers(folder),
-        facts=head_facts(settings, history, model=model_name(cache.policy), data=cache.name),
+        facts=_head_facts(settings, history, model=model_name(policy), data=data),
         headlines=dict(_headlines(measured)),
-        learning=learning_curves(learned, held_out, _best(settings)),
-        completions=_spreads(folder),
+        learning=learning_curves(learned, held_out, best),
+        completions={"charts": spread, "note": note},
         rows=_rows(folder),
-        cache=cache,
-        settings=_shown(settings),
-        further=further_curves(learned, held_out, _best(settings)),
+        cache={
+            "data": _data(manifest) if manifest else {"cache": lost},
+            "lineage": _lineage(given, manifest, settings) if manifest else {},
+            "fingerprint": manifest.fingerprint if manifest else {},
+        },
+        settings={
+            name: str(value)
+            for name, value in without_secrets(settings).items()
+            if name.partition(".")[0] in ("train", "method", "lora", "model")
+        },
+        further=further_curves(learned, held_out, best),
     )
     fs.drop_drafts(folder.report)
     fs.publish(folder.report, page.encode())
     return signs
-
-
-MOST_NAMED = 20  # rows of a kind
-
-
-def _rows(folder: RunFolder) -> dict[str, str]:
-    """What became of the training rows, if that was written down."""
-    if not folder.rows.exists():
-        return {}
-    found = learned_rows(read_visits(folder.rows))
-
-    def named(ids: tuple[str, ...]) -> str:
-        more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
-        first = f": {', '.join(ids[:MOST_NAMED])}{more}" if ids else ""
-        return f"{len(ids):,} ({len(ids) / found.rows:.1%}){first}"
-
-    again = {"above 0, and below it later": named(found.forgotten)} if found.visits > 1 else {}
-    return {
-        "training rows": f"{found.rows:,}, each visited {found.visits:,} times at most",
-        "margin above 0 at the last visit": f"{found.right:,} ({found.right / found.rows:.1%})",
-        "above 0 at no visit": named(found.never),
-        **again,
-    }
-
-
-MOST_SHOWN = 4000  # characters of an answer
-
-
-def _answers(folder: RunFolder) -> list[Answered]:
-    if not folder.answers.exists():
-        return []
-    return [
-        replace(
-            one,
-            prompt=beginning(one.prompt, MOST_SHOWN),
-            before=beginning(one.before, MOST_SHOWN),
-            after=beginning(one.after, MOST_SHOWN),
-        )
-        for one in read_answers(folder.answers)
-    ]
 
 
 def training_folder(root: Path) -> RunFolder:
@@ -140,20 +140,99 @@ def require_finished(folder: RunFolder) -> RunEnding:
     return ending
 
 
-def _best(settings: Mapping[str, Any]) -> dict[str, Best]:
-    """The held-out metrics whose best value is marked: the loss, and that of train.best."""
-    asked = wanted(settings["train.best"])
-    if not asked.metric.startswith(EVAL):
-        return dict(BEST)
-    return {**BEST, asked.metric.removeprefix(EVAL): "lowest" if asked.is_lowest else "highest"}
-
-
-def _signs(folder: RunFolder, learned: Curves, held_out: Curves) -> tuple[Sign, ...]:
-    tables = {
-        step: read_samples(path).drop(TEXTS, strict=False)
-        for step, path in folder.evaluations().items()
+def method_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the method by their own names."""
+    return {
+        name.removeprefix("method."): value
+        for name, value in settings.items()
+        if name.startswith("method.")
     }
-    return look_for_signs(Evidence(learned, held_out, tables))
+
+
+# The head: what was trained on what, when, how it ended, and what to do next.
+
+
+def _head_facts(
+    settings: Mapping[str, Any], history: History, *, model: str, data: str
+) -> dict[str, str]:
+    """What tells a run from others, by name; what is not known is left out."""
+    options = recipe_of(settings["train.method"], method_options(settings)).values
+    first, last = history.times
+    facts = {
+        "model": model,
+        "method": settings["train.method"],
+        "data": data,
+        "first step": f"{first:%Y-%m-%d %H:%M} UTC" if first else "",
+        "duration": duration((last - first).total_seconds()) if first and last else "",
+        "learning rate": plain(settings["train.lr"]),
+        **{name: plain(value) for name, value in options.items() if name.endswith("beta")},
+        "rows in a step": f"{settings['train.batch_size']:,}",
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _sentences(
+    folder: RunFolder, ending: RunEnding | None, history: History, method: str
+) -> Iterator[str]:
+    """How far the run came and how it ended."""
+    how = HOW[ending.ending] if ending else "not finished"
+    yield f"{method}, {counted(history.steps, 'steps')}, {how}."
+    yield from _ended_how(ending)
+    for change in ending.changes if ending else ():
+        yield f"Resumed with a change: {change}."
+    # Steps that were run again after a resume may have been applied.
+    applied = curves(history.learned).get("step_applied", ())
+    if failed := sorted(_steps_named_in(folder.nonfinite) - {s for s, one in applied if one == 1}):
+        shown = ", ".join(f"{step:,}" for step in failed[:10])
+        more = f" and {len(failed) - 10:,} more" if len(failed) > 10 else ""
+        yield f"NaN or infinity: steps {shown}{more} were not applied (nonfinite.jsonl)."
+
+
+def _ended_how(ending: RunEnding | None) -> Iterator[str]:
+    """Sentences on an end before the last step, and on a model that is not the last step's."""
+    if ending and ending.ending == "finished" and ending.reason:
+        yield f"It ended before its {counted(ending.total_steps, 'steps')}: {ending.reason}."
+    if ending and ending.model_step is not None:
+        yield f"Its model is that of step {ending.model_step:,}, the best (train.write_best)."
+
+
+def _trouble(folder: RunFolder, ending: RunEnding | None, history: History) -> list[str]:
+    """Of a run that is not finished: why, its last good step, and what to do."""
+    if ending is None and is_owned(folder):
+        return ["It is running, or a process still holds its folder."]
+    if ending is None:
+        lines = [
+            "No end was recorded: the run was killed (out of the machine's memory, by a scheduler, "
+            "by kill -9), or its machine stopped.",
+            f"The last step with a line is {history.steps:,}.",
+        ]
+    elif ending.ending == "finished":
+        return []
+    elif ending.ending == "failed":
+        failed, step = _steps_named_in(folder.nonfinite), ending.step
+        while step in failed:
+            step -= 1
+        lines = [
+            ending.reason or "It failed; its log says why.",
+            f"The last good step is {step:,} of {ending.total_steps:,}.",
+        ]
+    else:
+        lines = [f"It stopped after step {ending.step:,} of {ending.total_steps:,}."]
+    saved = folder.steps()
+    if not saved:
+        return [*lines, f"No checkpoint is there. {WAY_ON}: it begins again at the first step."]
+    lines.append(f"The last checkpoint is of step {saved[-1]:,}. {WAY_ON}: it goes on from there.")
+    if ending and ending.ending == "failed":
+        lines.append(
+            "It has to keep its settings for that. With another learning rate, dtype or batch "
+            "size it is another run: give it an --output of its own."
+        )
+    return lines
+
+
+def _steps_named_in(file: Path) -> set[int]:
+    """The steps that a file with the rows of some of them names."""
+    return {int(step) for step in STEP.findall(fs.read_bytes(file))} if file.exists() else set()
 
 
 def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
@@ -165,61 +244,65 @@ def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
             yield f"{said}, {MEASURED_ON[measured.rows]}", f"{plain(before)}{came_to}"
 
 
-@dataclass(frozen=True)
-class _Spreads:
-    """Charts of single completions, with a note on their rows."""
-
-    charts: str = ""
-    note: str = ""
+# The sections below it.
 
 
-def _spreads(folder: RunFolder) -> _Spreads:
-    paths = folder.evaluations()
-    if not paths:
-        return _Spreads()
-    tables = {step: read_samples(paths[step]) for step in {min(paths), max(paths)}}
-    shown = tables[max(tables)]
+def _rows(folder: RunFolder) -> dict[str, str]:
+    """What became of the training rows, if that was written down."""
+    if not folder.rows.exists():
+        return {}
+    found = learned_rows(read_visits(folder.rows))
+
+    def named(ids: tuple[str, ...]) -> str:
+        more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
+        first = f": {', '.join(ids[:MOST_NAMED])}{more}" if ids else ""
+        return f"{len(ids):,} ({len(ids) / found.rows:.1%}){first}"
+
+    again = {"above 0, and below it later": named(found.forgotten)} if found.visits > 1 else {}
+    return {
+        "training rows": f"{found.rows:,}, each visited {found.visits:,} times at most",
+        "margin above 0 at the last visit": f"{found.right:,} ({found.right / found.rows:.1%})",
+        "above 0 at no visit": named(found.never),
+        **again,
+    }
+
+
+def _answers(folder: RunFolder) -> list[Answered]:
+    if not folder.answers.exists():
+        return []
+    return [
+        replace(
+            one,
+            prompt=beginning(one.prompt, MOST_SHOWN),
+            before=beginning(one.before, MOST_SHOWN),
+            after=beginning(one.after, MOST_SHOWN),
+        )
+        for one in read_answers(folder.answers)
+    ]
+
+
+def _note_on(columns: list[str], count: int, step: int) -> str:
+    """A note on the rows of a table of single completions."""
     note = (
-        f"{counted(len(shown), 'completions')} of the first rows held out, in the order of the "
-        f"cache, which is shuffled; after step {max(tables):,}."
+        f"{counted(count, 'completions')} of the first rows held out, in the order of the cache, "
+        f"which is shuffled; after step {step:,}."
     )
-    if kind_of(shown.columns) == "log-ratios":
+    if kind_of(columns) == "log-ratios":
         note += " A log-ratio is log(policy / reference), summed over a completion."
-    if REWARD in shown.columns:
+    if REWARD in columns:
         note += " A reward is what the method's loss compares."
-    return _Spreads(spread_charts(tables), note)
+    return note
 
 
-@dataclass(frozen=True)
-class _CacheFacts:
-    """Facts of the run's cache, by name."""
-
-    data: dict[str, str]
-    policy: str  # the path that the policy began as, empty if it is not known
-    name: str = ""  # of the data
-    lineage: dict[str, str] = field(default_factory=dict)
-    fingerprint: dict[str, str] = field(default_factory=dict)
-
-
-def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
-    """The origin of the reference's log-probs, as far as the cache still has it."""
-    given = settings["train.cache"] or settings["cache.output"]
-    try:
-        cache = CacheFolder(manifest_folder(given))
-        roots = {
-            read_checkpoint(folder.step(step)).position.identity.cache_root
-            for step in folder.steps()
-        }
-        manifest = load_manifest(cache)
-    except (UsageError, CorruptionError, StorageError) as error:
-        return _CacheFacts({"cache": str(error)}, settings["train.model"])
+def _manifest_of(folder: RunFolder, given: str) -> Manifest:
+    """The manifest of the run's cache; refused where another cache is there now."""
+    manifest = load_manifest(CacheFolder(manifest_folder(given)))
+    roots = {read_checkpoint(folder.step(step)).identity.cache_root for step in folder.steps()}
     if others := roots - {manifest.root}:
-        gone = f"{given} holds another cache now. This run was trained on root {min(others)}."
-        return _CacheFacts({"cache": gone}, settings["train.model"])
-    lineage = _lineage(given, manifest, settings)
-    name = data_name([entry.name for entry in manifest.inputs])
-    policy = settings["train.model"] or manifest.model
-    return _CacheFacts(_data(manifest), policy, name, lineage, manifest.fingerprint)
+        raise UsageError(
+            f"{given} holds another cache now. This run was trained on root {min(others)}."
+        )
+    return manifest
 
 
 def _data(manifest: Manifest) -> dict[str, str]:
@@ -245,15 +328,6 @@ def _lineage(cache: str, manifest: Manifest, settings: dict[str, Any]) -> dict[s
         "cache": cache,
         "cache root": manifest.root,
         "reference weights": manifest.fingerprint["model.weights"],
-    }
-
-
-def _shown(settings: dict[str, Any]) -> dict[str, str]:
-    sections = ("train", "method", "lora", "model")
-    return {
-        name: str(value)
-        for name, value in without_secrets(settings).items()
-        if name.partition(".")[0] in sections
     }
 
 
@@ -308,10 +382,19 @@ class Trained:
             yield f"next: align sample prompts.jsonl --model {whole}"
 
 
+def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
+    """A run that had ended before; its report is written if it lacks one."""
+    signs: tuple[Sign, ...] = ()
+    if writes and not folder.report.exists():
+        with log_failure("No report"):
+            signs = write_report(folder.root)
+    return replace(outcome(folder, "finished", signs), is_old=True)
+
+
 def outcome(folder: RunFolder, ending: Ending, signs: tuple[Sign, ...] = ()) -> Trained:
     """Reads the number of steps of a run, and its metrics; its report has found the signs."""
     known = read_ending(folder)
-    ended = tuple(ended_how(known))
+    ended = tuple(_ended_how(known))
     if not folder.metrics.exists():
         logger.warning("%s is missing: what was measured is lost.", folder.metrics)
         return Trained(folder, ending, known.step if known else 0, Measured(), ended=ended)

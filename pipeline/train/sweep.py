@@ -1,44 +1,44 @@
-"""Trains many methods and settings on one cache, and compares them."""
+"""Trains every combination of methods and settings on one cache, one after the other."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...schemas.batches import World
 from ...schemas.errors import AlignError, Interrupted, UsageError, counted, log_failure
 from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
-from ...stages.feed.cache_index import ShardColumns
+from ...stages.methods.table import recipe_of
 from ...stages.storage.cache.cache_folder import OutputFolder
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.locations import require_on_disk
-from ...stages.storage.run.run_folder import RunFolder
-from ...stages.tracking.journaled_run import Run, tagged
+from ...stages.tracking import journaled_run
+from ...stages.tracking.journaled_run import tagged
 from ...stages.tracking.progress import Progress
-from ...stages.tracking.run_texts import description, model_name, run_name
+from ...stages.tracking.run_texts import description, run_name
 from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
 from ..jobs.signals import WAY_ON
-from ..options.settings import Settings, flatten
+from ..options.settings import Settings, flatten, parse_varied
 from ..options.table import SETS
 from ..work import recorded_work
-from .policy_identity import PolicyDigests, digest_policies
-from .run_description import data_of
+from .load import identify
+from .records import data_of
 from .run_diff import standing
-from .sweep_page import sweep_page
-from .train import shard_columns, train_in
-from .training_job import TrainingJob, open_training
-from .trials import SweepResult, Trial, TrialResult, values_of
+from .setup import Run, check
+from .sweep_result import PAGES, SweepResult, Trial, TrialResult, varied_in
+from .train import train_in
 
 Load = Callable[[Sequence[str]], Settings]
 
-PAGES = ("sweep.json", "sweep.txt", "sweep.html")
+MOST_TRIALS = 10_000
 
 
 def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progress) -> SweepResult:
@@ -48,42 +48,44 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
     """
     output = require_on_disk(folder, "a sweep is")
     given = load(())
-    tracking = given.config.tracking
     _require_free(given, trials)
-    jobs = [_open(load, trial, output) for trial in trials]
-    require_different(jobs)
-    results: list[TrialResult] = []
-    known = {"model": model_name(_policy_of(jobs)), "data": _data_of(jobs)}
-    facts = {name: value for name, value in known.items() if value}
-    begun = SweepResult(output, (), planned=tuple(trials), facts=facts)
-    remember = own_digests()
+    runs: list[Run] = []
+    for trial in trials:
+        with _naming(trial):
+            runs.append(check(load((*trial.settings, f"train.output={output / trial.name}"))))
+    require_different(runs)
+    policies, data = {run.begins_as.path for run in runs}, {data_of(run) for run in runs}
+    facts = {
+        "policy": policies.pop() if len(policies) == 1 else "",
+        "data": data.pop() if len(data) == 1 else "",
+    }
+    result = SweepResult(output, tuple(trials), facts=facts)
     with joined_world() as world:
-        with naming_lost_peers(world):
-            digests = digest_policies(jobs, world, remember)
-        jobs = [_identified(digests, *one) for one in zip(trials, jobs, strict=True)]
-        columns = shard_columns(world, remember, keeps=True)
-        run_on_rank_zero(world, partial(_prepare_folder, jobs, output))
-        with (
-            _add_resume_hint(output, results, len(jobs)),
-            recorded_work(
-                tracking if world.rank == 0 else tracking.none(),
-                output,
-                "sweep",
-                name=run_name(_policy_of(jobs), "sweep", _data_of(jobs)),
-            ) as parent,
-            _page_if_stopped(begun, results, world, parent),
-        ):
-            _describe(parent, trials, jobs, output)
-            run_on_rank_zero(world, partial(_publish_page, begun, parent))
-            for trial, job in zip(trials, jobs, strict=True):
-                progress.say(f"run {len(results) + 1} of {len(trials)}: {trial.name}")
-                tags = {GROUP_TAG: _group(output), TRIAL_TAG: trial.name}
-                with tagged(tags, parent):
-                    results.append(_try(trial, job, world, columns, progress))
-                _report(replace(begun, results=tuple(results)), world, parent)
-            ended = replace(begun, results=tuple(results))
-            result = run_on_rank_zero(world, partial(_compared, ended, parent))
-            if any(one.error for one in results):
+        for trial, run in zip(trials, runs, strict=True):
+            with naming_lost_peers(world), _naming(trial):
+                identify(run, world)
+        run_on_rank_zero(world, partial(_prepare, output, runs))
+        tracking = given.config.tracking if world.rank == 0 else given.config.tracking.none()
+        name = run_name(facts["policy"], "sweep", facts["data"])
+        with recorded_work(tracking, output, "sweep", name=name) as parent:
+            _describe(parent, result, runs)
+            for number, trial in enumerate(trials, 1):
+                progress.say(f"run {number} of {len(trials)}: {trial.name}")
+                # Taken out of the list: a run that is over must not keep its policy.
+                with (
+                    tagged({GROUP_TAG: str(output.resolve()), TRIAL_TAG: trial.name}, parent),
+                    _add_resume_hint(result),
+                ):
+                    ended = _try(trial, runs.pop(0), progress)
+                result = replace(result, ended=(*result.ended, ended))
+                if world.size == 1 or not ended.error:
+                    run_on_rank_zero(world, partial(_publish, result, parent))
+                    continue
+                if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
+                    _publish(result, parent)
+                raise ended.error
+            result = run_on_rank_zero(world, partial(_compared, result, parent))
+            if result.failures:
                 parent.finish("FAILED")
     return result
 
@@ -91,20 +93,10 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
 def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
     """Refuses a --set that every run would override."""
     own = SETS["sweep"]
-    for name in (*own, *values_of(trials)):
+    for name in (*own, *varied_in(trials)):
         if given.origins.get(name) == "--set":
             way = own.get(name, "--vary")
             raise UsageError(f"--set {name}: the sweep sets it in every run. Use {way} alone.")
-
-
-def _open(load: Load, trial: Trial, output: Path) -> TrainingJob:
-    with _naming(trial):
-        return open_training(load((*trial.settings, f"train.output={output / trial.name}")))
-
-
-def _identified(digests: PolicyDigests, trial: Trial, job: TrainingJob) -> TrainingJob:
-    with _naming(trial):
-        return digests.identified(job)
 
 
 @contextmanager
@@ -115,10 +107,10 @@ def _naming(trial: Trial) -> Iterator[None]:
         raise type(error)(f"{trial.name}: {error}") from error
 
 
-def require_different(jobs: Sequence[TrainingJob]) -> None:
+def require_different(runs: Sequence[Run]) -> None:
     """Refuses values that are written differently but are equal, as 0.1 and 0.10."""
     known: dict[frozenset[tuple[str, Any]], str] = {}
-    for config in [job.config for job in jobs]:
+    for config in [run.config for run in runs]:
         settings = {**flatten(config), "train.output": ""}
         values = frozenset(
             (name, repr(value) if isinstance(value, list | dict) else value)
@@ -129,123 +121,124 @@ def require_different(jobs: Sequence[TrainingJob]) -> None:
             raise UsageError(f"{other} and {name} would be the same run. Leave one of them out.")
 
 
-def _prepare_folder(jobs: Sequence[TrainingJob], output: Path) -> None:
+def _prepare(output: Path, runs: Sequence[Run]) -> None:
     OutputFolder(output, "sweep").prepare()
     for name in PAGES:
         fs.drop_drafts(output / name)
-    for job in jobs:
-        if job.config.train.resume == "never":
-            RunFolder(Path(job.config.train.output)).require_new()
+    for run in runs:
+        if run.config.train.resume == "never":
+            run.folder.require_new()
 
 
 @contextmanager
-def _add_resume_hint(output: Path, results: Sequence[TrialResult], total: int) -> Iterator[None]:
+def _add_resume_hint(result: SweepResult) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        done = f"{len(results)} of {total} runs of the sweep in {output} are over"
-        raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}", at=stop.at) from None
+        over = f"{len(result.ended)} of {len(result.planned)} runs of the sweep"
+        said = f"{over} in {result.folder} are over. {WAY_ON}"
+        raise Interrupted(stop.signal_number, said, at=stop.at) from None
 
 
-@contextmanager
-def _page_if_stopped(
-    begun: SweepResult, results: Sequence[TrialResult], world: World, parent: Run
-) -> Iterator[None]:
+def _try(trial: Trial, run: Run, progress: Progress) -> TrialResult:
+    began = time.monotonic()
     try:
-        yield
-    except BaseException:
-        if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
-            _publish_page(replace(begun, results=tuple(results), is_stopped=True), parent)
-        raise
+        trained = train_in(run, progress)
+    except AlignError as error:
+        progress.say(f"{trial.name} failed: {error}")
+        return TrialResult(trial, error=error)
+    if trained.is_old:
+        progress.say(f"{trial.name} is finished already and is not changed")
+        return TrialResult(trial, trained)
+    return TrialResult(trial, trained, seconds=time.monotonic() - began)
 
 
-def _describe(
-    parent: Run, trials: Sequence[Trial], jobs: Sequence[TrainingJob], output: Path
-) -> None:
-    varied = values_of(trials)
-    varied_values = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
-    parent.set_tags({GROUP_TAG: _group(output), "align.varied": varied_values})
+# What is recorded of a sweep, beside its runs.
+
+
+def _describe(parent: journaled_run.Run, result: SweepResult, runs: Sequence[Run]) -> None:
+    varied = varied_in(result.planned)
+    group = str(result.folder.resolve())
+    texts = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
+    parent.set_tags({GROUP_TAG: group, "align.varied": texts})
     params = {name: ", ".join(values) for name, values in varied.items()}
     parent.log_params(params)
-    facts = {"sweep": _group(output), "policy": _policy_of(jobs), "data": _data_of(jobs)}
-    sentence = f"{counted(len(trials), 'trainings')}, each in a run of its own."
-    parent.describe(description(sentence, {**facts, **params}))
-    for root, job in {job.manifest.root: job for job in jobs}.items():
-        cache = job.cache.root.resolve()
+    sentence = f"{counted(len(runs), 'trainings')}, each in a run of its own."
+    parent.describe(description(sentence, {"sweep": group, **result.facts, **params}))
+    for root, run in {run.manifest.root: run for run in runs}.items():
+        cache = run.cache.root.resolve()
         source = origin_of(str(cache))
         parent.log_dataset(cache.name, digest=root, source=source, context="training")
 
 
-def _policy_of(jobs: Sequence[TrainingJob]) -> str:
-    """The policy that all begin with, empty if they differ."""
-    first, *others = {job.policy.path for job in jobs}
-    return "" if others else first
-
-
-def _data_of(jobs: Sequence[TrainingJob]) -> str:
-    """The data of all, empty if they differ."""
-    first, *others = {data_of(job) for job in jobs}
-    return "" if others else first
-
-
-def _group(output: Path) -> str:
-    return str(output.resolve())
-
-
-def _try(
-    trial: Trial, job: TrainingJob, world: World, columns: ShardColumns, progress: Progress
-) -> TrialResult:
-    began = time.monotonic()
-    try:
-        trained = train_in(job, world, columns, progress=progress)
-        if trained.is_old:
-            progress.say(f"{trial.name} is finished already and is not changed")
-            return TrialResult(trial, trained)
-        return TrialResult(trial, trained, seconds=time.monotonic() - began)
-    except AlignError as error:
-        progress.say(f"{trial.name} failed: {error}")
-        return TrialResult(trial, error=error)
-
-
-def _report(result: SweepResult, world: World, parent: Run) -> None:
-    """Publishes what is done so far; among ranks a failure is published and then ends the sweep."""
-    error = result.results[-1].error
-    if not error or world.size == 1:
-        run_on_rank_zero(world, partial(_publish, result, parent))
-        return
-    if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
-        _publish(result, parent)
-    raise error
-
-
-def _publish(result: SweepResult, parent: Run) -> None:
+def _publish(result: SweepResult, parent: journaled_run.Run) -> None:
     result.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("sweep.json", result.as_json()), ("sweep.txt", result.text())):
-        fs.publish(result.folder / name, f"{text}\n".encode())
-        parent.log_artifact(result.folder / name)
+    for name, text in PAGES.items():
+        with log_failure(f"No {name}"):
+            fs.publish(result.folder / name, f"{text(result)}\n".encode())
+            parent.log_artifact(result.folder / name)
     if result.failures:
         failures = "\n".join(f"{one.trial.name}: {one.error}" for one in result.failures)
         parent.set_tags({"align.failed": failures})
-    _publish_page(result, parent)
 
 
-def _compared(result: SweepResult, parent: Run) -> SweepResult:
+def _compared(result: SweepResult, parent: journaled_run.Run) -> SweepResult:
     """Publishes the results of all runs, and which of them is ahead."""
-    names = [one.trial.name for one in result.results if one.trained]
-    folders = {name: RunFolder(result.folder / name) for name in names}
+    trained = [one for one in result.ended if one.trained]
     with log_failure("No comparison of the runs"):
-        found = standing(folders)
+        found = standing({one.trial.name: one.trained.folder for one in trained if one.trained})
         result = replace(result, standing=found.said)
         _publish(result, parent)
-        for one in result.results:
+        for one in trained:
             if one.trained and one.trial.name == found.best:
                 parent.set_tags({"align.ahead": found.best})
                 parent.log_metrics(one.measured.after, step=one.trained.steps)
     return result
 
 
-def _publish_page(result: SweepResult, parent: Run) -> None:
-    target = result.folder / "sweep.html"
-    with log_failure("No page of the sweep"):
-        fs.publish(target, sweep_page(result).encode())
-        parent.log_artifact(target)
+# The trials that follow from what is varied.
+
+
+def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Parses --vary; refuses a setting given twice, and those that a sweep sets itself."""
+    names = [text.partition("=")[0] for text in texts]
+    for name in names:
+        if way := SETS["sweep"].get(name):
+            raise UsageError(f"--vary {name}: a sweep sets it itself. Use {way}.")
+        if names.count(name) > 1:
+            raise UsageError(f"{name} is varied twice. Give all of its values at once.")
+    return parse_varied(texts)
+
+
+def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> list[Trial]:
+    """Every combination; an option that a method does not have is left out for it."""
+    recipes = {method: recipe_of(method, {}) for method in methods}
+    for key in varied:
+        section, _, option = key.partition(".")
+        has_it = (option in recipe.option_names for recipe in recipes.values())
+        if section == "method" and not any(has_it):
+            raise UsageError(f"{key}: none of {', '.join(methods)} has it. See `align methods`.")
+    trials: list[Trial] = []
+    for method, recipe in recipes.items():
+        own = {
+            key: values
+            for key, values in varied.items()
+            if not key.startswith("method.") or key.removeprefix("method.") in recipe.option_names
+        }
+        if len(trials) + math.prod(map(len, own.values())) > MOST_TRIALS:
+            raise UsageError(
+                f"--vary: more than {MOST_TRIALS:,} runs. Leave out some of the values."
+            )
+        for values in itertools.product(*own.values()):
+            chosen = [f"{key}={value}" for key, value in zip(own, values, strict=True)]
+            name = re.sub(r"[^\w.+-]", "_", "-".join((recipe.name, *values)))
+            trials.append(Trial(name, (f"train.method={method}", *chosen)))
+    known: dict[str, Trial] = {}
+    for trial in trials:
+        other = known.setdefault(trial.name.casefold(), trial)  # some file systems ignore the case
+        if other is not trial:
+            raise UsageError(
+                f"{' '.join(other.settings)} and {' '.join(trial.settings)} would both be the "
+                f"run {trial.name}. Leave one of them out."
+            )
+    return trials

@@ -1,342 +1,324 @@
-"""Stage 2 in order: join the ranks, read lengths, load and check the policy, train, save it."""
+"""Stage 2 in one flow: join the ranks, open the run, take step after step, write the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-from ...schemas.batches import Cursor, World
-from ...schemas.errors import Interrupted, log_failure
-from ...schemas.file_version import Remember
+from ...schemas.batches import MicroBatch, StepBatch
+from ...schemas.checkpoint import State
+from ...schemas.errors import Interrupted, MemoryLimitError, NonFiniteError, log_failure
 from ...schemas.methods import Mean
-from ...stages.engine.deepspeed_config import EngineContext, stage_of
-from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import (
-    agreed,
+    gathered,
     joined_world,
     naming_lost_peers,
     run_on_all_ranks,
 )
-from ...stages.engine.zero3_loading import freeing_large_blocks, loading_config
-from ...stages.feed.cache_index import ShardColumns, unchecked
-from ...stages.feed.loader import CacheFeed
-from ...stages.feed.train_source import TrainSource, open_source, overlap
-from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.heads import stored_value_head
-from ...stages.model.loading.load import load_model, resolve
-from ...stages.model.loading.lora_targets import adapts_experts
-from ...stages.model.loading.sharded_load import load_sharded
-from ...stages.model.logprobs import causal_model
-from ...stages.model.policy import Policy, load_policy
-from ...stages.model.transformers_compat import can_recompute, routers_of
-from ...stages.report.signs import Sign
-from ...stages.storage.cache.verify_cache import check_before_reading, sample_rows
-from ...stages.storage.disk.digests import own_digests
-from ...stages.storage.run.run_folder import RunFolder
+from ...stages.methods.recipe import LOSS
+from ...stages.model.memory.live_memory import is_out_of_memory
+from ...stages.storage.cache.verify_cache import sample_rows
+from ...stages.storage.disk.failpoints import reach
+from ...stages.storage.run.checkpoints import wanted
+from ...stages.tracking.journal import EVAL
 from ...stages.tracking.progress import Progress
-from ...stages.train.evaluation import largest_gap
-from ...stages.train.loop import Loop, TrainingPosition, train
-from ...stages.train.memory_backoff import MemoryBackoff
-from ...stages.train.synchronized import SaveClock, StopConditions
-from ...stages.train.throughput import Meter, forget_peak
+from ...stages.train.evaluation import (
+    EvalSamples,
+    largest_gap,
+    means_of_held_out,
+    needs_pre_pass,
+    whole_step,
+)
+from ...stages.train.memory_backoff import MicroBatchTooLarge, release_cached_memory
+from ...stages.train.patience import why_over, with_evaluation
+from ...stages.train.step import StepResult, added, finite, learning_rate, reported, train_step
+from ...stages.train.throughput import peak_mib
+from ...stages.train.together import Ending, StopConditions, Together, tokens_run
 from ..jobs.signals import add_resume_hint, asked_to_stop
-from ..plan.cache_checks import require_positions
-from ..plan.method_needs import sampling_note
-from ..plan.remedies import Situation, memory_savers
-from ..plan.setting_checks import learning_rate_note
-from ..plan.short_plan import short_plan
-from ..plan.workload import feed_settings, planned_tokens
-from .checkpointer import planned_by
-from .memory_at_start import chosen_to_fit, facts_of_run
-from .policy_identity import digest_policies
-from .resume import Start, held_to_checkpoint, started
-from .run_answers import answer_once
-from .run_recorder import RunRecords, open_records
-from .run_report import Trained, outcome, write_report
-from .trained_model import chosen_model, write_model
-from .training_job import Session, TrainingJob
+from .load import identify, load
+from .records import open_records
+from .resume import hold_to_checkpoint, open_folder
+from .run_report import Trained, outcome, trained_before
+from .setup import Run
+from .trained_model import state_to_write, write_model
 
 SAMPLED_ROWS = 8
 
 
-def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
-    """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
-    remember = own_digests()
+def train(run: Run, *, progress: Progress) -> Trained:
+    """Trains a policy, or resumes a run that was stopped; returns its steps and metrics.
+
+    `check` of setup.py makes the run of settings.
+    """
     with joined_world() as world, naming_lost_peers(world):
-        identified = digest_policies([job], world, remember).identified(job)
-        return train_in(identified, world, shard_columns(world, remember), progress=progress)
+        identify(run, world)
+        return train_in(run, progress)
 
 
-def shard_columns(world: World, remember: Remember, *, keeps: bool = False) -> ShardColumns:
-    """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
-    check = partial(check_before_reading, remember=remember) if world.is_first_here else unchecked
-    return ShardColumns(check, keeps=keeps)
+def train_in(run: Run, progress: Progress) -> Trained:
+    """Like `train`, for ranks that have joined and a policy that has been digested."""
+    world = run.world
+    with add_resume_hint(), naming_lost_peers(world), open_folder(run):
+        if run.is_finished:
+            return trained_before(run.folder, writes=world.rank == 0)
+        if run.remote and world.rank == 0:
+            progress.say(f"working in {run.folder.root}; uploaded to {run.remote.remote.url}")
+        load(run, progress)
+        hold_to_checkpoint(run)
+        with open_records(run, progress) as records, naming_lost_peers(world):
+            records.say(f"policy: {run.policy.path}")
+            state = restored(run)
+            if state is None:
+                require_cached_logps(run)
+                state = State()
+            with asked_to_stop() as asked:
+                deadline = run.began + run.max_seconds
+                run.stop = StopConditions(asked, deadline, 60 * run.config.train.save_minutes)
+                records.begin(state)
+                state, ending = learn(run, state)
+            reason, model_step = "", None
+            if ending == "finished":
+                if reason := why_early(run, state):
+                    done = f"{state.step:,} of {run.total_steps:,} steps"
+                    records.say(f"finished after {done}: {reason}")
+                of_model = state_to_write(run, state)
+                write_model(run, of_model)
+                records.finish(of_model.step)
+                model_step = None if of_model.step == state.step else of_model.step
+            records.ended(ending, state.step, reason=reason, model_step=model_step)
+            signs = records.report()
+            if ending == "signal":
+                raise Interrupted(asked.signal_number or 15, at=stopped_at(run, state.step))
+            return outcome(run.folder, ending, signs)
 
 
-def train_in(
-    job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
-) -> Trained:
-    """Like `run_training`, for ranks that have joined and a policy that has been digested."""
-    with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
-        if start.is_finished:
-            signs: tuple[Sign, ...] = ()
-            if world.rank == 0 and not start.folder.report.exists():
-                with log_failure("No report"):
-                    signs = write_report(start.folder.root)
-            trained = replace(outcome(start.folder, "finished", signs), is_old=True)
-        else:
-            trained = _trained(job, world, columns, progress, start)
-        if job.config.train.answers and trained.ending == "finished" and world.rank == 0:
-            # By now nothing holds the trained policy's memory any more.
-            with log_failure("No answers"):
-                answer_once(job, start, progress)
-        return trained
+def learn(run: Run, state: State) -> tuple[State, Ending]:
+    """Takes step after step, until the plan, its patience or a reason to stop ends it."""
+    save_every = run.config.train.save_every
+    ending: Ending | None
+    state, ending = evaluated(run, state)
+    with run.feed.steps(state.step) as stream:
+        batches = Together(run.engine, fitting(run, stream), run.meter, run.stop)
+        while not (
+            ending or state.step >= run.total_steps or why_over(state.best, run.config.train)
+        ):
+            batch = next(batches, None)
+            if batch is None:
+                ending = batches.ending
+                assert ending, "there is a batch for every step"
+                break
+            if batches.is_save_due:
+                save(run, state)
+            state = advance(run, state, batch)
+            # First the evaluation, so that a checkpoint has its numbers. One that is stopped is
+            # dropped: the state is saved without it, and the run makes it when it resumes.
+            state, ending = evaluated(run, state)
+            if run.is_due(state.step, save_every):
+                save(run, state)
+    save(run, state)
+    return state, ending or "finished"
 
 
-def _trained(
-    job: TrainingJob, world: World, columns: ShardColumns, progress: Progress, start: Start
-) -> Trained:
-    forget_peak()
-    if start.remote and world.rank == 0:
-        progress.say(f"working in {start.folder.root}; uploaded to {start.remote.remote.url}")
-    session = open_session(job, world, columns, progress, start)
-    checked = held_to_checkpoint(session, start)
-    # Named here too, so that the report says it.
-    with open_records(session, checked, progress) as records, naming_lost_peers(world):
-        records.say(f"policy: {session.policy.path}")
-        position = _restored(session, checked)
-        if position is None:
-            _require_agreement(session, records)
-            position = TrainingPosition(0, Cursor(0, 0))
-        return _learn(session, checked, records, position)
-
-
-def open_session(
-    job: TrainingJob,
-    world: World,
-    columns: ShardColumns,
-    progress: Progress,
-    start: Start | None = None,
-) -> Session:
-    """Reads the training rows, then loads the policy: one copy, and no reference."""
-    config = job.config
-    source, held_out = run_on_all_ranks(world, lambda: _sources(job, columns))
-    recipe, advice = job.recipe.resolve_auto(source.labels)
-    if world.rank == 0:
-        sampling = sampling_note(recipe, job.manifest)
-        rate = learning_rate_note(config.train, config.lora)
-        head = _value_head_note(job, recipe)
-        for note in filter(None, (*_source_notes(source, held_out), sampling, rate, head, *advice)):
-            progress.say(note)
-    config = chosen_to_fit(config, facts_of_run(job, recipe, source, world, start), world, progress)
-    job = replace(job, config=config)
-    policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world))
-    is_mixture = bool(routers_of(causal_model(policy.model)))
-    if world.rank == 0 and config.lora.enabled and is_mixture and not adapts_experts(policy.model):
-        progress.say(
-            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
-            "such as experts.gate_up_proj and experts.down_proj."
+def advance(run: Run, state: State, batch: StepBatch) -> State:
+    """Runs one optimizer step and records its numbers."""
+    options, per_epoch = run.config.train, run.feed.steps_per_epoch
+    lr = learning_rate(state.step, run.total_steps, options)
+    run.engine.set_lr(lr)
+    reach("step.started")
+    result = step_that_fits(run, state, batch)
+    reach("step.updated")
+    step = state.step + 1
+    run.failures = 0 if result.applied else run.failures + 1
+    if run.failures:
+        run.records.not_applied(step, result.suspects)
+    if run.failures >= options.nonfinite_limit:
+        raise NonFiniteError(
+            f"Step {step}: the loss or a gradient was NaN or infinite, {run.failures} times in a "
+            "row. These steps updated nothing. Their rows are listed in nonfinite.jsonl: look at "
+            "them, lower train.lr, or use --dtype float32."
         )
-    last = getattr(_text_config(policy), "max_position_embeddings", None)
-    for some in {id(one): one for one in (source, held_out)}.values():
-        require_positions(some, recipe, last)
-    recipe = recipe.computed_in(policy.dtype, job.manifest.fingerprint["model.dtype"])
-    engine, engine_config = open_engine(
-        policy, config.train, world, hidden_size=_text_config(policy).hidden_size
+    if result.visits:
+        run.records.visited(step, state.step // per_epoch, result.visits)
+
+    # A line of metrics.jsonl has the means of all steps since the last one. The loss of a step
+    # that is not finite is in none.
+    lap = {**run.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
+    is_sound = math.isfinite(reported(run.recipe, result.means)[LOSS])
+    lasting = {**(finite(result.means) if is_sound else {}), **lap}
+    window = added({name: Mean(*pair) for name, pair in state.window.items()}, lasting)
+    of_now = {"lr": lr, "epoch": step / per_epoch, "memory/peak_mib": peak_mib()}
+    if run.memory.times:
+        of_now["memory/ran_out"] = float(run.memory.times)
+    metrics = {**reported(run.recipe, {**result.means, **lap}), **of_now}
+    line = None
+    if run.is_due(step, options.log_every) or may_end_at(run, step, state):
+        line, window = {**reported(run.recipe, window), **of_now}, {}
+    state = State(
+        step=step,
+        methods=result.state,
+        window={name: (one.total, one.count) for name, one in window.items()},
+        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+        best=state.best,
+        fits=run.fits,
     )
-    if policy.is_sharded:
-        policy.choose_path(partial(agreed, world))
-    planned = planned_tokens(config.train, policy.device.type)
-    fits = start.fits(planned) if start else 0
-    if fits:
-        progress.say(
-            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
-            "A larger or smaller --tokens-per-batch is tried anew."
+    run.records.stepped(state, metrics, line)
+    return state
+
+
+def step_that_fits(run: Run, state: State, batch: StepBatch) -> StepResult:
+    """The result of a step, in ever smaller micro-batches until memory does not run out."""
+    options = run.config.train
+    seed = (options.seed, state.step)
+    while True:
+        try:
+            return train_step(
+                run.engine, run.recipe, batch, state=state.methods, seed=seed, options=options
+            )
+        except MicroBatchTooLarge as refusal:
+            micro = refusal.micro
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryLimitError(run.memory.no_update()) from error
+        # Outside the handler: the traceback no longer keeps the failed batch alive.
+        shrink(run, state, micro)
+        run.engine.skip()
+        release_cached_memory()
+        batch = run.feed.cut(batch, run.memory.budget)
+        tokens, padded = tokens_run(batch, run.meter.pads)
+        run.meter.runs(tokens=tokens, padded=padded)
+
+
+def shrink(run: Run, state: State, micro: MicroBatch) -> None:
+    """Halves micro-batches from here on; a rank that is not alone ends, as others wait for it."""
+    run.memory.shrink(micro)
+    run.records.ran_out(state.step, run.memory.budget)
+    run.memory.require_alone()
+
+
+def fitting(run: Run, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+    """The batches, cut into smaller micro-batches once memory has run out."""
+    for batch in batches:
+        yield run.feed.cut(batch, run.memory.budget) if run.memory.times else batch
+
+
+def evaluated(run: Run, state: State) -> tuple[State, Ending | None]:
+    """The state after the evaluation that is due, if one is and it is not made already.
+
+    A stop or an error inside of it drops it; after an error the state is saved without it.
+    """
+    is_due = state.step == 0 or run.is_due(state.step, run.config.train.eval_every)
+    if state.evaluated or not is_due or not run.feed.has_held_out:
+        return state, None
+    try:
+        while True:
+            try:
+                return measure(run, state)
+            except MicroBatchTooLarge as refusal:
+                micro = refusal.micro
+            shrink(run, state, micro)
+            release_cached_memory()
+    except Exception:
+        # A rank that fails alone cannot save: the others wait for it in the evaluation.
+        if state.step and (run.world.size == 1 or run.stop.failed_on_all):
+            with log_failure("No checkpoint before the evaluation that failed"):
+                save(run, state)
+        raise
+
+
+def measure(run: Run, state: State) -> tuple[State, Ending | None]:
+    """Runs all held-out rows as one step of the loss, without an update, and records it."""
+    options = run.config.train
+    samples = EvalSamples(most_rows=options.eval_table, keeps_ids=options.eval_text)
+    if needs_pre_pass(run.recipe):
+        with held_out(run) as batches:
+            step = whole_step(run.engine, run.recipe, batches, run.feed.held_out_size())
+        if batches.ending:
+            return state, batches.ending
+    else:
+        step = whole_step(run.engine, run.recipe, (), run.feed.held_out_size())
+    with held_out(run) as batches:
+        means = means_of_held_out(
+            run.engine, run.recipe, batches, step=step, state=state.methods, samples=samples
         )
-    pads = not policy.path.packs
-    settings = feed_settings(config.train, recipe, world, tokens=fits or planned, pads=pads)
-    feed = CacheFeed(source, held_out, settings)
-    if world.rank == 0:
-        for line in short_plan(feed, policy, config.train, engine_config):
-            progress.say(line)
-    return Session(
-        job=job,
-        world=world,
-        policy=policy,
-        engine=engine,
-        engine_config=engine_config,
-        source=source,
-        recipe=recipe,
-        feed=feed,
+    if batches.ending:
+        return state, batches.ending
+    metrics = {f"{EVAL}{name}": value for name, value in means.items()}
+    best = state.best
+    if wanted(options.best).metric.startswith(EVAL):
+        agreed = gathered(run.world, metrics)[0]  # the numbers of rank 0 decide for all
+        best = with_evaluation(best, agreed, step=state.step, options=options)
+    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    state = replace(
+        state, evaluated=True, metrics={**state.metrics, **known}, best=best, fits=run.fits
     )
+    run.records.evaluated(state, metrics, samples.gather(run.world))
+    reach("evaluation.done")
+    run.meter.restart()  # its time counts for no step
+    return state, None
 
 
-def _value_head_note(job: TrainingJob, recipe: Recipe) -> str:
-    file = stored_value_head(job.policy) if recipe.head == "values" else None
-    return f"the value head begins as it was trained before, from {file}" if file else ""
+@contextmanager
+def held_out(run: Run) -> Iterator[Together]:
+    """The batches of the held-out rows."""
+    with run.feed.held_out() as stream:
+        yield Together(run.engine, fitting(run, stream), run.meter, run.stop)
 
 
-def _policy(job: TrainingJob, recipe: Recipe, world: World) -> Policy:
-    """The policy; under ZeRO-3 no rank ever holds the whole of it."""
-    train, zero3 = job.config.train, None
-    load: Callable[..., Any] = load_model
-    if job.zero_stage(world.size) == 3:
-        found = resolve(replace(job.policy, dtype=train.dtype))
-        context = EngineContext(found.dtype, found.hidden_size, world.size)
-        zero3 = loading_config(train, world, context)
-    if zero3:
-        load = partial(load_sharded, config=zero3, together=partial(run_on_all_ranks, world))
-    with freeing_large_blocks() if zero3 else nullcontext():
-        policy = load_policy(
-            job.policy,
-            train,
-            job.config.lora,
-            head=recipe.head,
-            purity="purity" in recipe.needs,
-            load=load,
-        )
-    job.policy_files.require_unchanged()
-    return policy
+def save(run: Run, state: State) -> None:
+    """Saves a checkpoint, unless there is one of this state; its time counts for no step."""
+    run.records.save(state)
+    run.stop.has_saved()
+    run.meter.restart()
 
 
-def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:
-    """The training rows, and the evaluation rows: held out of them, or of another cache."""
-    source = open_source(job.cache, job.manifest, job.read_spec, columns)
-    if job.held_out is None:
-        return source, source
-    of_held_out = replace(job.read_spec, eval_fraction=1.0, file_weights={})
-    return source, open_source(*job.held_out, of_held_out, columns)
+def why_early(run: Run, state: State) -> str:
+    """The reason for an end before the last step; empty if there is none."""
+    return "" if state.step >= run.total_steps else why_over(state.best, run.config.train)
 
 
-def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
-    yield (
-        f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
-        f"{source.train_rows:,} rows to learn from, {held_out.eval_rows:,} held out"
-    )
-    yield from source.notes
-    if held_out is not source:
-        yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
-    if held_out.eval_rows:
-        yield from _overlap_notes(source, held_out)
+def may_end_at(run: Run, step: int, state: State) -> bool:
+    """Whether the evaluation after this step may be the last that patience waits for."""
+    options, best = run.config.train, state.best
+    is_waiting = options.patience and best and best.since + 1 >= options.patience
+    return bool(is_waiting) and run.is_due(step, options.eval_every)
 
 
-def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
-    found = overlap(source, held_out)
-    if held_out is source:
-        yield (
-            f"{found.held_out:,} prompts are held out by a hash that ignores white space, the "
-            "system message, tools and template options."
-        )
-    elif found.shared:
-        yield (
-            f"{found.shared:,} of {found.held_out:,} prompts of {held_out.folder.root} are in the "
-            "training data as well. Metrics measured on them say nothing about new prompts."
-        )
-
-
-def _text_config(policy: Policy) -> Any:
-    return causal_model(policy.model).config.get_text_config(decoder=True)
-
-
-def _restored(session: Session, start: Start) -> TrainingPosition | None:
-    """The position of the checkpoint, its state loaded; None for a new run."""
-    if start.checkpoint is None:
+def restored(run: Run) -> State | None:
+    """The state of the checkpoint, which the engine has loaded; None for a new run."""
+    if run.checkpoint is None:
         return None
-    position = start.checkpoint.position
-    folder = start.folder.step(position.global_step)
-    run_on_all_ranks(session.world, lambda: session.engine.load_state(folder))
-    window = {name: Mean(*pair) for name, pair in position.window.items()}
-    return TrainingPosition(
-        position.global_step,
-        position.cursor,
-        position.memory,
-        window,
-        start.checkpoint.best_so_far,
-    )
+    state = run.checkpoint.state
+    folder = run.folder.step(state.step)
+    run_on_all_ranks(run.world, lambda: run.engine.load_state(folder))
+    return state
 
 
-def _require_agreement(session: Session, records: RunRecords) -> None:
+def require_cached_logps(run: Run) -> None:
     """Requires a policy that begins as the reference to reproduce the log-probs of the cache."""
-    job = session.job
-    if session.recipe.head == "score":
-        records.say("A reward model has no log-probs to compare with the reference's.")
+    if run.recipe.head == "score":
+        run.records.say("A reward model has no log-probs to compare with the reference's.")
         return
-    if not job.begins_as_reference:
-        records.say("The policy is not the reference of the cache: its log-probs are not compared.")
+    if not run.begins_as_reference:
+        run.records.say(
+            "The policy is not the reference of the cache: its log-probs are not compared."
+        )
         return
     sample = run_on_all_ranks(
-        session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
+        run.world, lambda: list(sample_rows(run.cache, run.manifest, SAMPLED_ROWS))
     )
-    is_packed = job.config.lora.quantize != "none"
-    gap = largest_gap(
-        session.engine,
-        sample,
-        job.manifest.fingerprint["model.dtype"],
-        session.policy.dtype,
-        may_differ=is_packed,
-    )
-    records.agreed(gap, is_packed=is_packed)
+    is_packed = run.config.lora.quantize != "none"
+    dtypes = (run.manifest.fingerprint["model.dtype"], run.policy.dtype)
+    gap = largest_gap(run.engine, sample, *dtypes, may_differ=is_packed)
+    run.records.agreed(gap, is_packed=is_packed)
 
 
-def _learn(
-    session: Session, start: Start, records: RunRecords, position: TrainingPosition
-) -> Trained:
-    deadline = start.began + session.job.max_seconds
-    position = replace(position, fits=start.fits(planned_by(session)))
-    loop = Loop(
-        engine=session.engine,
-        recipe=session.recipe,
-        feed=session.feed,
-        options=session.job.config.train,
-        meter=Meter(pads=session.feed.settings.pads),
-        backoff=_memory_backoff(session, position.fits),
-    )
-    with asked_to_stop() as asked:
-        records.begin(position, loop.total_steps)
-        position, ending = train(
-            loop,
-            start=position,
-            records=records,
-            conditions=StopConditions(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
-            is_measured=records.is_evaluated,
-        )
-    reason, model_step = "", None
-    if ending == "finished":
-        if reason := loop.why_early(position):
-            records.say(f"finished after {position.step:,} of {loop.total_steps:,} steps: {reason}")
-        model = chosen_model(session, start, records, position)
-        write_model(session, start, records, model)
-        records.finish(model.step)
-        model_step = None if model.step == position.step else model.step
-    records.ended(ending, reason=reason, model_step=model_step)
-    signs = records.report()
-    if ending == "signal":
-        raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, position.step))
-    return outcome(start.folder, ending, signs)
-
-
-def _memory_backoff(session: Session, fits: int) -> MemoryBackoff:
-    ranks, stage = session.world.size, stage_of(session.engine_config)
-    feed = session.feed
-    device = session.policy.device.type
-    tokens = feed.settings.tokens_per_batch
-    is_able = can_recompute(causal_model(session.policy.model))
-    now = Situation(session.job.config, stage, ranks, tokens, device, is_able)
-    return MemoryBackoff(
-        pads=feed.settings.pads,
-        ranks=ranks,
-        advice=tuple(memory_savers(now)),
-        budget=fits,
-    )
-
-
-def stopped_at(folder: RunFolder, step: int) -> str:
+def stopped_at(run: Run, step: int) -> str:
     """The step of an interrupted run and its checkpoint, as a part of a sentence."""
-    saved = folder.latest_step()
+    saved = run.folder.latest_step()
     if saved is None:
         return f" at step {step:,}, without a checkpoint"
     what = "checkpoint saved in" if saved == step else "which is not saved; the last checkpoint is"
-    return f" at step {step:,}, {what} {folder.step(saved)}"
+    return f" at step {step:,}, {what} {run.folder.step(saved)}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...schemas.cache import Manifest, Stops
-from ...schemas.checkpoint import Checkpoint
+from ...schemas.cache import Stops
+from ...schemas.checkpoint import Checkpoint, State
 from ...schemas.errors import CorruptionError, NonFiniteError, UsageError
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.engine.partitions import is_finite
@@ -27,52 +26,42 @@ from ...stages.report.model_card import Lineage, model_card
 from ...stages.storage.copies import origin_of
 from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, best_first, wanted
 from ...stages.storage.run.run_folder import RunFolder, remove_model, save_model
-from .checkpointer import require_space_for_model
-from .resume import Start, damage_on_ranks, versions
-from .run_recorder import RunRecords, used_settings
-from .training_job import Session
+from .checkpoint import require_space_for_model
+from .records import used_settings
+from .resume import damage_on_ranks, versions
 
 if TYPE_CHECKING:
-    from ...stages.train.loop import TrainingPosition
+    from .setup import Run
 
 
-@dataclass(frozen=True)
-class ChosenModel:
-    """The step whose model is written, and the metrics of that step."""
-
-    step: int
-    metrics: Mapping[str, float]
-
-
-def chosen_model(
-    session: Session, start: Start, records: RunRecords, position: TrainingPosition
-) -> ChosenModel:
-    """The model of the last step, or with `train.write_best` that of the best checkpoint.
+def state_to_write(run: Run, state: State) -> State:
+    """The state whose model is written: the last, or with `train.write_best` the best saved one.
 
     The latter is loaded into the engine; the checkpoint of the last step stays the newest.
     """
-    train = session.job.config.train
+    train, folder = run.config.train, run.folder
     if not train.write_best:
-        return ChosenModel(position.step, records.metrics)
-    folder, name = start.folder, wanted(train.best).metric
-    best = run_on_rank_zero(session.world, lambda: _best_of(folder, train.best))
-    if best is None:
+        return state
+    name = wanted(train.best).metric
+    found = run_on_rank_zero(run.world, lambda: _best_of(folder, train.best))
+    if found is None:
         raise UsageError(
             f"train.write_best: no checkpoint has {name}, so none is the best. Write the model of "
             "the last step: the same command with --set train.write_best=false --resume auto."
         )
-    step, metrics = best.position.global_step, best.position.metrics
-    if why := damage_on_ranks(session.world, folder.step(step), best):
-        raise _unusable(CHECKPOINTS.damaged(folder.step(step), why))
-    if step != position.step:
-        session.engine.load_state(folder.step(step))
-    records.say(f"the model is that of step {step:,}, whose checkpoint has the best {name}")
-    known = position.best
+    best = found.state
+    if why := damage_on_ranks(run.world, folder.step(best.step), found):
+        raise _unusable(CHECKPOINTS.damaged(folder.step(best.step), why))
+    if best.step != state.step:
+        run.engine.load_state(folder.step(best.step))
+    said = f"the model is that of step {best.step:,}, whose checkpoint has the best {name}"
+    run.records.say(said)
+    known = state.best
     if known and known.metric == train.best and known.value is not None:
-        values = {step: metrics[name], known.step: known.value}
-        if best_first(values, train.best)[0] != step:  # as before the first step
-            records.say(f"step {known.step:,} has a better one, and no checkpoint")
-    return ChosenModel(step, metrics)
+        values = {best.step: best.metrics[name], known.step: known.value}
+        if best_first(values, train.best)[0] != best.step:  # as before the first step
+            run.records.say(f"step {known.step:,} has a better one, and no checkpoint")
+    return best
 
 
 def _best_of(folder: RunFolder, best: str) -> Checkpoint | None:
@@ -89,32 +78,25 @@ def _unusable(error: CorruptionError) -> CorruptionError:
     )
 
 
-def write_model(session: Session, start: Start, records: RunRecords, model: ChosenModel) -> None:
+def write_model(run: Run, state: State) -> None:
     """Gathers the weights of all ranks; rank zero writes `model/`."""
-    is_adapter = session.job.config.lora.enabled
-    weights = session.engine.weights(trainable_only=is_adapter)
-    lineage = _lineage(session, records, model)
-    run_on_rank_zero(session.world, lambda: _write(session, start, lineage, weights))
+    weights = run.engine.weights(trainable_only=run.config.lora.enabled)
+    lineage = _lineage(run, state)
+    run_on_rank_zero(run.world, lambda: _write(run, lineage, weights))
 
 
-def _require_finite(session: Session, folder: RunFolder, weights: Mapping[str, Tensor]) -> None:
-    """Refuses to call a training finished whose last steps have left no numbers."""
-    of_model = session.policy.model.named_parameters()
-    fixed = {name for name, parameter in of_model if not parameter.requires_grad}
+def _write(run: Run, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
+    lora, source, folder = run.config.lora, Path(run.begins_as.path), run.folder
+    require_space_for_model(run)
+    # A training whose last steps have left no numbers is not finished.
+    fixed = {name for name, one in run.policy.model.named_parameters() if not one.requires_grad}
     for name in weights.keys() - fixed:
         if not is_finite(weights[name]):
             raise NonFiniteError(
                 f"{folder.root}: {name} has weights that are NaN or infinite after the last step, "
                 "so no model is written. Lower train.lr, or use --dtype float32, and begin anew."
             )
-
-
-def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
-    job, folder = session.job, start.folder
-    require_space_for_model(session, folder)
-    _require_finite(session, folder, weights)
-    lora, source = job.config.lora, Path(job.policy.path)
-    stops = Stops.of(job.manifest.fingerprint).of_template
+    stops = Stops.of(run.manifest.fingerprint).of_template
     own, value_head = parted(weights)
     merges = lora.enabled and lora.merge
     if not merges:  # one that was merged before would be taken for this model
@@ -122,13 +104,13 @@ def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[st
 
     def write(draft: Path) -> None:
         save = save_adapter if lora.enabled else save_whole
-        save(session.policy.model, own, source, draft)
+        save(run.policy.model, own, source, draft)
         finish(draft, model_card(lineage, adapter_of=lineage.policy if lora.enabled else ""))
         if merges:
-            save_model(folder.merged, lambda merged: write_merged(draft, merged), start.run_id)
+            save_model(folder.merged, lambda merged: write_merged(draft, merged), run.run_id)
 
     def write_merged(adapter: Path, draft: Path) -> None:
-        save_merged(job.policy, adapter, draft, scores=lineage.head == "score")
+        save_merged(run.begins_as, adapter, draft, scores=lineage.head == "score")
         finish(draft, model_card(lineage))
 
     def finish(draft: Path, card: str) -> None:
@@ -138,37 +120,32 @@ def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[st
             stop_generation_at(stops, source, draft)
         (draft / "README.md").write_text(card, encoding="utf-8")
 
-    save_model(folder.model, write, start.run_id)
+    save_model(folder.model, write, run.run_id)
 
 
-def _lineage(session: Session, records: RunRecords, model: ChosenModel) -> Lineage:
-    job = session.job
-    manifest = job.manifest
-    of_text = causal_model(session.policy.model).config.get_text_config(decoder=True)
-    return Lineage(
-        method=session.recipe.name,
-        formula=session.recipe.formula,
-        head=session.recipe.head,
-        padding_token=getattr(of_text, "pad_token_id", None),
-        options={name: str(value) for name, value in session.recipe.values.items()},
-        stops=_stops(manifest),
-        settings=used_settings(session, "train"),
-        policy=origin_of(job.policy.path),
-        reference=manifest.model,
-        reference_weights=manifest.fingerprint["model.weights"],
-        cache=origin_of(str(job.cache.root)),
-        cache_root=manifest.root,
-        data={entry.name: entry.sha256 for entry in manifest.inputs},
-        steps=model.step,
-        rows_seen=session.feed.rows_seen(model.step),
-        rows=session.source.train_rows,
-        metrics=dict(model.metrics),
-        versions=versions(),
-        recorded=records.origins(),
-    )
-
-
-def _stops(manifest: Manifest) -> dict[str, str]:
+def _lineage(run: Run, state: State) -> Lineage:
+    manifest = run.manifest
+    of_text = causal_model(run.policy.model).config.get_text_config(decoder=True)
     stops = Stops.of(manifest.fingerprint)
     ended = {"a turn": stops.turn, "a call of tools": stops.tool_calls, "plain text": stops.text}
-    return {f"{what} ends with": stop.description for what, stop in ended.items() if stop}
+    return Lineage(
+        method=run.recipe.name,
+        formula=run.recipe.formula,
+        head=run.recipe.head,
+        padding_token=getattr(of_text, "pad_token_id", None),
+        options={name: str(value) for name, value in run.recipe.values.items()},
+        stops={f"{what} ends with": stop.description for what, stop in ended.items() if stop},
+        settings=used_settings(run, "train"),
+        policy=origin_of(run.begins_as.path),
+        reference=manifest.model,
+        reference_weights=manifest.fingerprint["model.weights"],
+        cache=origin_of(str(run.cache.root)),
+        cache_root=manifest.root,
+        data={entry.name: entry.sha256 for entry in manifest.inputs},
+        steps=state.step,
+        rows_seen=run.feed.rows_seen(state.step),
+        rows=run.source.train_rows,
+        metrics=state.metrics,
+        versions=versions(),
+        recorded=run.records.origins(),
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...schemas.batches import Engine, Update, World
+from ...schemas.batches import Update, World
 from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
 from . import deepspeed_state, distributed
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def open_engine(
     policy: nn.Module, options: TrainOptions, world: World, *, hidden_size: int
-) -> tuple[Engine, dict[str, Any]]:
+) -> tuple[DeepSpeedEngine, dict[str, Any]]:
     """The engine of a policy, sharded over the ranks, and DeepSpeed's resolved configuration."""
     learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not learning:
@@ -96,7 +96,7 @@ def _names(policy: nn.Module, groups: list[Any]) -> list[list[str]]:
 
 
 class DeepSpeedEngine:
-    """One policy under DeepSpeed; the `Engine` protocol of the trainer."""
+    """One policy, sharded over the ranks in any way, with its forward pass and its updates."""
 
     def __init__(self, engine: Any, world: World, order: Order) -> None:
         self._engine = engine
@@ -109,7 +109,13 @@ class DeepSpeedEngine:
         return self._world
 
     def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
-        """The outputs of the policy's forward pass by name."""
+        """Outputs of the policy for every completion token, in the order tree, branch, token.
+
+        `logps` (T,) float32; also `values` and `purity`, (T,) each, if the policy was loaded with
+        them. Of a reward model `logps` are the branches' scores, (branches,). Where experts
+        are balanced also `routing`, sums over all tokens: (layers, 2 * experts + 1) float64. All
+        ranks call it together. No trees: empty tensors that still carry a (zero) gradient.
+        """
         names: tuple[str, ...] = self._engine.module.output_names
         return dict(zip(names, self._engine(tuple(trees)), strict=True))
 
@@ -134,7 +140,11 @@ class DeepSpeedEngine:
         return distributed.total(values)
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:
-        """Sets training mode with dropout from this seed; None sets evaluation mode."""
+        """Sets training mode with dropout from this seed; None sets evaluation mode.
+
+        Gradient checkpointing works in training mode only: gradients need a seed, even if the
+        policy was loaded without dropout.
+        """
         self._engine.train(dropout_seed is not None)
         if dropout_seed is not None:
             torch.manual_seed(dropout_seed)
@@ -156,7 +166,10 @@ class DeepSpeedEngine:
         deepspeed_state.load(self._engine, folder, self._world, self._order)
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
-        """The policy on the CPU, by the names of its parameters; empty but on rank 0."""
+        """The policy on the CPU, by the names of its parameters; empty but on rank 0.
+
+        All ranks call it together. Tied parameters are given once, saved buffers are included.
+        """
         policy, rank = self._engine.module, self._world.rank
         return whole_weights(policy, rank=rank, trainable_only=trainable_only)
 

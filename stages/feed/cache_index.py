@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,7 +29,7 @@ from ..storage.cache.shards import TURNS, learned_tokens, read_columns
 from ..storage.cache.verify_cache import naming_unit
 from .conversions import ReadSpec
 from .file_weights import Draws, weights_of
-from .prompt_split import held_out
+from .prompt_split import held_out as is_held_out
 from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
@@ -68,15 +68,10 @@ def unchecked(_: CacheFolder, __: Commit) -> None:
 
 
 class ShardColumns:
-    """The narrow columns of shards, each shard checked before it is first read.
+    """The narrow columns of shards, each shard checked before it is first read."""
 
-    If several trainings read one cache, `keeps` caches the columns for the next of them.
-    """
-
-    def __init__(self, check: Check, *, keeps: bool = False) -> None:
+    def __init__(self, check: Check) -> None:
         self._check = check
-        self._keeps = keeps
-        self._kept: dict[tuple[Path, str], tuple[pa.ChunkedArray, NDArray[np.int64]]] = {}
         self._checked: set[Path] = set()
 
     def read(
@@ -87,33 +82,71 @@ class ShardColumns:
         if path not in self._checked:
             self._check(folder, shard)
             self._checked.add(path)
-        found = {name: self._kept[path, name] for name in names if (path, name) in self._kept}
-        if missing := [name for name in names if name not in found]:
-            table, sizes = read_columns(path, missing)
-            found |= {name: (table.column(name), sizes) for name in table.column_names}
-        if self._keeps:
-            self._kept |= {(path, name): column for name, column in found.items()}
-        there = [name for name in names if name in found]  # an optional one may be missing
-        columns = [found[name][0] for name in there]
-        return pa.Table.from_arrays(columns, names=there), found[there[0]][1]
+        return read_columns(path, names)
 
 
 def build_index(
     folder: CacheFolder, manifest: Manifest, spec: ReadSpec, columns: ShardColumns
 ) -> Index:
     """The index of a cache, from the narrow columns of its shards; damage names the unit."""
-    found = _Found()
     weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
     names = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
     source = (SOURCE,) if weights else ()
+    locations: list[GroupLocation] = []
+    train: list[RowTable] = []
+    held_out: list[RowTable] = []
+    kinds: dict[StoredKind, KindCounts] = {}
+    missing: Counter[str] = Counter()
+    files: list[NDArray[np.int16]] = []  # of training rows
+    labels = np.zeros((2, max(1, len(weights))))  # chosen and rejected branches of each file
+    partners, longest = set[int](), 0
     for place, shard in enumerate(manifest.shards):  # an empty key range has none
         with naming_unit(shard.unit):
             table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *source, *spec.columns))
             rows = read_table(table, sizes, spec, str(folder.root))
-            found.add(place, rows)
-            if weights:
-                found.add_files(rows, _files(table, names), len(weights))
-    return found.index(spec, weights)
+            partners.add(rows.num_partners)
+            if len(partners) > 1:
+                raise CorruptionError(
+                    f"it has {rows.num_partners} mismatched completions a branch, and the shards "
+                    "before it another number. Make the cache again."
+                )
+            file_of = _files(table, names) if weights else np.zeros(len(table), np.int16)
+        is_learned = ~rows.is_held_out
+        learned = file_of[rows.stored][is_learned]
+        for label, counts in enumerate((rows.num_chosen, rows.num_rejected)):
+            count = len(labels[label])
+            labels[label] += np.bincount(learned, weights=counts[is_learned], minlength=count)
+        if weights:
+            files.append(learned)
+        locations += [GroupLocation(place, group) for group in range(len(sizes))]
+        train.append(rows.table.keep(is_learned))
+        held_out.append(rows.table.keep(rows.is_held_out))
+        for kind, of_kind in rows.kinds.items():
+            kinds[kind] = kinds.get(kind, KindCounts()) + of_kind
+        missing.update(rows.missing)
+        longest = max(longest, rows.longest)
+
+    num_partners = max(partners, default=0)
+    kept = num_partners if spec.mismatched else 0
+    whole, share = RowTable.concat(train, num_partners=kept), np.ones(labels.shape[1])
+    if files:
+        draws = Draws.of(np.concatenate(files), weights)
+        whole = replace(whole, draws=draws)
+        # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
+        in_file = np.bincount(draws.file_of, minlength=len(weights))
+        share = np.array(draws.per_epoch) / np.maximum(in_file, 1)
+    desirable, undesirable = map(round, (labels @ share).tolist())
+    return Index(
+        group_locations=tuple(locations),
+        train=whole,
+        held_out=RowTable.concat(held_out, num_partners=kept),
+        kinds=kinds,
+        desirable=desirable,
+        undesirable=undesirable,
+        missing=dict(missing),
+        num_partners=num_partners,
+        longest=longest,
+    )
 
 
 @dataclass(frozen=True)
@@ -163,7 +196,7 @@ def read_table(
     longest = np.repeat(read.prompt_tokens, np.diff(offsets)) + lengths.max(axis=1, initial=0)
     return TableRows(
         RowTable(group_offsets, read),
-        held_out(keys, spec.eval_fraction)[picked.rows],
+        is_held_out(keys, spec.eval_fraction)[picked.rows],
         picked.kinds,
         _sums(is_chosen, offsets),
         _sums(is_rejected, offsets),
@@ -196,73 +229,6 @@ def _missing(columns: pa.Table, picked: Selection, spec: ReadSpec) -> dict[str, 
         values = number_column(columns, name)[read]
         missing[name] = int((~np.isfinite(values)).sum())
     return missing
-
-
-@dataclass
-class _Found:
-    group_locations: list[GroupLocation] = field(default_factory=list)
-    train: list[RowTable] = field(default_factory=list)
-    held_out: list[RowTable] = field(default_factory=list)
-    kinds: dict[StoredKind, KindCounts] = field(default_factory=dict)
-    desirable: int = 0
-    undesirable: int = 0
-    missing: Counter[str] = field(default_factory=Counter)
-    num_partners: set[int] = field(default_factory=set)
-    longest: int = 0
-    files: list[NDArray[np.int16]] = field(default_factory=list)  # of training rows
-    labels: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-
-    def add(self, shard: int, rows: TableRows) -> None:
-        groups = len(rows.table.group_offsets) - 1
-        self.group_locations += [GroupLocation(shard, group) for group in range(groups)]
-        for kind, counts in rows.kinds.items():
-            self.kinds[kind] = self.kinds.get(kind, KindCounts()) + counts
-        self.missing.update(rows.missing)
-        self.num_partners.add(rows.num_partners)
-        self.longest = max(self.longest, rows.longest)
-        if len(self.num_partners) > 1:
-            raise CorruptionError(
-                f"it has {rows.num_partners} mismatched completions a branch, and the shards "
-                "before it another number. Make the cache again."
-            )
-        self.train.append(rows.table.keep(~rows.is_held_out))
-        self.held_out.append(rows.table.keep(rows.is_held_out))
-        self.desirable += int(rows.num_chosen[~rows.is_held_out].sum())
-        self.undesirable += int(rows.num_rejected[~rows.is_held_out].sum())
-
-    def add_files(self, rows: TableRows, files: NDArray[np.int16], count: int) -> None:
-        """Adds the data files of the same rows, and the labels of each."""
-        is_learned = ~rows.is_held_out
-        of_rows = files[rows.stored][is_learned]
-        labels = [
-            np.bincount(of_rows, weights=each[is_learned], minlength=count).astype(np.int64)
-            for each in (rows.num_chosen, rows.num_rejected)
-        ]
-        self.files.append(of_rows)
-        self.labels = np.array(labels) + (self.labels if self.labels.size else 0)
-
-    def index(self, spec: ReadSpec, weights: Sequence[float]) -> Index:
-        num_partners = max(self.num_partners, default=0)
-        kept = num_partners if spec.mismatched else 0
-        train = RowTable.concat(self.train, num_partners=kept)
-        if self.files:
-            draws = Draws.of(np.concatenate(self.files), weights)
-            train = replace(train, draws=draws)
-            rows = np.maximum(np.bincount(draws.file_of, minlength=len(weights)), 1)
-            # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
-            share = np.array(draws.per_epoch) / rows
-            self.desirable, self.undesirable = map(round, (self.labels @ share).tolist())
-        return Index(
-            tuple(self.group_locations),
-            train,
-            RowTable.concat(self.held_out, num_partners=kept),
-            self.kinds,
-            self.desirable,
-            self.undesirable,
-            dict(self.missing),
-            num_partners,
-            self.longest,
-        )
 
 
 def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -8,18 +8,16 @@ assignment decides where a row runs, never the order in which rows are summed.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from queue import SimpleQueue
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
+from ...schemas.batches import MicroBatch, StepBatch, StepSize
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.errors import damaged
 from ...schemas.row_table import Rows
@@ -40,7 +38,6 @@ from .step_plan import (
 )
 from .train_source import TrainSource
 
-WINDOWS_AHEAD = 1
 Steps = AbstractContextManager[Iterator[StepBatch]]
 
 
@@ -75,9 +72,10 @@ class CacheFeed:
         """The size of an evaluation over all ranks."""
         return evaluation_pass(self.held_out_source.index.held_out, self.settings).size()
 
-    def steps(self, start: Cursor) -> Steps:
-        """This rank's batches from a cursor to the end of the last epoch."""
-        return _streamed(self.settings, _loads_of_epochs(self.source, self.settings, start))
+    def steps(self, done: int) -> Steps:
+        """This rank's batches after so many steps, to the end of the last epoch."""
+        start = divmod(done, self.steps_per_epoch)
+        return _streamed(self.settings, _loads_of_epochs(self.source, self.settings, *start))
 
     def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
         """A batch of a single rank in smaller micro-batches; the loss is the same."""
@@ -101,23 +99,24 @@ class _Load:
 
 @contextmanager
 def _streamed(settings: FeedSettings, loads: Iterator[_Load]) -> Iterator[Iterator[StepBatch]]:
-    prefetch = Prefetch(loads, ahead=WINDOWS_AHEAD)
-    try:
-        yield _batches(prefetch, settings.world.rank)
-    finally:
-        prefetch.close()
+    with ThreadPoolExecutor(1, "align-prefetch") as reader:
+        yield _batches(reader, loads, settings.world.rank)
 
 
-def _batches(loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
-    for load in loads:
+def _batches(reader: Executor, loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
+    """The batches of one load after another, while a thread makes the next one."""
+    ahead = reader.submit(next, loads, None)
+    while load := ahead.result():
+        ahead = reader.submit(next, loads, None)
         for plan in load.plans:
             yield step_batch(plan, load.buffer, load.one_pass.table, rank=rank)
-        del load  # before the next one is requested, so that only one is in memory
+        del load  # before the next one but one is begun, so that two at most are in memory
 
 
-def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor) -> Iterator[_Load]:
-    first = start.step
-    for epoch in range(start.epoch, math.ceil(settings.epochs)):
+def _loads_of_epochs(
+    source: TrainSource, settings: FeedSettings, begun: int, first: int
+) -> Iterator[_Load]:
+    for epoch in range(begun, math.ceil(settings.epochs)):
         one_pass = training_pass(source.index.train, settings, epoch=epoch)
         yield from _loads(source, one_pass, first)
         first = 0
@@ -233,7 +232,6 @@ def step_batch(plan: StepPlan, buffer: NumberedRows, table: RowTable, *, rank: i
     return StepBatch(
         **vars(table.size_of(plan.rows)),
         mismatched_branches=len(plan.pairs),
-        cursor=plan.cursor,
         own=tuple(_own_batch(plan, buffer, rows, own_offsets) for rows in plan.own.of_rank(rank)),
         mismatched=tuple(
             _mismatched_batch(plan, buffer, plan.paired_rows[trees], own_offsets)
@@ -275,59 +273,3 @@ def _micro_batch(
 ) -> MicroBatch:
     # Copies: a batch that is kept must not keep the whole buffer alive.
     return MicroBatch(buffer.block.gather(rows, branches, offsets_of(counts)), step_indices)
-
-
-T = TypeVar("T")
-
-
-class Prefetch(Generic[T]):
-    """An iterator that makes items ahead in a thread, and raises the thread's error in its turn.
-
-    The last item counts as in use until the next one is requested, so at most `1 + ahead` items
-    exist at any time.
-    """
-
-    def __init__(self, items: Iterable[T], *, ahead: int) -> None:
-        self._items = items
-        self._made: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
-        self._slots = threading.Semaphore(ahead)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._make, name="align-prefetch", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        if self._closed.is_set():
-            raise StopIteration
-        self._slots.release()
-        made = self._made.get()
-        if isinstance(made, tuple):
-            return made[0]
-        self.close()
-        raise StopIteration if made is None else made
-
-    def close(self) -> None:
-        """Ends the thread; an item that it is making is dropped."""
-        self._closed.set()
-        self._slots.release()
-        self._thread.join()
-
-    def _make(self) -> None:
-        end: BaseException | None = None
-        try:
-            items = iter(self._items)
-            while True:
-                self._slots.acquire()
-                if self._closed.is_set():
-                    break
-                try:
-                    item = (next(items),)
-                except StopIteration:
-                    break
-                self._made.put(item)
-                del item
-        except BaseException as error:
-            end = error
-        self._made.put(end)

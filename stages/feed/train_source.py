@@ -6,7 +6,7 @@ the held-out rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,6 @@ from .conversions import CONVERSIONS, ReadSpec
 from .file_weights import SETTING
 from .prompt_split import held_out
 from .row_selection import KindCounts
-
-_SERVE = {
-    StoredKind.PAIRED: "Paired rows serve every method.",
-    StoredKind.UNPAIRED: "Unpaired rows serve methods that read no pairs, such as kto.",
-    StoredKind.SCORED: "Scored rows serve every method once their scores tell them apart.",
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ def open_source(
         raise UsageError(f"eval_fraction is {fraction}; it must be between 0 and 1.")
     _require_columns(folder, manifest, spec)
     index = build_index(folder, manifest, spec, columns)
-    notes = (*_notes(index, spec), *_file_notes(index, manifest))
+    notes = tuple(_notes(index, manifest, spec))
     source = TrainSource(folder, manifest, spec, columns, index, notes)
     _require_rows(source)
     _require_numbers(source)
@@ -105,12 +99,10 @@ def _require_rows(source: TrainSource) -> None:
     if source.train_rows + source.eval_rows == 0:
         stored = source.index.kinds
         held = " and ".join(f"{stored[kind].stored:,} {STORED[kind]}" for kind in sorted(stored))
-        serve = "".join(f"{_SERVE[kind]} " for kind in sorted(stored))
-        why = "".join(f"{note} " for note in source.notes)
         raise UsageError(
-            f"The method is {kind}: it reads {WANTED[kind]}. Of them {root} holds none; "
-            f"its rows are: {held or 'none at all'}. "
-            f"{why}{serve}`align methods` describes them."
+            f"The method is {kind}: it reads {WANTED[kind]}. Of them {root} holds none; its rows "
+            f"are: {held or 'none at all'}. {' '.join(source.notes)} Unpaired rows serve methods "
+            "that read no pairs, such as kto; `align methods` shows what each method reads."
         )
     if source.train_rows == 0 and source.spec.eval_fraction < 1:
         raise UsageError(
@@ -155,29 +147,6 @@ def _require_numbers(source: TrainSource) -> None:
             )
 
 
-def _file_notes(index: Index, manifest: Manifest) -> Iterator[str]:
-    """The draws of an epoch from each file, where weights say how many they are."""
-    if (draws := index.train.draws) is None:
-        return
-    rows = np.bincount(draws.file_of, minlength=len(draws.per_epoch)).tolist()
-    for entry, count, drawn in zip(manifest.inputs, rows, draws.per_epoch, strict=True):
-        yield f"{entry.name}: {drawn:,} draws an epoch from {count:,} rows ({SETTING})."
-
-
-def _notes(index: Index, spec: ReadSpec) -> tuple[str, ...]:
-    notes = list(conversion_notes(index.kinds, spec))
-    rows = len(index.train)
-    if rows and spec.eval_fraction and not len(index.held_out):
-        notes.append(f"eval_fraction {spec.eval_fraction} holds out none of {rows:,} rows.")
-    if not (shares := spec.label_shares).are_whole:
-        notes.append(
-            f"{index.desirable:,} desirable and {index.undesirable:,} undesirable completions are "
-            f"left by train.desirable_share {shares.desirable:g} and train.undesirable_share "
-            f"{shares.undesirable:g} of the prompts."
-        )
-    return tuple(notes)
-
-
 WANTED: dict[RowKind, str] = {
     "paired": "rows with one chosen and one rejected completion, or scored ones",
     "labelled": "completions with a label, pairs of them, or scored ones",
@@ -189,95 +158,87 @@ STORED = {
     StoredKind.UNPAIRED: "unpaired (a completion and its label)",
     StoredKind.SCORED: "scored (completions and their scores)",
 }
+BECOME: dict[tuple[RowKind, StoredKind], str] = {  # what rows of a kind are converted to
+    ("paired", StoredKind.SCORED): "{made:,} pairs: {which} (train.pairs_from_scores)",
+    ("labelled", StoredKind.PAIRED): "labels: chosen is desirable, rejected undesirable",
+    ("labelled", StoredKind.SCORED): "labels: desirable above {threshold}, undesirable below it "
+    "(train.label_threshold)",
+    ("grouped", StoredKind.PAIRED): "groups of two scored completions",
+    ("grouped", StoredKind.UNPAIRED): "groups of as many scored completions as they hold",
+    ("imitated", StoredKind.PAIRED): "what to imitate: the chosen completion of each",
+    ("imitated", StoredKind.UNPAIRED): "what to imitate: their desirable completions",
+    ("imitated", StoredKind.SCORED): "what to imitate: the best completion of each",
+}
 
 
-def conversion_notes(kinds: Mapping[StoredKind, KindCounts], spec: ReadSpec) -> Iterator[str]:
-    """A sentence for each kind of rows that is converted or left out."""
-    total = sum(counts.stored for counts in kinds.values())
-    for kind, counts in sorted(kinds.items()):
+def _notes(index: Index, manifest: Manifest, spec: ReadSpec) -> Iterator[str]:
+    """What becomes of the rows of each kind, and what is left out."""
+    total = sum(counts.stored for counts in index.kinds.values())
+    for kind, counts in sorted(index.kinds.items()):
         if kind in CONVERSIONS[spec.kind]:
-            yield from _converted(kind, counts, spec)
+            yield from _conversion_notes(kind, counts, spec)
         else:
             yield (
                 f"{counts.stored:,} of {total:,} rows are not read: they are {STORED[kind]}, "
                 f"and the method reads {WANTED[spec.kind]}."
             )
+    rows = len(index.train)
+    if rows and spec.eval_fraction and not len(index.held_out):
+        yield f"eval_fraction {spec.eval_fraction} holds out none of {rows:,} rows."
+    if not (shares := spec.label_shares).are_whole:
+        yield (
+            f"{index.desirable:,} desirable and {index.undesirable:,} undesirable completions are "
+            f"left by train.desirable_share {shares.desirable:g} and train.undesirable_share "
+            f"{shares.undesirable:g} of the prompts."
+        )
+    if (draws := index.train.draws) is not None:
+        in_file = np.bincount(draws.file_of, minlength=len(draws.per_epoch)).tolist()
+        for entry, count, drawn in zip(manifest.inputs, in_file, draws.per_epoch, strict=True):
+            yield f"{entry.name}: {drawn:,} draws an epoch from {count:,} rows ({SETTING})."
 
 
-def _converted(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterator[str]:
-    name = kind.name.lower()
-    if counts.read and (become := _become(kind, counts, spec)):
-        yield f"{counts.read:,} {name} rows are read as {become}."
-    assumes = spec.kind == "grouped" and kind != StoredKind.SCORED
-    if counts.unscored and assumes:
+def _conversion_notes(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterator[str]:
+    name, rules, is_scored = kind.name.lower(), spec.rules, kind == StoredKind.SCORED
+    gap = f"more than {rules.min_gap:g} apart"
+    is_of_row = isinstance(rules.threshold, str)
+    threshold = f"the {rules.threshold} of its row" if is_of_row else f"{rules.threshold:g}"
+    if counts.read and (become := BECOME.get((spec.kind, kind))):
+        which = "the best against the worst" if rules.pairs == "best_worst" else f"all {gap}"
+        said = become.format(made=counts.made, which=which, threshold=threshold)
+        yield f"{counts.read:,} {name} rows are read as {said}."
+    if counts.unscored and spec.kind == "grouped" and not is_scored:
         yield (
             f"{counts.unscored:,} {name} rows lack scores of their own: chosen and desirable "
-            f"completions get 1, others {spec.rules.bad_score:g}."
+            f"completions get 1, others {rules.bad_score:g}."
         )
-    judged = kind == StoredKind.SCORED and spec.kind != "grouped"
-    if unscored := counts.unscored if judged else 0:
+    unscored = counts.unscored if is_scored and spec.kind != "grouped" else 0
+    if unscored:
         yield (
             f"{unscored:,} of {counts.stored:,} {name} rows are left out: a completion of each "
             "has no score. `align score` gives them some."
         )
     if dropped := counts.stored - counts.read - unscored:
-        why = _why(kind, spec)
+        why = f"no two scores of theirs are {gap} (train.min_score_gap)"
+        if kind == StoredKind.UNPAIRED:
+            why = "nothing in them is desirable"
+        elif spec.kind == "labelled":
+            why = f"no score of theirs is above or below {threshold}"
         yield f"{dropped:,} of {counts.stored:,} {name} rows are left out: {why}."
-    if counts.left_out and (spec.kind, kind) == ("labelled", StoredKind.SCORED):
+    if counts.left_out and is_scored and spec.kind == "labelled":
         yield (
             f"{counts.left_out:,} completions of scored rows get no label: their score is "
-            f"{_threshold(spec)} itself (train.label_threshold)."
+            f"{threshold} itself (train.label_threshold)."
         )
 
 
-def _become(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> str:
-    """A description of what rows of a kind are converted to; empty if they are not."""
-    rules = spec.rules
-    which = {
-        "best_worst": "the best against the worst",
-        "all": f"all that are more than {rules.min_gap:g} apart",
-    }[rules.pairs]
-    ways: dict[tuple[RowKind, StoredKind], str] = {
-        ("paired", StoredKind.SCORED): f"{counts.made:,} pairs: {which} (train.pairs_from_scores)",
-        ("labelled", StoredKind.PAIRED): "labels: chosen is desirable, rejected undesirable",
-        ("labelled", StoredKind.SCORED): f"labels: desirable above {_threshold(spec)}, "
-        "undesirable below it (train.label_threshold)",
-        ("grouped", StoredKind.PAIRED): "groups of two scored completions",
-        ("grouped", StoredKind.UNPAIRED): "groups of as many scored completions as they hold",
-        ("imitated", StoredKind.PAIRED): "what to imitate: the chosen completion of each",
-        ("imitated", StoredKind.UNPAIRED): "what to imitate: their desirable completions",
-        ("imitated", StoredKind.SCORED): "what to imitate: the best completion of each",
-    }
-    return ways.get((spec.kind, kind), "")
+def overlap(source: TrainSource, held_out_source: TrainSource) -> tuple[int, int]:
+    """How many different prompts are held out, and how many of them are trained on as well.
 
-
-def _why(kind: StoredKind, spec: ReadSpec) -> str:
-    if kind == StoredKind.UNPAIRED:
-        return "nothing in them is desirable"
-    if spec.kind == "labelled":
-        return f"no score of theirs is above or below {_threshold(spec)}"
-    gap = f"more than {spec.rules.min_gap:g} apart (train.min_score_gap)"
-    return f"no two scores of theirs are {gap}"
-
-
-def _threshold(spec: ReadSpec) -> str:
-    threshold = spec.rules.threshold
-    return f"the {threshold} of its row" if isinstance(threshold, str) else f"{threshold:g}"
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Counts of held-out prompts that are in the training data."""
-
-    held_out: int  # different held-out prompts
-    shared: int  # those that are in the training data as well
-
-
-def overlap(source: TrainSource, held_out_source: TrainSource) -> Overlap:
-    """The overlap of prompts, by split keys; rows that the method leaves out are counted too."""
+    Prompts are compared by their split keys; those of rows that the method leaves out count too.
+    """
     learned = _split_keys(source, is_held_out=False)
     measured = np.unique(_split_keys(held_out_source, is_held_out=True))
-    return Overlap(len(measured), int(np.isin(measured, learned).sum()))
+    return len(measured), int(np.isin(measured, learned).sum())
 
 
 def _split_keys(source: TrainSource, *, is_held_out: bool) -> NDArray[np.uint64]:

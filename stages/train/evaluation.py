@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.batches import Engine, EvalSample, MicroBatch, StepBatch, StepSize, World
+from ...schemas.batches import EvalSample, MicroBatch, StepBatch, StepSize, World
 from ...schemas.columns import Ragged
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
@@ -25,6 +26,9 @@ from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
 from .step import Sums, branches_of, reported, step_of
 
+if TYPE_CHECKING:
+    from ..engine.deepspeed_engine import DeepSpeedEngine
+
 
 def needs_pre_pass(recipe: Recipe) -> bool:
     """Whether the loss needs a pass over all held-out rows before it can be computed."""
@@ -33,7 +37,7 @@ def needs_pre_pass(recipe: Recipe) -> bool:
 
 @torch.no_grad()
 def whole_step(
-    engine: Engine, recipe: Recipe, batches: Iterable[StepBatch], size: StepSize
+    engine: DeepSpeedEngine, recipe: Recipe, batches: Iterable[StepBatch], size: StepSize
 ) -> Step:
     """The held-out rows as one step, with the values that its loss needs beforehand."""
     steps = []
@@ -52,8 +56,8 @@ def whole_step(
 
 
 @torch.no_grad()
-def evaluate(
-    engine: Engine,
+def means_of_held_out(
+    engine: DeepSpeedEngine,
     recipe: Recipe,
     batches: Iterable[StepBatch],
     *,
@@ -153,7 +157,7 @@ class EvalSamples:
 
 
 def largest_gap(
-    engine: Engine,
+    engine: DeepSpeedEngine,
     sample: Iterable[tuple[str, Rows]],
     *dtypes: str,
     may_differ: bool = False,
@@ -174,7 +178,7 @@ def largest_gap(
 
 
 @torch.no_grad()
-def _scored(engine: Engine, block: Rows) -> Ragged:
+def _scored(engine: DeepSpeedEngine, block: Rows) -> Ragged:
     logps = [engine.forward((tree,))["logps"].cpu().numpy() for tree in block.trees()]
     return Ragged(np.concatenate(logps), block.completions.offsets)
 

@@ -58,8 +58,8 @@ class MemoryBackoff:
             raise MemoryLimitError(
                 "Memory ran out on this rank while the others waited for it in the same step, "
                 "which it cannot repeat by itself. The step changed nothing. Start all ranks again "
-                f"with --resume auto: the run has noted to use --tokens-per-batch {self.budget:,}, "
-                f"and its result stays the same. {self._less()}"
+                f"with --resume auto --tokens-per-batch {self.budget}: the result stays the same. "
+                f"{self._less()}"
             )
 
     def no_update(self) -> str:

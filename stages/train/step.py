@@ -6,13 +6,13 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.batches import Engine, MicroBatch, StepBatch, Visits
+from ...schemas.batches import MicroBatch, StepBatch, Visits
 from ...schemas.methods import ROUTING, Branches, Mean, Metric, Step, Tokens
 from ...schemas.train_options import TrainOptions
 from ..methods.metrics import is_tie, with_margin
@@ -21,6 +21,9 @@ from ..methods.tensors import sums_of
 from ..model.copies import on_device
 from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
+
+if TYPE_CHECKING:
+    from ..engine.deepspeed_engine import DeepSpeedEngine
 
 T = TypeVar("T")
 
@@ -37,7 +40,7 @@ class StepResult:
 
 
 def train_step(
-    engine: Engine,
+    engine: DeepSpeedEngine,
     recipe: Recipe,
     batch: StepBatch,
     *,
@@ -130,7 +133,7 @@ def _draw(*parts: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
-def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
+def branches_of(engine: DeepSpeedEngine, recipe: Recipe, batch: MicroBatch) -> Branches:
     """The policy's branches of a micro-batch, by one forward pass."""
     rows = batch.block
     assert reads(recipe.rows, rows.roles), f"rows of {recipe.name} are {recipe.rows}"
@@ -156,7 +159,9 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     )
 
 
-def step_of(engine: Engine, recipe: Recipe, batch: StepBatch, *, balances: bool = False) -> Step:
+def step_of(
+    engine: DeepSpeedEngine, recipe: Recipe, batch: StepBatch, *, balances: bool = False
+) -> Step:
     """The values that all micro-batches of a step share, computed without gradients."""
     mismatched = _mismatched_ratios(engine, recipe, batch)
     own = _run(engine, recipe, batch.own) if recipe.has_pre_pass or balances else []
@@ -172,13 +177,13 @@ def step_of(engine: Engine, recipe: Recipe, batch: StepBatch, *, balances: bool 
 
 
 @torch.no_grad()
-def _run(engine: Engine, recipe: Recipe, batches: Sequence[MicroBatch]) -> list[Branches]:
+def _run(engine: DeepSpeedEngine, recipe: Recipe, batches: Sequence[MicroBatch]) -> list[Branches]:
     engine.learn_mode(dropout_seed=None)
     return [branches_of(engine, recipe, micro) for micro in batches]
 
 
 @torch.no_grad()
-def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tensor:
+def _mismatched_ratios(engine: DeepSpeedEngine, recipe: Recipe, batch: StepBatch) -> Tensor:
     """Log-ratios of all mismatched branches of the step."""
     if "mismatched" not in recipe.needs:
         return torch.empty(0, dtype=torch.float64)
@@ -189,7 +194,7 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
 
 @torch.no_grad()
 def _pre_pass(
-    engine: Engine, recipe: Recipe, batch: StepBatch, found: list[Branches]
+    engine: DeepSpeedEngine, recipe: Recipe, batch: StepBatch, found: list[Branches]
 ) -> dict[str, Tensor]:
     """The recipe's pre-pass values of every own branch of the step."""
     values = _of_each(recipe.pre_pass, batch.own, found)
@@ -209,7 +214,7 @@ def _of_each(
     return values
 
 
-def _routing(engine: Engine, found: list[Branches]) -> Tensor:
+def _routing(engine: DeepSpeedEngine, found: list[Branches]) -> Tensor:
     """The sums of a mixture's routers over all tokens of the step."""
     sums = [branches.routing for branches in found if branches.routing is not None]
     return engine.total(torch.stack(sums).sum(dim=0))
@@ -229,7 +234,7 @@ def partial_router_loss(own: Tensor, step: Tensor) -> Tensor:
 
 
 def _in_step_order(
-    engine: Engine, values: list[Tensor], found: list[Branches], count: int
+    engine: DeepSpeedEngine, values: list[Tensor], found: list[Branches], count: int
 ) -> Tensor:
     """Joins values of all micro-batches and ranks in step order, (count,).
 
@@ -290,14 +295,14 @@ class Sums:
         """Adds values of the whole step, which each micro-batch and rank has."""
         self._facts |= facts
 
-    def means(self, engine: Engine) -> Means:
+    def means(self, engine: DeepSpeedEngine) -> Means:
         """The means over all ranks, without names that have no value.
 
         Every rank has the same names: a method reports the same names for any rows.
         """
         return self.read(engine, {})[0]
 
-    def read(self, engine: Engine, state: StepState) -> tuple[Means, MethodState]:
+    def read(self, engine: DeepSpeedEngine, state: StepState) -> tuple[Means, MethodState]:
         """The means and the methods' state, both by one host-device sync."""
         summed = self._metrics | self._losses
         if not summed:

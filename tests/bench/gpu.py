@@ -244,8 +244,8 @@ class Unsaved:
     def ran_out(self, step, tokens):
         sys.exit(f"memory ran out in step {step}; {tokens} tokens per batch would be next")
 
-    def not_applied(self, position, row_ids):
-        sys.exit(f"step {position.step} has NaN or infinity")
+    def not_applied(self, step, row_ids):
+        sys.exit(f"step {step} has NaN or infinity")
 
     def save(self, position):
         pass
@@ -256,19 +256,17 @@ class Unsaved:
 def learned_unsaved(folder, method, records, sets, flags):
     """Runs the loop of `align train`, without its run folder; returns what the policy was."""
     sides.as_a_command()
-    from align.pipeline.train.policy_identity import digest_policies
-    from align.pipeline.train.training_job import open_training
+    from align.pipeline.train.load import identify
+    from align.pipeline.train.setup import check
     from align.stages.engine.distributed import joined_world
-    from align.stages.storage.disk.digests import own_digests
-    from align.stages.train.loop import train
-    from support.training_world import NEVER, START, loop_of, session_of
+    from support.training_world import session_of, through
 
-    job = open_training(settings_of(folder, method, sets, flags))
+    run = check(settings_of(folder, method, sets, flags))
     with joined_world() as world:
-        identified = digest_policies([job], world, own_digests()).identified(job)
-        session = session_of(identified, world)
-        train(loop_of(session), start=START, records=records, conditions=NEVER)
-    layout, config = session.policy.path.layout, session.job.config
+        identify(run, world)
+        session = session_of(run, world)
+        through(session, recorded=records)
+    layout, config = session.policy.path.layout, session.config
     policy = {"recomputed": config.train.recomputes, "compiled": config.model.compile}
     return policy | {"layout": layout}
 

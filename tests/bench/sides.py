@@ -282,16 +282,16 @@ def training_settings(folder, output, method, sets, flags):
 def train_with_align(folder, method, steps, sets, **more):
     """Trains on the cache of a folder, from settings."""
     as_a_command()
-    from align.pipeline.train.training_job import open_training
-
     with tempfile.TemporaryDirectory() as output:
-        job = open_training(training_settings(folder, f"{output}/run", method, sets, more))
+        from align.pipeline.train.setup import check
+
+        run = check(training_settings(folder, f"{output}/run", method, sets, more))
 
         from align.pipeline.commands.terminal import begin_work
-        from align.pipeline.train.train import run_training
+        from align.pipeline.train.train import train
 
         begin_work()
-        run_training(job, progress=steps)
+        train(run, progress=steps)
 
 
 def train_with_trl(folder, method, steps, settings, *, model=None, **more):

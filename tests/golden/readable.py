@@ -8,7 +8,7 @@ import sqlite3
 SKIPPED = re.compile(r"(?:^|/)(?:home|__pycache__|mlruns)/|(?:^|/)mlflow\.db|\.lock$|\.tmp$")
 # Times, speeds, names drawn at random and digests of such, in a file whose name ends so.
 MEASURED = r"(?:speed|memory)/\w+"
-DIGESTS = r'"(?:digest|sha256|mlflow_run_id)":"\w*"'
+DIGESTS = r'"(?:digest|sha256)":"\w*"'
 TIMED = r"metrics\.jsonl|model/README\.md"  # files whose length is that of their times too
 OF_STORES = r"\w+_ms|key|metrics_sent|model_id|run_id|mlflow\.parentRunId"
 MASKS = {

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.train import policy_identity
-from align.pipeline.train.train import shard_columns
+from align.pipeline.train.load import one_for_all, shard_columns
 from align.schemas.batches import World
 from align.schemas.errors import FingerprintError
 from align.stages.data.files import digested, open_inputs, require_unchanged
@@ -92,9 +91,8 @@ def test_a_data_file_is_read_once_for_its_digest_and_again_when_it_was_written(t
 
 
 def test_a_machine_with_another_copy_of_the_model_is_refused():
-    place = ("/model", "", False)
     same = {"model.weights": "a", "model.config": "b"}
     other = {"model.weights": "c", "model.config": "b"}
-    assert policy_identity.one_for_all([{place: same}, {}, {place: same}]) == {place: same}
-    with refuses(FingerprintError, "rank 2", "rank 0", "model.weights"):
-        policy_identity.one_for_all([{place: same}, {}, {place: other}])
+    assert one_for_all([[same], [], [same]], ["/model"]) == [same]
+    with refuses(FingerprintError, "/model", "rank 2", "rank 0", "model.weights"):
+        one_for_all([[same], [], [other]], ["/model"])

@@ -20,7 +20,7 @@ from align.pipeline.options.table import (
     bound,
     reads,
 )
-from align.pipeline.train.training_job import open_training
+from align.pipeline.train.setup import check
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.stages.tracking.tracker import TRACKERS, kind_of
@@ -84,7 +84,7 @@ def value_of(name):
 
 def opened(cache, **flags):
     given = {"train.method": "dpo", "train.cache": str(cache), **flags}
-    return open_training(load_settings(given, [], file=None, command="train"))
+    return check(load_settings(given, [], file=None, command="train"))
 
 
 def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
@@ -100,13 +100,13 @@ def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
         words = ("train", "--method", "dpo", "--cache", journey.cache)
         refusal(4, *words, names=(source, "model.path", other, "train.other_reference=true"))
     policy = {"train.model": str(other), "train.other_reference": True}
-    assert opened(journey.cache, **policy).policy.path == str(other)
+    assert opened(journey.cache, **policy).begins_as.path == str(other)
     # The cache's model by any of its names.
     (here / "link").symlink_to(world.model)
     shutil.copytree(world.model, here / "copy")
     for name in ("link", "copy", str(world.model)):
         monkeypatch.setenv("ALIGN_MODEL", name)
-        assert opened(journey.cache).policy.path == str(world.model)
+        assert opened(journey.cache).begins_as.path == str(world.model)
 
 
 def test_a_library_that_is_missing_is_named_before_data_or_a_model_is_looked_at(

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from copy import copy
 from dataclasses import replace
 from itertools import product
 
@@ -153,8 +154,9 @@ def test_a_run_that_goes_on_keeps_its_optimizer_where_it_is(tiny):
 
 def facts_on(job):
     """The facts of a training on this machine."""
-    source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(unchecked))
-    return facts_of_run(job, job.recipe, source, ALONE, None)
+    run = copy(job)
+    run.source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(unchecked))
+    return facts_of_run(run)
 
 
 def asked(world, memory=0, **settings):
@@ -187,7 +189,7 @@ def test_trainings_hold_what_was_planned_and_lose_the_same(training_world, free,
         with LiveMemory("cpu") as live, joined_world() as world:
             session, recorded = learn(job, world)
         choice = chosen(job.config, facts_on(job))
-        assert session.job.config == choice.config
+        assert session.config == choice.config
         # The head's buffer, of one size for every model, is most of what so small a one holds.
         planned, held = (size - BUFFER_BYTES for size in (choice.found.components.peak, live.most))
         assert 0 < held <= (1 + WITHIN) * planned
@@ -228,9 +230,9 @@ def test_a_model_that_cannot_recompute_is_trained_by_the_other_remedies(
         session, recorded = learn(
             asked(training_world, choice.nearest.components.peak, max_steps=1), world
         )
-    assert session.job.config.train.gradient_checkpointing is False
+    assert session.config.train.gradient_checkpointing is False
     assert len(recorded.steps) == 1
-    now = choice.planning.situation(session.job.config)
+    now = choice.planning.situation(session.config)
     assert not any("checkpoint" in one for one in memory_savers(now))
     with refuses(UsageError, "train.gradient_checkpointing"):
         chosen(changed(job.config, {"train.gradient_checkpointing": True}), new_facts)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from align.pipeline.options.settings import load_settings
-from align.pipeline.train.training_job import open_training
+from align.pipeline.train.setup import check
 from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from support.command import align, refusal
@@ -32,4 +32,4 @@ def test_a_shortened_reference_is_refused_and_where_it_is_allowed_every_stage_kn
     assert load_manifest(CacheFolder(cache)).fingerprint["model.unused_weights"] == "9"
     assert align("verify", cache).code == 0
     flags = {"train.method": "dpo", "train.cache": str(cache)}
-    assert open_training(load_settings(flags, [], file=None)).policy.allow_unused_weights
+    assert check(load_settings(flags, [], file=None)).begins_as.allow_unused_weights

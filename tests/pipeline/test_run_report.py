@@ -10,12 +10,13 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.train import run_recorder
+from align.pipeline.train import records
 from align.pipeline.train.run_diff import AheadOfAll, diff_runs, known_prompts, standing
 from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import outcome, write_report
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import UsageError
+from align.stages.report.eval_table import REWARD
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder, write_ending
 from support.command import align
@@ -171,7 +172,7 @@ def test_a_table_that_fails_in_any_way_ends_no_run(training_world, tmp_path, mon
     def broken(*_, **__):
         raise KeyError("token")
 
-    monkeypatch.setattr(run_recorder, "evaluation_csv", broken)
+    monkeypatch.setattr(records, "evaluation_csv", broken)
     words = ("--method", "dpo", "--cache", training_world.pairs, "--output", tmp_path / "run")
     answer = align("train", *words, "--max-steps", 1, "--eval-fraction", 0.3, "--no-mlflow")
     assert answer.code == 0, answer
@@ -226,6 +227,13 @@ def test_two_runs_are_compared_by_the_rows_that_both_were_measured_on(whole_run,
     assert diff_runs(first, second, step=3).found.gained == ()
     with refuses(UsageError, "0, 3, 6"):
         diff_runs(first, second, step=5)
+    # Rewards of another beta are another measure: then log-ratios are compared.
+    assert REWARD in diff.measure
+    config = RunFolder(second).config
+    config.write_text(config.read_text().replace("method: {}\n", "method:\n  beta: 0.5\n"))
+    other = diff_runs(first, second)
+    assert "log_ratio" in other.measure
+    assert other.found.accuracy.first != diff.found.accuracy.first
     for table in RunFolder(second).evaluations().values():
         table.unlink()
     with refuses(UsageError, "eval-fraction"):

@@ -1,7 +1,6 @@
 """Runs whose policy has a head of another kind: what they leave behind, read by others."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,12 +14,11 @@ from transformers import (
     AutoTokenizer,
 )
 
-from align.pipeline.train.train import run_training
 from align.schemas.rows import Role
 from align.schemas.train_options import LoraOptions
 from support.rounding import NATS
-from support.stage_one import Heard, Silent
-from support.training_world import job_of
+from support.stage_one import Heard
+from support.training_world import job_of, trained
 
 pytestmark = [
     pytest.mark.numeric,
@@ -51,9 +49,8 @@ def test_others_load_a_reward_model_and_get_the_scores_of_the_training(
 
 
 def test_an_adapter_of_a_reward_model_gives_the_scores_of_the_training(training_world, tmp_path):
-    planned = job(training_world.pairs, "reward", tmp_path)
     lora = LoraOptions(enabled=True, rank=2, merge=True)
-    run = trained(replace(planned, config=replace(planned.config, lora=lora)))
+    run = trained(job(training_world.pairs, "reward", tmp_path, lora=lora))
     merged = AutoModelForSequenceClassification.from_pretrained(run.folder.merged)
     pad = merged.config.pad_token_id
     adapted = AutoPeftModelForSequenceClassification.from_pretrained(
@@ -78,9 +75,7 @@ def test_a_value_head_is_saved_next_to_the_model_and_not_in_it(training_world, t
     # From which another one learns on: it begins with the values that this one ended with.
     begun = {"model": str(run.folder.model), "other_reference": True, "max_steps": 1}
     said = Heard()
-    second = run_training(
-        job(training_world.everything, "ppo", tmp_path / "second", **begun), progress=said
-    )
+    second = trained(job(training_world.everything, "ppo", tmp_path / "second", **begun), said)
     name = "eval/values/mean"
     assert run.measured.after[name] != run.measured.before[name] == 0.0
     assert second.measured.before[name] == pytest.approx(run.measured.after[name], abs=1e-5)
@@ -90,10 +85,6 @@ def test_a_value_head_is_saved_next_to_the_model_and_not_in_it(training_world, t
 def job(cache, method, folder, **settings):
     """All rows of the cache are evaluated as well."""
     return job_of(cache, method, output=str(folder), eval_cache=str(cache), **settings)
-
-
-def trained(planned):
-    return run_training(planned, progress=Silent())
 
 
 @torch.no_grad()

@@ -21,8 +21,10 @@ PLACES = {
     "after:rename:checkpoints/latest=kill@2": 4,
     "prune.forgotten=kill@3": 6,
     f"{ROWS}=kill@2": 2,
+    **dict.fromkeys((f"evaluation.batch=kill@{visit}" for visit in (5, 8)), 2),  # the middle one
     "evaluation.done=kill@2": 2,
-    "evaluation.done=kill@3": 6,
+    **dict.fromkeys((f"evaluation.batch=kill@{visit}" for visit in (9, 12)), 4),  # the last one
+    "evaluation.done=kill@3": 4,
     "model.before_rename=kill@1": 6,
     **dict.fromkeys(ENDINGS, 6),  # the other ranks have done their work and need this one no more
 }
@@ -31,6 +33,9 @@ OF_ANY_RANK = ("step", "checkpoint.written", ROWS)  # the rest is done by the fi
 CHOSEN = [
     (0, 1, {name: PLACES[name] for name in ("step.started=kill@6", *ENDINGS)}),
     (2, 2, {"checkpoint.written=kill@2": 2, "step.before_update=kill@4": 4}),
+    # In the middle evaluation, and once it is made in the last one.
+    (0, 1, {"evaluation.batch=kill@5": 2, "evaluation.batch=kill@6": 4}),
+    (1, 2, {"evaluation.batch=kill@8": 2, "evaluation.batch=kill@5": 4}),
     (
         *(3, 1),
         {
@@ -94,7 +99,7 @@ def test_a_line_of_five_steps_has_their_mean(course):
 def step_of(run):
     """The step of the checkpoint that the next run resumes from."""
     chosen = chosen_in(RunFolder(run))
-    return chosen.position.global_step if chosen else 0
+    return chosen.state.step if chosen else 0
 
 
 def names(run):

@@ -7,13 +7,11 @@ from unittest import mock
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from align.pipeline.train.train import run_training
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
 from support.refusals import refuses
-from support.stage_one import Silent
-from support.training_world import job_of, learn, make_pairs, scored
+from support.training_world import job_of, learn, make_pairs, scored, trained
 
 # Three ways through some 240 pairs, 16 at a time; 60 are held out.
 LEARNING = {"epochs": 3, "batch_size": 16, "lr": 3e-3, "eval_fraction": 0.2}
@@ -32,7 +30,7 @@ def three_hundred_pairs(tokenizer_folder, tmp_path_factory):
 def test_methods_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tmp_path):
     for method in ("kto", "orpo"):
         job = job_of(three_hundred_pairs, method, output=str(tmp_path / method), **LEARNING)
-        measured = run_training(job, progress=Silent()).measured
+        measured = trained(job).measured
         before, after = measured.before, measured.after
         assert after["eval/loss"] < 0.9 * before["eval/loss"]
         if method == "orpo":
@@ -59,7 +57,7 @@ def test_a_run_makes_one_model_and_needs_nothing_of_the_reference_but_its_cache(
     assert job.begins_as_reference
     make = LlamaForCausalLM.__init__
     with mock.patch.object(LlamaForCausalLM, "__init__", autospec=True, side_effect=make) as made:
-        run_training(job, progress=Silent())
+        trained(job)
     # The other one has no weights: it was made on the meta device to read names and shapes from.
     assert [call.args[0].device.type for call in made.call_args_list] == ["meta", "cpu"]
 
@@ -77,7 +75,7 @@ def one_rank():
         yield world
 
 
-def trained(training_world, world, method, steps=1, **options):
+def last_loss(training_world, world, method, steps=1, **options):
     """Two evaluations, before and after some steps; the loss of the last."""
     short = {"max_steps": steps, "eval_fraction": 0.2}
     job = job_of(training_world.everything, method, options=options, **short)
@@ -91,10 +89,10 @@ def trained(training_world, world, method, steps=1, **options):
 
 @pytest.mark.parametrize("name", [*METHODS, "dpo:0.8+bco_pair:0.2+sft:1", "kto+sft:0.5"])
 def test_a_method_trains(training_world, one_rank, name):
-    trained(training_world, one_rank, name)
+    last_loss(training_world, one_rank, name)
 
 
 @pytest.mark.parametrize("name", MODIFIED)
 def test_a_modified_method_trains_otherwise(training_world, one_rank, name):
-    plain = trained(training_world, one_rank, name, steps=2)
-    assert trained(training_world, one_rank, name, steps=2, **MODIFIED[name]) != plain
+    plain = last_loss(training_world, one_rank, name, steps=2)
+    assert last_loss(training_world, one_rank, name, steps=2, **MODIFIED[name]) != plain

@@ -11,7 +11,6 @@ import pytest
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.method_needs import sampling_note
 from align.pipeline.precompute.precompute import precompute
-from align.pipeline.train.train import run_training
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import to_signed_json
 from align.schemas.samples import Drawing
@@ -21,7 +20,7 @@ from align.stages.storage.cache.cache_folder import CacheFolder
 from align.stages.storage.cache.manifest_file import load_manifest
 from support.refusals import refuses
 from support.stage_one import Heard, Silent
-from support.training_world import job_of, session_of
+from support.training_world import job_of, session_of, trained
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -128,7 +127,7 @@ def test_rows_without_scores_are_refused_to_who_reads_or_needs_them(training_wor
 def test_scored_rows_serve_every_method(scored_groups, here, method, more, said):
     heard = Heard()
     job = job_of(scored_groups, method, output=str(here / "run"), max_steps=2, **more)
-    run_training(job, progress=heard)
+    trained(job, heard)
     assert said in " ".join(heard.lines)
     lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line)["grad_norm"] > 0 for line in lines)

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from align.pipeline.train.run_description import record_signs
+from align.pipeline.train.records import record_signs
 from align.pipeline.train.run_report import write_report
 from align.schemas.cache import Stops
 from align.schemas.rows import Role
@@ -29,10 +29,10 @@ from support.mlflow_runs import open_store, run_of, stored
 from support.refusals import require_names
 from support.stage_one import contents
 from support.tracked_training import begin, journalled, run_folder
-from support.trainings import KILLED, weights
+from support.trainings import weights
 
 TOKENS = 6
-ANSWERS = ("--answers", 3, "--set", f"train.answer_tokens={TOKENS}")
+ANSWERS = ("--answers", 3, "--answer-tokens", TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,17 @@ def finished(course, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(finished):
+def plain(finished, course):
     """The whole policy was trained; the checkpoint kept beside the last is the best by a metric."""
-    return finished("--set", "train.best=-eval/rewards/rejected", "--keep-last", 1, *ANSWERS)
+    run = finished("--set", "train.best=-eval/rewards/rejected", "--keep-last", 1)
+    return answered(run, course)
+
+
+def answered(run, course):
+    """The run with answers in its report."""
+    answer = course.server.run("report", run, *ANSWERS, "--config", run / "config.yaml")
+    assert answer.code == 0, answer
+    return run
 
 
 def store_of(run):
@@ -179,7 +187,7 @@ def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_an
     run = shutil.copytree(plain, tmp_path / "run")
     RunFolder(run).answers.unlink()
     RunFolder(run).mlflow.unlink()
-    asked = ("report", run, "--answers", 3, "--answer-tokens", TOKENS)
+    asked = ("report", run, *ANSWERS)
     assert course.server.run(*asked, cwd=tmp_path).code == 0
     assert RunFolder(run).answers.read_bytes() == RunFolder(plain).answers.read_bytes()
     ending = RunFolder(run).ending
@@ -188,7 +196,7 @@ def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_an
     for words in (asked, ("register", run, "prefs")):
         refusal(2, *words, names=(run, "--resume auto"))
     ending.write_bytes(kept)
-    longer = ("--max-steps", 7, "--set", "train.answers=0", "--no-mlflow", "--resume", "auto")
+    longer = ("--max-steps", 7, "--no-mlflow", "--resume", "auto")
     again = ("--config", plain / "config.yaml", "--output", run, *longer)
     assert course.server.run("train", *again).code == 0
     assert not RunFolder(run).answers.exists()
@@ -313,9 +321,9 @@ def test_the_newest_and_the_best_checkpoint_stay_and_record_what_was_measured(pl
     kept = sorted((plain / "checkpoints").glob("step-*"))
     assert [int(path.name[5:]) for path in kept] == [best, 6]
     for path in kept:
-        position = json.loads((path / "align_checkpoint.json").read_text())["position"]
-        known = at_step[position["global_step"]]
-        assert position["metrics"] == {n: known[n] for n in known.keys() - {"step", "time"}}
+        state = json.loads((path / "align_checkpoint.json").read_text())["state"]
+        known = at_step[state["step"]]
+        assert state["metrics"] == {n: known[n] for n in known.keys() - {"step", "time"}}
         assert "eval/loss" in known
 
 
@@ -323,7 +331,7 @@ def test_the_newest_and_the_best_checkpoint_stay_and_record_what_was_measured(pl
 def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, course):
     """And a best metric that is never measured is reported."""
     best = ("--set", "train.best=eval/los")
-    run = finished("--lora", "--merge", "--set", "lora.rank=4", "--no-mlflow", *best, *ANSWERS)
+    run = finished("--lora", "--merge", "--set", "lora.rank=4", "--no-mlflow", *best)
     said = (run.parent / "said").read_text()
     assert said.count("'eval/loss'?") == 1
     model = AutoPeftModelForCausalLM.from_pretrained(run / "model")
@@ -334,23 +342,15 @@ def test_others_load_an_adapter_on_its_base_and_its_merged_model(finished, cours
     merged = run / "model-merged"
     assert agrees(AutoModelForCausalLM.from_pretrained(merged), run, course.cache)
     plain = AutoModelForCausalLM.from_pretrained(course.model)
-    assert are_its_answers(run, course, plain, model)
+    assert are_its_answers(answered(run, course), course, plain, model)
     tensors, base = (load_file(folder / "model.safetensors") for folder in (merged, course.model))
     assert tensors.keys() == base.keys()
     changed = {name for name in base if not torch.equal(tensors[name], base[name])}
     assert changed == {name for name in base if "_proj" in name}
-    # A merged model of fewer steps would be taken for this one; the answers are shown after a kill.
+    # A merged model of fewer steps would be taken for this one.
     on = ("--config", run / "config.yaml", "--output", run, "--resume", "auto", "--max-steps", 7)
-    how = ("--set", "lora.merge=false", *ANSWERS)
-    place = ["after:rename:answers.jsonl=kill"]
-    (answer,) = course.server.start("train", *on, *how, failpoints=place).answers()
-    assert answer.code == KILLED
+    assert course.server.run("train", *on, "--set", "lora.merge=false").code == 0
     assert not merged.exists()
-    assert read_answers(RunFolder(run).answers)
-    before = RunFolder(run).report.read_text()
-    assert course.server.run("train", *on, *how).code == 0
-    assert "Answers before training" in RunFolder(run).report.read_text()
-    assert "Answers before training" not in before
 
 
 NF4 = ("--lora", "--set", "lora.quantize=nf4")

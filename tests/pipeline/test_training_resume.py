@@ -80,9 +80,8 @@ def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_writte
         (broken_run / name).unlink()
     step = broken_run / "checkpoints" / "step-00000004"
     known = read_checkpoint(step)
-    made_with = {**known.position.made_with, "torch": "2.0.1"}
-    position = dataclasses.replace(known.position, made_with=made_with)
-    record = dataclasses.replace(known, position=position)
+    made_with = {**known.made_with, "torch": "2.0.1"}
+    record = dataclasses.replace(known, made_with=made_with)
     (step / RECORD_NAME).write_text(to_signed_json(record))
 
     said = refused(course, 4, broken_run, *RESUME, *changes)
@@ -95,11 +94,11 @@ def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_writte
     assert steps == ["step-00000004", "step-00000005", "step-00000006"]
     assert (broken_run / "deepspeed.json").read_bytes() == engine
     assert {line["step"] for line in learned(broken_run)} == {5, 6}
-    torch = f"after step 4: torch 2.0.1 → {known.position.made_with['torch']}"
+    torch = f"after step 4: torch 2.0.1 → {known.made_with['torch']}"
     assert torch in answer.err
     assert read_ending(RunFolder(broken_run)).changes == (torch,)
     newest = read_checkpoint(broken_run / "checkpoints" / "step-00000006")
-    assert newest.position.changes == (torch,)
+    assert newest.changes == (torch,)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -4,24 +4,18 @@ import json
 import os
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 
-from align.pipeline.train import checkpointer
-from align.pipeline.train.resume import Start
-from align.pipeline.train.run_recorder import RunRecords
-from align.schemas.batches import World
+from align.pipeline.train import checkpoint
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import Policy
 from align.stages.storage.run.checkpoints import read_checkpoint
-from align.stages.tracking.journaled_run import Run
-from align.stages.tracking.progress import NoProgress
 from support.command import align
 from support.programs import may_mount
 from support.refusals import require_names
-from support.training_world import job_of, learn, session_of
+from support.training_world import job_of, learn
 
 
 def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(training_world, prepared_run):
@@ -30,7 +24,8 @@ def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(training_worl
     job = job_of(training_world.pairs, "dpo", **kind)
     with joined_world() as world:
         session, _ = learn(job, world)  # the moments are made in the first step
-        expected = checkpointer.checkpoint_bytes(session, prepared_run)
+        session.folder = prepared_run
+        expected = checkpoint.checkpoint_bytes(session)
         session.engine.save_state(prepared_run.draft(0, "run"))
     written = sum(path.stat().st_size for path in prepared_run.root.rglob("*") if path.is_file())
     assert 0.7 * written < expected <= written
@@ -40,8 +35,8 @@ def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(training_worl
 def test_a_checkpoint_without_room_costs_only_itself(course, tmp_path):
     """The disk has room for the model and one checkpoint and a quarter; then for half of it."""
     whole = course.whole()
-    checkpoint = read_checkpoint(whole / "checkpoints" / "step-00000006")
-    one = sum(file.bytes for file in checkpoint.files)
+    saved = read_checkpoint(whole / "checkpoints" / "step-00000006")
+    one = sum(file.bytes for file in saved.files)
     model = sum(path.stat().st_size for path in (whole / "model").iterdir())
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -99,29 +94,14 @@ def test_a_resumed_run_keeps_to_what_fits_and_ends_in_the_same_bits(
     weights = [(one / "model" / "model.safetensors").read_bytes() for one in (run, killed)]
     assert weights[0] == weights[1]
     checkpoints = [read_checkpoint(one / "checkpoints" / "step-00000004") for one in (run, killed)]
-    assert checkpoints[0].position.fitted == checkpoints[1].position.fitted is not None
-
-
-def test_a_rank_that_ran_out_of_memory_notes_what_fits_for_all(training_world, prepared_run):
-    job, start = (
-        job_of(training_world.pairs, "dpo", tokens_per_batch=500),
-        Start(prepared_run, "run"),
-    )
-    with joined_world() as world:
-        of_two = replace(session_of(job, world), world=World(1, 2, 1))
-        for fits in (125, 250):  # of two ranks that run out in one step
-            RunRecords(of_two, start, Run(prepared_run.root), NoProgress()).ran_out(3, fits)
-    known = replace(start, noted=prepared_run.noted_fitting())
-    assert (known.fits(500), known.fits(400), start.fits(500)) == (125, 0, 0)
-    prepared_run.fitting.write_text("0 x")
-    assert prepared_run.noted_fitting() is None
+    assert checkpoints[0].state.fits == checkpoints[1].state.fits is not None
 
 
 def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(
     training_world, tmp_path, monkeypatch
 ):
     lacks = iter(["no room", "no room", "", "no room", "no room", "no room"])
-    monkeypatch.setattr(checkpointer, "lack_of_space", lambda *_: next(lacks))
+    monkeypatch.setattr(checkpoint, "lack_of_space", lambda *_: next(lacks))
     words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
     often = ("--batch-size", 1, "--max-steps", 9, "--set", "train.save_every=1", "--no-mlflow")
     ended = align("train", *words, *often)
@@ -132,22 +112,22 @@ def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(
 def test_an_evaluation_is_on_the_disk_before_its_checkpoint_knows_of_it(
     training_world, tmp_path, monkeypatch
 ):
-    synced, known, fsync, add = {}, [], os.fsync, checkpointer.add_checkpoint_metrics
+    synced, known, fsync, save = {}, [], os.fsync, checkpoint.save_checkpoint
 
     def watched_fsync(file):
         fsync(file)
         synced[os.fstat(file).st_ino] = os.fstat(file).st_size
 
-    def watched_add(folder, step, later, **more):
+    def watched_save(folder, record, *others, **more):
         journal = folder.metrics.stat()
-        known.append(synced.get(journal.st_ino) == journal.st_size)
-        add(folder, step, later, **more)
+        known.append((record.state.evaluated, synced.get(journal.st_ino) == journal.st_size))
+        return save(folder, record, *others, **more)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(checkpointer, "add_checkpoint_metrics", watched_add)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", watched_save)
     words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
     often = ("train.eval_fraction=0.3", "train.eval_every=1", "train.save_every=1")
     sets = [word for one in often for word in ("--set", one)]
     done = align("train", *words, "--batch-size", 1, "--max-steps", 2, "--no-mlflow", *sets)
     assert done.code == 0, done
-    assert known == [True] * 2
+    assert known == [(True, True)] * 2

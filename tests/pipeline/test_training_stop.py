@@ -6,6 +6,7 @@ import signal
 
 from align.pipeline.jobs.signals import STOPS, asked_to_stop, stop_signals
 from align.stages.storage.disk.locks import owner_lock
+from align.stages.storage.run.checkpoints import read_checkpoint
 from align.stages.storage.run.run_folder import RunFolder, read_ending
 from support.refusals import require_names
 from support.trainings import KILLED, require_same
@@ -49,6 +50,24 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
 
     course.run(run, *words)
     assert ended() == ("finished", 6, 6)
+    require_same(run, course.whole())
+
+
+def test_a_stop_in_an_evaluation_saves_the_step_without_it_and_it_is_made_first_on_resume(
+    course, tmp_path
+):
+    """In the middle evaluation, and then in the last one, which are after steps 3 and 6."""
+    run, words = tmp_path / "run", ("--save-every", 0, *RESUME)
+    for step in (3, 6):
+        # The fifth batch: the evaluation before it, which is made anew or at the start, has four.
+        (asked,) = course.start(run, *words, failpoints=["evaluation.batch=term@5"]).answers()
+        assert asked.code == 143, asked
+        state = read_checkpoint(run / "checkpoints" / f"step-{step:08d}").state
+        assert (state.step, state.evaluated, state.best) == (step, False, None)
+        assert not any(name.startswith("eval/") for name in state.metrics)
+        assert not (run / "model").exists()
+    course.run(run, *words)
+    assert read_checkpoint(run / "checkpoints" / "step-00000006").state.evaluated
     require_same(run, course.whole())
 
 

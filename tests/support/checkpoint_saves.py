@@ -5,20 +5,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from align import __version__
-from align.schemas.batches import Cursor
 from align.schemas.checkpoint import (
     Checkpoint,
-    Later,
     Peers,
-    Position,
     Retention,
     RunIdentity,
+    State,
 )
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.checkpoints import (
-    add_checkpoint_metrics,
     damage,
+    replace_state,
     save_checkpoint,
     whole_checkpoints,
 )
@@ -28,20 +26,15 @@ from support.patience import PATIENCE
 KEEP = Retention(keep_last=2, best="eval/loss")
 
 
-def position(step, world, metrics):
-    """Where training stands after so many steps."""
-    return Position(
-        global_step=step,
-        cursor=Cursor(0, step),
-        identity=RunIdentity("cafe", world, 1, {"train.lr": "0.1"}, {"model.device": "cpu"}),
-        made_with={"torch": "2"},
-        changes=(),
-        mlflow_run_id="",
-        memory={},
-        window={},
-        metrics=metrics,
-        fitted=None,
-    )
+def record(step, world, metrics):
+    """Of a checkpoint after so many steps, which has no files yet."""
+    identity = RunIdentity("cafe", world, 1, {"train.lr": "0.1"}, {"model.device": "cpu"})
+    return Checkpoint(__version__, identity, {"torch": "2"}, (), state(step, metrics))
+
+
+def state(step, metrics):
+    """Where training stands; whatever is measured is of held-out rows."""
+    return State(step=step, evaluated=bool(metrics), metrics=metrics)
 
 
 def content(step, name):
@@ -86,10 +79,9 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
             gate.wait()
             return everybody
 
-        record = Checkpoint(__version__, position(step, len(writes), metrics or {}), ())
-        peers = Peers(rank, gather)
+        made, peers = record(step, len(writes), metrics or {}), Peers(rank, gather)
         return save_checkpoint(
-            folder, record, writes[rank], run_id="run", peers=peers, retention=retention
+            folder, made, writes[rank], run_id="run", peers=peers, retention=retention
         )
 
     if len(writes) == 1:
@@ -99,16 +91,14 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
 
 
 def measure(folder, step, retention=KEEP, **metrics):
-    """Adds what was measured after the save."""
-    add_checkpoint_metrics(
-        folder, step, Later(metrics, None, None), run_id="run", retention=retention
-    )
+    """Adds an evaluation that was made after the save."""
+    replace_state(folder, state(step, metrics), retention)
 
 
 def chosen_in(folder):
     """The checkpoint that one rank resumes from; None if no one is whole."""
     found = whole_checkpoints(folder)
-    is_whole = lambda one: not damage(folder.step(one.position.global_step), one)  # noqa: E731
+    is_whole = lambda one: not damage(folder.step(one.state.step), one)  # noqa: E731
     return next(filter(is_whole, found), None)
 
 
@@ -118,11 +108,11 @@ def train(folder, told, steps=8, keep=KEEP):
     with owner_lock(folder, "run"):
         folder.sweep()
         chosen = chosen_in(folder)
-        done = chosen.position.global_step if chosen else 0
+        done = chosen.state.step if chosen else 0
         for step in range(done, steps + 1, 2):
             if step > done:
                 assert save(folder, step, retention=keep).succeeded
-            if step > done or (chosen and not chosen.position.metrics):
+            if step > done or (chosen and not chosen.state.metrics):
                 # Step 2 is the best of all.
                 measure(folder, step, keep, **{"eval/loss": abs(step - 2.0)})
             if step > done:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from align.schemas.batches import Cursor, Update
+from align.schemas.batches import Update
 from align.schemas.columns import Ragged
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.feed.cache_index import ShardColumns
@@ -23,7 +23,7 @@ from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
 from align.stages.score.score import KnownScores, ScoringRules, score_unit
 from align.stages.storage.cache.verify_cache import check_shard
-from align.stages.train.evaluation import EvalSamples, evaluate, needs_pre_pass, whole_step
+from align.stages.train.evaluation import EvalSamples, means_of_held_out, needs_pre_pass, whole_step
 from align.stages.train.step import train_step
 from support.pretended_device import DEVICE, WAITS, Pretended, PretendedDevice
 from support.shard_cache import settings_of
@@ -141,10 +141,10 @@ def feed_of(job, recipe, source, *, pads):
 def step_on(device, cache, method, layout, loaded):
     """Everything that a step and an evaluation after it leave behind."""
     job, recipe, source = source_of(cache, method)
-    policy = deepcopy(policy_of(job.policy, recipe.head, "purity" in recipe.needs, loaded))
+    policy = deepcopy(policy_of(job.begins_as, recipe.head, "purity" in recipe.needs, loaded))
     policy.path = replace(policy.path, layout=layout)
     feed = feed_of(job, recipe, source, pads=not policy.path.packs)
-    with feed.steps(Cursor(0, 0)) as batches:
+    with feed.steps(0) as batches:
         batch = next(iter(batches))
     before = weights_of(policy)
     engine = OneDevice(moved(policy, device))
@@ -170,7 +170,7 @@ def evaluated(engine, recipe, feed):
         step = whole_step(engine, recipe, first, feed.held_out_size())
     samples = EvalSamples(most_rows=2, keeps_ids=False)
     with feed.held_out() as batches:
-        return evaluate(engine, recipe, batches, step=step, state={}, samples=samples)
+        return means_of_held_out(engine, recipe, batches, step=step, state={}, samples=samples)
 
 
 def moved(policy, device):
@@ -218,9 +218,9 @@ def scored(cache, layout):
     """Stage 1's scores of a few rows on either device, and when each batch was begun and read."""
     job, recipe, source = source_of(cache, "dpo")
     feed = feed_of(job, recipe, source, pads=True)
-    with feed.steps(Cursor(0, 0)) as batches:
+    with feed.steps(0) as batches:
         rows = next(iter(batches)).own[0].block
-    policy = deepcopy(policy_of(job.policy, "none", False, "plain"))
+    policy = deepcopy(policy_of(job.begins_as, "none", False, "plain"))
     here = TreeScorer(policy.model.eval())
     here.path = replace(here.path, layout=layout)
     expected = unit_of(rows, here)
@@ -268,7 +268,7 @@ def checkpointed(cache):
 def one_pass(cache, device, *, offload):
     """A pass and its gradient, and what lay on the host in between."""
     train = TrainOptions(dtype="float32", gradient_checkpointing=True, checkpoint_offload=offload)
-    policy = moved(load_policy(job_of(cache, "dpo").policy, train, LoraOptions()), device)
+    policy = moved(load_policy(job_of(cache, "dpo").begins_as, train, LoraOptions()), device)
     kept, leave = [], host_activations._to_host
     with mock.patch.object(
         host_activations, "_to_host", lambda tensor: kept.append(leave(tensor)) or kept[-1]

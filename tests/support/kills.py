@@ -344,7 +344,7 @@ class Training:
     def kept(self, before, now):
         """The steps that it need not make again."""
         chosen = chosen_in(RunFolder(self.root)) if self.root.exists() else None
-        return {*range(chosen.position.global_step if chosen else 0)}
+        return {*range(chosen.state.step if chosen else 0)}
 
     def outcome(self):
         """All that was learned, and the bytes of the model."""

@@ -8,7 +8,7 @@ import re
 from functools import cache
 
 DOORS = re.compile(
-    r"\b(fork|run_ranks|joined_world|open_engine|open_session|run_training)\("
+    r"\b(fork|run_ranks|joined_world|open_engine|session_of|train_in)\("
     r"|\b(begun|open_store|open_training_run|recorded)\("  # MLflow
     r"|import .*\b(multiprocessing|subprocess|launch|child|Gate)\b"
     # Fixtures:

@@ -9,7 +9,6 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 from support.rounding import EPSILON, NATS, apart
-from support.training_world import START
 
 BETA, LAM = 0.1, 0.1
 CLIP, DISTANCE = 0.02, 0.01  # of grpo: epsilon and beta
@@ -121,7 +120,7 @@ def weights_beside(model, learned, cache, method, steps):
     """
     session, recorded = learned
     stored, lr = rows_of(cache), 1e-3
-    with session.feed.steps(START.cursor) as batches:
+    with session.feed.steps(0) as batches:
         # Alone and with a large budget a step is one micro-batch.
         rows = [[stored[row] for row in next(batches).own[0].row_ids] for _ in range(steps)]
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -14,7 +14,7 @@ from align.stages.methods.table import METHODS
 from support.forked_ranks import device_of_ranks
 from support.method_steps import MPO
 from support.rounding import EPSILON
-from support.training_world import START, facts, job_of, learn
+from support.training_world import facts, job_of, learn
 
 # Tokens per micro-batch that make one, three, and five of a step's five rows.
 BUDGETS = {"whole": 100_000, "thirds": 250, "rows": 1}
@@ -89,7 +89,7 @@ def trained(kind, world, folder, budget, preset, *words):
     with nearest_ties() as ties:
         session, recorded = learn(job, world)
     weights = session.engine.weights(trainable_only=True)
-    with session.feed.steps(START.cursor) as batches:
+    with session.feed.steps(0) as batches:
         turns = [len(batch.own) for batch in batches]
     return {
         "steps": [facts(metrics) for _, metrics in recorded.steps],

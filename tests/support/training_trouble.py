@@ -4,14 +4,14 @@ import hashlib
 import math
 import time
 from contextlib import contextmanager
+from copy import copy
 
 import torch
 
 from align.schemas.errors import CorruptionError, NonFiniteError
-from align.stages.train.loop import train
-from align.stages.train.synchronized import StopConditions, next_batch
 from align.stages.train.throughput import Meter
-from support.training_world import NEVER, START, Recorded, job_of, loop_of, session_of
+from align.stages.train.together import StopConditions, Together
+from support.training_world import Recorded, job_of, session_of, through
 
 # Single ones, two in a row, and at last as many in a row as are borne.
 WRONG = [2, 4, 5, 7, 8, 9]
@@ -61,14 +61,13 @@ def nonfinite(world, folder, kind):
     session = session_of(job_of(folder / "pairs", method, **settings), world)
     digests, recorded = [digest(session.engine)], Recorded()
     recorded.on_step = lambda _: digests.append(digest(session.engine))
-    loop = loop_of(session)
-    loop.engine = Spoiled(session.engine, kind)
+    session.engine = Spoiled(session.engine, kind)
     error = ""
     try:
-        train(loop, start=START, records=recorded, conditions=NEVER)
+        through(session, recorded=recorded)
     except NonFiniteError as raised:
         error = f"{raised.exit_code}: {raised}"
-    with session.feed.steps(START.cursor) as batches:
+    with session.feed.steps(0) as batches:
         every = list(batches)
     return {
         "digests": [*digests, digest(session.engine)],
@@ -91,27 +90,30 @@ def digest(engine):
 
 def stop_reasons(world, folder):
     """What each rank makes of reasons to stop that only the last one has."""
-    session = session_of(job_of(folder / "pairs", "dpo", max_steps=6, eval_fraction=0.2), world)
+    job = job_of(folder / "pairs", "dpo", max_steps=6, eval_fraction=0.2)
+    session = session_of(job, world)
     asks = is_last(world)
     late = time.monotonic() - 1 if asks else math.inf
     reasons = {
         "signal": StopConditions(lambda: asks, late),
-        "time": StopConditions(lambda: False, late),
-        "none": NEVER,
+        "time": StopConditions(deadline=late),
+        "none": StopConditions(),
     }
     seen = {}
-    with session.feed.steps(START.cursor) as batches:
+    with session.feed.steps(0) as batches:
         for name, one in reasons.items():
-            seen[name] = next_batch(session.engine, batches, Meter(pads=False), one)[1]
+            together = Together(session.engine, batches, Meter(pads=False), one)
+            next(together, None)
+            seen[name] = together.ending
     recorded = Recorded()
-    stopped = StopConditions(lambda: asks and len(recorded.steps) == 3, math.inf)
-    place, ending = train(loop_of(session), start=START, records=recorded, conditions=stopped)
-    seen["in the middle"] = [place.step, place.cursor.step, ending, recorded.saves]
+    stopped = StopConditions(lambda: asks and len(recorded.steps) == 3)
+    _, place, ending = through(session, recorded=recorded, stop=stopped)
+    seen["in the middle"] = [place.step, ending, recorded.saves]
     for source in ("steps", "held_out"):
-        loop = loop_of(session)
-        loop.feed = Damaged(session.feed, source) if asks else session.feed
+        other = copy(session)
+        other.feed = Damaged(session.feed, source) if asks else session.feed
         try:
-            train(loop, start=START, records=Recorded(), conditions=NEVER)
+            through(other)
         except CorruptionError as error:
             seen[source] = str(error)
     return seen

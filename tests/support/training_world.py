@@ -1,6 +1,6 @@
 """A world to train in: a very small model, caches of its log-probs, and runs over them."""
 
-import math
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,29 +10,25 @@ import pyarrow.parquet as pq
 
 from align.pipeline.options.settings import Settings
 from align.pipeline.precompute.precompute import precompute
-from align.pipeline.train.policy_identity import digest_policies
-from align.pipeline.train.train import open_session
-from align.pipeline.train.training_job import open_training
-from align.schemas.batches import Cursor, World
+from align.pipeline.train.load import identify, load
+from align.pipeline.train.setup import check
+from align.pipeline.train.train import learn as learn_steps
+from align.pipeline.train.train import train_in
+from align.schemas.batches import World
+from align.schemas.checkpoint import State
 from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
 from align.schemas.data_options import DataOptions, TokenOptions
-from align.schemas.file_version import digest_anew
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.demo.preferences import draw_preferences, paired, unpaired
 from align.stages.demo.tiny_world import ModelShape, make_model
-from align.stages.feed.cache_index import ShardColumns
+from align.stages.engine.distributed import joined_world
 from align.stages.model.reference import HfReference
-from align.stages.storage.cache.verify_cache import check_shard
-from align.stages.train.loop import Loop, TrainingPosition, train
-from align.stages.train.memory_backoff import MemoryBackoff
-from align.stages.train.synchronized import StopConditions
-from align.stages.train.throughput import Meter
+from align.stages.train.together import StopConditions
 from support.stage_one import Silent
 
 SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, intermediate_size=48)
 ROWS = 54
-START = TrainingPosition(0, Cursor(0, 0))
-NEVER = StopConditions(lambda: False, math.inf)
+START = State()
 ALONE = World(0, 1, 0)
 # What depends on the machine, and what tells how a step was cut.
 MACHINE = ("speed/", "memory/", "padding")
@@ -116,13 +112,24 @@ def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):
         tracking=TrackingOptions(mlflow=False),
         method=options or {},
     )
-    job = open_training(Settings(config, {}))
-    return digest_policies([job], ALONE, digest_anew).identified(job)
+    run = check(Settings(config, {}))
+    identify(run, ALONE)
+    return run
 
 
 def session_of(job, world):
-    """The parts of a run, everything of its cache checked."""
-    return open_session(job, world, ShardColumns(check_shard), Silent())
+    """The run on a rank, its data read and its policy loaded; what it records is kept."""
+    run = copy(job)
+    run.world, run.records = world, Recorded()
+    load(run, Silent())
+    return run
+
+
+def trained(job, progress=None):
+    """Trains as `align train` does, in this process alone."""
+    run = copy(job)
+    with joined_world() as run.world:
+        return train_in(run, progress or Silent())
 
 
 @dataclass
@@ -151,34 +158,27 @@ class Recorded:
     def ran_out(self, step, tokens):
         self.shrunk.append((step, tokens))
 
-    def not_applied(self, place, row_ids):
-        self.refused.append((place.step, row_ids))
+    def not_applied(self, step, row_ids):
+        self.refused.append((step, row_ids))
 
-    def visited(self, place, epoch, visits):
-        self.visits.append((place.step, epoch, visits))
+    def visited(self, step, epoch, visits):
+        self.visits.append((step, epoch, visits))
 
     def save(self, place):
         if self.saves[-1:] != [place.step]:
             self.saves.append(place.step)
 
 
-def loop_of(session):
-    """The loop over a session."""
-    return Loop(
-        engine=session.engine,
-        recipe=session.recipe,
-        feed=session.feed,
-        options=session.job.config.train,
-        meter=Meter(pads=session.feed.settings.pads),
-        backoff=MemoryBackoff(pads=session.feed.settings.pads, ranks=session.world.size),
-    )
+def through(run, start=START, *, recorded=None, stop=None):
+    """Takes a run's steps; returns what was recorded, the state at the end and the reason."""
+    run.records, run.stop = recorded or Recorded(), stop or StopConditions()
+    return run.records, *learn_steps(run, start)
 
 
 def learn(job, world):
     """Trains as `align train` does, but for what it leaves on disk."""
-    session, recorded = session_of(job, world), Recorded()
-    train(loop_of(session), start=START, records=recorded, conditions=NEVER)
-    return session, recorded
+    run = session_of(job, world)
+    return run, through(run)[0]
 
 
 def facts(metrics):

@@ -239,9 +239,9 @@ def require_same(run, whole):
 
 def saved(run):
     """The step of the newest checkpoint, and how many ranks saved it under which stage."""
-    position = chosen_in(RunFolder(run)).position
-    identity = position.identity
-    return position.global_step, identity.world_size, identity.zero_stage
+    checkpoint = chosen_in(RunFolder(run))
+    identity = checkpoint.identity
+    return checkpoint.state.step, identity.world_size, identity.zero_stage
 
 
 def distances(run, whole):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from pathlib import Path
 
 from ....schemas.checkpoint import (
     Checkpoint,
-    Later,
     Peers,
     RankFiles,
     Retention,
     Saved,
+    State,
 )
 from ....schemas.errors import AlignError, CorruptionError, StorageError
 from ....schemas.json_codec import to_signed_json
@@ -52,7 +51,7 @@ def save_checkpoint(
     `record` has no files yet. `write` fills the folder it is given and returns the relative paths
     of this rank's own files.
     """
-    step = record.position.global_step
+    step = record.state.step
     draft = folder.draft(step, run_id)
     try:
         fs.make_folder(draft)
@@ -99,10 +98,11 @@ def _commit(
         raise StorageError(f"{draft} differs from what the ranks wrote: {odd[0][0]}.")
 
     reach("checkpoint.before_json")
-    _write_record(draft, dataclasses.replace(record, files=tuple(files)))
+    whole = dataclasses.replace(record, files=tuple(files))
+    fs.write_new(draft / RECORD_NAME, to_signed_json(whole).encode())
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
         fs.fsync(path)
-    final = folder.step(record.position.global_step)
+    final = folder.step(record.state.step)
     if final.exists():  # of a run that then resumed from an older checkpoint
         fs.rename(final, trash_name(final))
     reach("checkpoint.before_rename")
@@ -112,31 +112,14 @@ def _commit(
     fs.publish(folder.latest, f"{final.name}\n".encode())
 
 
-def _write_record(draft: Path, record: Checkpoint) -> None:
-    finite = {name: one for name, one in record.position.metrics.items() if math.isfinite(one)}
-    position = dataclasses.replace(record.position, metrics=finite)
-    record = dataclasses.replace(record, position=position)
-    fs.write_new(draft / RECORD_NAME, to_signed_json(record).encode())
+def replace_state(folder: RunFolder, state: State, retention: Retention) -> None:
+    """Gives the checkpoint of a step the state with its evaluation; one rank does this.
 
-
-def add_checkpoint_metrics(
-    folder: RunFolder, step: int, later: Later, *, run_id: str, retention: Retention
-) -> None:
-    """Adds what is measured later to the record of a checkpoint; one rank does this."""
-    known = read_checkpoint(folder.step(step))
-    every = {**known.position.metrics, **later.metrics}
-    position = dataclasses.replace(known.position, metrics=every, fitted=later.fitted)
-    record = dataclasses.replace(known, position=position, best_so_far=later.best_so_far)
-    # Not in the checkpoint: a draft left there would be a file that the record does not name.
-    draft = folder.draft(step, run_id)
-    fs.make_folder(draft)
-    _write_record(draft, record)
-    fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
-    # Not synced: a run that resumes from a checkpoint without its evaluation evaluates again.
-    fs.remove_tree(draft)
-    # A process that was killed may have left a `latest` that a power loss undoes.
-    fs.fsync(folder.checkpoints)
-    prune(folder, retention, newest=step)
+    It was saved without one, as the evaluation was stopped and made when the run resumed.
+    """
+    path = folder.step(state.step)
+    CHECKPOINTS.replace(path / RECORD_NAME, dataclasses.replace(read_checkpoint(path), state=state))
+    prune(folder, retention, newest=state.step)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -219,7 +202,7 @@ def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
     """
     metric = wanted(best).metric
     records = {step: read_checkpoint(folder.step(step)) for step in folder.steps()}
-    measured = {step: record.position.metrics for step, record in records.items()}
+    measured = {step: record.state.metrics for step, record in records.items()}
     values = {step: found[metric] for step, found in measured.items() if metric in found}
     return records[best_first(values, best)[0]] if values else None
 
@@ -246,7 +229,7 @@ def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[i
     metric, known = wanted(retention.best).metric, dict[int, float]()
     for step in past:
         with suppress(CorruptionError):  # a damaged one has no known value
-            metrics = read_checkpoint(folder.step(step)).position.metrics
+            metrics = read_checkpoint(folder.step(step)).state.metrics
             if metric in metrics:
                 known[step] = metrics[metric]
     return {*kept, *best_first(known, retention.best)[:1]}

@@ -9,7 +9,6 @@ report.html                     all of this on one page
 config.yaml                     the settings the run began with
 deepspeed.json                  the configuration of DeepSpeed
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
-checkpoints/fitted              micro-batches that did not fit on several ranks, and that do
 checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that is being removed
 model/                          the trained policy of a finished run
 model-merged/                   an adapter's policy with the adapter merged into it
@@ -29,7 +28,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from ....schemas.checkpoint import CheckpointFile, Ending, FittedBatches
+from ....schemas.checkpoint import CheckpointFile, Ending
 from ....schemas.errors import StorageError, UsageError
 from ..disk import fs
 from ..disk.failpoints import reach
@@ -59,7 +58,6 @@ class RunFolder:
         self.engine = root / "deepspeed.json"
         self.checkpoints = root / "checkpoints"
         self.latest = root / "checkpoints" / "latest"
-        self.fitting = root / "checkpoints" / "fitted"
         self.model = root / "model"
         self.merged = root / "model-merged"
         self.private = root / "_align"
@@ -144,21 +142,6 @@ class RunFolder:
             return None
         name = STEP_NAME.fullmatch(text.strip())
         return int(name[1]) if name else None
-
-    def note_fitting(self, fitted: FittedBatches) -> None:
-        """Notes the micro-batch that fits, for the next start of several ranks."""
-        known = self.noted_fitting()
-        is_same = known is not None and known.planned == fitted.planned
-        fits = min(fitted.fits, known.fits) if known and is_same else fitted.fits
-        fs.publish(self.fitting, f"{fitted.planned} {fits}\n".encode())
-
-    def noted_fitting(self) -> FittedBatches | None:
-        """The noted micro-batch; None if there is none."""
-        try:
-            planned, fits = map(int, fs.read_bytes(self.fitting).split())
-        except (StorageError, ValueError):
-            return None
-        return FittedBatches(planned, fits)
 
     # The folder itself
 

@@ -33,7 +33,7 @@ OURS = {
 }
 RECORD = re.compile(rf"checkpoints/step-[0-9]{{8,}}/{re.escape(RECORD_NAME)}")
 ENDING = "_align/ending.json"
-LOCAL = ("_align/LOCK", "_align/PULL", "checkpoints/latest", "checkpoints/fitted")
+LOCAL = ("_align/LOCK", "_align/PULL", "checkpoints/latest")
 
 
 def run_folder_of(output: str) -> RunFolder:
@@ -90,7 +90,7 @@ class RunRemote:
             if not name.startswith("checkpoints/"):
                 self._push_file(name, path)
         for checkpoint in whole_checkpoints(folder):
-            self._push_checkpoint(folder.step(checkpoint.position.global_step), checkpoint)
+            self._push_checkpoint(folder.step(checkpoint.state.step), checkpoint)
         gone = {name for name in stored.keys() - files.keys() if name != ENDING}
         records = {name for name in gone if name.endswith(RECORD_NAME)}
         self.remote.delete(records)

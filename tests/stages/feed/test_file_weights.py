@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from align.schemas.batches import Cursor
 from align.schemas.cache import InputEntry
 from align.schemas.columns import offsets_of
 from align.schemas.errors import CorruptionError, UsageError
@@ -115,12 +114,12 @@ def mixed(tmp_path_factory):
     return folder, manifest
 
 
-def drawn(source, *, world=1, start=(0, 0), **changed):
+def drawn(source, *, world=1, start=0, **changed):
     """The rows of each step, sorted, over all ranks."""
     shares = []
     for rank in range(world):
         feed = feed_of(source, rank=rank, world=world, **changed)
-        with feed.steps(Cursor(*start)) as steps:
+        with feed.steps(start) as steps:
             shares.append([[row for micro in one.own for row in micro.row_ids] for one in steps])
     return [sorted(chain(*step)) for step in zip(*shares, strict=True)]
 
@@ -137,8 +136,8 @@ def test_steps_draw_by_the_weights_on_any_ranks_and_from_any_step(mixed):
     assert sorted(counts.values()) == [1] * 40 + [4] * 40
     for changed in ({"world": 2}, {"world": 3, "tokens_per_batch": 60}):
         assert drawn(source, epochs=2, **changed) == steps
-    assert drawn(source, epochs=2, start=(0, 5)) == steps[5:]
-    assert drawn(source, epochs=2, start=(1, 3)) == steps[16:]
+    assert drawn(source, epochs=2, start=5) == steps[5:]
+    assert drawn(source, epochs=2, start=16) == steps[16:]
     assert source.labels == Labels(100, 100)  # pairs alone
     assert any("one.jsonl: 80 draws" in note for note in source.notes)
     assert drawn(opened(mixed, file_weights={"one": 1.0}), epochs=1) == drawn(plain, epochs=1)

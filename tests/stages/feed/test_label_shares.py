@@ -3,7 +3,6 @@
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.batches import Cursor
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.feed.epoch_order import key_of
@@ -46,7 +45,7 @@ def expected(cache, *, eval_fraction):
 
 def learned(source, name="steps"):
     feed = feed_of(source)
-    with feed.steps(Cursor(0, 0)) if name == "steps" else feed.held_out() as steps:
+    with feed.steps(0) if name == "steps" else feed.held_out() as steps:
         for step in steps:
             for micro in step.own:
                 roles = iter(micro.block.roles.tolist())

@@ -2,84 +2,22 @@
 
 import threading
 import tracemalloc
-import weakref
 from contextlib import suppress
 
 import pyarrow as pa
 import pytest
 
-from align.schemas.batches import Cursor
 from align.schemas.errors import AlignError, CorruptionError
 from align.stages.feed.cache_index import unchecked
 from align.stages.feed.epoch_order import ROW_GROUPS_PER_WINDOW, shuffled_order
-from align.stages.feed.loader import Prefetch
 from align.stages.storage.cache.shards import read_shard
 from align.stages.storage.cache.verify_cache import check_shard
-from support.patience import PATIENCE
 from support.refusals import refuses
 from support.shard_cache import block_of, feed_of, opened, write_cache
 
-START = Cursor(0, 0)
-
 
 def prefetching():
-    return [thread for thread in threading.enumerate() if thread.name == "align-prefetch"]
-
-
-def test_items_come_in_order_and_an_error_where_its_item_would_have_been():
-    def items():
-        yield from range(50)
-        raise ValueError("the last")
-
-    prefetch = Prefetch(items(), ahead=3)
-    assert [next(prefetch) for _ in range(50)] == list(range(50))
-    with refuses(ValueError, "the last"):
-        next(prefetch)
-    assert list(prefetch) == []
-    assert list(Prefetch(range(3), ahead=5)) == [0, 1, 2]
-    assert not prefetching()
-
-
-class Item:
-    """Something that can be watched."""
-
-
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_no_more_is_made_than_one_in_use_and_those_ahead(ahead):
-    alive = weakref.WeakSet()
-    made = [threading.Event() for _ in range(20)]
-
-    def items():
-        for event in made:
-            item = Item()
-            alive.add(item)
-            yield item
-            del item
-            event.set()  # the thread has come back for more, so it has room for more
-
-    prefetch = Prefetch(items(), ahead=ahead)
-    most = 0
-    for number in range(12):
-        item = next(prefetch)
-        if ahead:
-            assert made[number + ahead - 1].wait(PATIENCE)
-        most = max(most, len(alive))
-        del item
-    assert most == 1 + ahead
-    prefetch.close()
-
-
-@pytest.mark.parametrize("taken", [0, 5])
-def test_closing_early_ends_the_thread(taken):
-    prefetch = Prefetch(iter(int, 1), ahead=2)
-    for _ in range(taken):
-        next(prefetch)
-    assert prefetching()
-    prefetch.close()
-    prefetch.close()
-    assert not prefetching()
-    with pytest.raises(StopIteration):
-        next(prefetch)
+    return [thread for thread in threading.enumerate() if thread.name.startswith("align-prefetch")]
 
 
 @pytest.fixture
@@ -97,7 +35,7 @@ def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, che
     path = folder.data / manifest.shards[group].file
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 16
-    with feed_of(source).steps(START) as steps:
+    with feed_of(source).steps(0) as steps:
         seen = [next(steps)]
         path.write_bytes(content)
         with refuses(CorruptionError, f"part-{group:08d}"):
@@ -108,14 +46,14 @@ def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, che
 
 def test_a_shard_that_is_gone_or_an_error_of_the_consumer_ends_the_stream(forty_units):
     source = opened(forty_units)
-    with suppress(KeyError), feed_of(source).steps(START) as steps:
+    with suppress(KeyError), feed_of(source).steps(0) as steps:
         next(steps)
         raise KeyError
     assert not prefetching()
     folder, manifest = forty_units
     for shard in manifest.shards:
         (folder.data / shard.file).unlink()
-    with feed_of(source).steps(START) as steps, pytest.raises(AlignError):
+    with feed_of(source).steps(0) as steps, pytest.raises(AlignError):
         next(steps)
     assert not prefetching()
 
@@ -135,7 +73,7 @@ def peak_of(folder, *, row_groups, epochs):
     arrow = []
     tracemalloc.start()
     try:
-        with feed.steps(START) as steps:
+        with feed.steps(0) as steps:
             for _ in steps:
                 arrow.append(pa.total_allocated_bytes())
         return tracemalloc.get_traced_memory()[1] + max(arrow)

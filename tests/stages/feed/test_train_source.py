@@ -10,7 +10,7 @@ from align.schemas.rows import Role
 from align.stages.feed.cache_index import COLUMNS, read_table, unchecked
 from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.prompt_split import held_out
-from align.stages.feed.train_source import Overlap, overlap
+from align.stages.feed.train_source import overlap
 from align.stages.storage.cache.shards import to_table
 from align.stages.storage.cache.verify_cache import check_before_reading
 from support import shard_cache
@@ -198,10 +198,10 @@ def test_prompts_of_another_cache_that_are_learned_from_are_counted(tmp_path):
     source = opened(write_cache(tmp_path / "a", [with_split_keys(*range(17))]))
     block = with_split_keys(0, 100, 101, 4, 4)
     other = opened(write_cache(tmp_path / "b", [block]), eval_fraction=1.0)
-    assert overlap(source, other) == Overlap(held_out=4, shared=2)
+    assert overlap(source, other) == (4, 2)
 
 
 def test_no_prompt_is_on_both_sides_of_a_split(tmp_path):
     keys = [0, 1, 1, 2**63, 2**64 - 1, 2**64 - 1]
     source = opened(write_cache(tmp_path / "a", [with_split_keys(*keys)]), eval_fraction=0.25)
-    assert overlap(source, source) == Overlap(held_out=2, shared=0)
+    assert overlap(source, source) == (2, 0)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from align.schemas.checkpoint import Retention
+from align.schemas.checkpoint import Retention, State
 from align.schemas.errors import CorruptionError
 from align.stages.storage.disk import fs
 from align.stages.storage.run.checkpoints import (
@@ -36,15 +36,13 @@ def saved_run(prepared_run):
 
 def step_chosen(folder):
     chosen = chosen_in(folder)
-    return chosen.position.global_step if chosen else None
+    return chosen.state.step if chosen else None
 
 
 def test_what_was_saved_is_what_is_chosen(prepared_run):
     assert step_chosen(prepared_run) is None
-    assert save(prepared_run, 3, loss=0.5, odd=float("nan")).succeeded
-    position = chosen_in(prepared_run).position
-    assert (position.global_step, position.cursor.step) == (3, 3)
-    assert position.metrics == {"loss": 0.5}
+    assert save(prepared_run, 3, loss=0.5).succeeded
+    assert chosen_in(prepared_run).state == State(step=3, evaluated=True, metrics={"loss": 0.5})
     assert (prepared_run.step(3) / "state-0.pt").read_bytes() == content(3, "state-0.pt")
     assert {path.name for path in prepared_run.checkpoints.iterdir()} == {"latest", "step-00000003"}
     assert prepared_run.latest_step() == 3
@@ -97,8 +95,8 @@ def test_the_newest_few_and_the_best_stay(prepared_run):
 def test_the_best_checkpoint_is_refused_where_a_record_is_damaged(prepared_run):
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
         save(prepared_run, step, retention=ALL, **{"eval/loss": loss})
-    assert best_checkpoint(prepared_run, "eval/loss").position.global_step == 10
-    assert best_checkpoint(prepared_run, "+eval/loss").position.global_step == 20
+    assert best_checkpoint(prepared_run, "eval/loss").state.step == 10
+    assert best_checkpoint(prepared_run, "+eval/loss").state.step == 20
     assert best_checkpoint(prepared_run, "eval/other") is None
     (prepared_run.step(30) / RECORD_NAME).write_text("{}")  # what it measured is not known
     with pytest.raises(CorruptionError, match="step-00000030"):
@@ -123,9 +121,8 @@ def test_what_is_measured_after_the_save_counts(prepared_run):
     keep = Retention(keep_last=1, best="eval/loss")
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
         save(prepared_run, step, retention=keep, lr=0.5)
-        measure(prepared_run, step, keep, **{"eval/loss": loss, "eval/odd": float("nan")})
-    metrics = read_checkpoint(prepared_run.step(30)).position.metrics
-    assert metrics == {"lr": 0.5, "eval/loss": 2.0}
+        measure(prepared_run, step, keep, lr=0.5, **{"eval/loss": loss})
+    assert read_checkpoint(prepared_run.step(30)).state.metrics == {"lr": 0.5, "eval/loss": 2.0}
     assert prepared_run.steps() == [10, 30]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from align.pipeline.train.train import evaluated
 from align.schemas.errors import FingerprintError
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
@@ -19,7 +20,7 @@ from align.stages.train.evaluation import largest_gap
 from support import plain_loop
 from support.refusals import refuses
 from support.rounding import NATS
-from support.training_world import NEVER, START, Recorded, job_of, loop_of, session_of
+from support.training_world import START, job_of, session_of
 
 pytestmark = pytest.mark.numeric
 
@@ -45,12 +46,12 @@ def measured(training_world, moved):
             how = {"model": str(moved), "other_reference": True, **HELD_OUT, **settings}
             job = job_of(folder, method, options=options, **how)
             session = session_of(job, world)
-            recorded = Recorded()
+            recorded, feed = session.records, session.feed
             for size in sizes:
-                loop = loop_of(session)
-                cut = replace(session.feed.settings, batch_size=size)
-                loop.feed = replace(session.feed, settings=cut)
-                loop.measure(replace(START, state=STATE), recorded, NEVER)
+                cut = replace(feed.settings, batch_size=size)
+                session.feed = replace(feed, settings=cut)
+                evaluated(session, replace(START, methods=STATE))
+            session.feed = feed
             with session.feed.held_out() as batches:
                 rows = [row for batch in batches for micro in batch.own for row in micro.row_ids]
         return [metrics for _, metrics in recorded.evaluations], recorded.samples, rows
@@ -162,7 +163,7 @@ def session(training_world, one_rank):
 
 def test_the_reference_agrees_with_its_cache_or_is_refused_by_shard_and_row(session):
     # Of several shards.
-    sample = list(sample_rows(session.job.cache, session.job.manifest, 8))
+    sample = list(sample_rows(session.cache, session.manifest, 8))
     assert largest_gap(session.engine, sample, "float32", "float32") < 1e-4
     (first, (name, block), *others) = sample
     for by in (0.05, -0.05, math.nan, math.inf):  # one branch of the second shard

@@ -1,17 +1,15 @@
 """When the loop tells, measures, saves and ends."""
 
 import itertools
-import math
 from types import SimpleNamespace
 
 import pytest
 
-from align.schemas.batches import Cursor
+from align.schemas.checkpoint import State
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train import throughput
-from align.stages.train.loop import TrainingPosition, train
-from align.stages.train.synchronized import StopConditions
-from support.training_world import NEVER, START, Recorded, job_of, learn, loop_of, session_of
+from align.stages.train.together import StopConditions
+from support.training_world import START, Recorded, job_of, learn, session_of, through
 
 HELD_OUT = {"eval_fraction": 0.3}
 
@@ -20,12 +18,10 @@ HELD_OUT = {"eval_fraction": 0.3}
 def run(training_world, one_rank):
     """Three steps an epoch, two epochs unless set otherwise."""
 
-    def trained(recorded=None, *, start=START, conditions=NEVER, is_measured=False, **settings):
+    def trained(recorded=None, *, start=START, stop=None, **settings):
         settings = {"batch_size": 18, **settings}
         session = session_of(job_of(training_world.pairs, "dpo", **settings), one_rank)
-        recorded = recorded or Recorded()
-        how = {"start": start, "conditions": conditions, "is_measured": is_measured}
-        return recorded, *train(loop_of(session), records=recorded, **how)
+        return through(session, start, recorded=recorded, stop=stop)
 
     return trained
 
@@ -34,8 +30,8 @@ def steps(recorded):
     return [step for step, _ in recorded]
 
 
-def at(step):
-    return TrainingPosition(step, Cursor(*divmod(step, 3)))
+def at(step, *, evaluated=False):
+    return State(step=step, evaluated=evaluated)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +51,7 @@ def at(step):
         ({"epochs": 0.1, "eval_fraction": 0.0}, [1], [], [1]),
         # A run that goes on measures no beginning, and one that was over is only saved.
         ({"start": at(4)}, [5, 6], [6], [6]),
-        ({"start": at(6), "is_measured": True}, [], [], [6]),
+        ({"start": at(6, evaluated=True)}, [], [], [6]),
         # An evaluation that was due and never ended is made first.
         ({"start": at(3), "eval_every": 3}, [4, 5, 6], [3, 6], [6]),
         ({"start": at(6)}, [], [6], [6]),
@@ -68,7 +64,8 @@ def test_what_is_due_is_done_once(run, settings, told, measured, saved):
     assert steps(recorded.steps) == told
     assert steps(recorded.evaluations) == measured
     assert recorded.saves == saved
-    assert (place, ending) == (at(saved[-1]), "finished")
+    is_measured = saved[-1] in measured or not told
+    assert (place.step, place.evaluated, ending) == (saved[-1], is_measured, "finished")
     epochs = [metrics["epoch"] for _, metrics in recorded.steps]
     assert epochs == pytest.approx([step / 3 for step in told])
     assert all(metrics["step_applied"] == 1 for _, metrics in recorded.steps)
@@ -81,9 +78,9 @@ def test_a_run_of_which_nothing_is_learned_ends_when_its_patience_does(run):
     assert steps(recorded.evaluations) == [0, 2, 4]
     assert (place.step, ending, recorded.saves) == (4, "finished", [4])
     assert (place.best.step, place.best.since) == (0, 2)
-    recorded, place, _ = run(start=place, is_measured=True, **still)
+    recorded, place, _ = run(start=place, **still)
     assert (recorded.steps, place.step) == ([], 4)
-    recorded, place, _ = run(start=place, is_measured=True, **still | {"patience": 3})
+    recorded, place, _ = run(start=place, **still | {"patience": 3})
     assert (place.step, place.best.since) == (6, 3)
     _, place, _ = run(start=START, **still | {"patience": 0})
     assert (place.step, place.best.since) == (6, 3)
@@ -97,8 +94,7 @@ def test_a_run_that_ends_by_its_patience_tells_of_its_last_steps(run):
     assert few.saves == [4]
 
 
-def test_a_step_is_saved_before_it_is_measured(run):
-    """So that a last evaluation that fails costs nothing but itself."""
+def test_a_step_is_measured_before_it_is_saved_and_saved_without_it_where_that_fails(run):
     order = []
 
     class InOrder(Recorded):
@@ -108,11 +104,11 @@ def test_a_step_is_saved_before_it_is_measured(run):
             order.append(("evaluated", place.step))
 
         def save(self, place):
-            order.append(("saved", place.step))
+            order.append(("saved", place.step, place.evaluated))
 
     with pytest.raises(ZeroDivisionError):
         run(InOrder(), save_every=3, eval_every=3, **HELD_OUT)
-    assert order == [("evaluated", 0), ("saved", 3), ("evaluated", 3), ("saved", 6)]
+    assert order == [("evaluated", 0), ("evaluated", 3), ("saved", 3, True), ("saved", 6, False)]
 
 
 @pytest.mark.parametrize("before", [0, 3])
@@ -125,10 +121,10 @@ def test_an_evaluation_is_stopped_between_two_batches(run, monkeypatch, before):
             batches.append(name)
 
     monkeypatch.setattr(evaluation_module, "reach", note)
-    conditions = StopConditions(lambda: bool(batches), math.inf)
-    how = {"conditions": conditions, "eval_every": 3, "batch_size": 2}
-    _, place, ending = run(recorded, **how, **HELD_OUT)
+    stop = StopConditions(lambda: bool(batches))
+    _, place, ending = run(recorded, stop=stop, eval_every=3, batch_size=2, **HELD_OUT)
     assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
+    assert not place.evaluated
     assert steps(recorded.evaluations) == [step for step in (0, 3, 6) if step < before]
     assert recorded.saves == [before]
 
@@ -188,7 +184,7 @@ def test_dropout_is_drawn_anew_in_each_micro_batch_of_each_step_and_not_to_measu
         learn_mode(dropout_seed=dropout_seed)
 
     monkeypatch.setattr(session.engine, "learn_mode", noted)
-    train(loop_of(session), start=START, records=Recorded(), conditions=NEVER)
+    through(session)
     drawn = [seed for seed in seeds if seed is not None]
     assert len(set(drawn)) == len(drawn) >= 6
     assert seeds[0] is None  # of the evaluations, at the beginning and the end

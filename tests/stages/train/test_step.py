@@ -14,9 +14,8 @@ from align.schemas.train_options import TrainOptions
 from align.stages.methods.recipe import Outcome
 from align.stages.train import throughput as meter_module
 from align.stages.train.step import Sums, added, finite, learning_rate, warmup_steps
-from align.stages.train.synchronized import next_batch
 from align.stages.train.throughput import MEGA, Machine, Meter, forget_peak, peak_mib
-from support.training_world import NEVER
+from align.stages.train.together import StopConditions, Together
 
 ALONE = SimpleNamespace(total=lambda values: values)
 
@@ -136,7 +135,7 @@ def test_neither_what_lies_before_a_restart_nor_a_step_of_its_own_belongs_to_the
         yield
 
     with pytest.raises(CorruptionError):  # a wait that fails is counted all the same
-        next_batch(ALONE, late(), meter, NEVER)
+        next(Together(ALONE, late(), meter, StopConditions()))
     assert values_of(meter.lap(rows=1))["speed/data_wait_seconds"] == 3
 
 
@@ -146,7 +145,7 @@ def test_padding_is_the_share_of_tokens_that_fill_up_micro_batches(pads, padding
     own = micro_batches((3, 5), (2,), ())  # 10 tokens in 2 * 5 + 2
     mismatched = micro_batches((4, 3, 5))  # 12 in 3 * 5
     batch = SimpleNamespace(own=own, mismatched=mismatched)
-    next_batch(ALONE, iter([batch]), meter, NEVER)
+    next(Together(ALONE, iter([batch]), meter, StopConditions()))
     means = values_of(meter.lap(rows=3))
     assert means["tokens"] == 22
     assert means["padding"] == pytest.approx(padding)

@@ -41,7 +41,7 @@ def test_a_reason_of_one_rank_stops_all_and_a_signal_comes_before_the_end_of_tim
     for rank in spread:
         seen = rank["stop reasons"]
         assert [seen[name] for name in ("signal", "time", "none")] == ["signal", "time", None]
-        assert seen["in the middle"] == [3, 3, "signal", [3]]  # steps done, cursor, saves
+        assert seen["in the middle"] == [3, "signal", [3]]  # steps done, saves
 
 
 def test_a_rank_that_cannot_read_ends_all_and_says_why(spread):

@@ -7,7 +7,7 @@ import pytest
 from support import plain_loop
 from support.read_rows import bot, user
 from support.rounding import EPSILON
-from support.training_world import ALONE, START, job_of, learn, scored, session_of
+from support.training_world import ALONE, job_of, learn, scored, session_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = {"warmup": 0.0, "schedule": "constant", "max_steps": 2, "batch_size": 4, "epsilon": EPSILON}
@@ -56,7 +56,7 @@ def test_training_on_turns_ends_in_the_weights_of_a_plain_loop(training_world, c
 def test_a_step_counts_learned_tokens_and_fills_its_batches_by_all(caches):
     session = session_of(job_of(caches["assistant"], "dpo", **STEPS), ALONE)
     stored = plain_loop.rows_of(caches["assistant"])
-    with session.feed.steps(START.cursor) as batches:
+    with session.feed.steps(0) as batches:
         for batch in batches:
             rows = [stored[row] for micro in batch.own for row in micro.row_ids]
             learned = [

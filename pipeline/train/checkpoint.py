@@ -1,0 +1,145 @@
+"""Saves checkpoints on all ranks, and checks the free disk space for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+from ...schemas.checkpoint import Checkpoint, Peers, Retention, State
+from ...schemas.errors import AlignError, StorageError, log_failure
+from ...stages.engine.deepspeed_compat import whole_numel
+from ...stages.engine.deepspeed_config import stage_of
+from ...stages.engine.distributed import gathered, run_on_rank_zero
+from ...stages.engine.optimizers import states_of
+from ...stages.model.loading.model_folder import model_tensors
+from ...stages.model.logprobs import causal_model
+from ...stages.storage.disk import fs
+from ...stages.storage.run.checkpoints import read_checkpoint, replace_state, save_checkpoint
+from .resume import identity_of, made_with
+
+if TYPE_CHECKING:
+    from .setup import Run
+
+logger = logging.getLogger("align")
+
+# torchrun and deepspeed kill half a minute after they asked to stop.
+SLOW_SECONDS = 20.0
+
+
+def save_state(run: Run, state: State) -> str:
+    """Every rank writes its part; returns why there is no checkpoint, the same on every rank."""
+    world, train, began = run.world, run.config.train, time.monotonic()
+    if lack := run_on_rank_zero(world, lambda: lack_of_space(run)):
+        return lack
+    record = Checkpoint(__version__, identity_of(run), made_with(run), run.changes, state)
+    saved = save_checkpoint(
+        run.folder,
+        record,
+        run.engine.save_state,
+        run_id=run.run_id,
+        peers=Peers(world.rank, lambda mine: gathered(world, mine)),
+        retention=Retention(train.keep_last, train.best),
+    )
+    if saved.succeeded:
+        _push(run)
+    if world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
+        logger.warning(
+            "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "
+            "than you can afford to lose, or to a faster disk.",
+            took,
+        )
+    return saved.failure
+
+
+def add_evaluation(run: Run, state: State) -> None:
+    """Gives the checkpoint of this step its evaluation, which was made after it was saved."""
+    if run.world.rank == 0:
+        train = run.config.train
+        replace_state(run.folder, state, Retention(train.keep_last, train.best))
+        _push(run)
+
+
+def _push(run: Run) -> None:
+    if run.remote and run.world.rank == 0:
+        with log_failure("The checkpoint is on this machine alone until the next one"):
+            run.remote.push()
+
+
+def require_disk_space(run: Run) -> None:
+    """Refuses a disk without space for one checkpoint and the model; warns if not all fit."""
+    train, folder = run.config.train, run.folder
+    checkpoint, model = checkpoint_bytes(run), model_bytes(run)
+    free = fs.free_bytes(folder.root)
+    if free < checkpoint + model:
+        raise StorageError(
+            f"{folder.root}: a checkpoint needs about {checkpoint:,} bytes and the model "
+            f"{model:,}, and {free:,} are free. Free some space or choose another --output."
+        )
+    # A new one is whole before an old one is removed.
+    kept = train.keep_last + bool(train.best) + 1
+    missing = max(0, kept - len(folder.steps())) * checkpoint + model
+    if free < missing:
+        logger.warning(
+            "%s: %d checkpoints (train.keep_last%s, and one that is being written) and the model "
+            "need about %s bytes more, and %s are free. Lower train.keep_last, or free some space.",
+            folder.root,
+            kept,
+            " and train.best" if train.best else "",
+            f"{missing:,}",
+            f"{free:,}",
+        )
+
+
+def lack_of_space(run: Run) -> str:
+    """The reason why one more checkpoint does not fit; empty if it does."""
+    needed, free = checkpoint_bytes(run), fs.free_bytes(run.folder.root)
+    if free >= needed:
+        return ""
+    return f"{run.folder.checkpoints}: about {needed:,} bytes are needed, and {free:,} are free"
+
+
+def require_space_for_model(run: Run) -> None:
+    """Refuses to write a model of which only a part would fit."""
+    needed, free = model_bytes(run), fs.free_bytes(run.folder.root)
+    if free < needed:
+        raise StorageError(
+            f"{run.folder.model}: about {needed:,} bytes are needed, and {free:,} are free. Free "
+            "some space, then run the same command with --resume auto: the checkpoint is kept."
+        )
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """The size of the newest checkpoint; before the first, of weights and optimizer state."""
+    for step in run.folder.steps()[::-1]:
+        try:
+            return sum(file.bytes for file in read_checkpoint(run.folder.step(step)).files)
+        except AlignError:  # damaged: its size is not known
+            continue
+    width, stage = _width(run), stage_of(run.engine_config)
+    # Under ZeRO, and in 16 bits, there is a copy in 32; under ZeRO-3 there is no other.
+    weights = (width if stage < 3 else 0) + (4 if stage or width < 4 else 0)
+    kind = run.engine_config.get("optimizer", {}).get("type", "")
+    per_weight = weights + 4 * states_of(str(kind))
+    return int(per_weight * sum(map(whole_numel, _learning(run))))
+
+
+def model_bytes(run: Run) -> int:
+    """The size of the saved model: the adapter, the whole policy, or both."""
+    lora = run.config.lora
+    stored = sum(prod(one.shape) for one in model_tensors(Path(run.begins_as.path)))
+    whole = max(stored, sum(map(whole_numel, run.policy.parameters())))
+    adapter = sum(map(whole_numel, _learning(run)))
+    counts = (adapter if lora.enabled else 0) + (whole if lora.merge or not lora.enabled else 0)
+    return _width(run) * counts
+
+
+def _learning(run: Run) -> list[Any]:
+    return [one for one in run.policy.parameters() if one.requires_grad]
+
+
+def _width(run: Run) -> int:
+    return int(causal_model(run.policy.model).dtype.itemsize)

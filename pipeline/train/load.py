@@ -1,0 +1,213 @@
+"""Opens a checked training: digests the policy, reads the rows, and loads what learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...schemas.batches import World
+from ...schemas.errors import FingerprintError
+from ...schemas.file_version import Remember
+from ...stages.engine.deepspeed_config import EngineContext, stage_of
+from ...stages.engine.deepspeed_engine import open_engine
+from ...stages.engine.distributed import agreed, gathered, run_on_all_ranks
+from ...stages.engine.zero3_loading import freeing_large_blocks, loading_config
+from ...stages.feed.cache_index import ShardColumns, unchecked
+from ...stages.feed.loader import CacheFeed
+from ...stages.feed.train_source import TrainSource, open_source, overlap
+from ...stages.model.loading.heads import stored_value_head
+from ...stages.model.loading.load import load_model, resolve
+from ...stages.model.loading.lora_targets import adapts_experts
+from ...stages.model.loading.model_folder import ModelFiles, model_identity
+from ...stages.model.loading.sharded_load import load_sharded
+from ...stages.model.logprobs import causal_model
+from ...stages.model.policy import Policy, load_policy
+from ...stages.model.transformers_compat import can_recompute, routers_of
+from ...stages.storage.cache.verify_cache import check_before_reading
+from ...stages.storage.disk.digests import own_digests
+from ...stages.tracking.progress import Progress
+from ...stages.train.memory_backoff import MemoryBackoff
+from ...stages.train.throughput import Meter, forget_peak
+from ..jobs.object_inputs import local_options
+from ..plan.cache_checks import (
+    named_elsewhere,
+    require_positions,
+    require_same_model,
+    require_same_reference,
+)
+from ..plan.method_needs import sampling_note
+from ..plan.remedies import Situation, memory_savers
+from ..plan.setting_checks import learning_rate_note
+from ..plan.short_plan import short_plan
+from ..plan.workload import feed_settings
+from .memory_at_start import chosen_to_fit, facts_of_run
+from .setup import Run, zero_stage
+
+
+def identify(run: Run, world: World) -> None:
+    """Digests the policy, and refuses one of another reference than the cache's.
+
+    The first rank of each machine does it, as a machine may have its own copy.
+    """
+    run.world = world
+    other = None if run.config.train.model else named_elsewhere(run.settings, run.manifest)
+    models = [run.begins_as, *([local_options(other)] if other else [])]
+    remember = own_digests()
+    run.files = run_on_all_ranks(world, lambda: ModelFiles.of(run.begins_as))
+    mine = models if world.is_first_here else []
+    found = gathered(
+        world,
+        run_on_all_ranks(world, lambda: [model_identity(model, remember) for model in mine]),
+    )
+    policy, *others = one_for_all(found, [model.path for model in models])
+    if other:
+        require_same_model(run.settings, run.manifest, models[1], others[0])
+    may_differ = run.config.train.other_reference or "reference" not in run.recipe.needs
+    run.identity = policy
+    run.begins_as_reference = require_same_reference(
+        run.manifest, run.begins_as.path, policy, may_differ=may_differ
+    )
+
+
+def one_for_all(
+    found: Sequence[Sequence[Mapping[str, str]]], paths: Sequence[str]
+) -> Sequence[Mapping[str, str]]:
+    """The first rank's digests of some models; refuses a machine whose copy differs."""
+    for rank, others in enumerate(found):
+        for path, first, identity in zip(paths, found[0], others, strict=False):
+            if differing := [name for name in first if identity[name] != first[name]]:
+                raise FingerprintError(
+                    f"{path} on the machine of rank {rank} is not the model that rank 0 has "
+                    f"there: {', '.join(differing)} differ. Copy the folder to every machine again."
+                )
+    return found[0]
+
+
+def load(run: Run, progress: Progress) -> None:
+    """Reads the rows, decides what is `auto`, loads the policy, and opens engine and feed."""
+    forget_peak()
+    world, config = run.world, run.config
+    run.source, held_out = run_on_all_ranks(world, lambda: _sources(run))
+    run.recipe, advice = run.recipe.resolve_auto(run.source.labels)
+    if world.rank == 0:
+        head = stored_value_head(run.begins_as) if run.recipe.head == "values" else None
+        notes = [
+            *_source_notes(run.source, held_out),
+            sampling_note(run.recipe, run.manifest),
+            learning_rate_note(config.train, config.lora),
+            f"the value head begins as it was trained before, from {head}" if head else "",
+            *advice,
+        ]
+        for note in filter(None, notes):
+            progress.say(note)
+    config = run.config = chosen_to_fit(config, facts_of_run(run), world, progress)
+    policy = run.policy = run_on_all_ranks(world, lambda: _load_policy(run))
+    model = causal_model(policy.model)
+    text_config = model.config.get_text_config(decoder=True)
+    is_mixture = bool(routers_of(model))
+    if world.rank == 0 and config.lora.enabled and is_mixture and not adapts_experts(policy.model):
+        progress.say(
+            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
+            "such as experts.gate_up_proj and experts.down_proj."
+        )
+    last = getattr(text_config, "max_position_embeddings", None)
+    for source in (run.source,) if held_out is run.source else (run.source, held_out):
+        require_positions(source, run.recipe, last)
+    run.recipe = run.recipe.computed_in(policy.dtype, run.manifest.fingerprint["model.dtype"])
+    run.engine, run.engine_config = open_engine(
+        policy, config.train, world, hidden_size=text_config.hidden_size
+    )
+    if policy.is_sharded:
+        policy.choose_path(partial(agreed, world))
+
+    planned, fits = run.planned_tokens, 0
+    known = run.checkpoint.state.fits if run.checkpoint else None
+    if known and known.planned == planned:  # whoever asks for another size wants to know anew
+        fits = known.fits
+        progress.say(
+            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
+            "A larger or smaller --tokens-per-batch is tried anew."
+        )
+    pads = not policy.path.packs
+    settings = feed_settings(config.train, run.recipe, world, tokens=fits or planned, pads=pads)
+    run.feed = CacheFeed(run.source, held_out, settings)
+    situation = Situation(
+        config,
+        stage_of(run.engine_config),
+        world.size,
+        settings.tokens_per_batch,
+        policy.device.type,
+        can_recompute(model),
+    )
+    advice = tuple(memory_savers(situation))
+    run.memory = MemoryBackoff(pads=pads, ranks=world.size, advice=advice, budget=fits)
+    run.meter = Meter(pads=pads)
+    if world.rank == 0:
+        for line in short_plan(run.feed, policy, config.train, run.engine_config):
+            progress.say(line)
+
+
+def _sources(run: Run) -> tuple[TrainSource, TrainSource]:
+    """The training rows, and the evaluation rows: held out of them, or of another cache."""
+    columns = shard_columns(run.world, own_digests())
+    source = open_source(run.cache, run.manifest, run.read_spec, columns)
+    if run.held_out is None:
+        return source, source
+    of_held_out = replace(run.read_spec, eval_fraction=1.0, file_weights={})
+    return source, open_source(*run.held_out, of_held_out, columns)
+
+
+def shard_columns(world: World, remember: Remember) -> ShardColumns:
+    """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
+    check = partial(check_before_reading, remember=remember) if world.is_first_here else unchecked
+    return ShardColumns(check)
+
+
+def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+    yield (
+        f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
+        f"{source.train_rows:,} rows to learn from, {held_out.eval_rows:,} held out"
+    )
+    yield from source.notes
+    if held_out is not source:
+        yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
+    if not held_out.eval_rows:
+        return
+    prompts, shared = overlap(source, held_out)
+    if held_out is source:
+        yield (
+            f"{prompts:,} prompts are held out by a hash that ignores white space, the "
+            "system message, tools and template options."
+        )
+    elif shared:
+        yield (
+            f"{shared:,} of {prompts:,} prompts of {held_out.folder.root} are in the "
+            "training data as well. Metrics measured on them say nothing about new prompts."
+        )
+
+
+def _load_policy(run: Run) -> Policy:
+    """One copy of the policy and no reference; under ZeRO-3 no rank ever holds the whole of it."""
+    train, world, zero3 = run.config.train, run.world, None
+    load_weights: Callable[..., Any] = load_model
+    if zero_stage(train, run.begins_as, world.size) == 3:
+        found = resolve(replace(run.begins_as, dtype=train.dtype))
+        context = EngineContext(found.dtype, found.hidden_size, world.size)
+        zero3 = loading_config(train, world, context)
+    if zero3:
+        together = partial(run_on_all_ranks, world)
+        load_weights = partial(load_sharded, config=zero3, together=together)
+    with freeing_large_blocks() if zero3 else nullcontext():
+        policy = load_policy(
+            run.begins_as,
+            train,
+            run.config.lora,
+            head=run.recipe.head,
+            purity="purity" in run.recipe.needs,
+            load=load_weights,
+        )
+    run.files.require_unchanged()  # since they were digested
+    return policy

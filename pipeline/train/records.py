@@ -1,0 +1,374 @@
+"""The records of a training: metrics, tables, a run in each tracker, checkpoints, its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from ...schemas.batches import EvalSample, Visits
+from ...schemas.cache import Stops
+from ...schemas.checkpoint import Ending, How, State
+from ...schemas.errors import AlignError, Interrupted, StorageError, counted, log_failure
+from ...schemas.safe_text import redacted
+from ...stages.data.tokenizer import decoder
+from ...stages.engine.distributed import run_on_rank_zero
+from ...stages.report.eval_table import Decode, Kind, evaluation_csv
+from ...stages.report.signs import Sign
+from ...stages.report.visited_rows import PendingVisits
+from ...stages.storage.copies import origin_of
+from ...stages.storage.disk import fs
+from ...stages.storage.disk.lines import Lines
+from ...stages.storage.locations import is_remote
+from ...stages.storage.run.run_folder import write_ending
+from ...stages.tracking import journaled_run
+from ...stages.tracking.journal import EVAL
+from ...stages.tracking.journaled_run import inherited, open_training_run
+from ...stages.tracking.progress import NoProgress, Progress
+from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
+from ...stages.tracking.tracker import ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
+from ...stages.train.throughput import Machine
+from ..options.settings import flatten, without_secrets
+from ..plan.best_metric import BestMetric
+from .checkpoint import add_evaluation, require_disk_space, save_state
+from .resume import identity_of
+from .run_report import write_report
+
+if TYPE_CHECKING:
+    from .setup import Run
+
+logger = logging.getLogger("align")
+
+SECONDS_PER_LINE = 5.0
+SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "grad_norm", "lr")
+MOST_FAILURES = 3  # checkpoints in a row that could not be saved
+ALWAYS = ("train.lr", "train.batch_size", "train.epochs")  # settings shown in a tracker
+PLACES = ("train.cache", "train.model", "train.output")
+
+
+@contextmanager
+def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
+    """Opens a run's records: rank zero writes the journal and the ledgers, every rank saves."""
+    folder, state = run.folder, run.checkpoint.state if run.checkpoint else None
+    tracked = journaled_run.Run(folder.root)
+    if run.world.rank == 0:
+        keep_through = state.step if state else -1
+        folder.drop_evaluations(after=keep_through)
+        folder.drop_rows(after=keep_through)
+        tracked = open_training_run(
+            run.config.tracking,
+            folder,
+            name=_name(run),
+            tags=_tags(run),
+            keep_through=keep_through,
+            is_evaluated=state is not None and state.evaluated,
+        )
+        tracked.callbacks = run.callbacks
+    else:
+        progress = NoProgress()
+    status: Status = "FAILED"
+    records = run.records = RunRecords(run, tracked, progress)
+    try:
+        yield records
+        status = "FINISHED" if records.is_finished else "KILLED"
+    except (Interrupted, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    except Exception as error:
+        if not records.is_finished:
+            # What no message of ours explains has a traceback in the log.
+            known = isinstance(error, AlignError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            with log_failure("No record of how the run ended"):
+                records.ended("failed", records.step, reason=reason)
+            records.report()
+        raise
+    finally:
+        progress.end()
+        tracked.finish(status)
+
+
+class RunRecords:
+    """The records of one rank: journal, trackers, tables, the terminal, checkpoints."""
+
+    def __init__(self, run: Run, tracked: journaled_run.Run, progress: Progress) -> None:
+        self._run = run
+        self._tracked = tracked
+        self._progress = progress
+        is_watched = run.config.tracking.system_metrics and run.world.rank == 0
+        self._machine = Machine(run.folder.root) if is_watched else None
+        self._visits = PendingVisits()
+        self._decode: Decode | None = None
+        self._best = BestMetric(run.config.train)
+        self._last_line = 0.0
+        state = run.checkpoint.state if run.checkpoint else None
+        self._saved = (state.step, state.evaluated) if state else None
+        self._failed_at: int | None = None
+        self._failures = 0
+        self.step = state.step if state else 0  # the last one that was recorded
+        self.is_finished = False
+
+    def origins(self) -> dict[str, str]:
+        """The trackers' ids of the run, and the tag by which they find it."""
+        return self._tracked.origins()
+
+    def say(self, line: str) -> None:
+        """Prints a line."""
+        self._progress.say(line)
+
+    def begin(self, state: State) -> None:
+        """Requires the disk space, records the run's settings, and starts its progress."""
+        run = self._run
+        run_on_rank_zero(run.world, lambda: require_disk_space(run))
+        if run.world.rank == 0:
+            self._describe()
+        if state.step:
+            self.say(f"continuing after step {state.step:,}")
+        left = max(run.total_steps - state.step, 0)
+        self._progress.begin("training", total=left, unit="steps")
+
+    def agreed(self, gap: float, *, is_packed: bool) -> None:
+        """Records the largest difference between the log-probs of the policy and of the cache."""
+        begins = (
+            "in 4 bits the model begins near the reference of the cache, not at it"
+            if is_packed
+            else "checked: the model reproduces the cached log-probs"
+        )
+        self.say(f"{begins} (largest difference {gap:.1e} nats per completion)")
+        self._tracked.log_params({"gate.largest_gap": f"{gap:.3e}"})
+
+    def stepped(
+        self, state: State, metrics: dict[str, float], line: dict[str, float] | None
+    ) -> None:
+        """Records an optimizer step; `line` is the journal line of several, if one is due."""
+        self._tracked.begin_sending()
+        self._require_best(state, metrics)
+        if line is not None:
+            seen = self._machine.now() if self._machine else {}
+            self._tracked.log_metrics({**line, **seen}, step=state.step)
+        padded = metrics["tokens"] / (1 - metrics["padding"])
+        padding = round(padded - metrics["tokens"])
+        self._progress.advance(1, tokens=round(padded), padding=padding)
+        if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
+            self._last_line = time.monotonic()
+            self.say(f"step {state.step:,}: {shown(metrics)}")
+
+    def evaluated(
+        self, state: State, metrics: dict[str, float], samples: Sequence[EvalSample]
+    ) -> None:
+        """Records an evaluation on the held-out rows."""
+        self._require_best(state, metrics)
+        self._tracked.log_metrics(metrics, step=state.step)
+        if samples and self._run.world.rank == 0:
+            with log_failure("No table of single completions"):
+                self._write_table(state.step, samples)
+        plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
+        self.say(f"step {state.step:,}, held-out rows: {shown(plain)}")
+
+    def _write_table(self, step: int, samples: Sequence[EvalSample]) -> None:
+        run, path = self._run, self._run.folder.evaluation(step)
+        if run.config.train.eval_text and not self._decode:  # for the first one with text
+            stops = Stops.of(run.manifest.fingerprint).tokens
+            self._decode = decoder(run.begins_as.path, stops)
+        kind: Kind = "log-probs" if run.read_spec.context else "log-ratios"
+        if run.recipe.head == "score":
+            kind = "scores"
+        fs.make_folder(path.parent)
+        fs.publish(path, evaluation_csv(samples, kind, decode=self._decode).encode())
+        self._tracked.log_artifact(path)
+
+    def ran_out(self, step: int, tokens: int) -> None:
+        """Records that memory ran out in the step after this one, or in an evaluation."""
+        self.say(
+            f"step {step + 1:,}: memory ran out; from here on at most {tokens:,} tokens per batch, "
+            "with the same result"
+        )
+
+    def not_applied(self, step: int, row_ids: tuple[str, ...]) -> None:
+        """Records a step of NaN or infinity, with the ids of this rank's rows in it."""
+        line = {"step": step, "rank": self._run.world.rank, "row_ids": row_ids}
+        with closing(Lines(self._run.folder.nonfinite)) as lines:
+            lines.append(json.dumps(line).encode())
+        self.say(f"step {step:,} gave NaN or infinity and was not applied")
+
+    def visited(self, step: int, epoch: int, visits: Visits) -> None:
+        """Keeps the margins of this rank's rows until the next checkpoint."""
+        self._visits.add(visits, epoch=epoch, step=step)
+
+    def save(self, state: State) -> None:
+        """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
+        run, folder = self._run, self._run.folder
+        if self._saved == (state.step, state.evaluated):
+            return
+        self._tracked.sync()  # a checkpoint must not know of more steps than the journal
+        if self._saved and self._saved[0] == state.step:
+            add_evaluation(run, state)
+            self._saved = (state.step, state.evaluated)
+            return
+        if self._visits:  # before the checkpoint: a run that resumes drops those of later steps
+            with log_failure("Margins of training rows are kept for the next checkpoint"):
+                fs.make_folder(folder.row_parts)
+                self._visits.write(folder.row_part(state.step, run.world.rank))
+                self._visits = PendingVisits()
+        failure = save_state(run, state)
+        if not failure:
+            self._failures, self._saved = 0, (state.step, state.evaluated)
+            return
+        if state.step != self._failed_at:
+            self._failures, self._failed_at = self._failures + 1, state.step
+        self._tracked.log_metrics({"checkpoint_failed": 1.0}, step=state.step)
+        self.say(f"step {state.step:,}: no checkpoint: {failure}")
+        if self._failures >= MOST_FAILURES:
+            raise StorageError(
+                f"{self._failures} checkpoints in a row could not be saved. The last: {failure}"
+            )
+
+    def finish(self, step: int) -> None:
+        """Records the written model, and the step that it is of."""
+        self.is_finished = True
+        run, folder = self._run, self._run.folder
+        for path in (folder.metrics, folder.config, folder.engine):
+            self._tracked.log_artifact(path)
+        uploads = run.config.tracking.upload_model
+        self._tracked.log_artifact(folder.model if uploads else folder.model / "README.md")
+        if uploads and folder.merged.exists():
+            self._tracked.log_artifact(folder.merged)
+        tags = {"align.cache_root": run.manifest.root, "align.step": str(step)}
+        self._tracked.log_model_link(folder.model, tags=tags)
+
+    def ended(
+        self, how: How, step: int, *, reason: str = "", model_step: int | None = None
+    ) -> None:
+        """Records how the run ended; a run without this record was killed."""
+        if self._run.world.rank:
+            return
+        self._tracked.sync()
+        ending = Ending(
+            ending=how,
+            step=step,
+            total_steps=self._run.total_steps,
+            identity=identity_of(self._run),
+            changes=self._run.changes,
+            reason=redacted(reason),
+            model_step=model_step,
+        )
+        write_ending(self._run.folder, ending)
+
+    def report(self) -> tuple[Sign, ...]:
+        """Writes the report, if there are metrics; returns what stands out, and records it."""
+        signs: tuple[Sign, ...] = ()
+        folder = self._run.folder
+        if self._run.world.rank == 0 and folder.metrics.stat().st_size:
+            with log_failure("No report"):
+                signs = write_report(folder.root)
+                self._tracked.log_artifact(folder.report)
+                record_signs(self._tracked, signs)
+        return signs
+
+    def _require_best(self, state: State, metrics: Mapping[str, float]) -> None:
+        """Looks once whether what train.best names is measured."""
+        self.step = state.step
+        if (said := self._best.warning(metrics)) and self._run.world.rank == 0:
+            logger.warning("%s", said)
+
+    def _describe(self) -> None:
+        """Records what was trained on what, where it is, and the settings that were given."""
+        run, source, manifest = self._run, self._run.source, self._run.manifest
+        options = {f"method.{name}": value for name, value in run.recipe.values.items()}
+        counts = {"rows.train": source.train_rows, "rows.eval": source.eval_rows, **source.counts}
+        every = {**used_settings(run, "train", "model"), **options, **counts}
+        params = {name: str(value) for name, value in every.items()}
+        self._tracked.log_params(params)
+
+        held_out = f", {source.eval_rows:,} held out" if source.eval_rows else ""
+        sentence = (
+            f"{quoted(model_name(run.begins_as.path))} trained by {quoted(run.recipe.name)} on "
+            f"{counted(source.train_rows, 'rows')} of {quoted(data_of(run))}{held_out}."
+        )
+        output = run.config.train.output
+        places = {
+            "run": output if is_remote(output) else str(run.folder.root.absolute()),
+            "cache": origin_of(str(run.cache.root.resolve())),
+            "policy": run.begins_as.path,
+            "reference": manifest.model,
+        }
+        given = [name for section in ("train", "lora") for name in run.settings.given(section)]
+        names = {name: params[name] for name in (*options, *ALWAYS, *given) if name in params}
+        chosen = {name: value for name, value in names.items() if name not in PLACES}
+        self._tracked.describe(description(sentence, {**places, **chosen}))
+
+        self._tracked.log_files(manifest.inputs, context="reference")
+        caches = {"training": (run.cache, manifest)}
+        caches |= {"evaluation": run.held_out} if run.held_out else {}
+        for context, (cache, made) in caches.items():
+            root = cache.root.resolve()
+            source_of = origin_of(str(root))
+            self._tracked.log_dataset(
+                root.name, digest=made.root, source=source_of, context=context
+            )
+        self._tracked.log_artifact(run.cache.manifest_file)
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """The main metrics, in a line."""
+    known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
+    return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+
+
+def record_signs(tracked: journaled_run.Run, signs: Sequence[Sign]) -> None:
+    """Records what stands out as a tag: it is shown beside the run, and searched by."""
+    told = "; ".join(f"{sign.name}: {sign.said}" for sign in signs)
+    tracked.set_tags({SIGNS_TAG: told or "nothing"})
+
+
+def data_of(run: Run) -> str:
+    """A name for the data that the cache was made of."""
+    return data_name([entry.name for entry in run.manifest.inputs])
+
+
+def _name(run: Run) -> str:
+    """Model, method and data; in a sweep its name there, in rounds the round, tell it apart."""
+    number = inherited(ROUND_TAG)
+    data = f"round {number}" if number else data_of(run)
+    return run_name(run.begins_as.path, inherited(TRIAL_TAG) or run.recipe.name, data)
+
+
+def _tags(run: Run) -> dict[str, str]:
+    changed = {"align.changed": "; ".join(run.changes)} if run.changes else {}
+    return {
+        **changed,
+        "align.stage": "train",
+        "align.method": run.recipe.name,
+        "align.cache_root": run.manifest.root,
+        "align.cache": origin_of(str(run.cache.root.resolve())),
+        "align.reference_weights": run.manifest.fingerprint["model.weights"],
+        "align.policy": run.begins_as.path,
+        "align.world_size": str(run.world.size),
+        "deepspeed.version": version("deepspeed"),
+    }
+
+
+def used_settings(run: Run, *sections: str) -> dict[str, str]:
+    """The settings of these sections as this run uses them, by their dotted names."""
+    chosen = {*sections} | ({"lora"} if run.config.lora.enabled else set())
+    found = {
+        "model.path": run.begins_as.path,
+        "model.adapter": run.begins_as.adapter,
+        "model.device": run.policy.device.type,
+        "train.cache": origin_of(str(run.cache.root)),
+        "train.model": run.begins_as.path,
+        "train.tokens_per_batch": run.feed.settings.tokens_per_batch,
+        "train.dtype": run.policy.dtype,
+    }
+    # How a run was begun is not a setting of its training.
+    asked = {name: value for name, value in flatten(run.config).items() if name != "train.resume"}
+    return {
+        name: str(value)
+        for name, value in without_secrets({**asked, **found}).items()
+        if name.partition(".")[0] in chosen
+    }

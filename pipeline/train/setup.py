@@ -1,0 +1,204 @@
+"""A training: what a user can get wrong in its settings is checked before any slow work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.batches import World
+from ...schemas.cache import Manifest
+from ...schemas.checkpoint import Checkpoint, FittedBatches
+from ...schemas.config import Config, ModelOptions
+from ...schemas.errors import UsageError
+from ...schemas.train_options import TrainOptions
+from ...stages.engine.deepspeed_config import EngineContext, engine_config, stage_of
+from ...stages.feed.conversions import ReadSpec
+from ...stages.methods.recipe import Recipe
+from ...stages.model.loading.model_folder import (
+    UNUSED_WEIGHTS,
+    ModelFiles,
+    require_peft,
+    stored_dtype,
+)
+from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.run.run_folder import RunFolder
+from ...stages.storage.run.run_remote import RunRemote, run_folder_of, run_remote_of
+from ...stages.tracking.journal import Callback
+from ...stages.train.together import StopConditions
+from ..jobs.object_inputs import cache_at, local_model
+from ..options.first_checks import asked_recipe
+from ..options.settings import Settings
+from ..plan.best_metric import require_measured
+from ..plan.cache_checks import require_same_making, require_same_text
+from ..plan.method_needs import read_spec_of, require_own_samples, require_token_logps
+from ..plan.setting_checks import (
+    require_compilable,
+    require_effect,
+    require_margins,
+    require_packable,
+    seconds_of,
+)
+from ..plan.workload import planned_tokens
+
+if TYPE_CHECKING:
+    from ...stages.engine.deepspeed_engine import DeepSpeedEngine
+    from ...stages.feed.loader import CacheFeed
+    from ...stages.feed.train_source import TrainSource
+    from ...stages.model.policy import Policy
+    from ...stages.train.memory_backoff import MemoryBackoff
+    from ...stages.train.throughput import Meter
+    from .records import RunRecords
+
+
+@dataclass(eq=False)
+class Run:
+    """A training on this rank, filled in from top to bottom: checked, joined, loaded."""
+
+    # What is asked for; `check` makes it.
+    settings: Settings
+    config: Config  # of the settings; once loaded, with every `auto` decided
+    asked: Recipe  # the method with its options
+    recipe: Recipe  # the same; once loaded, with every `auto` resolved
+    read_spec: ReadSpec
+    cache: CacheFolder
+    manifest: Manifest
+    held_out: tuple[CacheFolder, Manifest] | None  # another cache to evaluate on
+    begins_as: ModelOptions  # the model that the policy begins as
+    folder: RunFolder
+    remote: RunRemote | None  # where the folder is uploaded
+    max_seconds: float
+    callbacks: tuple[Callback, ...] = ()
+
+    # Once the ranks have joined: `identify` of load.py, and `open_folder` of resume.py.
+    world: World = field(init=False)
+    files: ModelFiles = field(init=False)  # of the policy, as they were when they were digested
+    identity: Mapping[str, str] = field(init=False)  # their digests
+    begins_as_reference: bool = field(init=False)
+    began: float = 0.0  # on this rank's monotonic clock
+    run_id: str = ""
+    is_finished: bool = False  # nothing is left to do
+    checkpoint: Checkpoint | None = None  # to resume from
+    changes: tuple[str, ...] = ()  # differences from when the run began
+
+    # `load` of load.py makes these.
+    source: TrainSource = field(init=False)
+    feed: CacheFeed = field(init=False)
+    policy: Policy = field(init=False)
+    engine: DeepSpeedEngine = field(init=False)
+    engine_config: dict[str, Any] = field(init=False)  # DeepSpeed's, resolved
+    memory: MemoryBackoff = field(init=False)
+    meter: Meter = field(init=False)
+
+    # While it trains.
+    records: RunRecords = field(init=False)
+    stop: StopConditions = field(default_factory=StopConditions)
+    failures: int = 0  # steps in a row that were not finite
+
+    @property
+    def total_steps(self) -> int:
+        """The number of optimizer steps of the whole run, if nothing ends it early."""
+        planned, most = self.feed.planned_steps, self.config.train.max_steps
+        return min(planned, most) if most else planned
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether this step is a multiple of `every`, or the last."""
+        return step >= self.total_steps or (bool(every) and step % every == 0)
+
+    @property
+    def planned_tokens(self) -> int:
+        """The micro-batch that the settings ask for, in tokens."""
+        return planned_tokens(self.config.train, self.policy.device.type)
+
+    @property
+    def fits(self) -> FittedBatches | None:
+        """The micro-batch that fits where memory ran out; None if it has not."""
+        budget = self.memory.budget
+        return FittedBatches(self.planned_tokens, budget) if budget else None
+
+
+def check_settings(settings: Settings) -> Recipe:
+    """The recipe; refuses what is known to be wrong without the cache and the policy."""
+    train = settings.config.train
+    recipe = asked_recipe(settings.config)
+    seconds_of(train.max_time, name="train.max_time")
+    require_effect(settings)
+    require_measured(train)
+    if train.row_margins:
+        require_margins(recipe)
+    return recipe
+
+
+def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
+    """Checks everything that a user can get wrong before any slow work."""
+    config, train = settings.config, settings.config.train
+    recipe = check_settings(settings)
+    if remote := run_remote_of(train.output):
+        if train.resume == "auto":
+            remote.pull()
+        else:
+            remote.require_new()
+    cache = cache_at(train.cache or config.cache.output)
+    manifest = load_manifest(cache)
+    policy = _policy_options(settings, manifest)
+    stage = zero_stage(train, policy, world_size=1)
+    require_packable(train, config.lora, stage)
+    require_compilable(config, stage)
+    held_out = None
+    if train.eval_cache:
+        folder = cache_at(train.eval_cache)
+        held_out = (folder, load_manifest(folder))
+        require_same_making(manifest, held_out[1], train.eval_cache)
+    for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
+        require_token_logps(recipe, folder, made)
+        may_differ = train.other_sampling
+        require_own_samples(recipe, folder.root, made.sampling, may_differ=may_differ)
+    read_spec = read_spec_of(recipe, train, policy.path)
+    given = {name: str(value) for name, value in settings.given("tokens").items()}
+    require_same_text(manifest, policy.path, config.tokens, given)
+    return Run(
+        settings=settings,
+        config=config,
+        asked=recipe,
+        recipe=recipe,
+        read_spec=read_spec,
+        cache=cache,
+        manifest=manifest,
+        held_out=held_out,
+        begins_as=policy,
+        folder=run_folder_of(train.output),
+        remote=remote,
+        max_seconds=seconds_of(train.max_time, name="train.max_time"),
+        callbacks=tuple(callbacks),
+    )
+
+
+def zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:
+    """The ZeRO stage; refuses what DeepSpeed cannot do with any policy on any number of ranks."""
+    dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
+    context = EngineContext(dtype, hidden_size=1, world_size=world_size)
+    return int(stage_of(engine_config(train, context)))
+
+
+def _policy_options(settings: Settings, manifest: Manifest) -> ModelOptions:
+    """The folder the user names, or the reference of the cache, its adapter included."""
+    config, named = settings.config, settings.config.train.model
+    if config.lora.enabled or manifest.adapter:
+        require_peft()
+    if not named and config.lora.enabled and manifest.adapter:
+        raise UsageError(
+            f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "
+            "adapter on top of both could not be loaded by others. Merge them first, and make the "
+            "cache with the merged model."
+        )
+    path = local_model(named or manifest.model)
+    if not Path(path).is_dir():
+        what = "no such model folder" if named else "the reference of the cache is not there"
+        raise UsageError(f"{named or manifest.model}: {what}. Pass the policy by --model DIR.")
+    options = replace(config.model, path=path, adapter="", device_map="")
+    if named:
+        return options
+    lacks = config.model.allow_unused_weights or UNUSED_WEIGHTS in manifest.fingerprint
+    return replace(options, adapter=local_model(manifest.adapter), allow_unused_weights=lacks)

@@ -1,0 +1,97 @@
+"""Batches that all ranks take together, with the reasons to stop or to save before one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ...schemas.errors import AlignError, CorruptionError
+
+if TYPE_CHECKING:
+    from ...schemas.batches import MicroBatch, StepBatch
+    from ..engine.deepspeed_engine import DeepSpeedEngine
+    from .throughput import Meter
+
+Ending = Literal["finished", "signal", "time"]
+
+
+class StopConditions:
+    """Reasons of this rank to stop or to save, checked before each batch."""
+
+    def __init__(
+        self,
+        signalled: Callable[[], bool] = lambda: False,
+        deadline: float = math.inf,  # on the monotonic clock
+        save_seconds: float = 0.0,  # after which a checkpoint is too old; 0: never
+    ) -> None:
+        self.signalled = signalled
+        self.deadline = deadline
+        self.save_seconds = save_seconds or math.inf
+        self.saved_at = time.monotonic()
+        self.failed_on_all = False  # reading rows has failed, which ends every rank alike
+
+    def now(self) -> tuple[bool, bool, bool]:
+        """Whether it was asked to stop, is out of time, and has to save."""
+        moment = time.monotonic()
+        is_old = moment - self.saved_at >= self.save_seconds
+        return self.signalled(), moment >= self.deadline, is_old
+
+    def has_saved(self) -> None:
+        """Restarts the clock of checkpoints."""
+        self.saved_at = time.monotonic()
+
+
+class Together:
+    """An iterator of batches that ends on all ranks alike: with the rows, or as one has to stop."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        batches: Iterator[StepBatch],
+        meter: Meter,
+        stop: StopConditions,
+    ) -> None:
+        self._engine, self._batches, self._meter, self._stop = engine, batches, meter, stop
+        self.ending: Ending | None = None  # why it ended before the rows did
+        self.is_save_due = False  # before the batch that was taken last
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        failure: AlignError | None = None
+        batch: StepBatch | None = None
+        with self._meter.waiting():
+            try:
+                batch = next(self._batches, None)
+            except AlignError as error:
+                failure = error
+        own = tokens_run(batch, self._meter.pads) if batch else (0, 0)
+        signs = [failure is not None, *self._stop.now(), *own]
+        # One all-reduce: every rank has the same reasons, and the same batch or none.
+        failed, signalled, late, save, tokens, padded = self._engine.total(
+            torch.tensor(signs, dtype=torch.float64)
+        ).tolist()
+        if failed:
+            self._stop.failed_on_all = True
+            raise failure or CorruptionError("Another rank could not read its rows; it says which.")
+        if batch is None:
+            raise StopIteration
+        self._meter.runs(tokens=int(tokens), padded=int(padded))
+        self.ending = "signal" if signalled else "time" if late else None
+        if self.ending:
+            raise StopIteration
+        self.is_save_due = bool(save)
+        return batch
+
+
+def tokens_run(batch: StepBatch, pads: bool) -> tuple[int, int]:
+    """Tokens that this rank runs in a step, without and with padding."""
+    micros: tuple[MicroBatch, ...] = batch.own + batch.mismatched
+    sizes = [[tree.num_tokens for tree in micro.trees] for micro in micros if micro.trees]
+    tokens = sum(map(sum, sizes))
+    return tokens, sum(len(one) * max(one) for one in sizes) if pads else tokens
