@@ -93,14 +93,6 @@ class Shard:
     notes: dict[str, int]  # counted while pairing and scoring, harmless
     numerics: dict[str, str]  # of the scoring path
 
-    @property
-    def unit(self) -> int:
-        """Its number."""
-        return self.number
-
-
-Commit = Shard
-
 
 NOT_IN_ROOT = ("align_version", "root", "model", "adapter", "sampling")
 

@@ -24,7 +24,7 @@ from align.stages.data.shapes import OPTIONAL, SHAPES, Shape
 from align.stages.demo import tiny_world
 from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, recipe_of
-from align.stages.storage.cache.shards import RESERVED
+from align.stages.storage.shards import RESERVED
 from support.command import align
 from support.pages import (
     PAGES,

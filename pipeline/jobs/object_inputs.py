@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from ...schemas.config import Config, ModelOptions
 from ...stages.data.files import HUB_FOLDER
 from ...stages.data.readers import ending_of
-from ...stages.storage.cache.cache import Cache
+from ...stages.storage.cache import Cache
 from ...stages.storage.copies import fetch_folder, local_cache
 from ...stages.storage.locations import is_remote
 

@@ -8,8 +8,7 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.methods.recipe import Recipe
 from ...stages.methods.table import recipe_of
-from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache import Cache
 from ...stages.storage.locations import is_remote
 
 
@@ -34,7 +33,7 @@ def require_training(config: Config) -> None:
     asked_recipe(config)
     cache = config.train.cache or config.cache.output
     if not is_remote(cache) and not (Path(cache) / "manifest.json").exists():
-        load_manifest(CacheFolder(Path(cache)))  # which says what there is instead
+        Cache(Path(cache)).manifest()  # which says what there is instead
     require_policy(config)
 
 

@@ -15,7 +15,7 @@ from ...schemas.train_options import TrainOptions
 from ...stages.data.tokenizer import load_tokenizer
 from ...stages.feed.conversions import ReadSpec, ScoreRules, Threshold
 from ...stages.feed.prompt_split import LabelShares
-from ...stages.storage.cache.cache_folder import CacheFolder
+from ...stages.storage.cache import Cache
 
 if TYPE_CHECKING:
     from ...stages.methods.recipe import Recipe
@@ -97,7 +97,7 @@ def _require_telling(name: str, texts: Iterable[str], tokens: list[tuple[int, ..
         )
 
 
-def require_token_logps(recipe: Recipe, folder: CacheFolder, manifest: Manifest) -> None:
+def require_token_logps(recipe: Recipe, folder: Cache, manifest: Manifest) -> None:
     """Refuses a cache without token log-probs for a recipe that needs them."""
     if "token_reference" not in recipe.needs:
         return

@@ -12,7 +12,6 @@ from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.load import DTYPES
 from ...stages.model.loading.model_folder import model_config, stored_dtype, text_settings
-from ...stages.storage.cache.manifest_file import load_manifest
 from ..jobs.object_inputs import cache_at, local_model
 from .method_needs import read_spec_of
 from .workload import RowShape, even_rows
@@ -54,7 +53,7 @@ def planned_rows(config: Config, recipe: Recipe, given: GivenRows | None) -> Pla
 
 def _of_cache(config: Config, recipe: Recipe) -> PlannedRows:
     cache = cache_at(config.train.cache or config.cache.output)
-    manifest = load_manifest(cache)
+    manifest = cache.manifest()
     path = local_model(config.train.model or manifest.model)
     read_spec = read_spec_of(recipe, config.train, path)
     index = open_source(cache, manifest, read_spec, ShardColumns(unchecked)).index

@@ -15,7 +15,7 @@ from ...stages.data.tokenizer import load_tokenizer
 from ...stages.report.cache_rows import Place, dropped_rows, find_row
 from ...stages.report.cache_summary import summarize
 from ...stages.report.cache_tables import render
-from ...stages.storage.cache.cache import Cache
+from ...stages.storage.cache import Cache
 from ..jobs.object_inputs import local_model
 
 

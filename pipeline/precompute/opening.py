@@ -21,7 +21,7 @@ from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.score.reuse import EarlierCache
-from ...stages.storage.cache.cache import Cache
+from ...stages.storage.cache import Cache
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote

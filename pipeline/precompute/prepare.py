@@ -45,7 +45,7 @@ from ...stages.pairing.partition import (
     number_of_shards,
     write_slice,
 )
-from ...stages.storage.cache.cache import Cache, printable
+from ...stages.storage.cache import Cache, printable
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import is_remote

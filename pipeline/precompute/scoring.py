@@ -19,7 +19,7 @@ from ...stages.pairing.partition import EncodedRows
 from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
 from ...stages.score.score import BatchDone, KnownScores, ScoringRules, UnitScores, score_unit
-from ...stages.storage.cache.cache import Cache
+from ...stages.storage.cache import Cache
 from ...stages.tracking.progress import Progress
 from .opening import open_earlier
 from .prepare import Slices

@@ -16,7 +16,7 @@ from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
 from ...schemas.rows import Reference, Rescored, Scorer, Tree
 from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
-from ...stages.storage.cache.cache import Cache
+from ...stages.storage.cache import Cache
 from ...stages.storage.copies import damaged_objects
 from ...stages.storage.locations import is_remote
 from ..jobs.differences import differences

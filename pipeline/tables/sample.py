@@ -29,7 +29,7 @@ from ...stages.data.records import read_prompts
 from ...stages.sample.prompts import asked_once, by_length
 from ...stages.sample.sample_table import sample_table
 from ...stages.storage.answers import Answers
-from ...stages.storage.cache.cache import Cache
+from ...stages.storage.cache import Cache
 from ...stages.storage.tables import TableFolder
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name

@@ -29,11 +29,11 @@ from ...stages.data.files import (
 )
 from ...stages.data.records import read_records
 from ...stages.data.shapes import Shape
-from ...stages.storage.cache.cache import Cache
-from ...stages.storage.cache.shards import read_shard
+from ...stages.storage.cache import Cache
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.output_folder import SCORES, OutputFolder
+from ...stages.storage.shards import read_shard
 from ...stages.tracking.progress import Progress
 from ..jobs.object_inputs import with_local_inputs
 from ..parts import Part

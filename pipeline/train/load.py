@@ -26,7 +26,7 @@ from ...stages.model.loading.sharded_load import load_sharded
 from ...stages.model.logprobs import causal_model
 from ...stages.model.policy import Policy, load_policy
 from ...stages.model.transformers_compat import can_recompute, routers_of
-from ...stages.storage.cache.verify_cache import check_before_reading
+from ...stages.storage.cache import Cache
 from ...stages.storage.disk.digests import own_digests
 from ...stages.tracking.progress import Progress
 from ...stages.train.memory_backoff import MemoryBackoff
@@ -162,7 +162,7 @@ def _sources(run: Run) -> tuple[TrainSource, TrainSource]:
 
 def shard_columns(world: World, remember: Remember) -> ShardColumns:
     """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
-    check = partial(check_before_reading, remember=remember) if world.is_first_here else unchecked
+    check = partial(Cache.check, remember=remember) if world.is_first_here else unchecked
     return ShardColumns(check)
 
 

@@ -17,9 +17,8 @@ from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
 from ...stages.report.two_runs import SURE, Difference, TwoRuns, compare, measure_of, right_rows
-from ...stages.storage.cache.manifest_file import load_manifest
-from ...stages.storage.cache.shards import read_columns
 from ...stages.storage.run.run_folder import RunFolder, read_ending
+from ...stages.storage.shards import read_columns
 from ..jobs.object_inputs import cache_at
 from ..options.settings import read_yaml
 from .run_report import method_options, training_folder
@@ -180,7 +179,7 @@ def known_prompts(settings: Mapping[str, Any], ids: Iterable[str]) -> dict[str, 
     wanted, known = pa.array([*{*ids}]), dict[str, str]()
     try:
         folder = cache_at(given)
-        manifest = load_manifest(folder)
+        manifest = folder.manifest()
         for shard in manifest.shards:
             table, _ = read_columns(folder.shard(shard), ["row_id", "prompt_key"])
             for row in table.filter(pc.is_in(table["row_id"], value_set=wanted)).to_pylist():

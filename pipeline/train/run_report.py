@@ -23,8 +23,7 @@ from ...stages.report.run_curves import BEST, further_curves, learning_curves
 from ...stages.report.side_by_side import Answered, read_answers
 from ...stages.report.signs import Evidence, Sign, look_for_signs
 from ...stages.report.visited_rows import join_parts, learned_rows, read_visits
-from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache import Cache
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import is_owned
@@ -296,7 +295,7 @@ def _note_on(columns: list[str], count: int, step: int) -> str:
 
 def _manifest_of(folder: RunFolder, given: str) -> Manifest:
     """The manifest of the run's cache; refused where another cache is there now."""
-    manifest = load_manifest(CacheFolder(manifest_folder(given)))
+    manifest = Cache(manifest_folder(given)).manifest()
     roots = {read_checkpoint(folder.step(step)).identity.cache_root for step in folder.steps()}
     if others := roots - {manifest.root}:
         raise UsageError(

@@ -22,8 +22,7 @@ from ...stages.model.loading.model_folder import (
     require_peft,
     stored_dtype,
 )
-from ...stages.storage.cache.cache_folder import CacheFolder
-from ...stages.storage.cache.manifest_file import load_manifest
+from ...stages.storage.cache import Cache
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.storage.run.run_remote import RunRemote, run_folder_of, run_remote_of
 from ...stages.tracking.journal import Callback
@@ -63,9 +62,9 @@ class Run:
     asked: Recipe  # the method with its options
     recipe: Recipe  # the same; once loaded, with every `auto` resolved
     read_spec: ReadSpec
-    cache: CacheFolder
+    cache: Cache
     manifest: Manifest
-    held_out: tuple[CacheFolder, Manifest] | None  # another cache to evaluate on
+    held_out: tuple[Cache, Manifest] | None  # another cache to evaluate on
     begins_as: ModelOptions  # the model that the policy begins as
     folder: RunFolder
     remote: RunRemote | None  # where the folder is uploaded
@@ -141,7 +140,7 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
         else:
             remote.require_new()
     cache = cache_at(train.cache or config.cache.output)
-    manifest = load_manifest(cache)
+    manifest = cache.manifest()
     policy = _policy_options(settings, manifest)
     stage = zero_stage(train, policy, world_size=1)
     require_packable(train, config.lora, stage)
@@ -149,7 +148,7 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     held_out = None
     if train.eval_cache:
         folder = cache_at(train.eval_cache)
-        held_out = (folder, load_manifest(folder))
+        held_out = (folder, folder.manifest())
         require_same_making(manifest, held_out[1], train.eval_cache)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
         require_token_logps(recipe, folder, made)

@@ -16,10 +16,10 @@ from typing import Any
 from ...schemas.errors import AlignError, Interrupted, UsageError, counted, log_failure
 from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
 from ...stages.methods.table import recipe_of
-from ...stages.storage.cache.cache_folder import OutputFolder
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import require_on_disk
+from ...stages.storage.output_folder import OutputFolder
 from ...stages.tracking import journaled_run
 from ...stages.tracking.journaled_run import tagged
 from ...stages.tracking.progress import Progress

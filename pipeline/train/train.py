@@ -19,7 +19,6 @@ from ...stages.engine.distributed import (
 )
 from ...stages.methods.recipe import LOSS
 from ...stages.model.memory.live_memory import is_out_of_memory
-from ...stages.storage.cache.verify_cache import sample_rows
 from ...stages.storage.disk.failpoints import reach
 from ...stages.storage.run.checkpoints import wanted
 from ...stages.tracking.journal import EVAL
@@ -307,7 +306,7 @@ def require_cached_logps(run: Run) -> None:
         )
         return
     sample = run_on_all_ranks(
-        run.world, lambda: list(sample_rows(run.cache, run.manifest, SAMPLED_ROWS))
+        run.world, lambda: list(run.cache.sample_rows(run.manifest, SAMPLED_ROWS))
     )
     is_packed = run.config.lora.quantize != "none"
     dtypes = (run.manifest.fingerprint["model.dtype"], run.policy.dtype)

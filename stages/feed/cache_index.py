@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ...schemas.batches import StepSize
-from ...schemas.cache import Commit, Manifest, StoredKind
+from ...schemas.cache import Manifest, Shard, StoredKind
 from ...schemas.columns import (
     arrow_column,
     joined_ranges,
@@ -24,9 +24,8 @@ from ...schemas.columns import (
 )
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
-from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.shards import TURNS, learned_tokens, read_columns
-from ..storage.cache.verify_cache import naming_unit
+from ..storage.cache import Cache
+from ..storage.shards import TURNS, learned_tokens, read_columns
 from .conversions import ReadSpec
 from .file_weights import Draws, weights_of
 from .prompt_split import held_out as is_held_out
@@ -60,10 +59,10 @@ class Index:
     longest: int  # most tokens of a prompt and one completion after it, as the method reads them
 
 
-Check: TypeAlias = Callable[[CacheFolder, Commit], None]
+Check: TypeAlias = Callable[[Cache, Shard], None]
 
 
-def unchecked(_: CacheFolder, __: Commit) -> None:
+def unchecked(_: Cache, __: Shard) -> None:
     """No check, for a process on whose machine another one checks the shards."""
 
 
@@ -75,7 +74,7 @@ class ShardColumns:
         self._checked: set[Path] = set()
 
     def read(
-        self, folder: CacheFolder, shard: Commit, names: Sequence[str]
+        self, folder: Cache, shard: Shard, names: Sequence[str]
     ) -> tuple[pa.Table, NDArray[np.int64]]:
         """These columns of a shard, and the number of rows of each of its row groups."""
         path = folder.shard(shard)
@@ -85,9 +84,7 @@ class ShardColumns:
         return read_columns(path, names)
 
 
-def build_index(
-    folder: CacheFolder, manifest: Manifest, spec: ReadSpec, columns: ShardColumns
-) -> Index:
+def build_index(folder: Cache, manifest: Manifest, spec: ReadSpec, columns: ShardColumns) -> Index:
     """The index of a cache, from the narrow columns of its shards; damage names the unit."""
     weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
     names = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
@@ -101,16 +98,15 @@ def build_index(
     labels = np.zeros((2, max(1, len(weights))))  # chosen and rejected branches of each file
     partners, longest = set[int](), 0
     for place, shard in enumerate(manifest.shards):  # an empty key range has none
-        with naming_unit(shard.unit):
-            table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *source, *spec.columns))
-            rows = read_table(table, sizes, spec, str(folder.root))
-            partners.add(rows.num_partners)
-            if len(partners) > 1:
-                raise CorruptionError(
-                    f"it has {rows.num_partners} mismatched completions a branch, and the shards "
-                    "before it another number. Make the cache again."
-                )
-            file_of = _files(table, names) if weights else np.zeros(len(table), np.int16)
+        table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *source, *spec.columns))
+        rows = read_table(table, sizes, spec, str(folder.root))
+        partners.add(rows.num_partners)
+        if len(partners) > 1:
+            raise CorruptionError(
+                f"it has {rows.num_partners} mismatched completions a branch, and the shards "
+                "before it another number. Make the cache again."
+            )
+        file_of = _files(table, names) if weights else np.zeros(len(table), np.int16)
         is_learned = ~rows.is_held_out
         learned = file_of[rows.stored][is_learned]
         for label, counts in enumerate((rows.num_chosen, rows.num_rejected)):

@@ -21,8 +21,7 @@ from ...schemas.batches import MicroBatch, StepBatch, StepSize
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.errors import damaged
 from ...schemas.row_table import Rows
-from ..storage.cache.shards import open_shard, read_block
-from ..storage.cache.verify_cache import naming_unit
+from ..storage.shards import open_shard, read_block
 from .cache_index import GroupLocation, RowTable
 from .row_selection import as_read
 from .smaller_batches import cut_smaller
@@ -211,7 +210,7 @@ def _read_group(source: TrainSource, location: GroupLocation, rows: NDArray[np.i
     """Rows of a row group, by their indices among the rows that are read of it."""
     shard = source.manifest.shards[location.shard]
     path = source.folder.shard(shard)
-    with naming_unit(shard.unit), open_shard(path) as file:
+    with open_shard(path) as file:
         columns = [name for name in file.schema_arrow.names if name not in UNREAD]
         block = read_block(file.read_row_group(location.group, columns=columns, use_threads=False))
         if block.token_logps is None and source.manifest.fingerprint["cache.token_logps"] == "true":
@@ -222,7 +221,7 @@ def _read_group(source: TrainSource, location: GroupLocation, rows: NDArray[np.i
 def _no_rows(source: TrainSource) -> Rows:
     """An empty block with the columns of the cache."""
     shard = source.manifest.shards[0]
-    with naming_unit(shard.unit), open_shard(source.folder.shard(shard)) as file:
+    with open_shard(source.folder.shard(shard)) as file:
         return read_block(file.schema_arrow.empty_table())
 
 

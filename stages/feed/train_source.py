@@ -16,9 +16,8 @@ from ...schemas.cache import Manifest, StoredKind
 from ...schemas.columns import number_column
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
-from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.shards import open_shard
-from ..storage.cache.verify_cache import naming_unit
+from ..storage.cache import Cache
+from ..storage.shards import open_shard
 from .cache_index import SCORES, Index, ShardColumns, build_index
 from .conversions import CONVERSIONS, ReadSpec
 from .file_weights import SETTING
@@ -30,7 +29,7 @@ from .row_selection import KindCounts
 class TrainSource:
     """A cache and the index of its rows; tokens are read when a step needs them."""
 
-    folder: CacheFolder
+    folder: Cache
     manifest: Manifest
     spec: ReadSpec
     columns: ShardColumns
@@ -73,7 +72,7 @@ class TrainSource:
 
 
 def open_source(
-    folder: CacheFolder, manifest: Manifest, spec: ReadSpec, columns: ShardColumns
+    folder: Cache, manifest: Manifest, spec: ReadSpec, columns: ShardColumns
 ) -> TrainSource:
     """The source of a cache, with its rows indexed; `eval_fraction` 1 is for evaluation only."""
     fraction = spec.eval_fraction
@@ -115,7 +114,7 @@ def _require_rows(source: TrainSource) -> None:
         )
 
 
-def _require_columns(folder: CacheFolder, manifest: Manifest, spec: ReadSpec) -> None:
+def _require_columns(folder: Cache, manifest: Manifest, spec: ReadSpec) -> None:
     """Refuses a cache without the columns that the method needs, by its first shard."""
     if not (spec.columns and manifest.shards):
         return
@@ -245,8 +244,7 @@ def _split_keys(source: TrainSource, *, is_held_out: bool) -> NDArray[np.uint64]
     """The keys of all rows on one side of the split: 8 bytes a row."""
     keys = [np.empty(0, np.uint64)]
     for shard in source.manifest.shards:
-        with naming_unit(shard.unit):
-            table, _ = source.columns.read(source.folder, shard, ("split_key",))
-            found = number_column(table, "split_key")
-            keys.append(found[held_out(found, source.spec.eval_fraction) == is_held_out])
+        table, _ = source.columns.read(source.folder, shard, ("split_key",))
+        found = number_column(table, "split_key")
+        keys.append(found[held_out(found, source.spec.eval_fraction) == is_held_out])
     return np.concatenate(keys)

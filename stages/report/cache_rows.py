@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ...schemas.cache import Manifest
 from ...schemas.errors import UsageError
 from ...schemas.row_table import Rows
-from ..storage.cache.cache import Cache
-from ..storage.cache.shards import iter_row_groups, open_shard, read_rows
+from ..storage.cache import Cache
+from ..storage.shards import iter_row_groups, open_shard, read_rows
 
 LEAST_DIGITS = 6  # of an id that is cut short
 _ID = re.compile(rf"[0-9a-f]{{{LEAST_DIGITS},32}}(-[0-9]+)?")

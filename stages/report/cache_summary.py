@@ -10,8 +10,8 @@ import polars as pl
 
 from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
-from ..storage.cache.cache import Cache
-from ..storage.cache.shards import (
+from ..storage.cache import Cache
+from ..storage.shards import (
     TURNS,
     iter_row_groups,
     learned_tokens,

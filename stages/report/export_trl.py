@@ -22,9 +22,9 @@ from ...schemas.cache import Manifest, StoredKind, branch_layout
 from ...schemas.columns import offsets_of
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
-from ..storage.cache.cache import Cache
-from ..storage.cache.shards import TURNS, carried_names, iter_row_groups, open_shard
+from ..storage.cache import Cache
 from ..storage.disk import fs
+from ..storage.shards import TURNS, carried_names, iter_row_groups, open_shard
 
 
 def export_trl(folder: Cache, target: Path, *, decode: Decode, overwrite: bool = False) -> int:

@@ -11,13 +11,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.cache import Commit
+from ...schemas.cache import Shard
 from ...schemas.columns import Ragged
 from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.row_table import Rows
-from ..storage.cache.cache_folder import CacheFolder
-from ..storage.cache.shards import read_shard
-from ..storage.cache.verify_cache import check_shard
+from ..storage.cache import Cache
+from ..storage.shards import read_shard
 from .score import KnownScores
 
 SHARDS_HELD = 4
@@ -29,8 +28,8 @@ logger = logging.getLogger("align")
 class EarlierCache:
     """A cache of the same reference."""
 
-    folder: CacheFolder
-    shards: tuple[Commit, ...]
+    folder: Cache
+    shards: tuple[Shard, ...]
 
 
 class ReuseIndex:
@@ -77,7 +76,7 @@ class ReuseIndex:
         if number in self._lost:
             return None
         try:
-            check_shard(cache.folder, commit)
+            cache.folder.check(commit)
             block = read_shard(path)
         except (CorruptionError, StorageError, UsageError) as error:
             logger.warning("%s is not reused, its rows are scored again: %s", path, error)

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...schemas.errors import StorageError, UsageError, log_failure
 from ...schemas.safe_text import mask_secrets_of, masked_address, redacted, shown
-from ..storage.cache.cache import Cache
+from ..storage.cache import Cache
 from ..storage.disk import fs
 from ..storage.disk.locks import try_owner_lock
 from ..storage.output_folder import make_place

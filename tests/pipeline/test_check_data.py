@@ -11,8 +11,7 @@ from align.schemas.data_options import DataOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role
 from align.stages.report.cache_summary import summarize
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from support.read_rows import bot, user, write_rows
 from support.refusals import refuses
 from support.stage_one import Silent, run
@@ -40,8 +39,8 @@ def conversations(config, tmp_path):
 def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations):
     checked = check_data(conversations, progress=Silent())
     manifest = run(replace(conversations, cache=replace(conversations.cache, kl_pairs=0))).manifest
-    folder = CacheFolder(Path(conversations.cache.output))
-    assert load_manifest(folder) == manifest
+    folder = Cache(Path(conversations.cache.output))
+    assert folder.manifest() == manifest
     summary = summarize(folder)
     assert (checked.rows_in, checked.usable) == (manifest.rows_in, manifest.rows)
     assert checked.reasons == manifest.reasons == {"empty_completion": 1, "nothing_learned": 1}

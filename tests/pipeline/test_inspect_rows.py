@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from align.pipeline.precompute.inspect_rows import lines_of_inspection
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from support.command import align
 from support.stage_one import run
 
@@ -16,7 +16,7 @@ from support.stage_one import run
 def made(flawed):
     """A cache of the data with one row that cannot be used."""
     run(flawed)
-    return CacheFolder(Path(flawed.cache.output))
+    return Cache(Path(flawed.cache.output))
 
 
 def shown(folder, row=None, **more):

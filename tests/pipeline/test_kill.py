@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from align.schemas.errors import AlignError, StorageError, UsageError
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from align.stages.storage.disk import fs
 from support import disk_faults
 from support.flips import flips
@@ -38,14 +37,14 @@ EXIT_CODES = {"kill": -9, "eio": 74, "term": 143}
 )
 def test_a_run_stopped_at_every_named_place_ends_in_the_same_bytes(flawed, clean_of_flawed, places):
     """At one after the other: each goes on from what the one before has left."""
-    folder = CacheFolder(Path(flawed.cache.output))
+    folder = Cache(Path(flawed.cache.output))
     for name, action in places.items():
         stopped = child(flawed, f"{name}={action}")
         stopped.join(PATIENCE)
         assert stopped.exitcode == EXIT_CODES[action], name
         if not folder.manifest_file.exists():
             with refuses(UsageError, folder.root):
-                load_manifest(folder)
+                folder.manifest()
     run(flawed)
     assert contents(folder.root) == clean_of_flawed
 
@@ -93,7 +92,7 @@ def test_a_disk_without_room_for_the_shards_is_refused_before_anything_is_scored
 def test_no_bit_that_flips_between_two_runs_reaches_a_cache(config, clean, tmp_path, count):
     """Each is found, and mended by what the message says, or changes nothing."""
     child(config, "after:fsync_folder:commits=kill@2").join(PATIENCE)
-    (work,) = CacheFolder(Path(config.cache.output)).unfinished()
+    (work,) = Cache(Path(config.cache.output)).unfinished()
     files = [*work.work.rglob("*.json")]  # tokens that wait have no digest
     found = 0
     for path, byte, bit in flips({path: path.stat().st_size for path in files}, count):

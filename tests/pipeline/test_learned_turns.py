@@ -14,7 +14,7 @@ from align.schemas.errors import FingerprintError, UsageError
 from align.stages.report.cache_summary import summarize
 from align.stages.report.cache_tables import render
 from align.stages.report.export_trl import export_trl, scan_trl
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from support.read_rows import bot, user, write_rows
 from support.refusals import refuses
 from support.stage_one import Heard, contents, run
@@ -68,7 +68,7 @@ def branches_of(config):
 
 def test_sums_are_of_what_is_learned_and_partners_bring_that_along(turns):
     config = turns("cache")
-    assert verify_files(CacheFolder(Path(config.cache.output)) if run(config) else None)
+    assert verify_files(Cache(Path(config.cache.output)) if run(config) else None)
     own, mismatched = {}, {}
     for row in stored(config):
         for ids, role, each in zip(row["completion_ids"], row["role"], turns_of(row), strict=True):
@@ -125,7 +125,7 @@ def test_what_is_learned_is_said_of_a_cache_and_shown_of_a_row(turns):
     said, rest = chosen.partition("(not learned: ")[::2]
     assert '"A' in said
     assert '"D ' in rest.partition(")")[2]
-    summary = summarize(CacheFolder(Path(config.cache.output)))
+    summary = summarize(Cache(Path(config.cache.output)))
     counts = {name: sum(numbers) for name, numbers in _learned(config).items()}
     assert {name: role.learned for name, role in summary.roles.items()} == counts
     assert f"{sum(counts.values()):,} of these tokens" in render(summary)
@@ -143,7 +143,7 @@ def _learned(config):
 def test_sums_over_turns_are_not_given_to_trainers_that_sum_over_all(turns, tmp_path):
     config = turns("cache")
     run(config)
-    folder, target = CacheFolder(Path(config.cache.output)), tmp_path / "trl.parquet"
+    folder, target = Cache(Path(config.cache.output)), tmp_path / "trl.parquet"
     for export in (lambda: export_trl(folder, target, decode=None), lambda: scan_trl(folder)):
         with refuses(UsageError, "tokens.learn=all"):
             export()

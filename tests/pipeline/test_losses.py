@@ -11,7 +11,7 @@ import pytest
 from align.pipeline.precompute.verify import verify, verify_files
 from align.schemas.config import ModelOptions
 from align.schemas.errors import BadDataError, CorruptionError, NonFiniteError
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from support.faulty_scorer import Faulty
 from support.refusals import refuses
 from support.stage_one import contents, run
@@ -71,12 +71,12 @@ def test_every_row_is_in_one_shard_or_rejected(flawed, token):
     assert {"empty_completion", "nonfinite_logp", "oom"} == set(manifest.reasons)
     assert all(row["detail"] for row in rejected)
     assert {row["file_name"] for row in rejected} == {"flawed.jsonl"}
-    assert verify_files(CacheFolder(root)) == manifest
+    assert verify_files(Cache(root)) == manifest
     assert manifest.rejected.file in contents(config.cache.output)
 
 
 def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config, token):
-    folder, reference = CacheFolder(Path(config.cache.output)), Lossy((token,), room=150)
+    folder, reference = Cache(Path(config.cache.output)), Lossy((token,), room=150)
     reasons = ("oom", "nonfinite_logp")
     with refuses(BadDataError, "of 120", *reasons, "--max-bad-frac", folder.rejected):
         run(config, reference)
@@ -98,7 +98,7 @@ def test_a_cache_with_too_many_losses_or_without_rows_is_never_published(config,
         own = replace(config, cache=replace(config.cache, output=output))
         with pytest.raises(error):
             run(allowing(own, allowed), reference)
-        assert not CacheFolder(Path(output)).manifest_file.exists()
+        assert not Cache(Path(output)).manifest_file.exists()
 
 
 def test_a_verified_cache_holds_what_its_reference_gives(to, token):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from align.pipeline.precompute.verify import verify_files
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from align.stages.storage.copies import damaged_objects, fetch_cache
 from align.stages.storage.remote import Remote
 from support.object_server import environment
@@ -37,13 +36,13 @@ def cache_on_disk(server, world, tmp_path_factory):
     """A cache on a disk."""
     folder = tmp_path_factory.mktemp("disk")
     Person(server, folder, {}).gives(*making(world, "cache"))
-    return CacheFolder(folder / "cache")
+    return Cache(folder / "cache")
 
 
 def require_clean(place, root):
     """The cache is whole, and nothing but it is left."""
     assert damaged_objects(f"{place}/cache") == []
-    manifest = verify_files(CacheFolder(fetch_cache(f"{place}/cache")))
+    manifest = verify_files(Cache(fetch_cache(f"{place}/cache")))
     assert manifest.root == root
     named = {f"data/{shard.file}" for shard in manifest.shards}
     assert Remote(f"{place}/cache").list().keys() == {*named, "manifest.json"}
@@ -62,10 +61,10 @@ def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_anothe
         *("precompute-ref", f"{bucket}/data", "--model", f"{bucket}/model"),
         *("--output", f"{bucket}/cache", *MAKE),
     )
-    root = load_manifest(cache_on_disk).root
+    root = cache_on_disk.manifest().root
     assert root in person.gives(*made).out
     require_clean(bucket, root)
-    assert load_manifest(CacheFolder(fetch_cache(f"{bucket}/cache"))).model == f"{bucket}/model"
+    assert Cache(fetch_cache(f"{bucket}/cache")).manifest().model == f"{bucket}/model"
     assert "already complete" in person.gives(*made).out
     assert root in person.gives("verify", f"{bucket}/cache").out
     assert json.loads(person.gives("inspect", f"{bucket}/cache", "--json").out)["root"] == root
@@ -112,7 +111,7 @@ def test_a_cache_whose_maker_is_killed_ends_as_one_on_a_disk(person, bucket, wor
         assert person.tries(*words, failpoints=failpoint).code == KILLED
         shutil.rmtree(person.home)
     person.gives(*words)
-    require_clean(bucket, load_manifest(cache_on_disk).root)
+    require_clean(bucket, cache_on_disk.manifest().root)
 
 
 @pytest.mark.parametrize("parts", [(), ("2/2", "1/2")])
@@ -130,16 +129,16 @@ def test_machines_that_share_nothing_but_the_store_make_one_cache(
             answers.append(machines.pop().answer())
     answers += [machine.answer() for machine in machines]
     assert [answer.code for answer in answers] == [0, 0], answers
-    require_clean(bucket, load_manifest(cache_on_disk).root)
+    require_clean(bucket, cache_on_disk.manifest().root)
 
 
 def test_a_cache_in_a_store_is_reused_and_never_changes(person, bucket, world, cache_on_disk):
     """A cache elsewhere copies its scores."""
-    root, made = load_manifest(cache_on_disk).root, making(world, f"{bucket}/cache")
+    root, made = cache_on_disk.manifest().root, making(world, f"{bucket}/cache")
     person.gives(*made)
     refused = person.tries(*made, "--kl-pairs", 2)
     assert (refused.code, "cache.kl_pairs: the cache has 1, now 2" in refused.err) == (4, True)
     require_clean(bucket, root)
     reused = person.gives(*making(world, "disk"), "--reuse", f"{bucket}/cache")
     assert "reused 240 of 240" in reused.out, reused
-    assert load_manifest(CacheFolder(person.folder / "disk")).root == root
+    assert Cache(person.folder / "disk").manifest().root == root

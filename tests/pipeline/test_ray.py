@@ -12,7 +12,7 @@ import pytest
 
 from align.pipeline.parts import Part
 from align.schemas.errors import ServerError, UsageError
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from support.command import refusal, start
 from support.patience import PATIENCE, wait_until
 from support.programs import TESTS
@@ -44,7 +44,7 @@ def child_on_ray(config, *, fails=False, **how):
 
 def has_committed(config, shards):
     """Whether so many shards are committed, of a cache that is not complete yet."""
-    works = CacheFolder(Path(config.cache.output)).unfinished()
+    works = Cache(Path(config.cache.output)).unfinished()
     return sum(len([*work.commits.glob("[0-9]*.json")]) for work in works) >= shards
 
 

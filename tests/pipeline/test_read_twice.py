@@ -13,8 +13,7 @@ from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from support.refusals import refuses
 from support.stage_one import Silent, run
 from support.stub_reference import StubReference
@@ -58,10 +57,10 @@ def test_a_file_that_grows_while_it_is_read_is_refused_and_then_read_whole(own_d
 
     with refuses(FingerprintError, "rows.jsonl"):
         precompute(own_data, StubReference(), progress=Meddling(grow))
-    folder = CacheFolder(Path(own_data.cache.output))
+    folder = Cache(Path(own_data.cache.output))
     assert not folder.manifest_file.exists()
     run(own_data)
-    (entry,) = load_manifest(folder).inputs
+    (entry,) = folder.manifest().inputs
     assert (entry.rows, entry.bytes) == (121, path.stat().st_size)
 
 
@@ -94,7 +93,7 @@ def test_a_model_that_is_written_over_while_it_is_used_is_refused(config, world,
     progress = Meddling(overwrite if when == "scored" else None, scored=True)
     with refuses(FingerprintError, "model.safetensors"):
         precompute(own, Overwritten(own.model), progress=progress)
-    assert not CacheFolder(Path(own.cache.output)).manifest_file.exists()
+    assert not Cache(Path(own.cache.output)).manifest_file.exists()
 
 
 def test_a_file_that_changes_between_its_scores_and_its_rows_is_refused(own_data, tmp_path):

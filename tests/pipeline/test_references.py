@@ -7,8 +7,7 @@ import pytest
 
 from align.pipeline.options.settings import load_settings
 from align.pipeline.train.setup import check
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from support.command import align, refusal
 
 pytestmark = pytest.mark.numeric
@@ -29,7 +28,7 @@ def test_a_shortened_reference_is_refused_and_where_it_is_allowed_every_stage_kn
     assert not cache.exists()
     allowed = ("--no-mlflow", "--set", "model.allow_unused_weights=true")
     assert align(*given, *allowed).code == 0
-    assert load_manifest(CacheFolder(cache)).fingerprint["model.unused_weights"] == "9"
+    assert Cache(cache).manifest().fingerprint["model.unused_weights"] == "9"
     assert align("verify", cache).code == 0
     flags = {"train.method": "dpo", "train.cache": str(cache)}
     assert check(load_settings(flags, [], file=None)).begins_as.allow_unused_weights

@@ -17,8 +17,7 @@ from align.schemas.data_options import DataOptions
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.schemas.rows import Record, Role
 from align.stages.data.row_keys import prompt_keys_of
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from support.patience import PATIENCE
 from support.refusals import refuses
 from support.stage_one import child, contents, run
@@ -47,7 +46,7 @@ def values(folder):
     """Every branch's score by row, and by what is scored."""
     return {
         (tuple(row["prompt_ids"]), tuple(ids)): logp
-        for commit in load_manifest(CacheFolder(Path(folder))).shards
+        for commit in Cache(Path(folder)).manifest().shards
         for row in pq.read_table(Path(folder) / "data" / commit.file).to_pylist()
         for ids, logp in zip(row["completion_ids"], row["ref_logp"], strict=True)
     }
@@ -273,7 +272,7 @@ def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
 
 
 def lose(cache, kinds):
-    (work,) = CacheFolder(cache).unfinished()
+    (work,) = Cache(cache).unfinished()
     for kind in kinds:
         (path,) = work.encoded.glob(kind)
         path.unlink()
@@ -330,7 +329,7 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
     outputs = [str(tmp_path / name) for name in DAMAGE]
     for shards, output in enumerate(outputs, start=3):
         run(to(output=output, shards=shards))
-        register_cache(CacheFolder(Path(output)))
+        register_cache(Cache(Path(output)))
         DAMAGE[Path(output).name](Path(output) / "manifest.json")
     again = to(reuse=outputs if is_named else [], reuse_known=not is_named)
     reused = run(again).tally.reused
@@ -344,8 +343,8 @@ def test_a_list_of_caches_may_hold_anything_passes_over_what_is_gone_and_need_no
 ):
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
     run(to())
-    folder = CacheFolder(Path(to().cache.output))
-    away = CacheFolder(tmp_path / "away")
+    folder = Cache(Path(to().cache.output))
+    away = Cache(tmp_path / "away")
     shutil.copytree(folder.root, away.root)
     known = [str(one.root.resolve()) for one in (away, folder)]
     held = b"\xff\xfe\n\n/none\n" + b"x" * 5000 + f"\n{known[0]}\n".encode()

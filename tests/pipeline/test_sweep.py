@@ -21,8 +21,8 @@ from align.pipeline.train.sweep_result import (
 from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
-from align.stages.storage.cache.cache_folder import CacheFolder, OutputFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
+from align.stages.storage.output_folder import OutputFolder
 from align.stages.storage.run.run_folder import RunFolder
 from support.command import align
 from support.mlflow_runs import open_store
@@ -196,7 +196,7 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
     assert parent.data.metrics == best["after"]
     (given,) = parent.inputs.dataset_inputs
     digest = {tag.key: tag.value for tag in given.tags}["align.digest"]
-    assert digest == load_manifest(CacheFolder(journey.cache)).root
+    assert digest == Cache(journey.cache).manifest().root
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from align.pipeline.jobs.tracker_sync import sync_runs
 from align.pipeline.precompute.precompute import precompute
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.tracking import journaled_run
 from align.stages.tracking.outbox import new_record, unsent_runs
@@ -54,7 +53,7 @@ def history_of(config, run):
 
 
 def output_of(config):
-    return CacheFolder(Path(config.cache.output))
+    return Cache(Path(config.cache.output))
 
 
 def statuses(config):
@@ -119,7 +118,7 @@ def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
     folder = output_of(down)
     made = contents(folder.root)
     assert {name: made[name] for name in made if "_align/outbox/" not in name} == clean
-    assert folder.is_tidy(load_manifest(folder))
+    assert folder.is_tidy(folder.manifest())
 
     mlflow_server.start()
     (synced,) = sync_runs(folder.root, down.tracking)
@@ -170,7 +169,7 @@ def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(down
     first, second = recorded(down)
     assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
     assert second.data.tags["align.goes_on_from"] == first.info.run_id
-    assert 0 < first.data.metrics["rows"] < load_manifest(output_of(down)).rows
+    assert 0 < first.data.metrics["rows"] < output_of(down).manifest().rows
 
 
 def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):

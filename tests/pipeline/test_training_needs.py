@@ -16,8 +16,7 @@ from align.schemas.json_codec import to_signed_json
 from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
 from align.stages.model.reference import HfReference
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from support.refusals import refuses
 from support.stage_one import Heard, Silent
 from support.training_world import job_of, session_of, trained
@@ -69,7 +68,7 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
         folder = tmp_path / "-".join(map(str, drawn))
         if not folder.exists():
             shutil.copytree(scored_groups, folder)
-            told = replace(load_manifest(CacheFolder(folder)), sampling=(Drawing(*drawn),))
+            told = replace(Cache(folder).manifest(), sampling=(Drawing(*drawn),))
             (folder / "manifest.json").write_text(to_signed_json(told))
         return folder
 

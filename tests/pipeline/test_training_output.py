@@ -21,8 +21,7 @@ from align.schemas.rows import Role
 from align.stages.report.eval_table import read_samples
 from align.stages.report.side_by_side import read_answers
 from align.stages.report.signs import Sign
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from align.stages.storage.run.run_folder import RunFolder
 from support.command import refusal
 from support.mlflow_runs import open_store, run_of, stored
@@ -155,7 +154,7 @@ def likeliest(model, prompt, stops):
 
 def are_its_answers(run, course, before, after):
     """Whether the run has written down what the two models answer."""
-    stops = Stops.of(load_manifest(CacheFolder(course.cache)).fingerprint).tokens
+    stops = Stops.of(Cache(course.cache).manifest().fingerprint).tokens
     prompts = {
         row["row_id"]: row["prompt_ids"] for row in pq.read_table(course.cache / "data").to_pylist()
     }
@@ -215,7 +214,7 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     names = {name for name, *_ in journalled(plain)}
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
     told = run_of(store_of(plain), run_id)
-    manifest = load_manifest(CacheFolder(course.cache))
+    manifest = Cache(course.cache).manifest()
     data = Path(manifest.inputs[0].name).stem
     assert told.info.run_name == f"{course.model.parent.name} · kto · {data}"
     note, params = told.data.tags["mlflow.note.content"], told.data.params

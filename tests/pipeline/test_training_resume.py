@@ -9,8 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from align.schemas.json_codec import to_signed_json
-from align.stages.storage.cache.cache_folder import CacheFolder
-from align.stages.storage.cache.manifest_file import load_manifest
+from align.stages.storage.cache import Cache
 from align.stages.storage.run.checkpoints import read_checkpoint
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder, read_ending
 from support.command import align
@@ -48,7 +47,7 @@ def test_what_is_learned_by_may_not_change_and_is_named(course, broken_run, worl
     cache = broken_run.with_name("other-cache")
     made = ("--model", course.model, "--output", cache, "--no-mlflow", "--set", "cache.shards=3")
     assert course.server.run("precompute-ref", world.data.paired, *made).code == 0
-    root = load_manifest(CacheFolder(cache)).root
+    root = Cache(cache).manifest().root
     refused(course, 4, broken_run, *RESUME, "--cache", cache, names=("--cache", root[:12]))
     shutil.rmtree(broken_run / "checkpoints")  # then the settings alone say what it was
     said = refused(course, 4, broken_run, *RESUME, "--lr", 2e-3)

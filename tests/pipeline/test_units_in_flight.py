@@ -23,7 +23,7 @@ from align.pipeline.precompute.scoring import Shards, ShardScorer
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, Interrupted, StorageError, UsageError
 from align.stages.pairing.shard_rows import build_shard
-from align.stages.storage.cache.cache import PLAN_NAME, Cache
+from align.stages.storage.cache import PLAN_NAME, Cache
 from support import disk_faults
 from support.patience import PATIENCE
 from support.stage_one import Silent, contents, run

@@ -22,7 +22,7 @@ from align.stages.model.memory import host_activations
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
 from align.stages.score.score import KnownScores, ScoringRules, score_unit
-from align.stages.storage.cache.verify_cache import check_shard
+from align.stages.storage.cache import Cache
 from align.stages.train.evaluation import EvalSamples, means_of_held_out, needs_pre_pass, whole_step
 from align.stages.train.step import train_step
 from support.pretended_device import DEVICE, WAITS, Pretended, PretendedDevice
@@ -110,7 +110,7 @@ def source_of(cache, method):
     """The job of a method, its recipe, and its rows."""
     name, options = IN_USE.get(method, (method, {}))
     job = job_of(cache, name, options=options, batch_size=3, eval_fraction=0.3)
-    source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(check_shard))
+    source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(Cache.check))
     return job, job.recipe.resolve_auto(source.labels)[0], source
 
 

@@ -24,7 +24,7 @@ from align.schemas.errors import UsageError
 from align.schemas.json_codec import digest
 from align.schemas.round_options import JudgeOptions
 from align.schemas.samples import Sample
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
@@ -254,7 +254,7 @@ class Precomputing(Forked):
 
     def kept(self, before, now):
         """What was scored for the units that are committed; their commits go in the end."""
-        folder = CacheFolder(self.root)
+        folder = Cache(self.root)
         if folder.manifest_file.exists():
             return set().union(*self.units.values())
         commits = {path.name for work in folder.unfinished() for path in work.commits.glob("*")}

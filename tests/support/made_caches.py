@@ -15,7 +15,7 @@ from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.columns import Ragged, offsets_of
 from align.schemas.row_table import Rows, sources
 from align.schemas.rows import Rejected
-from align.stages.storage.cache.cache import Cache
+from align.stages.storage.cache import Cache
 from align.stages.storage.disk.locks import owner_lock
 from support import disk_faults
 

@@ -15,10 +15,9 @@ from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
-from align.stages.storage.cache.cache import Cache, part_name
-from align.stages.storage.cache.shards import write_shard
-from align.stages.storage.cache.verify_cache import check_shard
+from align.stages.storage.cache import Cache, part_name
 from align.stages.storage.disk.fs import sha256_of
+from align.stages.storage.shards import write_shard
 
 PAIR = (Role.CHOSEN, Role.REJECTED)
 
@@ -106,7 +105,6 @@ def write_cache(root, blocks):
     shards = tuple(
         SimpleNamespace(
             number=unit,
-            unit=unit,
             file=path.name,
             bytes=path.stat().st_size,
             sha256=sha256_of(path),
@@ -119,7 +117,7 @@ def write_cache(root, blocks):
     return folder, SimpleNamespace(shards=shards, root=root_digest, fingerprint=fingerprint)
 
 
-def opened(cache, *, check=check_shard, **changed):
+def opened(cache, *, check=Cache.check, **changed):
     """A source that reads everything as labels."""
     plain = {"kind": "labelled", "mismatched": True, "eval_fraction": 0.0}
     return open_source(*cache, ReadSpec(**(plain | changed)), ShardColumns(check))

@@ -10,8 +10,8 @@ import pytest
 from align.schemas.errors import AlignError, CorruptionError
 from align.stages.feed.cache_index import unchecked
 from align.stages.feed.epoch_order import ROW_GROUPS_PER_WINDOW, shuffled_order
-from align.stages.storage.cache.shards import read_shard
-from align.stages.storage.cache.verify_cache import check_shard
+from align.stages.storage.cache import Cache
+from align.stages.storage.shards import read_shard
 from support.refusals import refuses
 from support.shard_cache import block_of, feed_of, opened, write_cache
 
@@ -26,7 +26,7 @@ def forty_units(tmp_path):
     return write_cache(tmp_path / "cache", blocks)
 
 
-@pytest.mark.parametrize("check", [check_shard, unchecked])
+@pytest.mark.parametrize("check", [Cache.check, unchecked])
 def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, check):
     source = opened(forty_units, check=check)
     folder, manifest = forty_units

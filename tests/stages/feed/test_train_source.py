@@ -11,8 +11,8 @@ from align.stages.feed.cache_index import COLUMNS, read_table, unchecked
 from align.stages.feed.conversions import ReadSpec, ScoreRules
 from align.stages.feed.prompt_split import held_out
 from align.stages.feed.train_source import overlap
-from align.stages.storage.cache.shards import to_table
-from align.stages.storage.cache.verify_cache import check_before_reading
+from align.stages.storage.cache import Cache
+from align.stages.storage.shards import to_table
 from support import shard_cache
 from support.refusals import refuses, require_names
 from support.shard_cache import block_of, write_cache
@@ -177,7 +177,7 @@ def test_damage_is_found_when_the_cache_is_opened_and_named_by_its_unit(mixed):
     )
     whole = path.read_bytes()
     # In the footer, and among the lengths, which are checked where all bytes are not.
-    for place, check in ((len(whole) - 20, check_before_reading), (start + 30, unchecked)):
+    for place, check in ((len(whole) - 20, Cache.check), (start + 30, unchecked)):
         content = bytearray(whole)
         content[place] ^= 4
         path.write_bytes(content)

@@ -9,7 +9,7 @@ import pytest
 
 from align.schemas.errors import CorruptionError
 from align.stages.report.export_trl import export_trl, scan_trl
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from support.refusals import refuses
 
 # The first line of each kind, or the one with a cut; ids and texts are the same numbers.
@@ -101,7 +101,7 @@ def test_shards_that_are_swapped_are_refused(caches, tmp_path):
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
     with refuses(CorruptionError, first.name):
-        exported(CacheFolder(folder), tmp_path / "x.parquet")
+        exported(Cache(folder), tmp_path / "x.parquet")
 
 
 def test_rows_of_no_known_kind_or_of_several_are_refused_to_a_query(caches):

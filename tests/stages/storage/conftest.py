@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from align.stages.storage.cache.cache import Cache
+from align.stages.storage.cache import Cache
 from support.made_caches import make_cache
 
 

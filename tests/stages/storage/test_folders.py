@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from align.schemas.errors import LockedError, UsageError
-from align.stages.storage.cache.cache import Cache
+from align.stages.storage.cache import Cache
 from align.stages.storage.disk.locks import held, is_owned, owner_lock, try_owner_lock
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import trash_name

@@ -13,10 +13,10 @@ from align.schemas.cache import Shard
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
 from align.schemas.json_codec import digest, from_signed_json, to_json
 from align.schemas.rows import Rejected
-from align.stages.storage.cache.cache import Cache
-from align.stages.storage.cache.shards import read_shard
+from align.stages.storage.cache import Cache
 from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import save_model
+from align.stages.storage.shards import read_shard
 from support import disk_faults
 from support.flips import flipped
 from support.made_caches import (

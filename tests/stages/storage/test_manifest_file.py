@@ -7,7 +7,7 @@ import pytest
 from align.schemas.cache import NOT_IN_ROOT
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.json_codec import digest, to_json
-from align.stages.storage.cache.cache import Cache
+from align.stages.storage.cache import Cache
 from align.stages.storage.disk import fs
 from support.flips import flipped
 from support.made_caches import make_cache

@@ -11,7 +11,7 @@ from align.pipeline.precompute.verify import verify_files
 from align.schemas.columns import Ragged
 from align.schemas.errors import CorruptionError
 from align.schemas.row_table import Rows
-from align.stages.storage.cache.shards import (
+from align.stages.storage.shards import (
     ROWS_PER_GROUP,
     TOKENS_PER_GROUP,
     group_bounds,

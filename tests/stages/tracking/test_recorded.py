@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from align.schemas.errors import Interrupted
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from align.stages.tracking import delivery, journaled_run
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.mlflow_silence import mlflow_silenced
@@ -69,7 +69,7 @@ def test_a_run_holds_what_was_logged_and_leaves_nothing_behind(uri, home, tmp_pa
         run.log_artifact(tmp_path / "note.txt")
         # More than one request takes, and one that is too long.
         run.log_params({"long": "x" * 7000, **{f"p{number}": "x" for number in range(100)}})
-    assert not list(CacheFolder(home).private.iterdir())
+    assert not list(Cache(home).private.iterdir())
     stored = read(uri, run)
     assert (stored.info.run_name, stored.info.status) == ("precompute-ref", "FINISHED")
     assert stored.data.metrics == {"tokens/s": 5.0, "odd_name": 1.5, "rows": 60.0}
@@ -141,7 +141,7 @@ def test_what_a_kill_left_of_a_removal_goes_with_the_next_run(uri, home):
     with begun(home, uri):
         assert not begun_to_go.root.exists()
         assert not halfway.root.exists()
-    assert not CacheFolder(home).outbox.exists()
+    assert not Cache(home).outbox.exists()
 
 
 def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
@@ -170,7 +170,7 @@ def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
 
 def test_no_record_is_looked_for_behind_a_link(home, tmp_path):
     (tmp_path / "theirs" / "_align").mkdir(parents=True)
-    record, ours = new_record(tmp_path / "theirs"), CacheFolder(home).outbox
+    record, ours = new_record(tmp_path / "theirs"), Cache(home).outbox
     record.mlflow.write_text("{}")
     assert len(unsent_runs(tmp_path / "theirs")) == 1
     ours.symlink_to(record.root.parent)

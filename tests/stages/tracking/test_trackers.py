@@ -11,7 +11,7 @@ import pytest
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
-from align.stages.storage.cache.cache_folder import CacheFolder
+from align.stages.storage.cache import Cache
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import journaled_run
 from align.stages.tracking.delivery import Sender
@@ -110,7 +110,7 @@ def test_every_tracker_is_told_all_of_a_run_and_of_the_run_that_it_belongs_to(
         learn(run, range(20))
         run.log_params({"lr": "0.1"})
         run.finish("FINISHED")
-    assert not list(CacheFolder(home).private.iterdir()), "all of it was sent"
+    assert not list(Cache(home).private.iterdir()), "all of it was sent"
     above = parent.run_ids
     stores = {"mlflow": mlflow, "files": files}
     told = {name: store.told(run.run_ids[name]) for name, store in stores.items()}
@@ -158,7 +158,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     sender._thread.join(PATIENCE)
     (synced,) = sync_runs(home, options)
     assert files.told(synced.run_id).numbers == [("rows", 4, 16.0)]
-    assert not CacheFolder(home).outbox.exists()
+    assert not Cache(home).outbox.exists()
 
 
 def test_trackers_share_the_seconds_that_a_run_waits_at_its_end(

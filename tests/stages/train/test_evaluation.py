@@ -15,7 +15,6 @@ from align.pipeline.train.train import evaluated
 from align.schemas.errors import FingerprintError
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
-from align.stages.storage.cache.verify_cache import sample_rows
 from align.stages.train.evaluation import largest_gap
 from support import plain_loop
 from support.refusals import refuses
@@ -163,7 +162,7 @@ def session(training_world, one_rank):
 
 def test_the_reference_agrees_with_its_cache_or_is_refused_by_shard_and_row(session):
     # Of several shards.
-    sample = list(sample_rows(session.cache, session.manifest, 8))
+    sample = list(session.cache.sample_rows(session.manifest, 8))
     assert largest_gap(session.engine, sample, "float32", "float32") < 1e-4
     (first, (name, block), *others) = sample
     for by in (0.05, -0.05, math.nan, math.inf):  # one branch of the second shard

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ....schemas.columns import (
+from ...schemas.columns import (
     Ragged,
     arrow_column,
     arrow_of,
@@ -24,8 +24,8 @@ from ....schemas.columns import (
     packed,
     ragged_of,
 )
-from ....schemas.errors import damaged, storage_error
-from ....schemas.row_table import (
+from ...schemas.errors import damaged, storage_error
+from ...schemas.row_table import (
     CARRIED,
     COMPLETION,
     COUNTS,
@@ -36,7 +36,7 @@ from ....schemas.row_table import (
     learned_counts,
     list_of,
 )
-from ..disk import fs
+from .disk import fs
 
 ROWS_PER_GROUP = 512
 TOKENS_PER_GROUP = 512 * 1024

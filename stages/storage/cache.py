@@ -32,23 +32,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .... import __version__
-from ....schemas.cache import FORMAT_VERSION, NOT_IN_ROOT, FileEntry, Manifest, Plan, Shard
-from ....schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
-from ....schemas.file_version import Remember, digest_anew
-from ....schemas.json_codec import digest
-from ....schemas.row_table import Rows
-from ....schemas.rows import Rejected
-from ..copies import work_folder
-from ..disk import fs
-from ..disk.digests import remembered_sha256
-from ..locations import is_remote
-from ..output_folder import is_output, make_place, refuse_foreign
-from ..records import Records
+from ... import __version__
+from ...schemas.cache import FORMAT_VERSION, NOT_IN_ROOT, FileEntry, Manifest, Plan, Shard
+from ...schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
+from ...schemas.file_version import Remember, digest_anew
+from ...schemas.json_codec import digest
+from ...schemas.row_table import Rows
+from ...schemas.rows import Rejected
+from .copies import work_folder
+from .disk import fs
+from .disk.digests import remembered_sha256
+from .locations import is_remote
+from .output_folder import is_output, make_place, refuse_foreign
+from .records import Records
 from .shards import read_rows, write_shard
 
 if TYPE_CHECKING:
-    from ..remote import Remote
+    from .remote import Remote
 
 logger = logging.getLogger("align")
 
@@ -119,7 +119,7 @@ class Cache:
     @property
     def remote(self) -> Remote:
         """The place in the bucket; only a cache that is made in one has it."""
-        from ..remote import Remote  # noqa: PLC0415 - its library takes a while to import
+        from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
 
         return Remote(self.url)
 
