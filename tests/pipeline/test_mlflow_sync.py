@@ -8,7 +8,7 @@ import pytest
 from align.pipeline.jobs.tracker_sync import own_options
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.config import TrackingOptions
-from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
+from align.schemas.errors import LockedError, StorageError, UsageError
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import RunFolder, write_ending
 from align.stages.tracking import delivery, journal, journaled_run, mlflow_tracker, outbox
@@ -212,10 +212,8 @@ def test_a_run_of_the_store_is_not_taken_over_by_a_folder_that_names_it(tmp_path
     assert run_of(uri, id_of(mine)).info.status == "FINISHED"
 
 
-def test_a_ledger_that_asks_the_store_for_more_or_lies_behind_a_link_is_refused(tmp_path, uri):
-    folder = planted(tmp_path, uri, key="x' OR '1' = '1")
-    with refuses(CorruptionError, "mlflow.json", "key"):
-        sync_run(folder.root, TrackingOptions())
+def test_a_ledger_behind_a_link_is_refused(tmp_path, uri):
+    folder = planted(tmp_path, uri)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "_align").symlink_to(folder.private)
     with refuses(UsageError, tmp_path / "other" / "_align"):

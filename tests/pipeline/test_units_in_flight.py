@@ -144,7 +144,7 @@ def test_a_unit_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
     """Its scores are known, so its rows are shown when it is committed, all at once."""
     first, shown = to(output=str(tmp_path / "first")), Shown(stops=True)
     run(first)
-    config = to(reuse=(first.cache.output,))
+    config = to(reuse=[first.cache.output])
     with pytest.raises(Interrupted):
         precompute(config, StubReference(), progress=shown)
     (work,) = Cache(Path(config.cache.output)).unfinished()
@@ -215,7 +215,7 @@ def test_no_model_is_loaded_where_all_scores_are_known(to, tmp_path, caplog):
     """What cannot be read is no reason to wait for the rows, and is told of once."""
     other, (one, two) = to().cache.output, (str(tmp_path / name) for name in ("one", "two"))
     run(to())  # by another reference
-    first, again = to(output=one, reuse=(other,)), to(output=two, reuse=(one,))
+    first, again = to(output=one, reuse=[other]), to(output=two, reuse=[one])
     paid, free, beside = (OnDevice(output=folder) for folder in (one, two, two))
     run(first, paid)
     run(again, free)
@@ -231,9 +231,10 @@ def test_no_model_is_loaded_where_all_scores_are_known(to, tmp_path, caplog):
 def test_bad_rows_are_told_of_while_a_model_is_loaded_for_which_the_next_run_waits(
     config, flawed_file, capfd
 ):
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def wait_for_end():
+        begun.set()
         assert over.wait(PATIENCE)
 
     def end_first(op):
@@ -247,6 +248,7 @@ def test_bad_rows_are_told_of_while_a_model_is_loaded_for_which_the_next_run_wai
     flawed = replace(config, data=DataOptions(files=[str(flawed_file)]))
     with pytest.raises(BadDataError):
         run(flawed, first)
+    assert begun.wait(PATIENCE)
     shutil.rmtree(config.cache.output)
     with disk_faults.watch(end_first):
         run(config, second)

@@ -158,12 +158,12 @@ def test_what_a_gpu_makes_of_a_tile_is_what_float64_makes_of_it(logits, softcap)
 
 @pytest.mark.slow  # it looks for a compiler, by a process of its own
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(
-    logits, monkeypatch, caplog
-):
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(logits, caplog):
     caplog.set_level("WARNING", logger="align")
-    with torch.compiler.config.patch(force_disable_caches=True):
+    with (
+        inductor.patch({"cpp.cxx": ("no-such-compiler",)}),
+        torch.compiler.config.patch(force_disable_caches=True),
+    ):
         for _ in range(2):
             found = gpu_tiles.compiled(gpu_tiles.log_sum_exp)(logits)
             assert torch.equal(found, gpu_tiles.log_sum_exp(logits))
