@@ -118,13 +118,21 @@ class Pairs:
         self.lp_c, self.lp_l = branches.logps[0::2], branches.logps[1::2]
         self.n_c, self.n_l = branches.num_tokens[0::2], branches.num_tokens[1::2]
         self.D = self.r_c - self.r_l
-        self.D_mean = self.r_c / self.n_c - self.r_l / self.n_l
         # The log-probs that are compared: modifiers change them, and not those to be imitated.
         self.compared_c = branches.compared_logps[0::2]
         self.compared_l = branches.compared_logps[1::2]
-        self.score_gap = branches.scores[0::2] - branches.scores[1::2]
         # The margin that the data wants.
         self.wanted: Tensor | float = 0.0 if branches.margin is None else branches.margin
+
+    @property
+    def D_mean(self) -> Tensor:  # noqa: N802  as the formulas write it
+        """D of the ratios' means per token."""
+        return self.r_c / self.n_c - self.r_l / self.n_l
+
+    @property
+    def score_gap(self) -> Tensor:
+        """How far the scores of the data lie apart."""
+        return self.branches.scores[0::2] - self.branches.scores[1::2]
 
     @property
     def m_c(self) -> Tensor:
