@@ -40,7 +40,7 @@ def require_training(config: Config) -> None:
 def require_inputs(config: Config) -> None:
     """Refuses data and a reference that are not there.
 
-    Ray, which may not be installed, is looked for before them.
+    With Ray they may lie on its machines alone; without a model its own refusal comes first.
     """
     if config.scoring.executor != "inline" or not config.model.path:
         return

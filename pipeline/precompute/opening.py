@@ -91,7 +91,7 @@ def require_model(config: Config, part: Part | None = None) -> None:
 
 
 def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> CacheJob:
-    """Opens the data, the tokenizer and the reference; writes nothing.
+    """Opens the data, the tokenizer and the reference; writes nothing into the output.
 
     `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
     """

@@ -73,7 +73,7 @@ def precompute(
     name = run_name(config.model.path, stage, data_name(config.data.files))
     with working(cache, stage, config.tracking, part, name=name, kept=tally.text) as run:
         cache.sync()
-        plan = cache.find_plan()  # first: who publishes now takes it away
+        plan = cache.find_plan()  # who publishes removes it, once there is a manifest
         if found := _finished(job):  # asked again by the owner of the folder
             return Made(where, found, tally, _lines(job, found), part, was_complete=True)
         if plan is None:
@@ -140,6 +140,7 @@ def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> N
             if is_owner:
                 cache.tidy()
                 send_earlier(cache.root, job.config.tracking)
+    register_cache(cache)
 
 
 def _opens_early(job: CacheJob, plan: Plan | None) -> bool:
@@ -303,6 +304,7 @@ def _made_by_another(job: CacheJob) -> Manifest:
         manifest = cache.manifest()
         if not cache.is_tidy(manifest):
             cache.tidy()
+        register_cache(cache)
         return manifest
     cache.retire()  # what came late
     raise LockedError(

@@ -185,7 +185,7 @@ class ShardScorer:
                 shard.rows, known, self._rules, scorer=lambda: self._scorer, on_batch=on_batch
             )
             numerics = dict(self._scorer.describe()) if scores.run_tokens else {}
-        return scores, numerics or known.numerics
+        return scores, numerics
 
     def _commit(
         self, number: int, shard: ShardRows, scores: UnitScores, numerics: dict[str, str]

@@ -1,9 +1,10 @@
-"""Chooses the KL partners of the completions of a key range.
+"""Chooses the KL partners of the completions of a shard, which is a key range.
 
 Partner k of a completion is the one `shift_k` further on, round the end. Completions of one prompt
 are together in a run of at most `longest`; a shift between `longest` and `size - longest` never
 lands in the run it started from, and every shift is a permutation. A range is cut into blocks where
-the prompts' own hashes say so, so that an added row changes partners near itself and nowhere else.
+the prompts' own hashes say so: while the number of shards stays, an added row changes partners in
+its own block alone. Only the two completions must differ: a partner may say what a sibling says.
 Equal texts under different prompts exchange their partners afterwards; who finds nobody to exchange
 with gets one that fits, which is then used more than once.
 
@@ -44,6 +45,8 @@ def runs_of(prompts: Keys) -> NDArray[np.int64]:
 
 
 def _shifted(prompts: Keys, own: int, num_pairs: int, k: int) -> NDArray[np.int64]:
+    # Along the shard's own completions, where they allow a shift for each k. One shift is enough
+    # where nothing was borrowed: there is nothing else.
     longest = int(np.diff(runs_of(prompts[:own])).max())
     if own - 2 * longest + 1 >= (num_pairs if len(prompts) > own else 1):
         blocks = [
@@ -51,6 +54,7 @@ def _shifted(prompts: Keys, own: int, num_pairs: int, k: int) -> NDArray[np.int6
             for start, stop, most in _blocks(prompts[:own])
         ]
         return np.concatenate(blocks)
+    # Along all candidates, the borrowed ones included.
     runs, every = runs_of(prompts), np.arange(len(prompts))
     start, stop = runs[int(np.diff(runs).argmax()) :][:2].tolist()
     if 2 * (stop - start) <= len(every):

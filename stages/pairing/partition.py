@@ -127,7 +127,8 @@ def _portions(chunks: Iterable[Rows]) -> Iterator[list[Rows]]:
 def likeliest_majority(slices: Iterable[EncodedSlice]) -> str:
     """The only prompt, by its key, that may have more than half of all completions; "" if none.
 
-    In one slice at least such a prompt has more than half, and what it lacks in others cancels out.
+    In one slice at least such a prompt has more than half, and what it lacks in others cancels out:
+    the majority vote of Boyer and Moore, with weights.
     """
     prompt, lead = "", 0
     for one in slices:
@@ -162,7 +163,8 @@ class EncodedRows:
     def read(self, shard: int, notes: Counter[str]) -> Rows | None:
         """The rows of a shard in key order, each numbered in its file of data; None without any.
 
-        Rows of equal content are numbered 0, 1, 2, ... as copies, in the order of the data.
+        Of rows of equal content the first has a plain id, and those behind it, in the order of the
+        data, end in -1, -2, ...
         """
         batches: list[pa.RecordBatch] = []
         lengths: list[int] = []
@@ -194,6 +196,7 @@ class EncodedRows:
     def _batches(self, file: SliceFile, shard: int) -> list[pa.RecordBatch]:
         wide = file.counts.shape[1] // self._shards
         is_there = file.counts > 0
+        # Batches without rows were not written: the index counts the others.
         index = (np.cumsum(is_there) - 1).reshape(is_there.shape)
         own = slice(shard * wide, (shard + 1) * wide)
         wanted = index[:, own][is_there[:, own]].tolist()

@@ -68,7 +68,10 @@ def score_unit(
     scorer: Callable[[], Scorer],
     on_batch: Callable[[BatchDone], None],
 ) -> UnitScores:
-    """The scores of a unit, of which known ones are reused; `on_batch` is called per batch."""
+    """The scores of a shard, of which known ones are reused; `on_batch` is called per batch.
+
+    Each shard begins with the whole budget: its bits depend on no other shard's memory.
+    """
     budget = rules.tokens_per_batch
     alike = first_alike(rows, np.flatnonzero(~known.found))
     while True:
@@ -132,7 +135,8 @@ def _spoilt_again(rows: Rows, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
         row = int(rows.row_of_branch[branch])
         length = int(rows.prompts.lengths[row] + rows.completions.lengths[branch])
         batch = _launched(rows, [TreePlan(row, (branch,), length)], scorer())
-        ((_, run.token_logps[index][:]),) = _values(rows, batch)
+        ((_, alone),) = _values(rows, batch)
+        run.token_logps[index][:] = alone
         too_big, tokens = too_big + (() if batch.read else (branch,)), tokens + length
     return replace(run, tokens=tokens, too_big=too_big)
 

@@ -248,8 +248,8 @@ class Cache:
     def done(self, *, is_own: bool = True) -> dict[int, Shard]:
         """The records of the shards that are made, by their numbers.
 
-        One whose file is missing or short does not count. In the own work it is removed, or it
-        would be kept for ever in place of the one of the shard that is made again.
+        One whose file is missing or short does not count. In the own work that record is removed,
+        or the one of the shard that is made again could not take its name.
         """
         found = {}
         stored = self.remote.list("data") if self.url else {}
@@ -445,7 +445,7 @@ class Cache:
     # The bucket
 
     def sync(self) -> None:
-        """Brings the records here and those of the bucket together, if there is one; its count."""
+        """Brings the records here and those of the bucket together, if there is one."""
         if not self.url:
             return
         remote = self.remote
