@@ -81,7 +81,7 @@ class ScoringOptions:
     )
     executor: Literal["inline", "ray"] = Field(
         default="inline",
-        description="where units are scored: inline in this process, ray in actors of a cluster",
+        description="where shards are scored: inline in this process, ray in actors of a cluster",
     )
     ray_address: str = Field(
         default="",

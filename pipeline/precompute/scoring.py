@@ -18,7 +18,7 @@ from ...schemas.rows import Reference, Scorer
 from ...stages.pairing.partition import EncodedRows
 from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
-from ...stages.score.score import BatchDone, KnownScores, ScoringRules, UnitScores, score_unit
+from ...stages.score.score import BatchDone, KnownScores, ScoringRules, ShardScores, score_shard
 from ...stages.storage.cache import Cache
 from ...stages.tracking.progress import Progress
 from .opening import open_earlier
@@ -171,7 +171,7 @@ class ShardScorer:
 
     def _score(
         self, shard: ShardRows, known: KnownScores, shown: _Shown, writing: Sequence[_Writing]
-    ) -> tuple[UnitScores, dict[str, str]]:
+    ) -> tuple[ShardScores, dict[str, str]]:
         """The scores of a shard, and how they were computed; stops if another cannot be written."""
 
         def on_batch(batch: BatchDone) -> None:
@@ -181,14 +181,14 @@ class ShardScorer:
             shown.add(batch)
 
         with _threads_of(self._shards.plan):
-            scores = score_unit(
+            scores = score_shard(
                 shard.rows, known, self._rules, scorer=lambda: self._scorer, on_batch=on_batch
             )
             numerics = dict(self._scorer.describe()) if scores.run_tokens else {}
         return scores, numerics
 
     def _commit(
-        self, number: int, shard: ShardRows, scores: UnitScores, numerics: dict[str, str]
+        self, number: int, shard: ShardRows, scores: ShardScores, numerics: dict[str, str]
     ) -> Tally:
         self._shards.cache.commit(
             number,

@@ -79,7 +79,8 @@ def train_in(run: Run, progress: Progress) -> Trained:
                 state, ending = learn(run, state)
             reason, model_step = "", None
             if ending == "finished":
-                if reason := why_early(run, state):
+                is_early = state.step < run.total_steps
+                if is_early and (reason := why_over(state.best, run.config.train)):
                     done = f"{state.step:,} of {run.total_steps:,} steps"
                     records.say(f"finished after {done}: {reason}")
                 of_model = state_to_write(run, state)
@@ -271,11 +272,6 @@ def save(run: Run, state: State) -> None:
     run.records.save(state)
     run.stop.has_saved()
     run.meter.restart()
-
-
-def why_early(run: Run, state: State) -> str:
-    """The reason for an end before the last step; empty if there is none."""
-    return "" if state.step >= run.total_steps else why_over(state.best, run.config.train)
 
 
 def may_end_at(run: Run, step: int, state: State) -> bool:

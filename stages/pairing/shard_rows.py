@@ -52,9 +52,9 @@ def build_shard(read: Read, shard: int, shards: int, num_pairs: int, rule: CutRu
     notes = Counter[str]()
     own = read(shard, notes)
     assert own is not None, "a shard without rows is not built"
-    ring = _Candidates(own, read, shard, shards)
-    chosen = _paired(ring, num_pairs, notes).reshape(-1)
-    numbers, limits, missing = _fitting(ring, chosen, rule)
+    pool = _Candidates(own, read, shard, shards)
+    chosen = _paired(pool, num_pairs, notes).reshape(-1)
+    numbers, limits, missing = _fitting(pool, chosen, rule)
     is_replaced = (numbers != chosen) & (chosen != NONE)
     notes["mismatched_completions_replaced_after_cutting"] += int(is_replaced.sum())
     # Each row's own completions, then all first partners, then all second ones, ...
@@ -63,7 +63,7 @@ def build_shard(read: Read, shard: int, shards: int, num_pairs: int, rule: CutRu
     k = np.repeat(np.arange(1 + num_pairs), count)
     order = np.lexsort((np.arange(len(branch_rows)), k, branch_rows))
     is_partner, candidates = order >= count, np.append(np.arange(count), numbers)[order]
-    branches = ring.rows.of_branches.take(arrow_of(candidates, pa.int64()))
+    branches = pool.rows.of_branches.take(arrow_of(candidates, pa.int64()))
     rows = Rows(own.of_rows, branches, own.branch_offsets * (1 + num_pairs))
     rows = rows.without("completion_key").with_columns(
         role=np.where(is_partner, Role.MISMATCHED, rows.roles),
@@ -129,15 +129,15 @@ class _Candidates:
         return learned
 
 
-def _paired(ring: _Candidates, num_pairs: int, notes: Counter[str]) -> NDArray[np.int64]:
+def _paired(pool: _Candidates, num_pairs: int, notes: Counter[str]) -> NDArray[np.int64]:
     """The partners of each own completion, k by k; NONE where no text of another prompt is near."""
-    own = len(ring.prompts)
-    while num_pairs and _has_few_prompts(ring) and ring.borrow():
+    own = len(pool.prompts)
+    while num_pairs and _has_few_prompts(pool) and pool.borrow():
         pass
-    chosen = choose_partners(ring.prompts, ring.texts, own, num_pairs)
-    while (chosen == NONE).any() and len(ring.texts) < MOST_BORROWED and ring.borrow():
+    chosen = choose_partners(pool.prompts, pool.texts, own, num_pairs)
+    while (chosen == NONE).any() and len(pool.texts) < MOST_BORROWED and pool.borrow():
         for k, partners in enumerate(chosen):
-            fill(partners, ring.prompts, ring.texts, k)
+            fill(partners, pool.prompts, pool.texts, k)
     for k, partners in enumerate(chosen):
         uses = np.bincount(partners[partners != NONE], minlength=1)
         is_met_again = ((chosen[:k] == partners) & (partners != NONE)).any(axis=0)
@@ -146,43 +146,43 @@ def _paired(ring: _Candidates, num_pairs: int, notes: Counter[str]) -> NDArray[n
     return chosen
 
 
-def _has_few_prompts(ring: _Candidates) -> bool:
-    lengths = np.diff(runs_of(ring.prompts))
-    has_room = len(ring.prompts) < MOST_BORROWED or 2 * int(lengths.max()) > len(ring.prompts)
+def _has_few_prompts(pool: _Candidates) -> bool:
+    lengths = np.diff(runs_of(pool.prompts))
+    has_room = len(pool.prompts) < MOST_BORROWED or 2 * int(lengths.max()) > len(pool.prompts)
     return len(lengths) < LEAST_PROMPTS and has_room
 
 
 def _fitting(
-    ring: _Candidates, chosen: NDArray[np.int64], rule: CutRule
+    pool: _Candidates, chosen: NDArray[np.int64], rule: CutRule
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[int, str]]:
     """The partners, how many of their tokens fit behind the prompts, and why rows have none.
 
     Where cutting leaves nothing to learn, or the real completion, the next candidate that fits is
     taken.
     """
-    own, count = ring.own, len(ring.own.completions)
+    own, count = pool.own, len(pool.own.completions)
     row_of = own.row_of_branch
     room = rule.max_length - own.prompts.lengths[row_of]
     alone = np.unique(row_of[np.flatnonzero(chosen == NONE) % count]) if count else ()
     missing = {int(row): "no completion of another prompt with another text" for row in alone}
     numbers = np.maximum(chosen, 0)
-    lengths = ring.fitted(numbers, np.resize(room, len(numbers)), rule.stops)
-    is_nothing = ring.num_learned(numbers, lengths) == 0
+    lengths = pool.fitted(numbers, np.resize(room, len(numbers)), rule.stops)
+    is_nothing = pool.num_learned(numbers, lengths) == 0
     is_as_long = lengths == np.resize(own.completions.lengths, len(numbers))
     for index in np.flatnonzero(is_as_long | is_nothing).tolist():
         branch = index % count
         row = int(row_of[branch])
         completion = own.completions[branch]
-        ids = ring.ids[numbers[index]][: lengths[index]]
+        ids = pool.ids[numbers[index]][: lengths[index]]
         if row in missing or not (is_nothing[index] or np.array_equal(ids, completion)):
             continue
-        found = _next_fitting(ring, int(numbers[index]), branch, int(room[branch]), rule.stops)
+        found = _next_fitting(pool, int(numbers[index]), branch, int(room[branch]), rule.stops)
         if found is not None:
             numbers[index], lengths[index] = found
         else:
             missing[row] = (
                 f"room for {room[branch]} tokens behind the prompt: cut to that, none of the "
-                f"{min(MOST_SEARCHED, len(ring.texts) - 1)} completions after its partner is of "
+                f"{min(MOST_SEARCHED, len(pool.texts) - 1)} completions after its partner is of "
                 "another prompt and another text than completion "
                 f"{branch - int(own.branch_offsets[row])}; raise max_length or set kl_pairs to 0"
             )
@@ -190,26 +190,26 @@ def _fitting(
 
 
 def _next_fitting(
-    ring: _Candidates, partner: int, branch: int, space: int, stops: frozenset[int]
+    pool: _Candidates, partner: int, branch: int, space: int, stops: frozenset[int]
 ) -> tuple[int, int] | None:
     """The next candidate after a partner with another prompt and, cut, another text; its tokens.
 
     Round the end of the candidates first, then in ranges behind them.
     """
-    completion, prompt = ring.own.completions[branch], ring.prompts[branch]
-    total, looked = len(ring.prompts), 0
+    completion, prompt = pool.own.completions[branch], pool.prompts[branch]
+    total, looked = len(pool.prompts), 0
     order = (partner + np.arange(1, total)) % total
     while True:
         for first in range(0, min(len(order), MOST_SEARCHED - looked), SEARCH_WINDOW):
             near = order[first : min(first + SEARCH_WINDOW, MOST_SEARCHED - looked)]
-            lengths = ring.fitted(near, np.full(len(near), space), stops)
-            fits = (ring.num_learned(near, lengths) > 0) & (ring.prompts[near] != prompt)
+            lengths = pool.fitted(near, np.full(len(near), space), stops)
+            fits = (pool.num_learned(near, lengths) > 0) & (pool.prompts[near] != prompt)
             for at in np.flatnonzero(fits).tolist():
-                ids = ring.ids[near[at]][: lengths[at]]
+                ids = pool.ids[near[at]][: lengths[at]]
                 if not np.array_equal(ids, completion):
                     return int(near[at]), int(lengths[at])
         looked += len(order)
-        if looked >= MOST_SEARCHED or not ring.borrow():
+        if looked >= MOST_SEARCHED or not pool.borrow():
             return None
-        order = np.arange(total, len(ring.prompts))
-        total = len(ring.prompts)
+        order = np.arange(total, len(pool.prompts))
+        total = len(pool.prompts)

@@ -1,4 +1,4 @@
-"""Scores tokenized rows with the reference, one unit at a time."""
+"""Scores tokenized rows with the reference, one shard at a time."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class KnownScores:
 
 
 @dataclass(frozen=True)
-class UnitScores:
-    """A scored unit, the batch size that was used, and the rows that could not be scored."""
+class ShardScores:
+    """A scored shard, the batch size that was used, and the rows that could not be scored."""
 
     block: Rows
     tokens_per_batch: int
     branches: int
-    reused: int  # copied from an earlier cache, or from equal branches of this unit
+    reused: int  # copied from an earlier cache, or from equal branches of this shard
     padding: int  # tokens of padding run through the model
     run_tokens: int  # tokens run through the model, padding included
     rejected: tuple[Rejected, ...]
@@ -46,28 +46,28 @@ class UnitScores:
 class BatchDone:
     """A batch that was run through the model."""
 
-    share: float  # fraction of the unit's tokens that have to be scored
+    share: float  # fraction of the shard's tokens that have to be scored
     tokens: int  # padding included
     padding: int
 
 
 @dataclass(frozen=True)
 class ScoringRules:
-    """The settings by which units are scored."""
+    """The settings by which shards are scored."""
 
     tokens_per_batch: int
     hidden_size: int
     keep_token_logps: bool
 
 
-def score_unit(
+def score_shard(
     rows: Rows,
     known: KnownScores,
     rules: ScoringRules,
     *,
     scorer: Callable[[], Scorer],
     on_batch: Callable[[BatchDone], None],
-) -> UnitScores:
+) -> ShardScores:
     """The scores of a shard, of which known ones are reused; `on_batch` is called per batch.
 
     Each shard begins with the whole budget: its bits depend on no other shard's memory.
@@ -231,7 +231,7 @@ def _collect(
     alike: NDArray[np.int64],
     run: _Run,
     rules: ScoringRules,
-) -> UnitScores:
+) -> ShardScores:
     wanted = np.flatnonzero(~known.found)
     index = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
@@ -246,7 +246,7 @@ def _collect(
     bad_rows = np.unique(rows.row_of_branch[~np.isfinite(logps)])
     if len(bad_rows):
         scored = scored.take(np.setdiff1d(np.arange(len(rows)), bad_rows))
-    return UnitScores(
+    return ShardScores(
         block=scored,
         tokens_per_batch=run.tokens_per_batch,
         branches=len(known.found),

@@ -21,7 +21,7 @@ from align.stages.model.logprobs import causal_model
 from align.stages.model.memory import host_activations
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
-from align.stages.score.score import KnownScores, ScoringRules, score_unit
+from align.stages.score.score import KnownScores, ScoringRules, score_shard
 from align.stages.storage.cache import Cache
 from align.stages.train.evaluation import EvalSamples, means_of_held_out, needs_pre_pass, whole_step
 from align.stages.train.step import train_step
@@ -247,7 +247,7 @@ def unit_of(rows, scorer):
         numerics={},
     )
     rules = ScoringRules(tokens_per_batch=30, hidden_size=64, keep_token_logps=True)
-    return score_unit(rows, nothing, rules, scorer=lambda: scorer, on_batch=lambda batch: None)
+    return score_shard(rows, nothing, rules, scorer=lambda: scorer, on_batch=lambda batch: None)
 
 
 def with_events(rows, scorer):

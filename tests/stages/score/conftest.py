@@ -6,7 +6,7 @@ import pytest
 from align.schemas.columns import Ragged
 from align.schemas.rows import Tree
 from align.stages.data.row_keys import key_rows
-from align.stages.score.score import KnownScores, ScoringRules, score_unit
+from align.stages.score.score import KnownScores, ScoringRules, score_shard
 from support.encoded_rows import encoded
 from support.faulty_scorer import STUB
 
@@ -24,7 +24,7 @@ def score():
             numerics={},
         )
         heard = [] if heard is None else heard
-        return score_unit(
+        return score_shard(
             rows,
             known or nothing,
             ScoringRules(tokens_per_batch=budget, hidden_size=64, keep_token_logps=keep),

@@ -1,4 +1,4 @@
-"""Scoring a unit: plans, and the values of each branch alone, whatever the memory is."""
+"""Scoring a shard: plans, and the values of each branch alone, whatever the memory is."""
 
 import itertools
 import math

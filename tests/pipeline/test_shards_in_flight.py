@@ -1,4 +1,4 @@
-"""While a unit is scored, the next one is read and the one before is written."""
+"""While a shard is scored, the next one is read and the one before is written."""
 
 import errno
 import itertools
@@ -54,7 +54,7 @@ def is_writing():
     return threading.current_thread().name.startswith("align-write")
 
 
-def test_a_unit_is_scored_while_its_neighbours_are_read_and_written(config, clean, monkeypatch):
+def test_a_shard_is_scored_while_its_neighbours_are_read_and_written(config, clean, monkeypatch):
     """Each waits for the other: one after the other they would wait for ever."""
     begun, read, build = defaultdict(threading.Event), defaultdict(threading.Event), build_shard
     built, committed = [], []
@@ -81,7 +81,7 @@ def test_a_unit_is_scored_while_its_neighbours_are_read_and_written(config, clea
     assert contents(config.cache.output) == clean
 
 
-def test_a_unit_that_cannot_be_written_ends_the_run_with_its_error(config, clean):
+def test_a_shard_that_cannot_be_written_ends_the_run_with_its_error(config, clean):
     scored, failed = [], threading.Event()
 
     def before(number):
@@ -140,7 +140,7 @@ class Shown(Silent):
             raise Interrupted(15)
 
 
-def test_a_unit_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
+def test_a_shard_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
     """Its scores are known, so its rows are shown when it is committed, all at once."""
     first, shown = to(output=str(tmp_path / "first")), Shown(stops=True)
     run(first)
@@ -151,7 +151,7 @@ def test_a_unit_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
     assert len(shown.rows) == len(work.done())
 
 
-def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
+def test_a_shard_that_is_scored_is_kept_where_nobody_asks_for_more(config):
     def stop(_number):
         raise Interrupted(15)
 
@@ -163,9 +163,9 @@ def test_a_unit_that_is_scored_is_kept_where_nobody_asks_for_more(config):
         job.cache, job.cache.find_plan(), Slices.of(job), job.reference, config, frozenset()
     )
     numbers = shards.plan.numbers
-    units = ShardScorer(shards, Silent()).score_each(numbers)
-    next(units)
-    units.close()
+    shown = ShardScorer(shards, Silent()).score_each(numbers)
+    next(shown)
+    shown.close()
     assert len(job.cache.done()) == len(scored) < len(numbers)
 
 
