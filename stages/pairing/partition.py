@@ -28,7 +28,7 @@ from .long_form import merge_same_prompts
 TOKENS_PER_PORTION = 4 * 1024 * 1024
 TOKENS_PER_BRANCH = 40
 
-BYTES_PER_RANGE = 2 << 20  # of data
+BYTES_PER_RANGE = 512 << 10  # of data: some 10,000 of the shortest rows, in memory at once
 MOST_RANGES = 1024  # a batch costs as much as ten rows, so more ranges would be slower
 ROWS_PER_SHARD = 1000  # at least, about
 FILES_OPEN = 256
