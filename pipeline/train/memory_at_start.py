@@ -46,7 +46,7 @@ def facts_of_run(run: Run) -> PlanFacts:
         ranks=world.size,
         budget=Budget.of(train, smallest).within(smallest),
         host=host,
-        begun=begun_preset(begun, world.size) if begun else "",
+        begun=begun_preset(begun) if begun else "",
         is_resumed=begun is not None,
     )
 
@@ -55,6 +55,8 @@ def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Prog
     """The settings with what is `auto` in them decided, the same on every rank."""
     if world.rank == 0 and facts.budget.size:  # a large model is traced for some time
         progress.say("memory: planning what fits, before weights are loaded")
+    if facts.begun and config.train.deepspeed == "auto":
+        config = changed(config, {"train.deepspeed": facts.begun})
     changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
     if world.rank == 0:
         for note in notes:
@@ -80,13 +82,10 @@ def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[s
     return choice.changes, lines
 
 
-def begun_preset(begun: RunIdentity, ranks: int) -> str:
-    """The preset that a resumed run goes on with if it has to keep one; empty: any.
+def begun_preset(begun: RunIdentity) -> str:
+    """The preset of the ZeRO stage of a run that resumes, its optimizer where it was.
 
     An optimizer that moved to the CPU, or back, would compute as another one.
     """
     kept = begun.computed.get("deepspeed zero_optimization.offload_optimizer.device", "'none'")
-    is_offloaded = kept != "'none'"
-    if begun.world_size == ranks:
-        return preset_of(begun.zero_stage, offloads=is_offloaded)
-    return preset_of(2, offloads=True) if is_offloaded else ""
+    return preset_of(begun.zero_stage, offloads=kept != "'none'")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import socket
 import time
 import uuid
@@ -32,6 +31,7 @@ from ...stages.storage.run.run_folder import RunFolder, forget_ending, read_endi
 from ..jobs.differences import differences
 from ..options.settings import as_absolute, as_yaml, read_yaml
 from ..options.table import binds, bound
+from .memory_at_start import begun_preset
 
 if TYPE_CHECKING:
     from .setup import Run
@@ -40,10 +40,7 @@ logger = logging.getLogger("align")
 
 SHARED_SECONDS = 60.0  # in which a network file system has to show what another machine wrote
 PACKAGES = ("torch", "transformers", "deepspeed")
-# What only says where in the ranks values lie; quantized ones are others.
-IS_OF_SPREAD = re.compile(
-    r"deepspeed (train_batch_size$|data_types\.|zero_optimization\.(?!.*quantized))"
-).match
+OF_RANKS = "deepspeed train_batch_size"  # which is the number of ranks
 
 
 @contextmanager
@@ -177,15 +174,19 @@ def hold_to_checkpoint(run: Run) -> None:
 def require_same_computing(checkpoint: Checkpoint, run: Run) -> tuple[str, ...]:
     """Refuses a policy or engine that computes other numbers; returns allowed differences."""
     before, after = checkpoint.identity, identity_of(run)
-    was, now = before.computed, after.computed
-    if _spread(before) != _spread(after):
-        was, now = (
-            {name: value for name, value in one.items() if not IS_OF_SPREAD(name)}
-            for one in (was, now)
+    if before.zero_stage != after.zero_stage:
+        raise FingerprintError(
+            f"This run was begun under ZeRO stage {before.zero_stage}, and train.deepspeed is "
+            f"{run.config.train.deepspeed}, ZeRO stage {after.zero_stage}. Leave it at auto, which "
+            f"keeps the stage, or pass --deepspeed {begun_preset(before)}."
         )
+    was, now = (
+        {name: value for name, value in one.computed.items() if name != OF_RANKS}
+        for one in (before, after)
+    )
     _require_same(was, now)
-    made = {**checkpoint.made_with, **_spread(before)}
-    makes = {**made_with(run), **_spread(after)}
+    made = {**checkpoint.made_with, "ranks": str(before.world_size)}
+    makes = {**made_with(run), "ranks": str(after.world_size)}
     changed = tuple(
         f"after step {checkpoint.state.step}: {name} {made.get(name, 'none')} → "
         f"{makes.get(name, 'none')}"
@@ -199,11 +200,6 @@ def require_same_computing(checkpoint: Checkpoint, run: Run) -> tuple[str, ...]:
             "\n  ".join(changed),
         )
     return changed
-
-
-def _spread(identity: RunIdentity) -> dict[str, str]:
-    """The number of ranks and the ZeRO stage, which may both change when a run resumes."""
-    return {"ranks": str(identity.world_size), "ZeRO stage": str(identity.zero_stage)}
 
 
 def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:

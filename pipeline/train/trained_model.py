@@ -11,8 +11,8 @@ from torch import Tensor
 from ...schemas.cache import Stops
 from ...schemas.checkpoint import Checkpoint, State
 from ...schemas.errors import CorruptionError, NonFiniteError, UsageError
+from ...stages.engine.deepspeed_state import is_finite
 from ...stages.engine.distributed import run_on_rank_zero
-from ...stages.engine.partitions import is_finite
 from ...stages.model.logprobs import causal_model
 from ...stages.model.save import (
     parted,

@@ -186,13 +186,10 @@ def shapes_of_groups(engine: Any) -> list[dict[str, torch.Size]]:
 
 
 def replace_optimizer_state(engine: Any, state: dict[str, Any]) -> None:
-    """Loads this rank's state into the engine's optimizer, as DeepSpeed's loader does."""
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        engine.optimizer.load_state_dict(state)
-        return
-    if stage == 3:  # every parameter has to be partitioned while its part is replaced
+    """Loads this rank's state into the optimizer of ZeRO 1 to 3, as DeepSpeed's loader does."""
+    is_sharded = engine.zero_optimization_stage() == 3
+    if is_sharded:  # every parameter has to be partitioned while its part is replaced
         engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict({engine.global_rank: state}, load_from_fp32_weights=True)
-    if stage == 3:
+    if is_sharded:
         engine.optimizer.checkpoint_event_epilogue()

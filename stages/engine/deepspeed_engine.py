@@ -30,7 +30,6 @@ from .deepspeed_config import EngineContext, engine_config, stage_of
 from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
 from .parameter_groups import parameter_groups
-from .resized_state import Order
 from .zero3_loading import freeing_large_blocks
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ def open_engine(
         config = without_cpu_adam(config)
     is_partitioned = stage_of(config) == 3
     groups = parameter_groups(policy, learning, config)
-    order = _names(policy, groups)
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
     params = theirs["optimizer"].get("params", {})
     rate = params.get("lr")
@@ -82,26 +80,18 @@ def open_engine(
             f"({_one_line(error)})."
         ) from error
     forget_first_step(engine)
-    opened = DeepSpeedEngine(engine, world, order)
+    opened = DeepSpeedEngine(engine, world)
     if rate is not None:
         opened.set_lr(rate)
     return opened, config
 
 
-def _names(policy: nn.Module, groups: list[Any]) -> list[list[str]]:
-    """The names of the parameters, group by group."""
-    names = {parameter: name for name, parameter in policy.named_parameters()}
-    lists = [one["params"] for one in groups] if isinstance(groups[0], dict) else [groups]
-    return [[names[parameter] for parameter in group] for group in lists]
-
-
 class DeepSpeedEngine:
     """One policy, sharded over the ranks in any way, with its forward pass and its updates."""
 
-    def __init__(self, engine: Any, world: World, order: Order) -> None:
+    def __init__(self, engine: Any, world: World) -> None:
         self._engine = engine
         self._world = world
-        self._order = order
 
     @property
     def world(self) -> World:
@@ -162,8 +152,8 @@ class DeepSpeedEngine:
         return deepspeed_state.save(self._engine, folder)
 
     def load_state(self, folder: Path) -> None:
-        """Loads what `save_state` wrote, in this world or another, under any ZeRO stage."""
-        deepspeed_state.load(self._engine, folder, self._world, self._order)
+        """Loads what any number of ranks wrote by `save_state` in the same ZeRO stage."""
+        deepspeed_state.load(self._engine, folder, self._world)
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
         """The policy on the CPU, by the names of its parameters; empty but on rank 0.

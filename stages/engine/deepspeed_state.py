@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,16 @@ from torch import Tensor, nn
 from ...schemas.batches import World
 from ...schemas.errors import AlignError, CorruptionError, StorageError
 from ...schemas.safe_text import masked
-from .deepspeed_compat import STATE_TYPES, gathered_weight, quietly, state_written_by
+from .deepspeed_compat import (
+    STATE_TYPES,
+    gathered_weight,
+    quietly,
+    replace_optimizer_state,
+    shapes_of_groups,
+    state_written_by,
+)
 from .distributed import run_on_all_ranks
-from .resized_state import Order, ResizedState, put_into, read_state, require_fit, resize
+from .resized_state import resized
 
 TAG = "state"
 CONFIG = "ds_config"
@@ -34,38 +42,63 @@ def save(engine: Any, folder: Path) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(folder)) for path in written))
 
 
-def load(engine: Any, folder: Path, world: World, order: Order) -> None:
-    """Loads this rank's part of a state that was saved by any world size and ZeRO stage.
+def load(engine: Any, folder: Path, world: World) -> None:
+    """Loads this rank's part of a state, which any number of ranks saved in the same ZeRO stage."""
+    stage = int(engine.zero_optimization_stage())
 
-    `order` has the names of the trained parameters in the engine's order.
-    """
-    with _refusing(folder):
-        saved = read_state(folder / TAG)
-        # Without ZeRO every rank has all of it, for any number of ranks.
-        is_same_size = saved.ranks == world.size or saved.stage == 0
-        is_same = is_same_size and saved.stage == engine.zero_optimization_stage()
-    if is_same:
-        is_whole = all(parameter.requires_grad for parameter in engine.module.parameters())
+    def read() -> tuple[Mapping[str, Any], dict[str, Any] | None]:
+        """What rank 0 saved of the model, and the optimizer's state if it has to be cut anew."""
+        with _refusing(folder):
+            model = _mapped(min((folder / TAG).glob("*mp_rank_00_model_states.pt")))
+            _require_same_parameters(model, engine)
+            ranks = int(model["dp_world_size"])
+            if stage == 0:  # every rank has all of it, for any number of ranks
+                return model, None
+            paths = {
+                one.name.removeprefix("bf16_"): one for one in (folder / TAG).glob("*_optim_*")
+            }
+            names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
+            saved = [_mapped(paths[name])["optimizer_state_dict"] for name in names]
+            if ranks == world.size:
+                return model, None
+            return model, resized(engine, model, saved, rank=world.rank, ranks=world.size)
 
-        def fit() -> None:
-            with _refusing(folder):
-                require_fit(saved, engine, order)
-
-        # All ranks have looked at theirs before one of them enters a collective.
-        run_on_all_ranks(world, fit)
-        with _refusing(folder), quietly(), _data_only():
+    # All ranks have read theirs before one of them enters a collective.
+    model, optimizer = run_on_all_ranks(world, read)
+    with _refusing(folder), quietly(), _data_only():
+        if optimizer is None:
+            is_whole = all(parameter.requires_grad for parameter in engine.module.parameters())
             # Frozen parameters are not in the state.
             engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_whole)
-        return
+            return
+        stored = model["module"]
+        if stage == 3:  # there the weights follow the optimizer's
+            stored = {name: stored[name] for name in model["buffer_names"]}
+        engine.module.load_state_dict(stored, strict=False)
+        replace_optimizer_state(engine, optimizer)
 
-    def cut() -> ResizedState:
-        with _refusing(folder):
-            return resize(saved, engine, order, rank=world.rank, ranks=world.size)
 
-    # All ranks have cut theirs before one of them enters a collective.
-    resized = run_on_all_ranks(world, cut)
-    with _refusing(folder), quietly():
-        put_into(engine, resized)
+def _mapped(path: Path) -> Any:
+    """A file's content, which is read from the disk when it is used."""
+    with torch.serialization.safe_globals(list(STATE_TYPES)):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _require_same_parameters(model: Mapping[str, Any], engine: Any) -> None:
+    """ValueError unless the parameters that were trained are those of the engine, in its order."""
+    if engine.zero_optimization_stage():
+        live, stored = (
+            [(name, tuple(shape)) for group in groups for name, shape in group.items()]
+            for groups in (shapes_of_groups(engine), model["param_shapes"])
+        )
+    else:
+        tensors = engine.module.state_dict(keep_vars=True).items()
+        live = [(name, tuple(one.shape)) for name, one in tensors if one.requires_grad]
+        shapes = {name: tuple(one.shape) for name, one in model["module"].items()}
+        stored = [(name, shapes[name]) for name, _ in live if name in shapes]
+    for here, there in zip_longest(live, stored):
+        if here != there:
+            raise ValueError(f"the model trains {here} where the state has {there}")
 
 
 @contextmanager
@@ -149,3 +182,13 @@ def _tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from policy.named_parameters()
     saved = policy.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in policy.named_buffers() if name in saved)
+
+
+AT_ONCE = 1 << 24  # values
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all are finite, looked at some at a time: torch makes a copy to tell."""
+    flat = values.reshape(-1)
+    starts = range(0, flat.numel(), AT_ONCE)
+    return all(bool(flat[at : at + AT_ONCE].isfinite().all()) for at in starts)

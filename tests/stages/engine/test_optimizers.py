@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -57,8 +58,13 @@ def test_eight_bits_of_moments_resume_bit_for_bit_where_they_were_saved(one_rank
     assert other.steps(5, 6).weights() == run.steps(5, 6).weights()
     plain = fresh(optimizer="adamw").steps(3, 6).weights()
     assert 0 < distance(plain, run.weights()) < 0.1 * distance(plain, fresh().weights())
-    with refuses(UsageError, "ranks: 1", "ZeRO stage: 1"):
-        fresh(deepspeed="zero2").engine.load_state(tmp_path / "state")
+    files = tmp_path / "state" / "state"
+    model = files / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(model, weights_only=False) | {"dp_world_size": 2}, model)
+    first = files / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(first, files / first.name.replace("rank_0", "rank_1", 1))
+    with refuses(UsageError, "adamw8bit", "2 ranks"):
+        fresh().engine.load_state(tmp_path / "state")
 
 
 def distance(one, other):
