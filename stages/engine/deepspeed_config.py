@@ -60,39 +60,38 @@ class EngineContext:
 
 def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
     """The config for `deepspeed.initialize`, with every value that our options decide."""
+    name, dtype = options.deepspeed, context.dtype
+    if name == "auto":
+        # 16-bit weights need float32 master weights, which ZeRO keeps; else one rank needs no ZeRO.
+        name = "zero0" if context.world_size == 1 and dtype == "float32" else "zero1"
     ours = _ours(options, context)
     theirs: dict[str, Any] = {}
-    if preset := PRESETS.get(_chosen(options.deepspeed, context)):
+    if preset := PRESETS.get(name):
         config = _preset(preset, ours, context)
     else:
-        theirs = _read(options.deepspeed)
-        config = filled(theirs, ours, source=options.deepspeed, batch_size=options.batch_size)
+        theirs = _read(name)
+        config = filled(theirs, ours, source=name, batch_size=options.batch_size)
     if "optimizer" not in theirs:
         config["optimizer"] = completed_block(config, context.device)
-    _require_fitting_states(options, context, stage_of(config))
-    if context.dtype == "float16" and not stage_of(config):
+    stage = stage_of(config)
+    if options.optimizer_dtype != "float32" and dtype != "bfloat16":
+        raise UsageError(
+            f"train.optimizer_dtype is bfloat16, and the policy is trained in {dtype}. Set "
+            "train.dtype to bfloat16, or leave train.optimizer_dtype at float32."
+        )
+    if options.optimizer_dtype != "float32" and stage < 2:
+        # There DeepSpeed would keep them in float32 and not say so, or refuse in its own words.
+        raise UsageError(
+            f"train.optimizer_dtype is bfloat16, and train.deepspeed={options.deepspeed} is ZeRO "
+            f"{stage}, which keeps master weights in float32. Use --deepspeed zero2 or zero3."
+        )
+    if dtype == "float16" and not stage:
         # DeepSpeed divides by the loss scale there, but does not multiply by it.
         raise UsageError(
             f"{options.deepspeed}: float16 is not trained rightly without ZeRO. "
             "Use zero1, or set train.dtype to bfloat16."
         )
     return config
-
-
-def _require_fitting_states(options: TrainOptions, here: EngineContext, stage: int) -> None:
-    if options.optimizer_dtype == "float32":
-        return
-    if here.dtype != "bfloat16":
-        raise UsageError(
-            f"train.optimizer_dtype is bfloat16, and the policy is trained in {here.dtype}. Set "
-            "train.dtype to bfloat16, or leave train.optimizer_dtype at float32."
-        )
-    if stage < 2:
-        # There DeepSpeed would keep them in float32 and not say so, or refuse in its own words.
-        raise UsageError(
-            f"train.optimizer_dtype is bfloat16, and train.deepspeed={options.deepspeed} is ZeRO "
-            f"{stage}, which keeps master weights in float32. Use --deepspeed zero2 or zero3."
-        )
 
 
 def _ours(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
@@ -117,14 +116,6 @@ def _ours(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
     if options.optimizer_dtype == "bfloat16":
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return config
-
-
-def _chosen(deepspeed: str, context: EngineContext) -> str:
-    if deepspeed != "auto":
-        return deepspeed
-    # 16-bit weights need the float32 master weights that ZeRO keeps; else one rank needs no ZeRO.
-    alone = context.world_size == 1 and context.dtype == "float32"
-    return "zero0" if alone else "zero1"
 
 
 def _preset(preset: Preset, ours: dict[str, Any], context: EngineContext) -> dict[str, Any]:
@@ -241,33 +232,38 @@ def filled(
     theirs: dict[str, Any], ours: dict[str, Any], *, source: str, batch_size: int
 ) -> dict[str, Any]:
     """The user's file, with align's value for every "auto" and every missing key."""
+    _require_sound(theirs, source)
     config = copy.deepcopy(theirs)
-    _require_known(config, source)
-    _require_possible(config, source)
-    wrong = [*_refused(config), *_contradictions(config, ours, batch_size)]
-    if wrong:
+    if wrong := [*_contradictions(config, ours, batch_size)]:
         lines = "".join(f"\n  {line}" for line in wrong)
         raise UsageError(
             f"{source} contradicts the options of this run:{lines}\n"
             'Change one of the two, or write "auto" in the file.'
         )
-    _fill(config, ours)
+
+    for key in BATCHES:
+        config[key] = ours[key]
+    missing = [key for key in ADDED if _at(config, key) is None]
+    # The user's other keys, such as the kind of optimizer, are kept.
+    for key in (*missing, *(key for key, value in leaves(theirs) if value == AUTO)):
+        if (value := _at(ours, key)) is not None:
+            _put(config, key, copy.deepcopy(value))
+    if _at(config, "optimizer.type") in ("Adam", ours["optimizer"]["type"]):
+        params = config["optimizer"].setdefault("params", {})
+        config["optimizer"]["params"] = copy.deepcopy(ours["optimizer"]["params"]) | params
     if left := [key for key, value in leaves(config) if value == AUTO]:
         raise UsageError(f'{source}: align has no value for the "auto" of {", ".join(left)}.')
     return config
 
 
-def _require_known(config: dict[str, Any], source: str) -> None:
-    """Refuses unknown top-level keys, which DeepSpeed would ignore."""
+def _require_sound(config: dict[str, Any], source: str) -> None:
+    """Refuses what makes no sense with any options."""
     for key in config:
-        if key not in KNOWN:
+        if key not in KNOWN:  # DeepSpeed would ignore it
             hint = did_you_mean(closest(key, KNOWN))
             raise UsageError(
                 f"{source}: DeepSpeed knows no {key!r}.{hint} Correct it or take it out."
             )
-
-
-def _require_possible(config: dict[str, Any], source: str) -> None:
     for key in BLOCKS:
         if not isinstance(_at(config, key), dict | None):
             raise UsageError(f"{source}: {key} must be an object.")
@@ -278,42 +274,23 @@ def _require_possible(config: dict[str, Any], source: str) -> None:
         raise UsageError(f"{source}: zero_optimization.stage is {stage!r:.60}; it is 0, 1, 2 or 3.")
 
 
-def _refused(config: dict[str, Any]) -> Iterator[str]:
+def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: int) -> Iterator[str]:
     for key, reason in REFUSED.items():
         if key in config:
             yield f"{key}: {reason}"
     for key, value in REQUIRED.items():
         if _at(config, key) not in (None, value, AUTO):
             yield f"{key}: {_at(config, key)!s:.60} in the file, but it has to be {value}"
-
-
-def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: int) -> Iterator[str]:
-    states = {"bf16_optimizer_states": False} | ours["bf16"]
-    expected = ours | {"train_batch_size": batch_size, "bf16": states}
     kind, wanted = _at(config, "optimizer.type"), _at(ours, "optimizer.type")
     # The file may name one that train.optimizer does not have.
     if wanted != "AdamW" and kind not in (None, AUTO, wanted):
         yield f"optimizer.type: {kind!s:.60} in the file, {wanted} here (train.optimizer)"
+    states = {"bf16_optimizer_states": False} | ours["bf16"]
+    expected = ours | {"train_batch_size": batch_size, "bf16": states}
     for key, option in OPTION_OF.items():
         found, value = _at(config, key), _at(expected, key)
         if found not in (None, AUTO) and not _same(found, value):
             yield f"{key}: {found!s:.60} in the file, {value} here ({option})"
-
-
-def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
-    for key in BATCHES:
-        config[key] = ours[key]
-    for key in ADDED:
-        if _at(config, key) is None and _at(ours, key) is not None:
-            _put(config, key, copy.deepcopy(_at(ours, key)))
-    # The user's other keys, such as the kind of optimizer, are kept.
-    for key, value in list(leaves(config)):
-        if value == AUTO and _at(ours, key) is not None:
-            _put(config, key, copy.deepcopy(_at(ours, key)))
-    if _at(config, "optimizer.type") in ("Adam", ours["optimizer"]["type"]):
-        params = config["optimizer"].setdefault("params", {})
-        for name, value in ours["optimizer"]["params"].items():
-            params.setdefault(name, copy.deepcopy(value))
 
 
 def stage_of(config: dict[str, Any]) -> Any:

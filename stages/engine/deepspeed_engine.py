@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,6 @@ from ...schemas.batches import Update, World
 from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
 from . import deepspeed_state, distributed
-from .cpu_adam import has_cpu_adam
 from .deepspeed_compat import (
     CONFIG_ERROR,
     WRAPPED_OPTIMIZER,
@@ -24,33 +24,35 @@ from .deepspeed_compat import (
     deepspeed,
     forget_first_step,
     forget_passes,
+    load_cpu_adam,
     quietly,
+    whole_ndim,
 )
 from .deepspeed_config import EngineContext, engine_config, stage_of
 from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
-from .parameter_groups import parameter_groups
 from .zero3_loading import freeing_large_blocks
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
+
+logger = logging.getLogger("align")
 
 
 def open_engine(
     policy: nn.Module, options: TrainOptions, world: World, *, hidden_size: int
 ) -> tuple[DeepSpeedEngine, dict[str, Any]]:
     """The engine of a policy, sharded over the ranks, and DeepSpeed's resolved configuration."""
-    learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    if not learning:
+    first = next((one for one in policy.parameters() if one.requires_grad), None)
+    if first is None:
         raise UsageError("the policy has no parameter that learns. Set lora.targets to its layers.")
-    stored = str(learning[0].dtype).removeprefix("torch.")
+    stored = str(first.dtype).removeprefix("torch.")
     dtype = stored if options.dtype == "auto" else options.dtype
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = engine_config(options, EngineContext(dtype, hidden_size, world.size, device))
     if asks_for_cpu_adam(config) and not has_cpu_adam(world):
         config = without_cpu_adam(config)
     is_partitioned = stage_of(config) == 3
-    groups = parameter_groups(policy, learning, config)
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
     params = theirs["optimizer"].get("params", {})
     rate = params.get("lr")
@@ -64,7 +66,7 @@ def open_engine(
             engine, *_ = deepspeed.initialize(
                 model=policy,
                 optimizer=make,
-                model_parameters=groups,
+                model_parameters=parameter_groups(policy, config),
                 config=theirs,
             )
     except (
@@ -84,6 +86,41 @@ def open_engine(
     if rate is not None:
         opened.set_lr(rate)
     return opened, config
+
+
+def has_cpu_adam(world: World) -> bool:
+    """Whether every rank could load DeepSpeed's AdamW for the CPU, which is compiled once."""
+    if world.rank == 0:
+        logger.info(
+            "The optimizer's state is in the CPU's memory: compiling DeepSpeed's AdamW for the "
+            "CPU, which takes about a minute the first time."
+        )
+    failure = ""
+    try:
+        with quietly():
+            load_cpu_adam()
+    except Exception as error:  # compilers fail in many ways; the reason is logged
+        failure = str(error).partition(":")[0].partition("\n")[0] or type(error).__name__
+    failures = [one for one in distributed.gathered(world, failure) if one]
+    if failures and world.rank == 0:
+        logger.warning(
+            "DeepSpeed's AdamW for the CPU cannot be compiled (%s): torch's is used instead, which "
+            "is slower. To have it, install a C++ compiler and ninja.",
+            failures[0],
+        )
+    return not failures
+
+
+def parameter_groups(policy: nn.Module, config: Mapping[str, Any]) -> list[Any]:
+    """What is trained, in groups: matrices have weight decay; biases and norms have none."""
+    learning = {name: one for name, one in policy.named_parameters() if one.requires_grad}
+    if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
+        return [*learning.values()]
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for name, one in learning.items():
+        (vectors if whole_ndim(one) < 2 or name.endswith("bias") else matrices).append(one)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 class DeepSpeedEngine:
