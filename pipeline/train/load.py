@@ -18,9 +18,9 @@ from ...stages.engine.zero3_loading import freeing_large_blocks, loading_config
 from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
+from ...stages.model.loading.adapters import adapts_experts
 from ...stages.model.loading.heads import stored_value_head
 from ...stages.model.loading.load import load_model, resolve
-from ...stages.model.loading.lora_targets import adapts_experts
 from ...stages.model.loading.model_folder import ModelFiles, model_identity
 from ...stages.model.loading.sharded_load import load_sharded
 from ...stages.model.logprobs import causal_model

@@ -20,8 +20,9 @@ from .compiled_layers import compile_layers
 from .head.fused_head import output_head
 from .head.fused_head_backward import call_head_for_logps
 from .layouts.tree_attention import TreeBatch
+from .loading.adapters import add_lora, merged
 from .loading.heads import read_value_head, stored_value_head, value_head
-from .loading.load import add_lora, load_model, merged, text_config
+from .loading.load import load_model, text_config
 from .loading.quantized_base import load_in_4_bits
 from .logprobs import (
     ScoringPath,

@@ -19,8 +19,10 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
 from .layouts.tree_attention import TreeBatch, single_branches
+from .loading.adapters import merged
 from .loading.heads import SCORES, ScalarHead
-from .loading.load import first_line, load_model, merged
+from .loading.library_errors import in_short
+from .loading.load import load_model
 from .loading.model_folder import model_config
 from .loading.quiet import quiet
 from .logprobs import ScoringPath, causal_model, input_device, last_states
@@ -100,7 +102,7 @@ def _skeleton(options: ModelOptions, config: Any) -> Any:
     except (ValueError, ImportError) as error:
         raise UsageError(
             f"{options.path}: transformers has no class of this architecture that scores texts "
-            f"({first_line(error)}). Use a model of another one."
+            f"({in_short(error)}). Use a model of another one."
         ) from error
 
 

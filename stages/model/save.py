@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ...schemas.config import ModelOptions
+from .loading.adapters import merged, with_adapter
 from .loading.heads import VALUE_HEAD, is_reward_model
-from .loading.load import load_model, merged, with_adapter
+from .loading.load import load_model
 from .loading.model_folder import (
     INDEX,
     StoredTensor,

@@ -22,7 +22,8 @@ from align.stages.engine.engine_memory import Elements, Setting, engine_memory
 from align.stages.methods.table import recipe_of
 from align.stages.model.head.fused_head_backward import call_head_for_logps
 from align.stages.model.layouts.tree_attention import tree_batch
-from align.stages.model.loading.load import add_lora, empty_model
+from align.stages.model.loading.adapters import add_lora
+from align.stages.model.loading.load import empty_model
 from align.stages.model.logprobs import ScoringPath, branch_logps
 from align.stages.model.memory.live_memory import LiveMemory
 from align.stages.model.memory.memory_trace import Moment, Trace, trace

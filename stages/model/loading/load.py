@@ -1,4 +1,4 @@
-"""Loads a causal language model as the options say, and puts an adapter on it."""
+"""Loads a causal language model as the options say, its adapter on it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ....schemas.config import ModelOptions
 from ....schemas.errors import UsageError
-from ....schemas.train_options import LoraOptions
 from ..transformers_compat import supports_sdpa
-from .heads import is_reward_model
+from .adapters import with_adapter
 from .library_errors import refused_as
-from .lora_targets import named_targets, require_all_adapted
 from .model_folder import (
     CONFIG,
     StoredTensor,
-    adapter_tensors,
     model_config,
     model_tensors,
-    require_adapter,
     require_own_weights,
     stored_dtype,
 )
@@ -215,40 +211,6 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
     return unused
 
 
-def with_adapter(model: Any, folder: str) -> Any:
-    """The model with a saved, frozen adapter."""
-    require_adapter(folder)
-    from peft import PeftConfig, PeftModel  # noqa: PLC0415 - optional, and slow to import
-
-    cannot = f"{folder}: the adapter of adapter_config.json cannot be put on the model"
-    with refused_as(cannot, "Set model.adapter to a PEFT adapter made for model.path."):
-        kind = PeftConfig.from_pretrained(folder, local_files_only=True)
-        if kind.is_prompt_learning or getattr(kind, "alora_invocation_tokens", None):
-            raise ValueError("adapters of prompt tokens, or behind some tokens, are not supported")
-        adapted = PeftModel.from_pretrained(
-            model, folder, is_trainable=False, local_files_only=True
-        )
-    _require_adapter_taken(adapted, folder)
-    return adapted
-
-
-def _require_adapter_taken(adapted: Any, folder: str) -> None:
-    """Refuses an adapter of another model: peft silently skips tensors that do not fit."""
-    from peft import get_peft_model_state_dict  # noqa: PLC0415 - as above
-
-    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    # peft may store a layer that was trained whole twice, under two names.
-    names = [tensor.name for tensor in adapter_tensors(Path(folder))]
-    stored = {name.replace(".modules_to_save.", ".") for name in names}
-    missing, unused = sorted(wanted - stored), sorted(stored - wanted - set(adapted.state_dict()))
-    if missing or unused:
-        raise UsageError(
-            f"{folder}: the adapter does not fit the model. It lacks {len(missing)} tensors "
-            f"(first: {missing[:3]}), and {len(unused)} of its own are not used "
-            f"(first: {unused[:3]}). Set model.adapter to a PEFT adapter made for model.path."
-        )
-
-
 def _dtype(options: ModelOptions, tensors: Sequence[StoredTensor]) -> str:
     dtype = stored_dtype(options.path, tensors) if options.dtype == "auto" else options.dtype
     if dtype not in DTYPES:
@@ -257,61 +219,3 @@ def _dtype(options: ModelOptions, tensors: Sequence[StoredTensor]) -> str:
             f"Set model.dtype to one of {', '.join(DTYPES)}."
         )
     return dtype
-
-
-def first_line(error: Exception) -> str:
-    """The first line of another library's error, for a message."""
-    return str(error).strip().split("\n", maxsplit=1)[0]
-
-
-def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
-    """The model with a fresh adapter, the same on every rank; everything else is frozen."""
-    with quiet():
-        from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
-
-    settings = LoraConfig(
-        # For a model that scores, peft trains and saves the whole head in addition to the adapter.
-        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
-        r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
-        lora_dropout=options.dropout,
-        **named_targets(model, options.targets),
-    )
-    head = _name_of_head(model)
-    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
-    try:
-        with quiet(), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            adapted: Any = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise UsageError(
-            f"lora.targets: {options.targets or 'all-linear'} cannot be adapted "
-            f"({first_line(error)}). Name layers of this model, or leave lora.targets empty."
-        ) from error
-    if head in adapted.base_model.targeted_module_names:
-        raise UsageError(
-            f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
-            "fused log-prob head would pass by. Leave it out."
-        )
-    require_all_adapted(adapted, options.targets)
-    for parameter in adapted.parameters():
-        # On quantized weights, which are stored as integers, peft makes it in float32.
-        if parameter.requires_grad and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-    trainable: nn.Module = adapted
-    return trainable
-
-
-def merged(model: Any) -> nn.Module:
-    """The plain model, with its adapter, if it has one, merged into the weights."""
-    if not hasattr(model, "merge_and_unload"):
-        return model  # type: ignore[no-any-return]
-    cannot = "The adapter of adapter_config.json cannot be merged into the model"
-    with refused_as(cannot, "Merge it with PEFT, or train without it."), quiet():
-        plain: nn.Module = model.merge_and_unload()
-    return plain
-
-
-def _name_of_head(model: Any) -> str:
-    layer = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is layer), "")

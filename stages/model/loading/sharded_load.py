@@ -19,8 +19,9 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from ....schemas.config import ModelOptions
 from ..transformers_compat import stored_names
+from .adapters import merged, with_adapter
 from .heads import is_reward_model
-from .load import from_folder, load_model, merged, nowhere, resolve, with_adapter
+from .load import from_folder, load_model, nowhere, resolve
 from .model_folder import model_config, model_tensors, read_json, tensor_sha256
 from .quiet import quiet
 

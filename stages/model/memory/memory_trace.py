@@ -25,7 +25,7 @@ from ....schemas.rows import Tree
 from ..head.fused_head import TILE_ROWS, TILE_VOCABULARY
 from ..head.fused_head_backward import BUFFER_BYTES
 from ..layouts.tree_attention import PIECES, TreeBatch, tree_batch
-from ..loading.load import first_line
+from ..loading.library_errors import in_short
 from ..logprobs import ScoringPath, causal_model, last_states
 from ..transformers_compat import AttentionInterface
 from .live_memory import LiveMemory
@@ -79,7 +79,7 @@ def refused_in_words() -> Iterator[None]:
     except AlignError:
         raise
     except Exception as error:
-        why = first_line(error)
+        why = in_short(error)
         raise UntracedError(f"The memory of this model cannot be planned ({why}).") from error
 
 

@@ -10,8 +10,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.loading import quantized_base
-from align.stages.model.loading.load import add_lora, load_model
-from align.stages.model.loading.lora_targets import adapts_experts
+from align.stages.model.loading.adapters import adapts_experts, add_lora
+from align.stages.model.loading.load import load_model
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.save import save_adapter, save_merged
 from support.engine_ranks import OPTIONS, Run, saved

@@ -16,7 +16,7 @@ from align.schemas.config import Config, ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model.compiled_layers import compile_layers
-from align.stages.model.loading.load import add_lora
+from align.stages.model.loading.adapters import add_lora
 from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer

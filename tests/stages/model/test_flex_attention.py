@@ -21,7 +21,7 @@ from align.stages.model.layouts.flex_attention import (
     why_no_flex,
 )
 from align.stages.model.layouts.tree_attention import tree_batch, tree_mask
-from align.stages.model.loading.load import add_lora
+from align.stages.model.loading.adapters import add_lora
 from align.stages.model.logprobs import own_attention
 from align.stages.model.path_search import PATHS, PathOptions, choose_path
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off

@@ -1,0 +1,139 @@
+"""Adapters of peft: a saved one on a model, a fresh one that is trained, and either merged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....schemas.errors import UsageError
+from ....schemas.train_options import LoraOptions
+from .heads import is_reward_model
+from .library_errors import in_short, refused_as
+from .model_folder import adapter_tensors, require_adapter
+from .quiet import quiet
+
+
+def with_adapter(model: Any, folder: str) -> Any:
+    """The model with a saved, frozen adapter; one of another model is refused."""
+    require_adapter(folder)
+    # Optional, and slow to import.
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict  # noqa: PLC0415
+
+    made_for = "Set model.adapter to a PEFT adapter made for model.path."
+    cannot = f"{folder}: the adapter of adapter_config.json cannot be put on the model"
+    with refused_as(cannot, made_for):
+        kind = PeftConfig.from_pretrained(folder, local_files_only=True)
+        if kind.is_prompt_learning or getattr(kind, "alora_invocation_tokens", None):
+            raise ValueError("adapters of prompt tokens, or behind some tokens, are not supported")
+        adapted: Any = PeftModel.from_pretrained(
+            model, folder, is_trainable=False, local_files_only=True
+        )
+    # peft skips tensors that do not fit, and may store a layer that was trained whole twice.
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    names = [tensor.name for tensor in adapter_tensors(Path(folder))]
+    stored = {name.replace(".modules_to_save.", ".") for name in names}
+    missing, unused = sorted(wanted - stored), sorted(stored - wanted - set(adapted.state_dict()))
+    if missing or unused:
+        raise UsageError(
+            f"{folder}: the adapter does not fit the model. It lacks {len(missing)} tensors "
+            f"(first: {missing[:3]}), and {len(unused)} of its own are not used "
+            f"(first: {unused[:3]}). {made_for}"
+        )
+    return adapted
+
+
+def add_lora(model: Any, options: LoraOptions, seed: int) -> nn.Module:
+    """The model with a fresh adapter, the same on every rank; everything else is frozen."""
+    with quiet():
+        from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
+
+    settings = LoraConfig(
+        # For a model that scores, peft trains and saves the whole head in addition to the adapter.
+        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        lora_dropout=options.dropout,
+        **_named_targets(model, options.targets),
+    )
+    layer = model.get_output_embeddings()
+    head = next((name for name, module in model.named_modules() if module is layer), "")
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    try:
+        with quiet(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            adapted: Any = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise UsageError(
+            f"lora.targets: {options.targets or 'all-linear'} cannot be adapted "
+            f"({in_short(error)}). Name layers of this model, or leave lora.targets empty."
+        ) from error
+    if head in adapted.base_model.targeted_module_names:
+        raise UsageError(
+            f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
+            "fused log-prob head would pass by. Leave it out."
+        )
+    _require_all_adapted(adapted, options.targets)
+    for parameter in adapted.parameters():
+        # On quantized weights, which are stored as integers, peft makes it in float32.
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    trainable: nn.Module = adapted
+    return trainable
+
+
+def merged(model: Any) -> nn.Module:
+    """The plain model, with its adapter, if it has one, merged into the weights."""
+    if not hasattr(model, "merge_and_unload"):
+        return model  # type: ignore[no-any-return]
+    cannot = "The adapter of adapter_config.json cannot be merged into the model"
+    with refused_as(cannot, "Merge it with PEFT, or train without it."), quiet():
+        plain: nn.Module = model.merge_and_unload()
+    return plain
+
+
+def _named_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
+    """peft's target arguments: layers by the end of their names, and parameters of no layer.
+
+    A mixture of experts may keep all experts of a layer in one parameter.
+    """
+    if not targets:
+        return {"target_modules": "all-linear"}
+    layers = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters()]
+    of_none = [one for one in targets if not _is_end(one, layers) and _is_end(one, parameters)]
+    found: dict[str, Any] = {"target_modules": [one for one in targets if one not in of_none]}
+    return found | ({"target_parameters": of_none} if of_none else {})
+
+
+def _require_all_adapted(adapted: Any, targets: Sequence[str]) -> None:
+    """Refuses targets that peft found in part only; peft itself refuses where it found none."""
+    if not targets:
+        return
+    (settings,) = adapted.peft_config.values()
+    # peft renames targets where transformers has merged several stored weights.
+    wanted = [*settings.target_modules, *(getattr(settings, "target_parameters", None) or ())]
+    names = _adapted_names(adapted)
+    if missing := sorted(one for one in wanted if not _is_end(one, names)):
+        raise UsageError(
+            f"lora.targets: no layer of this model is called {', '.join(missing)}. Name layers "
+            "that it has, or leave lora.targets empty."
+        )
+
+
+def adapts_experts(model: Any) -> bool:
+    """Whether a model has an adapter that changes the experts of a mixture."""
+    return any("experts." in name for name in _adapted_names(model))
+
+
+def _adapted_names(adapted: Any) -> Collection[str]:
+    inner = adapted.base_model
+    # Older versions of peft adapt layers only.
+    return [*inner.targeted_module_names, *getattr(inner, "targeted_parameter_names", ())]
+
+
+def _is_end(target: str, names: Iterable[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)
