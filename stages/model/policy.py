@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from .logprobs import (
 from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
-from .router_watch import RouterWatch, counted_tokens, require_coefficient
+from .router_watch import RouterWatch, counted_tokens, require_coefficient, sums_of
 from .transformers_compat import beside_text, recompute_activations, routers_of
 
 _ONE_TOKEN = np.zeros(1, np.int32)
@@ -72,7 +73,9 @@ def load_policy(
         )
     balanced = train.router_loss > 0
     policy = Policy(loaded, head=head, purity=purity, balanced=balanced, paths=paths)
-    _continue_value_head(policy, model)
+    # It begins with the value head that was trained with the model, where there is one.
+    if policy.value_head and (file := stored_value_head(model)):
+        read_value_head(policy.value_head, file)
     if train.recomputes:
         policy.recompute_activations(on_host=train.offloads_inputs)
     return policy
@@ -89,12 +92,6 @@ def as_it_learns(model: nn.Module, train: TrainOptions, lora: LoraOptions) -> nn
         return model
     options = lora if train.dropout else replace(lora, dropout=0.0)
     return add_lora(model, options, train.seed)
-
-
-def _continue_value_head(policy: Policy, model: ModelOptions) -> None:
-    """Begins with the value head that was trained with the model, where there is one."""
-    if policy.value_head and (file := stored_value_head(model)):
-        read_value_head(policy.value_head, file)
 
 
 class Policy(nn.Module):
@@ -164,20 +161,17 @@ class Policy(nn.Module):
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)
+        with self._routers.watching() if self._routers else nullcontext([]) as seen:
+            if self.path.head == "score":
+                outputs = batch_scores(self.model, laid_out, batch, self.path)[None]
+            else:
+                outputs = self._of_tokens(batch)
+        outputs = outputs if trees else outputs[:, :0]
         if self._routers is None:
-            return self._outputs_of(laid_out, batch, len(trees))
-        with self._routers.watching():
-            outputs = self._outputs_of(laid_out, batch, len(trees))
-            counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
-            routing = self._routers.sums(counted if trees else torch.zeros_like(counted))
-        return *outputs, routing
-
-    def _outputs_of(self, trees: Sequence[Tree], batch: TreeBatch, count: int) -> Tensor:
-        if self.path.head == "score":
-            outputs = batch_scores(self.model, trees, batch, self.path)[None]
-        else:
-            outputs = self._of_tokens(batch)
-        return outputs if count else outputs[:, :0]
+            return outputs
+        counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
+        counted = counted if trees else torch.zeros_like(counted)
+        return *outputs, torch.stack([sums_of(router, counted) for router in seen])
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
         purity, head = "purity" in self.output_names, self.value_head

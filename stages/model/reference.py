@@ -85,9 +85,12 @@ class HfReference:
     def load(self) -> nn.Module:
         """The loaded model; a file that has changed since it was digested is refused."""
         files = self._files
-        model = load_causal_lm(self.options)
+        model = self._loaded()
         files.require_unchanged()
         return model
+
+    def _loaded(self) -> nn.Module:
+        return load_causal_lm(self.options)
 
     def require_unchanged(self) -> None:
         """Refuses files that have changed since they were digested."""

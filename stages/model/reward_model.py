@@ -45,8 +45,7 @@ def load_reward_model(
     options: ModelOptions, seed: int, load: Callable[..., nn.Module] = load_model
 ) -> nn.Module:
     """The folder's reward model if it is one; else its layers under a randomly drawn head."""
-    architectures = model_config(options.path).get("architectures") or [""]
-    if str(architectures[0]).endswith(SCORES):
+    if _architecture(options.path).endswith(SCORES):
         model: Any = load(options, AutoModelForSequenceClassification)
     else:
         model = _with_new_head(options, seed, load)
@@ -57,11 +56,25 @@ def load_reward_model(
     return scorer
 
 
+def _architecture(folder: str) -> str:
+    """The class that a folder's config.json names; "" if none."""
+    return str((model_config(folder).get("architectures") or [""])[0])
+
+
 def _with_new_head(options: ModelOptions, seed: int, load: Callable[..., nn.Module]) -> Any:
     """A reward model on the layers of a causal model, into which an adapter is merged."""
     causal: Any = merged(load(options))
-    config = causal.config
-    model = _skeleton(options, config)
+    config, labelled = causal.config, deepcopy(causal.config)
+    labelled.num_labels = 1
+    build: Any = AutoModelForSequenceClassification.from_config
+    try:
+        with quiet(), torch.device("meta"):  # to be filled with the layers that are loaded
+            model = build(labelled, trust_remote_code=False)
+    except (ValueError, ImportError) as error:
+        raise UsageError(
+            f"{options.path}: transformers has no class of this architecture that scores texts "
+            f"({in_short(error)}). Use a model of another one."
+        ) from error
     if type(model.base_model) is not type(causal.base_model):
         raise UsageError(
             f"{options.path}: {type(model).__name__} is built on other layers than "
@@ -89,21 +102,6 @@ def _head_of(model: Any, folder: str) -> nn.Linear:
             "one that was trained with num_labels=1."
         )
     return head
-
-
-def _skeleton(options: ModelOptions, config: Any) -> Any:
-    """The architecture on the meta device, to be filled."""
-    build: Any = AutoModelForSequenceClassification.from_config
-    labelled = deepcopy(config)
-    labelled.num_labels = 1
-    try:
-        with quiet(), torch.device("meta"):
-            return build(labelled, trust_remote_code=False)
-    except (ValueError, ImportError) as error:
-        raise UsageError(
-            f"{options.path}: transformers has no class of this architecture that scores texts "
-            f"({in_short(error)}). Use a model of another one."
-        ) from error
 
 
 def _draw(head: nn.Linear, spread: float | None, seed: int) -> None:
@@ -146,22 +144,20 @@ class HfReward(HfReference):
 
     def identity(self) -> Mapping[str, str]:
         """The identity of a reference, with the version of scores instead of the head's."""
-        architectures = model_config(self.options.path).get("architectures") or [""]
-        if not str(architectures[0]).endswith(SCORES):
+        if not (kind := _architecture(self.options.path)).endswith(SCORES):
             raise UsageError(
                 f"{self.options.path} is not a reward model: its config.json names "
-                f"{architectures[0] or 'no architecture'}. Train one by `align train --method "
+                f"{kind or 'no architecture'}. Train one by `align train --method "
                 "reward`, or name a sequence-classification model."
             )
         return {**super().identity(), "numerics.head": SCORE_VERSION}
 
     def open(self) -> RewardScorer:
-        """Loads the weights and chooses how to score with them."""
-        files = self._files
-        model = load_reward_model(self.options, seed=0).eval().requires_grad_(False)
-        scorer = RewardScorer(model, files, PathOptions.of(self.options))
-        files.require_unchanged()
-        return scorer
+        """A scorer with the weights loaded, on the layout that the probe chose."""
+        return RewardScorer(self.load(), self._files, PathOptions.of(self.options))
+
+    def _loaded(self) -> nn.Module:
+        return load_reward_model(self.options, seed=0).eval().requires_grad_(False)
 
 
 class RewardScorer(TreeScorer):

@@ -29,22 +29,13 @@ class RouterWatch:
             router.register_forward_hook(self._see)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[list[Any]]:
         """Records the pass inside, not the layers that run again for their gradient later on."""
-        self._seen = []
+        self._seen = list[Any]()
         try:
-            yield
+            yield self._seen
         finally:
             self._seen = None
-
-    def sums(self, counted: Tensor) -> Tensor:
-        """Sums over the tokens where `counted`, (all,) bool: (layers, 2 * experts + 1) float64.
-
-        The columns are the tokens routed to each expert, the sum of each expert's probabilities,
-        and the number of tokens.
-        """
-        assert self._seen, "the pass is inside, and its routers run"
-        return torch.stack([_sums_of(outputs, counted) for outputs in self._seen])
 
     def _see(self, _router: nn.Module, _inputs: Any, outputs: Any) -> None:
         # Only recorded: when a layer runs again, it has to do what it did the first time.
@@ -52,8 +43,12 @@ class RouterWatch:
             self._seen.append(outputs)
 
 
-def _sums_of(outputs: Any, counted: Tensor) -> Tensor:
-    """The sums of one layer's router: (2 * experts + 1,) float64."""
+def sums_of(outputs: Any, counted: Tensor) -> Tensor:
+    """Sums of one router's outputs over the tokens where `counted`: (2 * experts + 1,) float64.
+
+    They are the tokens routed to each expert, the sum of each expert's probabilities, and the
+    number of tokens.
+    """
     if not isinstance(outputs, tuple) or len(outputs) != 3 or outputs[2].is_floating_point():
         raise UsageError(
             "train.router_loss: the routers of this model give no logits, weights and choices. Set "

@@ -15,27 +15,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...schemas.errors import UsageError
 
-__all__ = [
-    "AttentionInterface",
-    "attention_of",
-    "beside_text",
-    "can_recompute",
-    "decoder_layers",
-    "recompute_activations",
-    "routers_of",
-    "stored_names",
-    "supports_sdpa",
-]
-
 _utils: Any = utils
 _is_scipy_available = _utils.is_scipy_available
 _utils.is_scipy_available = lambda: False
 try:
-    from transformers import conversion_mapping, core_model_loading
-    from transformers.modeling_utils import AttentionInterface
+    from transformers import conversion_mapping, core_model_loading, modeling_utils
     from transformers.models.auto import auto_factory, modeling_auto
 finally:
     _utils.is_scipy_available = _is_scipy_available
+
+AttentionInterface: Any = modeling_utils.AttentionInterface
 
 
 def attention_of(model: Any) -> str:
