@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,10 +57,12 @@ def tree_batch(
     starts = np.cumsum([0, *sizes[:-1]]) if packed else np.arange(len(trees)) * shape[1]
     grids = np.zeros((3, *shape), np.int64)
     grids[2] = PAD
-    layouts = [_layout_of(tree) for tree in trees]
-    for start, layout in zip(starts, layouts, strict=True):
-        grids.reshape(3, -1)[:, start : start + layout.edges[-1]] = layout.columns
-    predictors = [start + layout.predictors for start, layout in zip(starts, layouts, strict=True)]
+    predictors, edges = [], []
+    for start, tree in zip(starts.tolist(), trees, strict=True):
+        columns, ends = _layout_of(tree)
+        grids.reshape(3, -1)[:, start : start + ends[-1]] = columns
+        predictors.append(start + predictors_of(ends))
+        edges.append((start, *(start + ends).tolist()))
     targets = np.concatenate([branch for tree in trees for branch in tree.branches])
     token_ids, positions, segments, *flat = all_on_device(
         [*grids, np.concatenate(predictors), targets.astype(np.int64)], device
@@ -71,33 +73,22 @@ def tree_batch(
         segments=segments,
         predictors=flat[0],
         targets=flat[1],
-        edges=tuple(
-            (int(start), *(int(start + edge) for edge in layout.edges))
-            for start, layout in zip(starts, layouts, strict=True)
-        ),
+        edges=tuple(edges),
     )
 
 
-@dataclass(frozen=True)
-class _TreeLayout:
-    """The layout of one tree, counted from its own first token."""
-
-    columns: np.ndarray  # (3, tokens): token ids, positions, segments
-    predictors: np.ndarray  # (completion tokens,)
-    edges: list[int]  # ends of the prompt and of each branch
-
-
-def _layout_of(tree: Tree) -> _TreeLayout:
+def _layout_of(tree: Tree) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Token ids, positions and segments, (3, tokens), and the ends of the prompt and branches."""
     assert len(tree.prompt) > 0, "a prompt has a token"
     lengths = [len(branch) for branch in tree.branches]
-    fork, *stops = edges = np.cumsum([len(tree.prompt), *lengths])
-    after = np.arange(fork, stops[-1])
+    edges = np.cumsum([len(tree.prompt), *lengths])
+    fork = int(edges[0])
+    after = np.arange(fork, edges[-1])
     begins = np.repeat(edges[:-1], lengths)
     token_ids = np.concatenate([tree.prompt, *tree.branches])
     positions = np.concatenate([np.arange(fork), after - begins + fork])
     segments = np.repeat(np.arange(len(edges)), [fork, *lengths])
-    columns = np.stack([token_ids, positions, segments])
-    return _TreeLayout(columns, predictors_of(edges), edges.tolist())
+    return np.stack([token_ids, positions, segments]), edges
 
 
 def predictors_of(edges: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -258,7 +249,9 @@ def attend_in_pieces(
     # Split, never sliced: the gradient of every slice would be as long as the whole batch.
     sizes = [stop - start for edges in pieces.edges for start, stop in pairwise(edges)]
     parts = zip(*(torch.split(each, sizes, dim=2) for each in (query, key, value)), strict=True)
-    for (queries, keys, values), is_prompt in zip(parts, _are_prompts(pieces), strict=True):
+    # The first piece of each tree is its prompt, on which its branches follow.
+    are_prompts = [at == 0 for edges in pieces.edges for at in range(len(edges) - 1)]
+    for (queries, keys, values), is_prompt in zip(parts, are_prompts, strict=True):
         if is_prompt:
             prompt_keys, prompt_values = seen = keys, values
         else:
@@ -279,17 +272,9 @@ def attend_in_pieces(
     return torch.cat(outputs, dim=1), None
 
 
-def _are_prompts(pieces: Pieces) -> Iterator[bool]:
-    """Whether each piece is a prompt, or a branch of the prompt before it."""
-    for edges in pieces.edges:
-        yield True
-        yield from (False for _ in edges[2:])
-
-
-Cut: TypeAlias = tuple[slice, slice, Tensor | None]
-
-
-def _cuts(template: MaskTemplate, rows: int, keys: int, *, is_causal: bool) -> Iterator[Cut]:
+def _cuts(
+    template: MaskTemplate, rows: int, keys: int, *, is_causal: bool
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """(rows, keys that they see, their mask) of a piece, whose own keys are the last ones."""
     if is_causal:
         yield slice(0, rows), slice(0, keys), None

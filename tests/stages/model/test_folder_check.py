@@ -77,30 +77,32 @@ def adapted(folder, adapter, **settings):
     return options_of(folder, adapter=str(adapter))
 
 
-def test_weights_of_another_place_are_refused_however_a_folder_is_loaded(model_folder):
-    amend(model_folder / "config.json", {"transformers_weights": "../other.safetensors"})
-    options = options_of(model_folder)
+OWN = {"model_type": "own", "auto_map": {"AutoConfig": "canary.Config"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"transformers_weights": "../o.safetensors"}, ("config.json", "transformers_weights")),
+        (OWN, ("config.json", "code")),
+        (None, ("adapter_config.json", "model.adapter")),  # an adapter beside the model
+    ],
+)
+def test_weights_of_another_place_and_code_are_refused_however_a_folder_is_loaded(
+    model_folder, settings, names
+):
+    if settings:
+        amend(model_folder / "config.json", settings)
+    else:
+        saved_adapter(model_folder, model_folder)
     for load in (
         lambda options: HfReference(options).identity(),
         load_causal_lm,
         lambda options: load_policy(options, TrainOptions(), LoraOptions()),
         lambda options: load_policy(options, TrainOptions(), LoraOptions(), head="score"),
     ):
-        with refuses(UsageError, "config.json", "transformers_weights"):
-            load(options)
-
-
-def test_a_model_that_needs_the_code_of_its_folder_is_refused(model_folder):
-    own = {"model_type": "own", "auto_map": {"AutoConfig": "canary.Config"}}
-    amend(model_folder / "config.json", own)
-    with refuses(UsageError, "config.json", "code"):
-        load_causal_lm(options_of(model_folder))
-
-
-def test_an_adapter_beside_a_model_is_refused(model_folder):
-    saved_adapter(model_folder, model_folder)
-    with refuses(UsageError, "adapter_config.json", "model.adapter"):
-        load_causal_lm(options_of(model_folder))
+        with refuses(UsageError, *names):
+            load(options_of(model_folder))
 
 
 def test_an_index_names_safetensors_files_of_its_own_folder_and_nothing_else(in_files):
@@ -132,7 +134,7 @@ def test_files_may_be_links_as_in_the_cache_of_the_hub_and_pickles_beside_them_s
 @pytest.mark.parametrize(
     ("file", "settings"),
     [
-        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "canary.Config"}}),
+        ("config.json", OWN),
         ("config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Model"}}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["canary.Slow", "canary.Fast"]}}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "a/b--canary.Fast"]}}),
