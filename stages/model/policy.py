@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,7 +161,8 @@ class Policy(nn.Module):
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)
-        with self._routers.watching() if self._routers else nullcontext([]) as seen:
+        nothing: AbstractContextManager[list[Any]] = nullcontext([])
+        with self._routers.watching() if self._routers else nothing as seen:
             if self.path.head == "score":
                 outputs = batch_scores(self.model, laid_out, batch, self.path)[None]
             else:
