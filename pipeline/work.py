@@ -7,23 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ..schemas.config import TrackingOptions
 from ..schemas.errors import AlignError, Interrupted, StorageError
-from ..stages.storage.disk.locks import Ownable, owner_lock
+from ..stages.storage.disk.locks import owner_lock
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.tracker import addresses, kind_of
 from .jobs.tracker_sync import sync_ledger
 from .parts import Part
 
+if TYPE_CHECKING:
+    from ..stages.storage.cache_work import CacheWork
+    from ..stages.storage.tables import TableFolder
+
 logger = logging.getLogger("align")
 
 Manifest = TypeVar("Manifest")
 
 
-class Tally(Protocol):
+class WorkDone(Protocol):
     """What a process has done, in numbers."""
 
     def text(self) -> str:
@@ -31,26 +35,20 @@ class Tally(Protocol):
         ...
 
 
-Counts = TypeVar("Counts", bound=Tally)
+Done = TypeVar("Done", bound=WorkDone)
 
 
-class Output(Ownable, Protocol):
-    """The folder of a cache or of a table."""
-
-    def prepare(self) -> None:
-        """Makes the folder; refuses one that holds something else."""
-        ...
-
-
-def owned(folder: Output, stage: str, part: Part | None) -> AbstractContextManager[object]:
+def owned(
+    folder: CacheWork | TableFolder, stage: str, part: Part | None
+) -> AbstractContextManager[object]:
     """Makes the folder, and this process its owner; parts work in it together, without a lock."""
     folder.prepare()
-    return nullcontext() if part else owner_lock(folder, stage)
+    return nullcontext() if part else owner_lock(folder.root, stage)
 
 
 @contextmanager
 def working(
-    folder: Output,
+    folder: CacheWork | TableFolder,
     stage: str,
     tracking: TrackingOptions,
     part: Part | None,
@@ -106,12 +104,12 @@ def send_earlier(home: Path, options: TrackingOptions) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Made(Generic[Manifest, Counts]):
+class Made(Generic[Manifest, Done]):
     """The result of a command: its output, and the work of this process for it."""
 
     folder: Path | str  # or its location in a bucket
     manifest: Manifest | None  # None while another part is not done
-    tally: Counts
+    tally: Done
     lines: tuple[str, ...]  # a summary of the whole output
     part: Part | None = None
     was_complete: bool = False

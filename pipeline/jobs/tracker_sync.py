@@ -160,7 +160,7 @@ def sync_ledger(
     """Sends a run that is in its own folder, or in the outbox of `home`, to one tracker."""
     require_no_links(folder)
     load_ledger(kind, folder)
-    with owner_lock(folder, "mlflow-sync"):
+    with owner_lock(folder.root, "mlflow-sync"):
         ledger = load_ledger(kind, folder)
         address = _address(kind, home, ledger.record.uri, options, uri)
         ledger.move_to(address)

@@ -22,6 +22,7 @@ from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fi
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.score.reuse import EarlierCache
 from ...stages.storage.cache import Cache
+from ...stages.storage.cache_work import CacheWork, unfinished_work
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote
@@ -43,7 +44,7 @@ class CacheJob:
 
     config: Config
     reference: Reference
-    cache: Cache
+    cache: CacheWork
     inputs: tuple[InputFile, ...]  # in the order of their digests, however they were named
     digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
     shape: Shape
@@ -129,7 +130,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     return CacheJob(
         config=config,
         reference=reference,
-        cache=Cache.at(config.cache.output, digest(fields)),
+        cache=CacheWork.at(config.cache.output, digest(fields)),
         inputs=inputs,
         digested=before,
         shape=shape,
@@ -163,7 +164,7 @@ def candidates(options: CacheOptions) -> tuple[str, ...]:
     """Folders to search: those the user names, then those that this user has made before."""
     for name in options.reuse:
         cache = Cache(manifest_folder(name))
-        is_planned = any(work.plan.is_file() for work in cache.unfinished())
+        is_planned = any(work.plan.is_file() for work in unfinished_work(cache))
         if not (cache.manifest_file.is_file() or is_planned):
             raise UsageError(f"{name}: no cache to reuse (--reuse). Check the path.")
     known = []
@@ -197,7 +198,7 @@ def may_have_scores(folders: Iterable[str], reference_key: str) -> bool:
 
 def _scored_by(reference_key: str, cache: Cache) -> list[EarlierCache]:
     """The shards of a cache, or those of its unfinished plans, if this reference scored them."""
-    works = cache.unfinished()
+    works = unfinished_work(cache)
     if cache.manifest_file.is_file() or not works:
         manifest = cache.manifest()
         made = [(manifest.reference_key, manifest.shards)]
@@ -209,7 +210,7 @@ def _scored_by(reference_key: str, cache: Cache) -> list[EarlierCache]:
     return [EarlierCache(cache, shards) for key, shards in made if key == reference_key]
 
 
-def register_cache(cache: Cache) -> None:
+def register_cache(cache: CacheWork) -> None:
     """Adds a finished cache to this user's list, unless it is in a bucket."""
     if cache.url:
         return

@@ -23,6 +23,7 @@ from ...schemas.rows import TIE, Reference, Scorer
 from ...stages.data.columns import not_read
 from ...stages.data.preview import lines_of
 from ...stages.report.cache_tables import worded
+from ...stages.storage.cache_work import unfinished_work
 from ...stages.storage.disk.locks import try_owner_lock
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.outbox import unsent_runs
@@ -122,7 +123,7 @@ def _finished(job: CacheJob) -> Manifest | None:
         manifest = cache.manifest()
         require_same(manifest.fingerprint, job.fingerprint, where=str(cache))
         return manifest
-    for work in cache.unfinished():
+    for work in unfinished_work(cache):
         if plan := work.find_plan():
             where = f"The unfinished run in {cache}"
             require_same(plan.fingerprint, job.fingerprint, where=where, reuse=str(cache))
@@ -136,7 +137,7 @@ def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> N
         if not cache.is_tidy(manifest):
             cache.tidy()
     elif not cache.is_tidy(manifest) or unsent_runs(cache.root):
-        with try_owner_lock(cache, stage) as is_owner:
+        with try_owner_lock(cache.root, stage) as is_owner:
             if is_owner:
                 cache.tidy()
                 send_earlier(cache.root, job.config.tracking)
@@ -290,7 +291,7 @@ def _published(job: CacheJob, plan: Plan) -> tuple[Manifest | None, bool]:
         return (None if cache.plan.is_file() else _made_by_another(job)), False
     manifest = cache.build_manifest(plan, shards)
     _require_usable(job, manifest)
-    if not cache.publish(manifest):
+    if not cache.finish(manifest):
         return _made_by_another(job), False
     has_published = cache.tidy()
     register_cache(cache)

@@ -45,7 +45,7 @@ from ...stages.pairing.partition import (
     number_of_shards,
     write_slice,
 )
-from ...stages.storage.cache import Cache, printable
+from ...stages.storage.cache_work import CacheWork, printable
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import is_remote
@@ -69,7 +69,7 @@ KINDS = ("rows_of_conversations", "rows_of_plain_text")
 class Slices:
     """The slices of the data, and the files that they are encoded into; alike in every process."""
 
-    cache: Cache
+    cache: CacheWork
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]

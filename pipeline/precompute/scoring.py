@@ -19,7 +19,7 @@ from ...stages.pairing.partition import EncodedRows
 from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
 from ...stages.score.score import BatchDone, KnownScores, ScoringRules, ShardScores, score_shard
-from ...stages.storage.cache import Cache
+from ...stages.storage.cache_work import CacheWork
 from ...stages.tracking.progress import Progress
 from .opening import open_earlier
 from .prepare import Slices
@@ -70,7 +70,7 @@ class Tally:
 class Shards:
     """The shards of a plan, by key range; the reference travels without its weights."""
 
-    cache: Cache
+    cache: CacheWork
     plan: Plan
     slices: Slices  # which are all encoded
     reference: Reference

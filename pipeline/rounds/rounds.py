@@ -43,7 +43,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
     """Goes through all rounds that are not finished; a finished one is compared and kept."""
     job = open_rounds(settings)
     job.folder.prepare()
-    with owner_lock(job.folder, uuid.uuid4().hex[:12]), _resuming():
+    with owner_lock(job.folder.root, uuid.uuid4().hex[:12]), _resuming():
         finished = _checked(job)
         reason = _stopped(job, finished)
         if reason or len(finished) >= job.config.rounds.count:

@@ -34,6 +34,6 @@ def register(
         )
     synced = sync_ledger(kind, folder, root, options, uri=uri)
     address = uri or kind.address(options, root)
-    with owner_lock(folder, "register"), asked_store(kind, address):
+    with owner_lock(folder.root, "register"), asked_store(kind, address):
         client = MlflowTracker(address).client
         return register_version(client, synced.run_id, model, name=name, alias=alias)

@@ -25,7 +25,7 @@ from ...stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank
 from ...stages.methods.recipe import Recipe
 from ...stages.model.logprobs import causal_model, own_attention
 from ...stages.storage.disk import fs
-from ...stages.storage.disk.locks import owner_lock
+from ...stages.storage.disk.locks import lock_of, owner_lock
 from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
 from ...stages.storage.run.run_folder import RunFolder, forget_ending, read_ending
 from ..jobs.differences import differences
@@ -61,12 +61,12 @@ def open_folder(run: Run) -> Iterator[None]:
             folder.prepare()
             is_finished = resumes and _is_finished(run)
             if not is_finished:
-                stack.enter_context(owner_lock(folder, run_id))
+                stack.enter_context(owner_lock(folder.root, run_id))
                 folder.sweep()
                 if not resumes:
                     folder.require_new()
             elif folder.left_over():
-                with owner_lock(folder, run_id):
+                with owner_lock(folder.root, run_id):
                     folder.sweep()
             return run_id, is_finished
 
@@ -97,7 +97,7 @@ def require_shared(folder: RunFolder, run_id: str) -> None:
 
 def _is_owned_by(folder: RunFolder, run_id: str) -> bool:
     try:
-        return run_id.encode() in fs.read_bytes(folder.lock)
+        return run_id.encode() in fs.read_bytes(lock_of(folder.root))
     except StorageError:  # a network file system may show a new file late
         return False
 

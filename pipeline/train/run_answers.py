@@ -41,7 +41,7 @@ def answer_again(
     here = {"train.resume": "auto", "train.output": str(root)}
     settings = load_settings({}, here, file=folder.config)
     tracking = own_options(root, config)
-    with owner_lock(folder, "answers"):
+    with owner_lock(folder.root, "answers"):
         run = check(settings)
         if run.recipe.head == "score":
             raise UsageError(

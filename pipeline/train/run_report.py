@@ -197,7 +197,7 @@ def _ended_how(ending: RunEnding | None) -> Iterator[str]:
 
 def _trouble(folder: RunFolder, ending: RunEnding | None, history: History) -> list[str]:
     """Of a run that is not finished: why, its last good step, and what to do."""
-    if ending is None and is_owned(folder):
+    if ending is None and is_owned(folder.root):
         return ["It is running, or a process still holds its folder."]
     if ending is None:
         lines = [

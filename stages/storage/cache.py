@@ -1,4 +1,4 @@
-"""A cache: its folder, its shards with their records, and the manifest that finishes it.
+"""A cache: its folder, its shards and the manifest that finishes it; cache_work.py makes one.
 
 manifest.json                         written last; readers read only this
 data/part-<shard>-<sha256>.parquet    shards, named by their content
@@ -6,275 +6,45 @@ rejected.parquet                      rows that could not be used, if there are 
 _align/LOCK                           held by the owner of the folder
 _align/outbox/<time>-<id>/            a run that a tracker was not sent all of, as a run_folder
 _align/<plan key>/                    work in progress, removed when it is done
-    plan.json  commits/<shard>.json  encoded/<slice>.json and .arrow  tmp/
 
-A shard is durable before its record names it. The plan, the records of shards and the manifest are
-created if they are absent: of several writers the first counts. A finished cache never changes.
-
-A cache whose --output is in a bucket is made in a local folder, by machines that share nothing
-else. There the plan, the records and the manifest are created on the same condition; a shard is
-uploaded before its record, and removed here once that is in the bucket.
+A finished cache never changes.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-import secrets
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ... import __version__
-from ...schemas.cache import FORMAT_VERSION, NOT_IN_ROOT, FileEntry, Manifest, Plan, Shard
-from ...schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
+from ...schemas.cache import FORMAT_VERSION, FileEntry, Manifest, Shard
+from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.file_version import Remember, digest_anew
-from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
-from ...schemas.rows import Rejected
-from .copies import work_folder
-from .disk import fs
 from .disk.digests import remembered_sha256
-from .locations import is_remote
-from .output_folder import is_output, make_place, refuse_foreign
 from .records import Records
-from .shards import read_rows, write_shard
+from .shards import read_rows
 
-if TYPE_CHECKING:
-    from .remote import Remote
-
-logger = logging.getLogger("align")
-
-PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
-WORK_NAME = re.compile(r"[0-9a-f]{16}")
-PLAN_NAME = "plan.json"
-TRASH = ".trash-"
-
-PLANS = Records(
-    Plan,
-    remedy="Remove this file and run the same command again: no finished shard is lost.",
-    format_version=FORMAT_VERSION,
-)
-SHARDS = Records(Shard, remedy="Remove this file and run the same command again.")
 MANIFESTS = Records(
     Manifest,
     remedy="Restore it from a copy, or make the cache again.",
     format_version=FORMAT_VERSION,
 )
-REJECTED = pa.schema(
-    [
-        pa.field("file", pa.string(), nullable=False),
-        pa.field("file_name", pa.string(), nullable=False),
-        pa.field("row", pa.int64(), nullable=False),
-        pa.field("reason", pa.string(), nullable=False),
-        pa.field("detail", pa.string(), nullable=False),
-    ]
-)
 
 
 class Cache:
-    """A cache in a folder; with a URL, one that is made there and pushed to a bucket.
+    """The folder of a cache."""
 
-    The plan key names the work in progress that this process takes part in; readers have none.
-    """
-
-    when_locked = "Wait for it, or choose another --output."
-
-    def __init__(self, root: Path, url: str = "", plan_key: str = "") -> None:
-        self.root, self.url, self.plan_key = root, url, plan_key
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.manifest_file = root / "manifest.json"
         self.data = root / "data"
         self.rejected = root / "rejected.parquet"
         self.private = root / "_align"
-        self.lock = self.private / "LOCK"
         self.outbox = self.private / "outbox"
-        self.work = self.private / plan_key[:16]
-        self.plan = self.work / PLAN_NAME
-        self.commits = self.work / "commits"
-        self.encoded = self.work / "encoded"
-
-    @staticmethod
-    def at(output: str, plan_key: str = "") -> Cache:
-        """The cache that an output names, in a folder on this machine if that is in a bucket."""
-        url = output if is_remote(output) else ""
-        return Cache(work_folder(url) if url else Path(output), url, plan_key)
 
     def __str__(self) -> str:
-        return self.url or str(self.root)
-
-    def shown(self, path: Path) -> str:
-        """A path of the cache as a user finds it."""
-        return f"{self}/{self._name(path)}"
-
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
-
-    @property
-    def remote(self) -> Remote:
-        """The place in the bucket; only a cache that is made in one has it."""
-        from .remote import Remote  # noqa: PLC0415 - its library takes a while to import
-
-        return Remote(self.url)
-
-    def prepare(self) -> None:
-        """Makes the folders; refuses a folder that holds something else."""
-        refuse_foreign(self.root, is_ours=self._is_ours, what="cache")
-        if self.url:
-            ours = {"manifest.json", "data", "rejected.parquet", "_align"}
-            if foreign := {name.partition("/")[0] for name in self.remote.list()} - ours:
-                raise UsageError(
-                    f"{self} holds '{min(foreign)}' and is not a cache. Choose another --output."
-                )
-        make_place(self.root, self.private)
-        fs.make_folder(self.data)
-        fs.fsync(self.root)
-
-    def _is_ours(self) -> bool:
-        is_run = (self.root / "checkpoints").exists()
-        ours = self.private.is_dir() or (self.manifest_file.is_file() and self.data.is_dir())
-        return ours and not (is_run or is_output(self.private))
-
-    # Work in progress
-
-    def prepare_work(self) -> None:
-        """Makes the folders of the work; `prepare` has been called."""
-        assert WORK_NAME.fullmatch(self.work.name), self.plan_key
-        fs.make_folder(self.work)
-        fs.fsync(self.private)
-        fs.make_folder(self.encoded)
-        fs.make_folder(self.commits)
-        fs.fsync(self.work)
-
-    def unfinished(self) -> list[Cache]:
-        """The cache with the key of each plan that there is work of in its folder."""
-        names = sorted(path.name for path in self.private.glob("*"))
-        return [Cache(self.root, self.url, name) for name in names if WORK_NAME.fullmatch(name)]
-
-    def put_plan(self, plan: Plan) -> Plan:
-        """Stores the plan; returns that of another process if it was first."""
-        kept = PLANS.put(self.plan, plan)
-        if self.url:
-            self._share(self.plan)
-            kept = PLANS.read(self.plan)
-        return kept
-
-    def find_plan(self) -> Plan | None:
-        """The plan; None if there is none, or if another process completes the cache just now."""
-        try:
-            return PLANS.find(self.plan)
-        except StorageError:
-            if self.plan.exists():
-                raise
-            return None
-
-    def _records(self) -> list[Path]:
-        return sorted(self.commits.glob("[!.]*"))  # one with a dot is the draft of a dead writer
-
-    def record(self, number: int) -> Path:
-        """The path of the record of a shard; who has it need not make the shard."""
-        return self.commits / f"{number:08d}.json"
-
-    @contextmanager
-    def _draft(self, name: str) -> Iterator[Path]:
-        """A path to write under, which only its owner may read; removed unless it was moved."""
-        drafts = self.work / "tmp"
-        fs.make_folder(drafts, 0o700)
-        draft = drafts / f"{name}-{secrets.token_hex(8)}.parquet"
-        try:
-            yield draft
-        finally:
-            fs.discard(draft)
-
-    def commit(
-        self,
-        number: int,
-        rows: Rows,
-        *,
-        keys: tuple[str, str],
-        rejected: Sequence[Rejected],
-        notes: Mapping[str, int],
-        numerics: Mapping[str, str],
-    ) -> Shard:
-        """Stores a scored shard, then its record; returns that of another process if it was first.
-
-        `keys` are those of its first and last row; `rejected` are rows that it lost.
-        """
-        if len(bad := np.flatnonzero(~np.isfinite(rows.logps))):
-            raise NonFiniteError(
-                f"shard {number}: {len(bad)} of {len(rows.logps)} log-probs are not finite, the "
-                f"first of completion {bad[0]}. Check the weights; with float16, try "
-                "--dtype bfloat16."
-            )
-        with self._draft(f"{number:08d}") as draft:
-            write_shard(draft, rows)
-            sha256 = fs.sha256_of(draft)
-            lost = sorted(rejected, key=lambda row: (row.file, row.row))
-            ours = Shard(
-                number=number,
-                file=part_name(number, sha256),
-                bytes=draft.stat().st_size,
-                sha256=sha256,
-                rows=len(rows),
-                branches=len(rows.completions),
-                tokens=len(rows.completions.values),
-                first_key=keys[0],
-                last_key=keys[1],
-                rejected=tuple(replace(row, detail=printable(row.detail)) for row in lost),
-                reasons=dict(Counter(sorted(row.reason for row in lost))),
-                notes=dict(notes),
-                numerics=dict(numerics),
-            )
-            is_new = not self.shard(ours).exists()
-            _install(draft, self.shard(ours))
-        kept = SHARDS.put(self.record(number), ours)
-        if kept is ours and self.url:
-            self._share_shard(ours)
-            kept = SHARDS.read(self.record(number))
-        if kept.file != ours.file:
-            logger.warning(
-                "shard %d: another worker's is kept; this worker's has other bytes.", number
-            )
-            if is_new:  # else another process put it
-                fs.unlink(self.shard(ours))
-        return kept
-
-    def done(self, *, is_own: bool = True) -> dict[int, Shard]:
-        """The records of the shards that are made, by their numbers.
-
-        One whose file is missing or short does not count. In the own work that record is removed,
-        or the one of the shard that is made again could not take its name.
-        """
-        found = {}
-        stored = self.remote.list("data") if self.url else {}
-        for path in self._records():
-            shard, size = SHARDS.read(path), -1
-            if self.url and (there := stored.get(f"data/{shard.file}")):
-                size = there.size
-            elif not self.url:
-                with suppress(FileNotFoundError):  # another worker may remove its own
-                    size = self.shard(shard).stat().st_size
-            if size == shard.bytes:
-                found[shard.number] = shard
-            elif is_own:
-                where = self.shown(self.shard(shard))
-                logger.warning("%s is missing or short: its rows are scored again.", where)
-                SHARDS.drop(path)
-                if self.url:
-                    self.remote.delete([self._name(path)])
-        return found
-
-    # The finished cache
-
-    def shard(self, entry: Shard) -> Path:
-        """The path of a shard."""
-        return self.data / entry.file
+        return str(self.root)
 
     def manifest(self) -> Manifest:
         """The manifest of a finished cache."""
@@ -285,151 +55,22 @@ class Cache:
             )
         return MANIFESTS.read(self.manifest_file)
 
-    def build_manifest(self, plan: Plan, shards: Mapping[int, Shard]) -> Manifest:
-        """The manifest of a plan and all of its shards; the list of rejected rows is written.
-
-        The same plan and shards give the same bytes.
-        """
-        assert sorted(shards) == plan.numbers, "a manifest needs every shard"
-        made = [shards[number] for number in plan.numbers]
-        names = {entry.identity: entry.name for entry in plan.inputs}
-        places = {file: place for place, file in enumerate(names)}
-        rejected = [*plan.rejected, *(row for shard in made for row in shard.rejected)]
-        rejected.sort(key=lambda row: (places[row.file], row.row))
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            align_version=__version__,
-            root="",
-            model=plan.model,
-            adapter=plan.adapter,
-            plan_key=plan.plan_key,
-            fingerprint=plan.fingerprint,
-            reference_key=plan.reference_key,
-            inputs=plan.inputs,
-            rows_in=plan.rows_in,
-            rows=sum(shard.rows for shard in made),
-            branches=sum(shard.branches for shard in made),
-            tokens=sum(shard.tokens for shard in made),
-            shards=tuple(replace(shard, rejected=()) for shard in made),
-            rejected=self.write_rejected(rejected, names),
-            reasons=_total([plan.reasons, *(shard.reasons for shard in made)]),
-            notes=_total([plan.notes, *(shard.notes for shard in made)]),
-            sampling=plan.sampling,
-        )
-        return replace(manifest, root=digest(manifest, without=NOT_IN_ROOT))
-
-    def write_rejected(
-        self, rejected: Sequence[Rejected], names: Mapping[int, str]
-    ) -> FileEntry | None:
-        """Writes the rows that could not be used into one file; None without any."""
-        if not rejected:
-            return None
-        columns = {
-            "file": [f"{row.file:016x}" for row in rejected],
-            "file_name": [printable(names[row.file]) for row in rejected],
-            "row": [row.row for row in rejected],
-            "reason": [row.reason for row in rejected],
-            "detail": [printable(row.detail) for row in rejected],
-        }
-        with self._draft("rejected") as draft:
-            with fs.create(draft) as sink:
-                pq.write_table(
-                    pa.Table.from_pydict(columns, schema=REJECTED),
-                    sink,
-                    compression="zstd",
-                    compression_level=1,
-                    use_dictionary=["file", "file_name", "reason"],
-                    write_page_checksum=True,
-                )
-            size, sha256 = draft.stat().st_size, fs.sha256_of(draft)
-            _install(draft, self.rejected)
-        if self.url:
-            self.remote.put(self._name(self.rejected), self.rejected)
-        return FileEntry(self.rejected.name, size, sha256, len(rejected))
-
-    def publish(self, manifest: Manifest) -> bool:
-        """Finishes the cache, which readers then see; False if it was finished as another one."""
-        kept = MANIFESTS.put(self.manifest_file, manifest)
-        if self.url:
-            self._share(self.manifest_file)
-            kept = MANIFESTS.read(self.manifest_file)
-        return kept.root == manifest.root
-
-    def tidy(self) -> bool:
-        """Removes all work of a finished cache and the files that it does not name.
-
-        It is safe to repeat. Returns whether this process removed the work of its plan: of several
-        that publish one manifest, one does.
-        """
-        manifest = self.manifest()  # a cache that has none may lose nothing
-        # The run that wrote the manifest may have died before it made the name durable.
-        fs.fsync(self.root)
-        fs.drop_drafts(self.manifest_file)
-        was_here = True
-        if self.url:  # plans go first, so that nobody takes up the rest
-            doomed = self._unneeded(manifest)
-            plans = {name for name in doomed if name.endswith(f"/{PLAN_NAME}")}
-            self.remote.delete(plans)
-            self.remote.delete(doomed - plans)
-            was_here = self._name(self.plan) in plans
-        # Records go before the shards they name: a record must never name a missing shard.
-        was_here = self.retire() and was_here
-        for other in self.unfinished():
-            other.retire()
-        for path in sorted(self.private.glob(f"{TRASH}*")):  # also what a killed run renamed
-            fs.remove_tree(path)
-        for path in sorted(self._files() - self._named(manifest)):
-            fs.unlink(path)
-        return was_here
-
-    def is_tidy(self, manifest: Manifest) -> bool:
-        """Whether `tidy` has nothing to do; reads names only."""
-        if self.url and self._unneeded(manifest):
-            return False
-        names = {path.name for path in self.private.glob("*")}
-        is_clean = names <= {self.lock.name, self.outbox.name}
-        return is_clean and self._files() <= self._named(manifest)
-
-    def retire(self) -> bool:
-        """Takes the work away; whether this process did. Half a folder must not look like work."""
-        assert WORK_NAME.fullmatch(self.work.name), self.plan_key
-        try:
-            trash = f"{TRASH}{self.work.name}-{secrets.token_hex(4)}"
-            fs.rename(self.work, self.work.with_name(trash))
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return False  # or another process was first
-            raise
-        return True
-
-    def _files(self) -> set[Path]:
-        shards = {path for path in self.data.glob("*") if PART_NAME.fullmatch(path.name)}
-        return shards | ({self.rejected} if self.rejected.is_file() else set())
-
-    def _named(self, manifest: Manifest) -> set[Path]:
-        """The files that stay; those of a cache in a bucket are there and not here."""
-        if self.url:
-            return set()
-        return {*map(self.shard, manifest.shards), *([self.rejected] if manifest.rejected else [])}
-
-    def _unneeded(self, manifest: Manifest) -> set[str]:
-        """The objects of the bucket that a finished cache does not need."""
-        named = {f"data/{shard.file}" for shard in manifest.shards} | {"manifest.json"}
-        named |= {manifest.rejected.file} if manifest.rejected else set()
-        return self.remote.list().keys() - named
+    def shard(self, entry: Shard) -> Path:
+        """The path of a shard."""
+        return self.data / entry.file
 
     def check(self, entry: Shard | FileEntry, remember: Remember = digest_anew) -> None:
         """CorruptionError unless a file is, byte for byte, what was written."""
         path = self.rejected if isinstance(entry, FileEntry) else self.shard(entry)
         try:
-            if (size := path.stat().st_size) != entry.bytes:
-                raise CorruptionError(f"{path} has {size} bytes, not {entry.bytes}.")
-            if remembered_sha256(path, remember) != entry.sha256:
-                raise CorruptionError(f"{path} is not what was written (sha256 differs).")
+            size = path.stat().st_size
+            is_same = size == entry.bytes and remembered_sha256(path, remember) == entry.sha256
         except (OSError, StorageError) as error:
             raise CorruptionError(
                 f"{path} cannot be opened: {error.__cause__ or error}."
             ) from error
+        if not is_same:
+            raise CorruptionError(f"{path} is not what was written (its size or sha256 differs).")
 
     def sample_rows(self, manifest: Manifest, count: int) -> Iterator[tuple[str, Rows]]:
         """Rows that are spread over the cache, a few at a time, with the name of their shard."""
@@ -441,82 +82,3 @@ class Cache:
             if len(here):
                 for block in read_rows(self.shard(shard), here):
                     yield shard.file, block
-
-    # The bucket
-
-    def sync(self) -> None:
-        """Brings the records here and those of the bucket together, if there is one."""
-        if not self.url:
-            return
-        remote = self.remote
-        stored = remote.list().keys()
-        if "manifest.json" in stored and (manifest := remote.get("manifest.json")) is not None:
-            if not self.manifest_file.exists() or fs.read_bytes(self.manifest_file) != manifest:
-                fs.publish(self.manifest_file, manifest)
-            return
-        fs.unlink(self.manifest_file)  # of a cache that was removed from the bucket
-        for other in self.unfinished():
-            is_stored = self._name(other.plan) in stored
-            if other.work != self.work and other.plan.is_file() and not is_stored:
-                fs.remove_tree(other.work)
-
-        self._fetch_records(stored)
-        if self.plan.is_file() and self._name(self.plan) not in stored:
-            self._share(self.plan)
-        for path in self._records():
-            shard = SHARDS.read(path)
-            if self.shard(shard).exists():  # this machine made it and could not share it
-                self._share_shard(shard)
-            elif self._name(path) not in stored:
-                fs.unlink(path)
-
-    def _fetch_records(self, stored: Iterable[str]) -> None:
-        """Fetches the records of this plan, and all plans: those of other settings are refused."""
-        records = f"{self._name(self.commits)}/"
-        names = [one for one in stored if one.endswith(f"/{PLAN_NAME}") or one.startswith(records)]
-        targets = {name: self.root / name for name in names}
-        self.remote.fetch_all({name: path for name, path in targets.items() if not path.exists()})
-
-    def _share_shard(self, shard: Shard) -> None:
-        """Uploads a shard, then its record; of several records in the bucket the first counts."""
-        path = self.shard(shard)
-        try:
-            self.remote.put(self._name(path), path)
-        except StorageError:
-            if path.exists():
-                raise  # else another process of this machine has uploaded it
-        self._share(self.record(shard.number))
-        fs.unlink(path)
-
-    def _share(self, path: Path) -> None:
-        """Creates a record in the bucket; one that is there already replaces it here."""
-        remote, name = self.remote, self._name(path)
-        if remote.put_new(name, fs.read_bytes(path)):
-            return
-        first = remote.get(name)
-        fs.unlink(path)
-        if first is None:
-            raise StorageError(f"{self.shown(path)} was removed. Run the same command again.")
-        fs.publish(path, first)
-
-
-def part_name(number: int, sha256: str) -> str:
-    """The name of a shard's file in `data`."""
-    return f"part-{number:08d}-{sha256[:16]}.parquet"
-
-
-def printable(text: str) -> str:
-    """Text that any file can hold: what is not Unicode is spelled out."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _install(draft: Path, final: Path) -> None:
-    """Gives a whole draft its name, once its bytes are durable."""
-    fs.fsync(draft)
-    fs.rename(draft, final)
-    fs.fsync(final.parent)
-
-
-def _total(counts: list[dict[str, int]]) -> dict[str, int]:
-    names = sorted({name for count in counts for name in count})
-    return {name: sum(count.get(name, 0) for count in counts) for name in names}

@@ -52,8 +52,6 @@ class TableFolder:
     kind: TableKind
     url: str = ""
 
-    when_locked = "Wait for it, or choose another --output."
-
     @staticmethod
     def at(text: str, kind: TableKind) -> TableFolder:
         """The folder that a setting names."""
@@ -68,11 +66,6 @@ class TableFolder:
     def file(self) -> Path:
         """The table; of one in a bucket, where it is written first."""
         return self.root / f"{self.kind}.parquet"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the owner of the folder, among the processes of a machine."""
-        return self.root / "_align" / "LOCK"
 
     def answers(self, named: str) -> Path:
         """The folder of answers, on a disk: one that a setting names, or one of the table."""

@@ -107,7 +107,7 @@ def recorded(
     with ExitStack() as stack:
         # After the lock, which is in the folder.
         stack.callback(remove_if_sent, folder, is_alone=is_alone)
-        stack.enter_context(owner_lock(folder, stage))
+        stack.enter_context(owner_lock(folder.root, stage))
         status: Status = "FAILED"
         journal = open_journal(folder.metrics, keep_through=-1)
         ledgers = [

@@ -217,7 +217,7 @@ def _remove_remnant(folder: RunFolder) -> None:
     if folder.ledgers():
         return
     if folder.private.is_dir():
-        with try_owner_lock(folder, "outbox") as is_owner:
+        with try_owner_lock(folder.root, "outbox") as is_owner:
             if not is_owner:
                 return
     fs.remove_tree(folder.root)

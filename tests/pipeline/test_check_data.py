@@ -12,6 +12,7 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import Role
 from align.stages.report.cache_summary import summarize
 from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import unfinished_work
 from support.read_rows import bot, user, write_rows
 from support.refusals import refuses
 from support.stage_one import Silent, run
@@ -63,7 +64,7 @@ def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations)
         *("align", "precompute-ref", *conversations.data.files),
         *("--model", conversations.model.path),
     ]
-    assert not folder.unfinished()
+    assert not unfinished_work(folder)
 
 
 def test_without_a_model_the_shape_and_the_balance_are_told(conversations):

@@ -227,7 +227,7 @@ def test_what_cannot_be_judged_is_refused(tmp_path, judged, samples):
             judged(table, StubJudge(), **options)
     folder = TableFolder.at(str(tmp_path / "judged"), "judged")
     folder.prepare()
-    with owner_lock(folder, "another"), refuses(LockedError, folder.root):
+    with owner_lock(folder.root, "another"), refuses(LockedError, folder.root):
         judged(samples, StubJudge(), by="rubric")
 
 

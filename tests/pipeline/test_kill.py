@@ -11,6 +11,7 @@ import pytest
 
 from align.schemas.errors import AlignError, StorageError, UsageError
 from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import unfinished_work
 from align.stages.storage.disk import fs
 from support import disk_faults
 from support.flips import flips
@@ -92,7 +93,7 @@ def test_a_disk_without_room_for_the_shards_is_refused_before_anything_is_scored
 def test_no_bit_that_flips_between_two_runs_reaches_a_cache(config, clean, tmp_path, count):
     """Each is found, and mended by what the message says, or changes nothing."""
     child(config, "after:fsync_folder:commits=kill@2").join(PATIENCE)
-    (work,) = Cache(Path(config.cache.output)).unfinished()
+    (work,) = unfinished_work(Cache(Path(config.cache.output)))
     files = [*work.work.rglob("*.json")]  # tokens that wait have no digest
     found = 0
     for path, byte, bit in flips({path: path.stat().st_size for path in files}, count):

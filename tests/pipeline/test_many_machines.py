@@ -118,7 +118,7 @@ def test_a_folder_of_another_machine_is_refused(tmp_path, monkeypatch):
     folders = [RunFolder(tmp_path / name) for name in ("one", "other")]
     for folder in folders:
         folder.prepare()
-    with owner_lock(folders[0], "cafe"):
+    with owner_lock(folders[0].root, "cafe"):
         resume.require_shared(folders[0], "cafe")
         for folder, run_id in ((folders[1], "cafe"), (folders[0], "beef")):
             with refuses(UsageError, folder.root, "--output"):

@@ -151,7 +151,7 @@ def test_a_run_that_was_killed_is_told_as_its_own_ending_says(tmp_path, uri, sta
     folder.model.mkdir()
     if status == "FINISHED":
         write_ending(folder, FINISHED)
-    with owner_lock(folder, "training"), pytest.raises(LockedError):
+    with owner_lock(folder.root, "training"), pytest.raises(LockedError):
         sync_run(folder.root, TrackingOptions(uri=uri))
     assert synced_exactly(folder)[1].info.status == status
 

@@ -13,6 +13,7 @@ import pytest
 from align.pipeline.parts import Part
 from align.schemas.errors import ServerError, UsageError
 from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import unfinished_work
 from support.command import refusal, start
 from support.patience import PATIENCE, wait_until
 from support.programs import TESTS
@@ -44,7 +45,7 @@ def child_on_ray(config, *, fails=False, **how):
 
 def has_committed(config, shards):
     """Whether so many shards are committed, of a cache that is not complete yet."""
-    works = Cache(Path(config.cache.output)).unfinished()
+    works = unfinished_work(Cache(Path(config.cache.output)))
     return sum(len([*work.commits.glob("[0-9]*.json")]) for work in works) >= shards
 
 

@@ -18,6 +18,7 @@ from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.schemas.rows import Record, Role
 from align.stages.data.row_keys import prompt_keys_of
 from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import unfinished_work
 from support.patience import PATIENCE
 from support.refusals import refuses
 from support.stage_one import child, contents, run
@@ -272,7 +273,7 @@ def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
 
 
 def lose(cache, kinds):
-    (work,) = Cache(cache).unfinished()
+    (work,) = unfinished_work(Cache(cache))
     for kind in kinds:
         (path,) = work.encoded.glob(kind)
         path.unlink()

@@ -115,7 +115,7 @@ def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(t
     for step in (40, 20):
         folder.step(step).mkdir(parents=True)
     assert "checkpoint is of step 40" in said()
-    with owner_lock(folder, "another"):
+    with owner_lock(folder.root, "another"):
         assert "running" in said()
     folder.nonfinite.write_text('{"step": 60, "rank": 0}\n{"step": 59, "rank": 0}\n')
     write_ending(folder, known)

@@ -144,7 +144,7 @@ def test_what_cannot_be_sampled_is_refused(tmp_path, config, counting, journey):
         run_sampling(config_of(journey.cache, tmp_path / "out"), counting)
     folder = TableFolder(tmp_path / "out", "samples")
     folder.prepare()
-    with owner_lock(folder, "other"), refuses(LockedError, folder.root, "--output"):
+    with owner_lock(folder.root, "other"), refuses(LockedError, folder.root, "--output"):
         run_sampling(config, counting)
 
 

@@ -242,7 +242,7 @@ def test_what_is_refused_leaves_no_output_or_the_one_that_was_there(here):
     assert selected("cut", "--keep-cut")[0].height == 2
     output = TableFolder.at("align-selected", "selected")
     before = sha256_of(output.file)
-    with owner_lock(output, "select"):
+    with owner_lock(output.root, "select"):
         refusal(75, "select", "judged", "--rows", "labels", names=("align-selected",))
     write_lines("bad.jsonl", [*SCORED, {"prompt": "", "completions": [" x"], "scores": [1]}])
     refusal(3, "select", "bad.jsonl", names=("row 2",))

@@ -23,7 +23,8 @@ from align.pipeline.precompute.scoring import Shards, ShardScorer
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError, Interrupted, StorageError, UsageError
 from align.stages.pairing.shard_rows import build_shard
-from align.stages.storage.cache import PLAN_NAME, Cache
+from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import PLAN_NAME, unfinished_work
 from support import disk_faults
 from support.patience import PATIENCE
 from support.stage_one import Silent, contents, run
@@ -110,7 +111,7 @@ def test_what_is_said_to_be_kept_when_a_signal_comes_is_what_is_committed(config
 
     with pytest.raises(Interrupted) as stop:
         run(config, Watched(before=before))
-    (work,) = Cache(Path(config.cache.output)).unfinished()
+    (work,) = unfinished_work(Cache(Path(config.cache.output)))
     commits = work.done()
     assert len(commits) == 3  # the third was being written
     (said,) = re.findall(r"reused [\d,]+ of ([\d,]+)", str(stop.value))
@@ -147,7 +148,7 @@ def test_a_shard_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path)
     config = to(reuse=[first.cache.output])
     with pytest.raises(Interrupted):
         precompute(config, StubReference(), progress=shown)
-    (work,) = Cache(Path(config.cache.output)).unfinished()
+    (work,) = unfinished_work(Cache(Path(config.cache.output)))
     assert len(shown.rows) == len(work.done())
 
 
@@ -186,7 +187,7 @@ class OnDevice(StubReference):
     def open(self):
         self.times.append(time.perf_counter())
         here = threading.current_thread() is threading.main_thread()
-        (work,) = Cache(Path(self.output)).unfinished()
+        (work,) = unfinished_work(Cache(Path(self.output)))
         self.seen.append((here, not here or work.plan.exists()))
         if self.fails:
             raise UsageError("This model cannot be loaded.")

@@ -153,7 +153,7 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
     assert any(one in answer.err for one, answer in zip(said, answers, strict=True)), answers
     assert "Traceback" not in answers[0].err + answers[1].err
     assert read_ending(RunFolder(run)).step == steps_saved(run)[-1]
-    with owner_lock(RunFolder(run), "test"):
+    with owner_lock(run, "test"):
         pass  # nobody is at work there any more
 
 

@@ -15,6 +15,7 @@ from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, Interrupted, LockedError
 from align.stages.data import chat_template
 from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import CacheWork, unfinished_work
 from align.stages.storage.copies import damaged_objects
 from align.stages.storage.remote import Remote
 from support import disk_faults
@@ -113,7 +114,7 @@ def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder
     progress = Meanwhile(lambda: made.append(run(other).manifest))
     with refuses(LockedError, f"{root}/cache"):
         precompute(late, StubReference(), progress=progress, part=Part(1, 1))
-    folder = Cache.at(f"{root}/cache")
+    folder = CacheWork.at(f"{root}/cache", made[0].plan_key)
     assert folder.manifest() == made[0]
     assert run(other).was_complete
     assert folder.is_tidy(made[0])
@@ -137,7 +138,7 @@ def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean)
     """Killed before its rows have a record, and the next one when they have."""
     first = child(config, "before:rename:encoded/*.json=kill", part=Part(1, 2))
     assert joined(first) == [KILLED]
-    (work,) = Cache(Path(config.cache.output)).unfinished()
+    (work,) = unfinished_work(Cache(Path(config.cache.output)))
     dead = work.encoded / f".00000000.arrow.{'0' * 16}.tmp"
     dead.write_bytes(b"half")
     killed = child(config, "after:rename:encoded/*.json=kill", part=Part(1, 2))

@@ -105,7 +105,7 @@ def chosen_in(folder):
 def train(folder, told, steps=8, keep=KEEP):
     """Begins a run or goes on with it, saves every second step, and ends with its model."""
     folder.prepare()
-    with owner_lock(folder, "run"):
+    with owner_lock(folder.root, "run"):
         folder.sweep()
         chosen = chosen_in(folder)
         done = chosen.state.step if chosen else 0

@@ -25,6 +25,7 @@ from align.schemas.json_codec import digest
 from align.schemas.round_options import JudgeOptions
 from align.schemas.samples import Sample
 from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import unfinished_work
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
@@ -257,7 +258,7 @@ class Precomputing(Forked):
         folder = Cache(self.root)
         if folder.manifest_file.exists():
             return set().union(*self.units.values())
-        commits = {path.name for work in folder.unfinished() for path in work.commits.glob("*")}
+        commits = {path.name for work in unfinished_work(folder) for path in work.commits.glob("*")}
         return before.union(*(self.units[name] for name in commits & {*self.units}))
 
 

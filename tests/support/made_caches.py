@@ -15,7 +15,7 @@ from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.columns import Ragged, offsets_of
 from align.schemas.row_table import Rows, sources
 from align.schemas.rows import Rejected
-from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk.locks import owner_lock
 from support import disk_faults
 
@@ -86,7 +86,7 @@ def plan_of(seeds):
 
 def commit_blocks(root, blocks, facts=None):
     """A cache with a shard of each block, and the record of each."""
-    cache = Cache(root, plan_key="0" * 64)
+    cache = CacheWork(root, "0" * 64)
     cache.prepare()
     cache.prepare_work()
     facts = facts or [FACTS] * len(blocks)
@@ -97,11 +97,11 @@ def commit_blocks(root, blocks, facts=None):
 def make_cache(root, seeds=(1, 2, 3)):
     """Makes or goes on making a cache."""
     plan = plan_of(seeds)
-    cache = Cache(root, plan_key=plan.plan_key)
+    cache = CacheWork(root, plan.plan_key)
     is_done = cache.manifest_file.exists() and cache.manifest().plan_key == plan.plan_key
     if not is_done:
         cache.prepare()
-    with owner_lock(cache, "run"):
+    with owner_lock(cache.root, "run"):
         if not is_done:
             _make(cache, plan, seeds)
         cache.tidy()
@@ -117,7 +117,7 @@ def _make(cache, plan, seeds):
     shards = cache.done()
     for number in sorted({*range(len(seeds))} - {*shards}):
         shards[number] = cache.commit(number, block_of(ROWS, seeds[number]), **LOSSY)
-    cache.publish(cache.build_manifest(stored, shards))
+    cache.finish(cache.build_manifest(stored, shards))
 
 
 def tree_of(root):

@@ -10,7 +10,7 @@ from align.stages.data.encode import Encoder, InputCounts
 from align.stages.data.records import records_in
 from align.stages.data.row_keys import key_rows
 from align.stages.pairing.long_form import merge_same_prompts
-from align.stages.storage.cache import printable
+from align.stages.storage.cache_work import printable
 from support.encoded_rows import plain
 from support.read_rows import parted
 

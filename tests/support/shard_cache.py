@@ -15,7 +15,8 @@ from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
-from align.stages.storage.cache import Cache, part_name
+from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import shard_name
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.storage.shards import write_shard
 
@@ -101,7 +102,7 @@ def write_cache(root, blocks):
     for unit, block in enumerate(blocks):
         draft = root / "draft.parquet"
         write_shard(draft, block)
-        draft.rename(folder.data / part_name(unit, sha256_of(draft)))
+        draft.rename(folder.data / shard_name(unit, sha256_of(draft)))
     shards = tuple(
         SimpleNamespace(
             number=unit,

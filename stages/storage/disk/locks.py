@@ -13,62 +13,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 from filelock import FileLock, Timeout
 
 from ....schemas.errors import LockedError, os_errors_as_storage_errors
 
 
-class Ownable(Protocol):
-    """A folder that one process at a time may work in."""
-
-    @property
-    def root(self) -> Path:
-        """The folder."""
-        ...
-
-    @property
-    def lock(self) -> Path:
-        """The file whose lock makes a process its owner."""
-        ...
-
-    @property
-    def when_locked(self) -> str:
-        """Advice to a person while another process owns it."""
-        ...
+def lock_of(root: Path) -> Path:
+    """The file whose lock makes a process the owner of an output folder."""
+    return root / "_align" / "LOCK"
 
 
 @contextmanager
-def owner_lock(folder: Ownable, run_id: str) -> Iterator[None]:
+def owner_lock(root: Path, run_id: str) -> Iterator[None]:
     """Makes this process the owner of an output folder; LockedError when there is one."""
-    with try_owner_lock(folder, run_id) as is_owner:
+    with try_owner_lock(root, run_id) as is_owner:
         if not is_owner:
-            owner = folder.lock.read_text(errors="replace").strip() or "another process"
-            raise LockedError(f"{folder.root} is in use by {owner}. {folder.when_locked}")
+            owner = lock_of(root).read_text(errors="replace").strip() or "another process"
+            raise LockedError(
+                f"{root} is in use by {owner}. Wait for it, or choose another --output."
+            )
         yield
 
 
 @contextmanager
-def try_owner_lock(folder: Ownable, run_id: str) -> Iterator[bool]:
+def try_owner_lock(root: Path, run_id: str) -> Iterator[bool]:
     """Like `owner_lock`; yields whether this process is the owner."""
-    lock = FileLock(folder.lock, blocking=False, thread_local=False)
+    path = lock_of(root)
+    lock = FileLock(path, blocking=False, thread_local=False)
     try:
-        with os_errors_as_storage_errors("lock", folder.lock), suppress(Timeout):
+        with os_errors_as_storage_errors("lock", path), suppress(Timeout):
             lock.acquire()
             since = datetime.now(UTC).isoformat(timespec="seconds")
             who = f"process {os.getpid()} on {socket.gethostname()} (run {run_id}, since {since})"
-            folder.lock.write_text(who)
+            path.write_text(who)
         yield lock.is_locked
     finally:
         lock.release()
 
 
-def is_owned(folder: Ownable) -> bool:
+def is_owned(root: Path) -> bool:
     """Whether a process works there now; also who may only read the folder can ask."""
-    if not folder.lock.exists():
+    if not lock_of(root).exists():
         return False
-    with folder.lock.open("rb") as file:
+    with lock_of(root).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -50,8 +50,6 @@ class OneRound:
 class RoundsFolder:
     """The folder of all rounds, on a disk."""
 
-    when_locked = "Wait for it, or choose another --output."
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.prompts = root / "prompts.parquet"
@@ -61,7 +59,6 @@ class RoundsFolder:
         self.first_judged = self.held_out / "judged"
         self.sample_answers = root / "answers" / "samples"
         self.judgments = root / "answers" / "judgments"
-        self.lock = root / "_align" / "LOCK"
 
     def round(self, number: int) -> OneRound:
         """The folder of a round, counted from 1."""

@@ -45,8 +45,6 @@ LEFT_OVER = re.compile(r"\.tmp-.+|\.trash-.+|\..+\.tmp")
 class RunFolder:
     """One training run on a local disk."""
 
-    when_locked = "Wait for it, or choose another --output."
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.metrics = root / "metrics.jsonl"
@@ -61,7 +59,6 @@ class RunFolder:
         self.model = root / "model"
         self.merged = root / "model-merged"
         self.private = root / "_align"
-        self.lock = self.private / "LOCK"
         self.mlflow = self.private / "mlflow.json"
         self.row_parts = self.private / "rows"
         self.ending = self.private / "ending.json"

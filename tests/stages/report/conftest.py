@@ -61,7 +61,7 @@ def write_cache(root, rows, *, per_unit):
         shards=tuple(len(block) for block in blocks),
         reasons={"empty_completion": 1, "too_long": 2},
     )
-    folder.publish(folder.build_manifest(plan, dict(enumerate(commits))))
+    folder.finish(folder.build_manifest(plan, dict(enumerate(commits))))
     return folder
 
 

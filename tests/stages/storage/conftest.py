@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from align.stages.storage.cache import Cache
-from support.made_caches import make_cache
+from align.stages.storage.cache_work import CacheWork
+from support.made_caches import make_cache, plan_of
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,4 +20,4 @@ def quick_fsync():
 def cache(tmp_path):
     """A finished cache of three shards."""
     make_cache(tmp_path / "cache")
-    return Cache(tmp_path / "cache")
+    return CacheWork(tmp_path / "cache", plan_of((1, 2, 3)).plan_key)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from align.schemas.errors import LockedError, UsageError
-from align.stages.storage.cache import Cache
-from align.stages.storage.disk.locks import held, is_owned, owner_lock, try_owner_lock
+from align.stages.storage.cache_work import CacheWork
+from align.stages.storage.disk.locks import held, is_owned, lock_of, owner_lock, try_owner_lock
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from align.stages.storage.run.run_folder import trash_name
 from support.checkpoint_saves import save
@@ -16,7 +16,7 @@ from support.made_caches import FACTS, at_once, block_of, in_child
 
 
 def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
-    cache = Cache(tmp_path / "a" / "b", plan_key="f" * 64)
+    cache = CacheWork(tmp_path / "a" / "b", "f" * 64)
     (tmp_path / "a" / "b" / "_align").mkdir(parents=True)  # it was only begun
     cache.prepare()
     cache.prepare()
@@ -28,37 +28,37 @@ def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
 
 
 def test_a_second_owner_is_refused_with_the_name_of_the_first(prepared_run):
-    prepared_run.lock.write_text("process 1")  # of one that died: it locks nothing
-    with owner_lock(prepared_run, "early-run"):
+    lock_of(prepared_run.root).write_text("process 1")  # of one that died: it locks nothing
+    with owner_lock(prepared_run.root, "early-run"):
         for who, named in (("", "early-run"), ("scribble", "scribble")):
             if who:
-                prepared_run.lock.write_text(who)
+                lock_of(prepared_run.root).write_text(who)
             with (
                 pytest.raises(LockedError, match=named) as refused,
-                owner_lock(prepared_run, "late-run"),
+                owner_lock(prepared_run.root, "late-run"),
             ):
                 pass
             assert refused.value.exit_code == 75
             assert str(prepared_run.root) in str(refused.value)
-        with try_owner_lock(prepared_run, "late-run") as is_owner:
+        with try_owner_lock(prepared_run.root, "late-run") as is_owner:
             assert not is_owner
-        assert is_owned(prepared_run)
-    assert not is_owned(prepared_run)
-    with owner_lock(prepared_run, "late-run"):
-        assert f"process {os.getpid()}" in prepared_run.lock.read_text()
+        assert is_owned(prepared_run.root)
+    assert not is_owned(prepared_run.root)
+    with owner_lock(prepared_run.root, "late-run"):
+        assert f"process {os.getpid()}" in lock_of(prepared_run.root).read_text()
 
 
 def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(prepared_run):
     def own():
         told, tell = os.pipe()
-        with owner_lock(prepared_run, "run"):
+        with owner_lock(prepared_run.root, "run"):
             worker = os.fork()
             if not worker:
                 os.write(tell, b"1")
                 signal.pause()
             os.read(told, 1)
         try:
-            with owner_lock(prepared_run, "next"):
+            with owner_lock(prepared_run.root, "next"):
                 pass
         finally:
             os.kill(worker, signal.SIGKILL)

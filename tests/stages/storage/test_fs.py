@@ -13,7 +13,7 @@ from align.schemas.cache import Shard
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
 from align.schemas.json_codec import digest, from_signed_json, to_json
 from align.schemas.rows import Rejected
-from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import save_model
 from align.stages.storage.shards import read_shard
@@ -198,7 +198,7 @@ def test_a_folder_half_filled_goes_with_the_next_of_its_name(tmp_path):
 @pytest.fixture
 def cache(tmp_path):
     """One that is being made."""
-    cache = Cache(tmp_path / "cache", plan_key="a" * 64)
+    cache = CacheWork(tmp_path / "cache", "a" * 64)
     cache.prepare()
     cache.prepare_work()
     return cache
@@ -213,7 +213,7 @@ def test_a_record_describes_its_shard(cache):
     assert (shard.rows, shard.branches) == (9, len(block.logps))
     assert shard.tokens == sum(map(len, block.completions))
     assert cache.done() == {4: shard}
-    assert Cache(cache.root, plan_key="b" * 64).done() == {}
+    assert CacheWork(cache.root, "b" * 64).done() == {}
     assert not list(cache.work.glob("tmp/*"))
     empty = cache.commit(0, block_of(0, 1), **FACTS)
     assert (empty.rows, empty.branches) == (0, 0)
@@ -241,7 +241,7 @@ def test_a_record_names_the_rows_its_shard_lost_and_one_file_of_the_cache_all_of
 
 def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(cache):
     old = cache.commit(0, block_of(5, 2), **FACTS)
-    other = Cache(cache.root, plan_key="b" * 64)
+    other = CacheWork(cache.root, "b" * 64)
     other.prepare_work()
     other.commit(0, block_of(5, 1), **FACTS)
     other.commit(0, block_of(5, 2), **FACTS)

@@ -8,6 +8,7 @@ from align.schemas.cache import NOT_IN_ROOT
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.json_codec import digest, to_json
 from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk import fs
 from support.flips import flipped
 from support.made_caches import make_cache
@@ -54,13 +55,13 @@ def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache, tmp_p
 
 def test_a_finished_cache_is_not_finished_as_another_one(cache):
     whole, manifest = cache.manifest_file.read_bytes(), cache.manifest()
-    assert cache.publish(manifest)
-    assert not cache.publish(dataclasses.replace(manifest, root="another"))
+    assert cache.finish(manifest)
+    assert not cache.finish(dataclasses.replace(manifest, root="another"))
     assert cache.manifest_file.read_bytes() == whole
 
 
 def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache, tmp_path):
-    plans = Cache(cache.root, plan_key="c" * 64)
+    plans = CacheWork(cache.root, "c" * 64)
     plans.prepare_work()
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
@@ -86,7 +87,7 @@ def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache, tmp_path):
 
 
 def test_nothing_is_removed_before_a_manifest_is_published(cache):
-    cache = Cache(cache.root, plan_key="c" * 64)
+    cache = CacheWork(cache.root, "c" * 64)
     cache.prepare_work()
     cache.manifest_file.unlink()
     with pytest.raises(UsageError, match="align precompute-ref"):

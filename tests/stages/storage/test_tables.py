@@ -10,6 +10,7 @@ import pytest
 from align.schemas.errors import AlignError, CorruptionError, StorageError, UsageError
 from align.schemas.samples import Drawing
 from align.stages.storage import tables
+from align.stages.storage.disk.locks import lock_of
 from align.stages.storage.tables import TableFolder, drawing_of, read_table
 from support import disk_faults
 from support.flips import flips
@@ -50,7 +51,7 @@ def test_what_is_published_is_read_back_and_may_be_replaced(table_folder):
     assert read_table(table_folder)[1].equals(TABLE.reverse())
     assert published(table_folder, TABLE.clear()).rows == 0
     assert read_table(table_folder)[1].equals(TABLE.clear())
-    assert table_folder.lock.parent.is_dir()
+    assert lock_of(table_folder.root).parent.is_dir()
 
 
 def test_a_table_that_is_published_again_is_the_same_file(on_disk):
