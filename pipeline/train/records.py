@@ -25,7 +25,7 @@ from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
 from ...stages.storage.locations import is_remote
-from ...stages.storage.run.run_folder import write_ending
+from ...stages.storage.run.run_folder import ENDINGS
 from ...stages.tracking import journaled_run
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.journaled_run import inherited, open_training_run
@@ -257,7 +257,7 @@ class RunRecords:
             reason=redacted(reason),
             model_step=model_step,
         )
-        write_ending(self._run.folder, ending)
+        ENDINGS.replace(self._run.folder.ending, ending)
 
     def report(self) -> tuple[Sign, ...]:
         """Writes the report, if there are metrics; returns what stands out, and records it."""

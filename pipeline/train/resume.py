@@ -27,7 +27,7 @@ from ...stages.model.logprobs import causal_model, own_attention
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import lock_of, owner_lock
 from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
-from ...stages.storage.run.run_folder import RunFolder, forget_ending, read_ending
+from ...stages.storage.run.run_folder import ENDINGS, RunFolder, read_ending
 from ..jobs.differences import differences
 from ..options.settings import as_absolute, as_yaml, read_yaml
 from ..options.table import binds, bound
@@ -163,7 +163,8 @@ def hold_to_checkpoint(run: Run) -> None:
 
     def begin() -> None:
         engine = json.dumps(masked(run.engine_config), indent=2, sort_keys=True, default=str)
-        forget_ending(run.folder)
+        if run.folder.ending.exists():
+            ENDINGS.drop(run.folder.ending)
         fs.unlink(run.folder.answers)  # of a policy that learns on from here
         fs.publish(run.folder.config, as_yaml(run.config).encode())
         fs.publish(run.folder.engine, f"{engine}\n".encode())

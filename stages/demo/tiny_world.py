@@ -57,12 +57,17 @@ def make_world(
     """A world in a new folder, which is created atomically."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty. Remove it, or name another folder.")
-    with fs.new_folder(folder.absolute()) as building:
+    building = fs.draft_of(folder.absolute())
+    fs.make_folder(building)
+    try:
         tokenizer = make_tokenizer(building / "tokenizer")
         pretraining = make_model(
             building / "model", tokenizer, shape=shape, pretrain_steps=pretrain_steps, seed=seed
         )
         make_data(building / "data", rows=rows, seed=seed)
+        fs.rename(building, folder)
+    finally:
+        fs.remove_tree(building)
     return TinyWorld(
         folder=folder,
         model=folder / "model",

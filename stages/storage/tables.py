@@ -32,12 +32,11 @@ from .output_folder import OutputFolder
 if TYPE_CHECKING:
     import polars as pl
 
-NAMES: dict[TableKind, str] = {
-    "samples": "samples",
-    "judged": "judged samples",
-    "selected": "selected rows",
+COMMANDS: dict[TableKind, str] = {
+    "samples": "align sample",
+    "judged": "align judge",
+    "selected": "align select",
 }
-COMMANDS = {"samples": "align sample", "judged": "align judge", "selected": "align select"}
 KEY = b"align"  # of the manifest in the file's metadata
 ROWS = 1 << 16  # of a row group
 _REMEDY = "Run the command that made it again."
@@ -73,12 +72,11 @@ class TableFolder:
 
     def stored(self, kind: TableKind | None = None) -> Path | None:
         """The table as it is now, or a copy of it; None if there is none."""
-        name = f"{kind or self.kind}.parquet"
+        path = self.root / f"{kind or self.kind}.parquet"
         if not self.url:
-            path = self.root / name
             return path if path.is_file() else None
         try:
-            return fetch_folder(f"{self.url}/{name}", lambda _: [])
+            return fetch_folder(f"{self.url}/{path.name}", lambda _: [])
         except UsageError:  # there is no such object
             return None
 
@@ -91,14 +89,10 @@ class TableFolder:
 
     def find(self) -> TableManifest | None:
         """The manifest of the table, if there is one; it has to be of this kind."""
-        path = self.stored()
-        if path is None:
-            self._refuse_others()
-            return None
-        found = _stored(path)
-        if found and found.kind != self.kind:
-            raise self._of_another_kind(found.kind)
-        return found
+        if path := self.stored():
+            return _manifest_in(path)
+        self._refuse_others()
+        return None
 
     def publish(
         self,
@@ -139,9 +133,7 @@ class TableFolder:
                 writer.add_key_value_metadata({KEY: to_signed_json(manifest)})
             sink.flush()
             there = self.stored()
-            if there and filecmp.cmp(draft, there, shallow=False):
-                fs.unlink(draft)
-            else:
+            if not (there and filecmp.cmp(draft, there, shallow=False)):
                 fs.fsync(draft)
                 fs.rename(draft, self.file)
             # Also if it is there: whoever wrote it may have died before its name was durable.
@@ -154,31 +146,18 @@ class TableFolder:
         return manifest
 
     def _refuse_others(self) -> None:
-        for kind in NAMES:
+        for kind in COMMANDS:
             if kind != self.kind and self.stored(kind):
-                raise self._of_another_kind(kind)
-
-    def _of_another_kind(self, kind: TableKind) -> UsageError:
-        return UsageError(
-            f"{self} holds {NAMES[kind]}, not {NAMES[self.kind]}. Name a folder that "
-            f"`{COMMANDS[self.kind]}` made."
-        )
-
-
-def read_manifest(folder: TableFolder) -> TableManifest:
-    """The manifest of a finished table."""
-    if found := folder.find():
-        return found
-    raise UsageError(
-        f"{folder} holds no finished table of {NAMES[folder.kind]} ({folder.file.name}). "
-        f"Run `{COMMANDS[folder.kind]}` to its end, or name another folder."
-    )
+                raise UsageError(
+                    f"{self} holds {kind}.parquet, not {self.file.name}. Name a folder that "
+                    f"`{COMMANDS[self.kind]}` made."
+                )
 
 
 def drawing_of(path: Path) -> Drawing | None:
     """How the samples in a data file were drawn, if it is a table of align."""
     try:
-        manifest = _stored(path) if path.suffix == ".parquet" else None
+        manifest = _manifest_in(path) if path.suffix == ".parquet" else None
     except CorruptionError:  # it is data all the same
         return None
     return manifest.drawing if manifest else None
@@ -188,8 +167,12 @@ def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
     """A finished table, its bytes compared with the manifest."""
     import polars as pl  # noqa: PLC0415 - a command that reads no table need not wait for it
 
-    manifest, path = read_manifest(folder), folder.stored()
-    assert path, "its manifest was read"
+    manifest, path = folder.find(), folder.stored()
+    if not (manifest and path):
+        raise UsageError(
+            f"{folder} holds no finished {folder.file.name}. Run `{COMMANDS[folder.kind]}` to its "
+            "end, or name another folder."
+        )
     if _sha256_of(path, manifest.bytes) != manifest.sha256:
         raise damaged(path, "its rows are not those that were written", _REMEDY)
     try:
@@ -204,7 +187,7 @@ def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
     return manifest, pl.concat(cast("list[pl.DataFrame]", pieces))
 
 
-def _stored(path: Path) -> TableManifest | None:
+def _manifest_in(path: Path) -> TableManifest | None:
     """The manifest in a Parquet file; None if it is not a table of align."""
     try:
         text = (pq.read_metadata(path).metadata or {}).get(KEY)

@@ -10,7 +10,7 @@ from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import LockedError, StorageError, UsageError
 from align.stages.storage.disk.locks import owner_lock
-from align.stages.storage.run.run_folder import RunFolder, write_ending
+from align.stages.storage.run.run_folder import ENDINGS, RunFolder
 from align.stages.tracking import delivery, journal, journaled_run, mlflow_tracker, outbox
 from align.stages.tracking.journal import open_journal
 from support.mlflow_runs import (
@@ -150,7 +150,7 @@ def test_a_run_that_was_killed_is_told_as_its_own_ending_says(tmp_path, uri, sta
     folder = planted(tmp_path, uri)
     folder.model.mkdir()
     if status == "FINISHED":
-        write_ending(folder, FINISHED)
+        ENDINGS.replace(folder.ending, FINISHED)
     with owner_lock(folder.root, "training"), pytest.raises(LockedError):
         sync_run(folder.root, TrackingOptions(uri=uri))
     assert synced_exactly(folder)[1].info.status == status

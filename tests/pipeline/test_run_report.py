@@ -18,7 +18,7 @@ from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import UsageError
 from align.stages.report.eval_table import REWARD
 from align.stages.storage.disk.locks import owner_lock
-from align.stages.storage.run.run_folder import RunFolder, write_ending
+from align.stages.storage.run.run_folder import ENDINGS, RunFolder
 from support.command import align
 from support.long_runs import write_long_run
 from support.refusals import refuses, require_names
@@ -118,9 +118,9 @@ def test_a_run_that_is_not_finished_says_why_its_last_good_step_and_what_to_do(t
     with owner_lock(folder.root, "another"):
         assert "running" in said()
     folder.nonfinite.write_text('{"step": 60, "rank": 0}\n{"step": 59, "rank": 0}\n')
-    write_ending(folder, known)
+    ENDINGS.replace(folder.ending, known)
     require_names(said(), "60 steps, failed", "lower <b>train.lr</b>", "58 of 100")
-    write_ending(folder, replace(known, ending="time", reason=""))
+    ENDINGS.replace(folder.ending, replace(known, ending="time", reason=""))
     assert "60 of 100" in said()
 
 

@@ -1,7 +1,7 @@
 """Files and folders on a disk: each is there whole under its name, or not at all.
 
-What is written is first a draft, a hidden file or folder beside its target, which is locked while
-its writer lives, so that `drop_drafts` removes those of the dead alone. It is synced before it gets
+What is written is first a draft, a hidden file beside its target, which is locked while its writer
+lives, so that `drop_drafts` removes those of the dead alone. It is synced before it gets
 its name, and its folder after. A StorageError says which operation failed, on which path, and why.
 """
 
@@ -29,8 +29,7 @@ def publish(path: Path, payload: bytes) -> None:
     """Writes a whole file, in place of any other of this name."""
     with locked_draft(path, len(payload)) as (draft, sink):
         sink.write(payload)
-        sink.flush()
-        fsync(draft)
+        _sync(sink, draft)
         rename(draft, path)
     fsync(path.parent)
 
@@ -39,10 +38,8 @@ def put_if_absent(path: Path, payload: bytes) -> bool:
     """Writes a whole file unless there is one; returns whether it did."""
     with locked_draft(path, len(payload)) as (draft, sink):
         sink.write(payload)
-        sink.flush()
-        fsync(draft)
+        _sync(sink, draft)
         won = link(draft, path)
-    unlink(draft)
     # Also if another was first: work built on its file must not outlive it in a power loss.
     fsync(path.parent)
     return won
@@ -57,32 +54,12 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
     drop_drafts(path)
     with locked_draft(path) as (draft, sink):
         yield sink
-        sink.flush()
-        fsync(draft)
+        _sync(sink, draft)
         if replaces:
             rename(draft, path)
         elif not link(draft, path):
             raise UsageError(f"{path} exists. Move it, or name another file.")
-    if not replaces:
-        unlink(draft)
     fsync(path.parent)
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end of the block, unless `path` has content."""
-    drop_drafts(path)
-    draft = draft_of(path)
-    make_folder(draft)
-    descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _lock(descriptor)
-        yield draft
-        rename(draft, path)
-    finally:
-        os.close(descriptor)
-        with suppress(AlignError):
-            remove_tree(draft)
 
 
 # Drafts
@@ -95,7 +72,7 @@ def draft_of(path: Path) -> Path:
 
 @contextmanager
 def locked_draft(path: Path, needed: int = 0) -> Iterator[tuple[Path, io.BufferedWriter]]:
-    """A locked draft of a file, to write into and rename; removed if the block fails."""
+    """A locked draft of a file, to write into and rename or link; it goes with the block."""
     draft = draft_of(path)
     try:
         with create(draft, needed) as sink:
@@ -104,28 +81,24 @@ def locked_draft(path: Path, needed: int = 0) -> Iterator[tuple[Path, io.Buffere
     except BaseException:
         discard(draft)
         raise
+    unlink(draft)
+
+
+def _sync(sink: io.BufferedWriter, draft: Path) -> None:
+    sink.flush()
+    fsync(draft)
 
 
 def drop_drafts(path: Path) -> None:
-    """Removes the drafts of a file or folder whose writers have died: those that are not locked."""
+    """Removes the drafts of a file whose writers have died: those that are not locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
     for draft in sorted(path.parent.glob(".*.tmp")):
-        # One without content may not be locked yet, and if we locked it its writer could not.
-        if not name.fullmatch(draft.name) or not _has_content(draft):
-            continue
         with suppress(FileNotFoundError):
-            descriptor = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if _lock(descriptor):
-                    (remove_tree if draft.is_dir() else unlink)(draft)
-            finally:
-                os.close(descriptor)
-
-
-def _has_content(draft: Path) -> bool:
-    with suppress(OSError):
-        return any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size > 0
-    return False
+            # One without content may not be locked yet, and if we locked it its writer could not.
+            if name.fullmatch(draft.name) and draft.is_file() and draft.stat().st_size:
+                with draft.open("rb") as file:
+                    if _lock(file.fileno()):
+                        unlink(draft)
 
 
 def _lock(descriptor: int) -> bool:

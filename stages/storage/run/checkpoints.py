@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ....schemas.checkpoint import (
     Checkpoint,
+    CheckpointFile,
     Peers,
     RankFiles,
     Retention,
@@ -30,7 +31,7 @@ from ....schemas.json_codec import to_signed_json
 from ..disk import fs
 from ..disk.failpoints import reach
 from ..records import Records
-from .run_folder import RECORD_NAME, RunFolder, described, trash_name
+from .run_folder import RECORD_NAME, RunFolder, trash_name
 
 logger = logging.getLogger("align")
 
@@ -59,7 +60,11 @@ def save_checkpoint(
         reach("checkpoint.written")
         for name in names:
             fs.fsync(draft / name)
-        mine = RankFiles(tuple(described(draft, draft / name) for name in names))
+        paths = [(name, draft / name) for name in names]
+        made = [
+            CheckpointFile(name, path.stat().st_size, fs.sha256_of(path)) for name, path in paths
+        ]
+        mine = RankFiles(tuple(made))
     except (AlignError, OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
         # Not raised: the other ranks wait for this one.
         mine = RankFiles((), str(error).partition("\n")[0] or type(error).__name__)

@@ -28,7 +28,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from ....schemas.checkpoint import CheckpointFile, Ending
+from ....schemas.checkpoint import Ending
 from ....schemas.errors import StorageError, UsageError
 from ..disk import fs
 from ..disk.failpoints import reach
@@ -39,6 +39,10 @@ RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
 ROW_PART_NAME = re.compile(r"step-([0-9]{8,})-[0-9]{1,9}\.parquet")
 EVALUATION_NAME = re.compile(r"step-([0-9]{8,})\.csv")
+ENDINGS = Records(
+    Ending,
+    remedy="Remove it: the run then counts as killed, and --resume auto continues it.",
+)
 LEFT_OVER = re.compile(r"\.tmp-.+|\.trash-.+|\..+\.tmp")
 
 
@@ -199,32 +203,9 @@ def trash_name(path: Path) -> Path:
     return path.with_name(f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
 
 
-def write_ending(folder: RunFolder, ending: Ending) -> None:
-    """Writes how a run ended."""
-    _ENDINGS.replace(folder.ending, ending)
-
-
-def forget_ending(folder: RunFolder) -> None:
-    """Removes the ending of a run that is resumed."""
-    if folder.ending.exists():
-        _ENDINGS.drop(folder.ending)
-
-
 def read_ending(folder: RunFolder) -> Ending | None:
     """How the run ended; None if it has not, or if it was killed."""
-    return _ENDINGS.find(folder.ending)
-
-
-_ENDINGS = Records(
-    Ending,
-    remedy="Remove it: the run then counts as killed, and --resume auto continues it.",
-)
-
-
-def described(root: Path, path: Path) -> CheckpointFile:
-    """A file as it is now: its name below a folder, its length and its digest."""
-    size = path.stat().st_size
-    return CheckpointFile(path.relative_to(root).as_posix(), size, fs.sha256_of(path))
+    return ENDINGS.find(folder.ending)
 
 
 def remove_model(target: Path) -> None:

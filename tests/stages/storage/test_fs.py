@@ -181,20 +181,6 @@ def test_a_new_file_never_replaces_one_written_meanwhile(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_folder_half_filled_goes_with_the_next_of_its_name(tmp_path):
-    def die():
-        with fs.new_folder(tmp_path / "w") as folder:
-            (folder / "half").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    (tmp_path / "w.partial").mkdir()
-    in_child(die)
-    with fs.new_folder(tmp_path / "w") as folder:
-        (folder / "whole").touch()
-    assert {path.name for path in tmp_path.iterdir()} == {"w", "w.partial"}
-    assert [path.name for path in (tmp_path / "w").iterdir()] == ["whole"]
-
-
 @pytest.fixture
 def cache(tmp_path):
     """One that is being made."""
