@@ -119,6 +119,11 @@ class Made(Generic[Manifest, Done]):
         """A summary; of several parts, the one that has published describes the output."""
         if self.manifest and (self.has_published or self.was_complete or not self.part):
             return "\n".join(self.lines)
+        if not self.part:
+            return (
+                f"{self.folder} is not finished, as a file of it went missing: "
+                f"{self.tally.text()}\nthe same command does what is missing"
+            )
         rest = (
             "all parts are done"
             if self.manifest

@@ -32,11 +32,11 @@ class RejectedRows:
         return Counter({reason: rows for reason, rows in self.counts.items() if reason != TIE})
 
     def require_few(self, first: Sequence[str], *, listed: str = "", hint: str = "") -> None:
-        """Refuses more than are allowed, and shows the first; `listed` is where all of them are."""
+        """Refuses more than are allowed, and shows the first; `listed` is where they are."""
         if not self.exceed_limit:
             return
         shown = "\n  ".join(first[:SHOWN])
-        where = f"All are listed in {listed}. " if listed else ""
+        where = f"They are listed in {listed} (100,000 at most). " if listed else ""
         raise BadDataError(
             f"{self}. The first of them:\n  {shown}\n{where}Fix them, or allow more with "
             f"--max-bad-frac.{hint}"

@@ -67,7 +67,7 @@ def precompute(
     cache = job.cache
     where = cache.url or cache.root
     cache.sync()
-    if found := _finished(job):
+    if found := _own_manifest(job):
         _tidy(job, found, part, stage)
         return Made(where, found, tally, _lines(job, found), part, was_complete=True)
 
@@ -75,7 +75,7 @@ def precompute(
     with working(cache, stage, config.tracking, part, name=name, kept=tally.text) as run:
         cache.sync()
         plan = cache.find_plan()  # who publishes removes it, once there is a manifest
-        if found := _finished(job):  # asked again by the owner of the folder
+        if found := _own_manifest(job):  # asked again by the owner of the folder
             return Made(where, found, tally, _lines(job, found), part, was_complete=True)
         if plan is None:
             cache.prepare_work()
@@ -102,7 +102,7 @@ def precompute(
             is_there = cache.plan.is_file() if plan else cache.work.is_dir()
             if is_there and not job.is_published:
                 raise
-            manifest, has_published = _made_by_another(job), False
+            manifest, has_published = _of_another_process(job), False
         finally:
             if opening:
                 opening.cancel()
@@ -116,8 +116,8 @@ def precompute(
     return Made(where, manifest, tally, lines, part, has_published=has_published)
 
 
-def _finished(job: CacheJob) -> Manifest | None:
-    """The manifest, if it is of this plan; refuses the folder of another cache."""
+def _own_manifest(job: CacheJob) -> Manifest | None:
+    """The manifest of this very cache, if it is finished; refuses the folder of another."""
     cache = job.cache
     if cache.manifest_file.exists():
         manifest = cache.manifest()
@@ -286,20 +286,20 @@ def _published(job: CacheJob, plan: Plan) -> tuple[Manifest | None, bool]:
     cache.sync()
     shards = cache.done()
     if cache.manifest_file.exists():
-        return _made_by_another(job), False
+        return _of_another_process(job), False
     if len(shards) < len(plan.numbers):
-        return (None if cache.plan.is_file() else _made_by_another(job)), False
+        return (None if cache.plan.is_file() else _of_another_process(job)), False
     manifest = cache.build_manifest(plan, shards)
     _require_usable(job, manifest)
     if not cache.finish(manifest):
-        return _made_by_another(job), False
+        return _of_another_process(job), False
     has_published = cache.tidy()
     register_cache(cache)
     return manifest, has_published
 
 
-def _made_by_another(job: CacheJob) -> Manifest:
-    """The manifest that another process published meanwhile; refuses if there is none."""
+def _of_another_process(job: CacheJob) -> Manifest:
+    """The manifest that another process has finished meanwhile; refuses if there is none."""
     cache = job.cache
     if job.is_published:
         manifest = cache.manifest()
@@ -308,10 +308,12 @@ def _made_by_another(job: CacheJob) -> Manifest:
         register_cache(cache)
         return manifest
     cache.retire()  # what came late
-    raise LockedError(
-        f"{cache}: another run, with other settings, has completed its cache here. "
-        "Choose another --output: scores that both need are copied."
-    )
+    if cache.manifest_file.exists():
+        raise LockedError(
+            f"{cache}: a run with other settings has finished its cache here. Choose another "
+            "--output: scores that both need are copied."
+        )
+    raise LockedError(f"{cache}: its work was removed meanwhile. Run the same command again.")
 
 
 def _require_usable(job: CacheJob, manifest: Manifest) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from ...schemas.cache import Plan
 from ...schemas.config import Config
@@ -23,9 +22,6 @@ from ...stages.storage.cache_work import CacheWork
 from ...stages.tracking.progress import Progress
 from .opening import open_earlier
 from .prepare import Slices
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -136,33 +132,42 @@ class ShardScorer:
         memory, and a kill loses two at most. An error of either thread ends the work.
         """
         reader, writer = ThreadPoolExecutor(1, "align-read"), ThreadPoolExecutor(1, "align-write")
-        writing: list[_Writing] = []
+        before: _InFlight | None = None  # the shard that is being written
         try:
-            for number, shard, known in _read_ahead(reader, self._read, shards):
-                shown = _Shown(self._progress, self._shards.plan.shards[number])
-                scores, numerics = self._score(shard, known, shown, writing)
-                for one in writing:
-                    one.commit.result()  # behind one that could not be written nothing is
-                commit = writer.submit(
+            for number, shard, known in self._read_ahead(reader, shards):
+                shown = _InFlight(self._progress, self._shards.plan.shards[number])
+                scores, numerics = self._score(shard, known, shown, before)
+                if before:
+                    before.commit.result()  # behind one that could not be written nothing is
+                shown.commit = writer.submit(
                     self._commit, number, shard, scores, numerics or known.numerics
                 )
-                writing.append(_Writing(commit, shown))
-                if len(writing) > 1:
-                    done = writing[0].finished()
-                    del writing[0]
-                    yield done
-            while writing:
-                done = writing[0].finished()
-                del writing[0]
-                yield done
+                done, before = before, shown
+                if done:
+                    yield done.finished()
+            done, before = before, None
+            if done:
+                yield done.finished()
         except (Exception, Interrupted):
-            for one in writing:
-                if not one.commit.exception():
-                    yield one.finished()  # it is kept, and counts
+            if before and not before.commit.exception():
+                yield before.finished()  # it is kept, and counts
             raise
         finally:
             reader.shutdown(cancel_futures=True)
             writer.shutdown()
+
+    def _read_ahead(
+        self, reader: ThreadPoolExecutor, shards: Iterable[int]
+    ) -> Iterator[tuple[int, ShardRows, KnownScores]]:
+        """Each shard as it is read, while the one behind it is being read."""
+        reading: Future[tuple[int, ShardRows, KnownScores]] | None = None
+        for number in shards:
+            following = reader.submit(self._read, number)
+            if reading:
+                yield reading.result()
+            reading = following
+        if reading:
+            yield reading.result()
 
     def _read(self, number: int) -> tuple[int, ShardRows, KnownScores]:
         shard = self._shards.build(self._rows, number)
@@ -170,14 +175,13 @@ class ShardScorer:
         return number, shard, known
 
     def _score(
-        self, shard: ShardRows, known: KnownScores, shown: _Shown, writing: Sequence[_Writing]
+        self, shard: ShardRows, known: KnownScores, shown: _InFlight, before: _InFlight | None
     ) -> tuple[ShardScores, dict[str, str]]:
-        """The scores of a shard, and how they were computed; stops if another cannot be written."""
+        """The scores of a shard, and how they were computed; ends if `before` was not written."""
 
         def on_batch(batch: BatchDone) -> None:
-            for one in writing:
-                if one.commit.done():
-                    one.commit.result()
+            if before and before.commit.done():
+                before.commit.result()
             shown.add(batch)
 
         with _threads_of(self._shards.plan):
@@ -225,20 +229,6 @@ class ShardScorer:
         return scorer
 
 
-def _read_ahead(
-    reader: ThreadPoolExecutor, read: Callable[[Item], Result], items: Iterable[Item]
-) -> Iterator[Result]:
-    """Each item as it is read, while the one behind it is being read."""
-    reading: Future[Result] | None = None
-    for item in items:
-        following = reader.submit(read, item)
-        if reading:
-            yield reading.result()
-        reading = following
-    if reading:
-        yield reading.result()
-
-
 def _threads_of(plan: Plan) -> AbstractContextManager[None]:
     """Uses the plan's number of threads where it decides the last bits of a number."""
     if plan.fingerprint.get("model.device") != "cpu":
@@ -249,8 +239,10 @@ def _threads_of(plan: Plan) -> AbstractContextManager[None]:
     return on_threads(plan.threads)
 
 
-class _Shown:
-    """Shows a shard's rows as done in step with its batches."""
+class _InFlight:
+    """A shard in flight: its rows are shown as done in step with its batches, until it is kept."""
+
+    commit: Future[Tally]  # once it is scored
 
     def __init__(self, progress: Progress, rows: int) -> None:
         self._progress, self._rows = progress, rows
@@ -263,21 +255,9 @@ class _Shown:
         self._shown += more
         self._progress.advance(more, tokens=batch.tokens, padding=batch.padding)
 
-    def close(self) -> None:
-        """The shard is committed; a signal in here may close it again."""
-        more, self._shown = self._rows - self._shown, self._rows
-        self._progress.advance(more)
-
-
-@dataclass(frozen=True)
-class _Writing:
-    """A shard that is being written."""
-
-    commit: Future[Tally]
-    shown: _Shown
-
     def finished(self) -> Tally:
         """Its counts, once it is committed; the error that kept it from that."""
         tally = self.commit.result()
-        self.shown.close()
+        more, self._shown = self._rows - self._shown, self._rows  # first: a signal may come here
+        self._progress.advance(more)
         return tally

@@ -20,7 +20,7 @@ from ...schemas.plain_names import is_plain_path
 from .disk import fs
 from .disk.digests import user_folder
 from .disk.locks import held
-from .locations import is_remote, parts_of
+from .locations import is_remote, split_url
 
 if TYPE_CHECKING:
     from .remote import Remote
@@ -30,7 +30,7 @@ ORIGIN = ".origin"
 
 def work_folder(url: str) -> Path:
     """The local folder of a command whose output is in a bucket."""
-    folder = _copies() / "work" / digest(parts_of(url))[:16]
+    folder = _copies() / "work" / digest(split_url(url))[:16]
     for path in (folder.parent, folder, folder / "_align"):
         fs.make_folder(path)
     return folder

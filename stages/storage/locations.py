@@ -25,7 +25,7 @@ def require_on_disk(text: str, what_is: str) -> Path:
     return Path(text)
 
 
-def parts_of(url: str) -> tuple[str, str, str]:
+def split_url(url: str) -> tuple[str, str, str]:
     """Scheme, bucket and key of a location."""
     found = _URL.fullmatch(url)
     assert found, url

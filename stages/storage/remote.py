@@ -26,7 +26,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from ...schemas.errors import CorruptionError, PathError, StorageError, UsageError
 from ...schemas.safe_text import mask_secret, mask_secrets_of, redacted
 from .disk import fs
-from .locations import parts_of
+from .locations import split_url
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -64,7 +64,7 @@ class Remote:
     """The objects below one location of a bucket, by the rest of their keys; "" is itself."""
 
     def __init__(self, url: str) -> None:
-        scheme, self._bucket, self._prefix = parts_of(url)
+        scheme, self._bucket, self._prefix = split_url(url)
         self.url = f"{scheme}://{self._bucket}/{self._prefix}".rstrip("/")
         self.name = PurePosixPath(self._prefix).name or self._bucket
         self._store = open_bucket(scheme, self._bucket)
@@ -140,7 +140,7 @@ class Remote:
         """The bytes of one version of an object, some ranges at a time."""
         key, version = self._key(name), {"if_match": etag} if etag else {}
 
-        def part(start: int) -> bytes:
+        def chunk(start: int) -> bytes:
             options: Any = {**version, "range": (start, min(start + CHUNK, size))}
             return obstore.get(self._store, key, options=options).bytes().to_bytes()
 
@@ -155,23 +155,9 @@ class Remote:
             step = CHUNK * CHUNKS_AT_ONCE
             with ThreadPoolExecutor(CHUNKS_AT_ONCE, "align-ranges") as pool:
                 for begin in range(0, size, step):
-                    yield from pool.map(part, range(begin, min(begin + step, size), CHUNK))
+                    yield from pool.map(chunk, range(begin, min(begin + step, size), CHUNK))
         except _FAILURES as error:
             raise self._failure("read", name, error) from None
-
-    def fetch(self, name: str, target: Path, *, sha256: str = "", etag: str = "") -> None:
-        """Copies an object to a file; one that does not have its digest is fetched once more."""
-        try:
-            self._copy(name, target, sha256, etag)
-        except CorruptionError as error:
-            logger.warning("%s It is fetched again.", error)
-            self._copy(name, target, sha256, etag)
-        except PathError as error:
-            if not sha256:
-                raise
-            raise CorruptionError(
-                f"{self.at(name)} is missing. Restore it from a copy, or make it again."
-            ) from error
 
     def fetch_all(
         self,
@@ -180,12 +166,26 @@ class Remote:
         sha256: Mapping[str, str] | None = None,
         etags: Mapping[str, str] | None = None,
     ) -> None:
-        """Copies objects to files, whose folders are made; some at a time."""
+        """Copies objects to files, whose folders are made; some at a time.
+
+        One that does not have its digest is fetched once more.
+        """
+        digests, versions = sha256 or {}, etags or {}
 
         def fetch(name: str) -> None:
             targets[name].parent.mkdir(parents=True, exist_ok=True)
-            digest, etag = (sha256 or {}).get(name, ""), (etags or {}).get(name, "")
-            self.fetch(name, targets[name], sha256=digest, etag=etag)
+            how = (name, targets[name], digests.get(name, ""), versions.get(name, ""))
+            try:
+                self._copy(*how)
+            except CorruptionError as error:
+                logger.warning("%s It is fetched again.", error)
+                self._copy(*how)
+            except PathError as error:
+                if name not in digests:
+                    raise
+                raise CorruptionError(
+                    f"{self.at(name)} is missing. Restore it from a copy, or make it again."
+                ) from error
 
         with ThreadPoolExecutor(FILES_AT_ONCE, "align-fetch") as pool:
             for _ in pool.map(fetch, targets):

@@ -60,11 +60,7 @@ def save_checkpoint(
         reach("checkpoint.written")
         for name in names:
             fs.fsync(draft / name)
-        paths = [(name, draft / name) for name in names]
-        made = [
-            CheckpointFile(name, path.stat().st_size, fs.sha256_of(path)) for name, path in paths
-        ]
-        mine = RankFiles(tuple(made))
+        mine = RankFiles(tuple(_described(draft, name) for name in names))
     except (AlignError, OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
         # Not raised: the other ranks wait for this one.
         mine = RankFiles((), str(error).partition("\n")[0] or type(error).__name__)
@@ -82,6 +78,11 @@ def save_checkpoint(
                     fs.rename(draft, trash_name(draft))
                 folder.empty_trash()
     return Saved(step, peers.gather(failure)[0])
+
+
+def _described(draft: Path, name: str) -> CheckpointFile:
+    path = draft / name
+    return CheckpointFile(name, path.stat().st_size, fs.sha256_of(path))
 
 
 def _commit(
