@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
-
-T = TypeVar("T")
+from typing import Literal
 
 How = Literal["finished", "signal", "time", "failed"]
 
@@ -26,14 +23,6 @@ class FittedBatches:
 
     planned: int  # tokens of a micro-batch that was asked for
     fits: int  # tokens to run instead
-
-
-@dataclass(frozen=True)
-class RankFiles:
-    """The files that one rank wrote and made durable, or the reason that it could not."""
-
-    files: tuple[CheckpointFile, ...]
-    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,40 +84,3 @@ class Ending:
     changes: tuple[str, ...]  # as in the last checkpoint
     reason: str = ""  # why it ended before its last step
     model_step: int | None = None  # whose model was written, if not the last step's
-
-
-@dataclass(frozen=True)
-class Retention:
-    """The rule which checkpoints are kept."""
-
-    keep_last: int
-    best: str = ""  # a metric; a leading - asks for the lowest value, + for the highest
-
-
-class Gather(Protocol):
-    """A collective that gathers a value of each rank, in the order of ranks."""
-
-    def __call__(self, mine: T, /) -> Sequence[T]:
-        """The values of all ranks."""
-        ...
-
-
-@dataclass(frozen=True)
-class Peers:
-    """One of the ranks that save a checkpoint together."""
-
-    rank: int
-    gather: Gather
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The result of saving, the same on every rank."""
-
-    step: int
-    failure: str = ""  # why there is no checkpoint of this step
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether the checkpoint exists and is durable."""
-        return not self.failure

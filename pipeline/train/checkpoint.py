@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...schemas.checkpoint import Checkpoint, Peers, Retention, State
+from ...schemas.checkpoint import Checkpoint, State
 from ...schemas.errors import AlignError, StorageError, log_failure
 from ...stages.engine.deepspeed_compat import whole_numel
 from ...stages.engine.deepspeed_config import stage_of
@@ -18,7 +18,12 @@ from ...stages.engine.optimizers import states_of
 from ...stages.model.loading.model_folder import model_tensors
 from ...stages.model.logprobs import causal_model
 from ...stages.storage.disk import fs
-from ...stages.storage.run.checkpoints import read_checkpoint, replace_state, save_checkpoint
+from ...stages.storage.run.checkpoints import (
+    prune,
+    read_checkpoint,
+    replace_state,
+    save_checkpoint,
+)
 from .resume import identity_of, made_with
 
 if TYPE_CHECKING:
@@ -32,39 +37,42 @@ SLOW_SECONDS = 20.0
 
 def save_state(run: Run, state: State) -> str:
     """Every rank writes its part; returns why there is no checkpoint, the same on every rank."""
-    world, train, began = run.world, run.config.train, time.monotonic()
+    world, began = run.world, time.monotonic()
     if lack := run_on_rank_zero(world, lambda: lack_of_space(run)):
         return lack
     record = Checkpoint(__version__, identity_of(run), made_with(run), run.changes, state)
-    saved = save_checkpoint(
+    failure = save_checkpoint(
         run.folder,
         record,
         run.engine.save_state,
         run_id=run.run_id,
-        peers=Peers(world.rank, lambda mine: gathered(world, mine)),
-        retention=Retention(train.keep_last, train.best),
+        rank=world.rank,
+        gather=lambda mine: gathered(world, mine),
     )
-    if saved.succeeded:
-        _push(run)
+    if not failure and world.rank == 0:
+        _keep(run, state.step)
     if world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
         logger.warning(
             "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "
             "than you can afford to lose, or to a faster disk.",
             took,
         )
-    return saved.failure
+    return failure
 
 
 def add_evaluation(run: Run, state: State) -> None:
     """Gives the checkpoint of this step its evaluation, which was made after it was saved."""
     if run.world.rank == 0:
-        train = run.config.train
-        replace_state(run.folder, state, Retention(train.keep_last, train.best))
-        _push(run)
+        replace_state(run.folder, state)
+        _keep(run, state.step)
 
 
-def _push(run: Run) -> None:
-    if run.remote and run.world.rank == 0:
+def _keep(run: Run, step: int) -> None:
+    """Removes older checkpoints than are kept, and uploads the run, once there is a newer one."""
+    train = run.config.train
+    with log_failure("Older checkpoints stay until the next one"):
+        prune(run.folder, newest=step, keep_last=train.keep_last, best=train.best)
+    if run.remote:
         with log_failure("The checkpoint is on this machine alone until the next one"):
             run.remote.push()
 

@@ -5,17 +5,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from align import __version__
-from align.schemas.checkpoint import (
-    Checkpoint,
-    Peers,
-    Retention,
-    RunIdentity,
-    State,
-)
+from align.schemas.checkpoint import Checkpoint, RunIdentity, State
 from align.stages.storage.disk import fs
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.checkpoints import (
     damage,
+    prune,
     replace_state,
     save_checkpoint,
     whole_checkpoints,
@@ -23,7 +18,7 @@ from align.stages.storage.run.checkpoints import (
 from align.stages.storage.run.run_folder import save_model
 from support.patience import PATIENCE
 
-KEEP = Retention(keep_last=2, best="eval/loss")
+KEEP = {"keep_last": 2, "best": "eval/loss"}
 
 
 def record(step, world, metrics):
@@ -62,9 +57,9 @@ def writer(step, rank=0):
 
 
 def save(folder, step, *, retention=KEEP, write=None, **metrics):
-    """One rank saves by itself."""
-    (saved,) = save_together(folder, step, [write or writer(step)], retention, metrics)
-    return saved
+    """One rank saves by itself; returns the reason where it could not."""
+    (failure,) = save_together(folder, step, [write or writer(step)], retention, metrics)
+    return failure
 
 
 def save_together(folder, step, writes, retention=KEEP, metrics=None):
@@ -79,10 +74,11 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
             gate.wait()
             return everybody
 
-        made, peers = record(step, len(writes), metrics or {}), Peers(rank, gather)
-        return save_checkpoint(
-            folder, made, writes[rank], run_id="run", peers=peers, retention=retention
-        )
+        made, how = record(step, len(writes), metrics or {}), {"rank": rank, "gather": gather}
+        failure = save_checkpoint(folder, made, writes[rank], run_id="run", **how)
+        if rank == 0 and not failure:
+            prune(folder, newest=step, **retention)
+        return failure
 
     if len(writes) == 1:
         return [work(0)]
@@ -92,7 +88,8 @@ def save_together(folder, step, writes, retention=KEEP, metrics=None):
 
 def measure(folder, step, retention=KEEP, **metrics):
     """Adds an evaluation that was made after the save."""
-    replace_state(folder, state(step, metrics), retention)
+    replace_state(folder, state(step, metrics))
+    prune(folder, newest=step, **retention)
 
 
 def chosen_in(folder):
@@ -111,7 +108,7 @@ def train(folder, told, steps=8, keep=KEEP):
         done = chosen.state.step if chosen else 0
         for step in range(done, steps + 1, 2):
             if step > done:
-                assert save(folder, step, retention=keep).succeeded
+                assert not save(folder, step, retention=keep)
             if step > done or (chosen and not chosen.state.metrics):
                 # Step 2 is the best of all.
                 measure(folder, step, keep, **{"eval/loss": abs(step - 2.0)})

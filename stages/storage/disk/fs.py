@@ -81,7 +81,8 @@ def locked_draft(path: Path, needed: int = 0) -> Iterator[tuple[Path, io.Buffere
     except BaseException:
         discard(draft)
         raise
-    unlink(draft)
+    if draft.exists():
+        unlink(draft)
 
 
 def _sync(sink: io.BufferedWriter, draft: Path) -> None:

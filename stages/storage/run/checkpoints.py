@@ -16,16 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ....schemas.checkpoint import (
-    Checkpoint,
-    CheckpointFile,
-    Peers,
-    RankFiles,
-    Retention,
-    Saved,
-    State,
-)
+from ....schemas.checkpoint import Checkpoint, CheckpointFile, State
 from ....schemas.errors import AlignError, CorruptionError, StorageError
 from ....schemas.json_codec import to_signed_json
 from ..disk import fs
@@ -44,13 +37,14 @@ def save_checkpoint(
     write: Callable[[Path], Iterable[str]],
     *,
     run_id: str,
-    peers: Peers,
-    retention: Retention,
-) -> Saved:
+    rank: int,
+    gather: Callable[[Any], Sequence[Any]],
+) -> str:
     """Saves a checkpoint together with all other ranks; if one of them fails, there is none.
 
     `record` has no files yet. `write` fills the folder it is given and returns the relative paths
-    of this rank's own files.
+    of this rank's own files. `gather` returns the values of all ranks. Returns the reason why there
+    is no checkpoint, the same on every rank; empty if there is one.
     """
     step = record.state.step
     draft = folder.draft(step, run_id)
@@ -60,24 +54,23 @@ def save_checkpoint(
         reach("checkpoint.written")
         for name in names:
             fs.fsync(draft / name)
-        mine = RankFiles(tuple(_described(draft, name) for name in names))
+        mine = [_described(draft, name) for name in names], ""
     except (AlignError, OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
         # Not raised: the other ranks wait for this one.
-        mine = RankFiles((), str(error).partition("\n")[0] or type(error).__name__)
-    reports = peers.gather(mine)
+        mine = [], str(error).partition("\n")[0] or type(error).__name__
+    reports = gather(mine)
 
     failure = ""
-    if peers.rank == 0:
+    if rank == 0:
         try:
             _commit(folder, draft, record, reports)
-            prune(folder, retention, newest=step)
         except StorageError as error:
             failure = str(error)
             with suppress(StorageError):  # else the next start removes the draft
                 if draft.exists():
                     fs.rename(draft, trash_name(draft))
                 folder.empty_trash()
-    return Saved(step, peers.gather(failure)[0])
+    return str(gather(failure)[0])
 
 
 def _described(draft: Path, name: str) -> CheckpointFile:
@@ -86,12 +79,15 @@ def _described(draft: Path, name: str) -> CheckpointFile:
 
 
 def _commit(
-    folder: RunFolder, draft: Path, record: Checkpoint, reports: Sequence[RankFiles]
+    folder: RunFolder,
+    draft: Path,
+    record: Checkpoint,
+    reports: Sequence[tuple[list[CheckpointFile], str]],
 ) -> None:
     """Adds the record to a draft that is what the ranks reported, and gives it its name."""
-    if failed := [f"rank {n}: {one.failure}" for n, one in enumerate(reports) if one.failure]:
+    if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why]:
         raise StorageError("; ".join(failed))
-    files = sorted((file for one in reports for file in one.files), key=lambda file: file.path)
+    files = sorted((file for made, _ in reports for file in made), key=lambda file: file.path)
     reported = [(file.path, file.bytes) for file in files]
     if len({*reported}) < len(reported):
         raise StorageError(f"{draft}: two ranks wrote the same file.")
@@ -118,14 +114,13 @@ def _commit(
     fs.publish(folder.latest, f"{final.name}\n".encode())
 
 
-def replace_state(folder: RunFolder, state: State, retention: Retention) -> None:
+def replace_state(folder: RunFolder, state: State) -> None:
     """Gives the checkpoint of a step the state with its evaluation; one rank does this.
 
     It was saved without one, as the evaluation was stopped and made when the run resumed.
     """
     path = folder.step(state.step)
     CHECKPOINTS.replace(path / RECORD_NAME, dataclasses.replace(read_checkpoint(path), state=state))
-    prune(folder, retention, newest=state.step)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -213,29 +208,22 @@ def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
     return records[best_first(values, best)[0]] if values else None
 
 
-def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
-    """Removes checkpoints that are not kept, and any later than the newest."""
+def prune(folder: RunFolder, *, newest: int, keep_last: int, best: str) -> None:
+    """Removes checkpoints but the last few, the best, the newest and that of `latest`."""
     reach("prune.started")
-    kept = kept_steps(folder, retention, newest=newest)
+    past = [step for step in folder.steps() if step <= newest]
+    kept = {*past[-keep_last:], newest, folder.latest_step()}
+    if best:
+        metric, known = wanted(best).metric, dict[int, float]()
+        for step in past:
+            with suppress(CorruptionError):  # a damaged one has no known value
+                metrics = read_checkpoint(folder.step(step)).state.metrics
+                if metric in metrics:
+                    known[step] = metrics[metric]
+        kept |= {*best_first(known, best)[:1]}
     for step in folder.steps():
         if step not in kept:
             # Renamed first: a half-removed folder must not look like a checkpoint.
             fs.rename(folder.step(step), trash_name(folder.step(step)))
     folder.empty_trash()
     reach("prune.done")
-
-
-def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[int]:
-    """The steps whose checkpoints stay."""
-    past = [step for step in folder.steps() if step <= newest]
-    named = folder.latest_step()
-    kept = {*past[-retention.keep_last :], newest, *([] if named is None else [named])}
-    if not retention.best:
-        return kept
-    metric, known = wanted(retention.best).metric, dict[int, float]()
-    for step in past:
-        with suppress(CorruptionError):  # a damaged one has no known value
-            metrics = read_checkpoint(folder.step(step)).state.metrics
-            if metric in metrics:
-                known[step] = metrics[metric]
-    return {*kept, *best_first(known, retention.best)[:1]}

@@ -3,7 +3,6 @@
 import polars as pl
 import pytest
 
-from align.schemas.checkpoint import Retention
 from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
@@ -58,7 +57,7 @@ def make_table(base):
 
 
 def make_run(base):
-    keep = Retention(keep_last=1)
+    keep = {"keep_last": 1, "best": ""}
     train(RunFolder(base / "run"), lambda *_: None, steps=4, keep=keep)
     fs.publish(RunFolder(base / "run").latest, b"step-00000004\n")
     train(RunFolder(base / "run"), lambda *_: None, keep=keep)
