@@ -28,11 +28,7 @@ def test_what_all_parts_need_each_begins_with_its_own():
         (None, {}, None),
         ("2/8", {}, Part(2, 8)),
         (None, {"RANK": "1", "WORLD_SIZE": "3"}, Part(2, 3)),
-        (
-            None,
-            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"},
-            Part(4, 4),
-        ),
+        (None, SRUN, Part(4, 4)),
     ],
 )
 def test_a_part_is_given_or_that_of_a_rank(given, environment, part):
@@ -43,8 +39,5 @@ def test_a_part_is_given_or_that_of_a_rank(given, environment, part):
 def test_what_is_no_part_is_refused(given):
     with pytest.raises(UsageError, match="--part"):
         part_of(given, {})
-
-
-def test_a_rank_has_no_part_of_its_own():
     with pytest.raises(UsageError, match="--part"):
-        part_of("1/2", {"RANK": "0", "WORLD_SIZE": "2"})
+        part_of("1/2", SRUN)  # a rank has no part of its own

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from align.schemas.errors import LockedError, UsageError
+from align.schemas.errors import CorruptionError, LockedError, UsageError
+from align.schemas.round_record import RoundRecord
 from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk.locks import held, is_owned, lock_of, owner_lock, try_owner_lock
-from align.stages.storage.run.rounds_folder import RoundsFolder
+from align.stages.storage.run.rounds_folder import ROUNDS, RoundsFolder
 from align.stages.storage.run.run_folder import trash_name
 from support.checkpoint_saves import save
 from support.made_caches import FACTS, at_once, block_of, in_child
@@ -119,3 +120,12 @@ def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path
         path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(b"half")
     folder.prepare()
     assert not [*folder.root.rglob(".*.tmp")]
+
+
+def test_a_round_that_has_the_record_of_another_is_refused(tmp_path):
+    rounds = RoundsFolder(tmp_path)
+    for number in (1, 2):
+        rounds.round(number).root.mkdir()
+        ROUNDS.put(rounds.round(number).record, RoundRecord(1, 1, {}, {}, {}, {}, {}, None))
+    with pytest.raises(CorruptionError, match=r"round-002/round\.json"):
+        rounds.finished()

@@ -1,5 +1,7 @@
 """A run in a bucket: only what changed is pushed, and another machine resumes from it."""
 
+import itertools
+
 import pytest
 
 from align.schemas.errors import CorruptionError, Interrupted, StorageError, UsageError
@@ -7,7 +9,8 @@ from align.stages.storage.disk import fs
 from align.stages.storage.remote import Remote
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder
 from align.stages.storage.run.run_remote import RunRemote
-from support.checkpoint_saves import content, measure, save, writer
+from support.checkpoint_saves import content, measure, save, train, writer
+from support.flips import flips
 from support.object_server import Faults, faulty_proxy, use
 
 
@@ -125,3 +128,40 @@ def test_a_run_is_pushed_however_it_ends(prepared_run, run_remote, ending):
     with run_remote.pushed_at_end():
         prepared_run.metrics.write_text("{}\n" * 3)
     assert run_remote.remote.get("metrics.jsonl") == b"{}\n" * 3
+
+
+def held(folder):
+    """What a machine has of a run's checkpoints."""
+    paths = [path for path in folder.checkpoints.rglob("*") if path.is_file()]
+    return {path.relative_to(folder.root): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.long)])
+def test_a_flipped_bit_of_a_checkpoint_in_a_bucket_reaches_no_other_machine(
+    bucket, tmp_path, count
+):
+    run, numbers, found = RunFolder(tmp_path / "run"), itertools.count(), 0
+    train(run, lambda *_: None)
+    run.metrics.write_text("{}\n")
+    remote = Remote(bucket)
+    RunRemote(remote, run).push()
+
+    def pulled():
+        other = RunFolder(tmp_path / f"other-{next(numbers)}")
+        other.prepare()
+        RunRemote(remote, other).pull()
+        return held(other)
+
+    whole = pulled()
+    assert whole == held(run)
+    kept = {name: remote.get(name) for name in remote.list() if name.startswith("checkpoints/")}
+    for name, byte, bit in flips({name: len(good) for name, good in kept.items()}, count):
+        good = kept[name]
+        remote.put(name, good[:byte] + bytes([good[byte] ^ 1 << bit]) + good[byte + 1 :])
+        try:
+            assert pulled() == whole, (name, byte, bit)
+        except CorruptionError as error:
+            found += 1
+            assert name in str(error)  # noqa: PT017
+        remote.put(name, good)
+    assert found > count // 2
