@@ -107,7 +107,13 @@ class RayCluster:
                     except ray.exceptions.RayActorError as error:
                         deaths[item] += 1
                         if deaths[item] == DEATHS:
-                            raise _given_up(noun, item, error) from error
+                            why = (
+                                f"no actor can begin ({_in_short(error)})."
+                                if item is None
+                                else f"{DEATHS} actors died at {noun} {item}. If for want of "
+                                "memory, lower --max-length; the same command continues."
+                            )
+                            raise ServerError(f"--executor ray: {why}") from error
                         logger.warning("An actor of Ray died: another one does its work.")
                         waiting.extend([] if item is None else [item])
                         begin()
@@ -164,15 +170,6 @@ def _taken(made: tuple[Any, AlignError | None, list[str]]) -> Any:
     if refusal:
         raise refusal
     return result
-
-
-def _given_up(noun: str, item: int | None, error: Exception) -> ServerError:
-    if item is None:
-        return ServerError(f"--executor ray: no actor can begin ({_in_short(error)}).")
-    return ServerError(
-        f"--executor ray: {DEATHS} actors died at {noun} {item}. If for want of memory, lower "
-        "--max-length; the same command continues."
-    )
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from ...schemas.config import Config, ModelOptions
 from ...stages.data.files import HUB_FOLDER
 from ...stages.data.readers import ending_of
 from ...stages.storage.cache import Cache
-from ...stages.storage.copies import fetch_folder, local_cache
+from ...stages.storage.copies import fetch_cache, fetch_folder
 from ...stages.storage.locations import is_remote
 
 # Weights that are never read: a model is loaded from safetensors alone.
@@ -55,4 +55,4 @@ def _of_data(names: list[str]) -> list[str]:
 
 def cache_at(cache: str) -> Cache:
     """The finished cache of a location: its folder, or a copy of it."""
-    return Cache(local_cache(cache))
+    return Cache(fetch_cache(cache) if is_remote(cache) else Path(cache))

@@ -52,11 +52,6 @@ def fetch_folder(url: str, choose: Callable[[list[str]], list[str]]) -> Path:
     return _fetched(remote, versions, wanted, etags={name: found[name].etag for name in wanted})
 
 
-def local_cache(text: str) -> Path:
-    """The folder of a finished cache, or of its copy if it is in a bucket."""
-    return fetch_cache(text) if is_remote(text) else Path(text)
-
-
 def fetch_cache(url: str) -> Path:
     """A local copy of a finished cache; its manifest is written last."""
     from .remote import Remote  # noqa: PLC0415 - as above

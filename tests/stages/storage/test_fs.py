@@ -1,32 +1,21 @@
 """What is written is there as a whole or not at all, whatever fails: files, folders and units."""
 
 import errno
-import json
-import math
 import os
 import signal
 
-import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.cache import Shard
-from align.schemas.errors import CorruptionError, NonFiniteError, StorageError, UsageError
-from align.schemas.json_codec import digest, from_signed_json, to_json
-from align.schemas.rows import Rejected
-from align.stages.storage.cache_work import CacheWork
+from align.schemas.errors import StorageError, UsageError
+from align.schemas.json_codec import from_signed_json
 from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import save_model
-from align.stages.storage.shards import read_shard
 from support import disk_faults
-from support.flips import flipped
 from support.made_caches import (
-    FACTS,
-    NAMES,
     at_once,
-    block_of,
     in_child,
     make_cache,
-    plan_of,
     tree_of,
 )
 
