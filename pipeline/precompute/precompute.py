@@ -85,8 +85,7 @@ def precompute(
             slices = Slices.of(job)
             plan = _planned(job, plan, slices, part, progress)
             _describe(run, job, plan)
-            stops = job.tokenizer.stops.tokens
-            shards = Shards(cache, plan, slices, job.reference, config, stops)
+            shards = Shards(plan, slices, job.reference, config)
             if shows_row and (part or WHOLE).number == 1:
                 _show_row(job, shards, progress)
             began = time.perf_counter() - (opening.seconds if opening else 0.0)

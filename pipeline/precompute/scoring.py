@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...schemas.cache import Plan
+from ...schemas.cache import Plan, Stops
 from ...schemas.config import Config
 from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
@@ -18,7 +18,6 @@ from ...stages.pairing.partition import EncodedRows
 from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
 from ...stages.score.score import BatchDone, KnownScores, ScoringRules, ShardScores, score_shard
-from ...stages.storage.cache_work import CacheWork
 from ...stages.tracking.progress import Progress
 from .opening import open_earlier
 from .prepare import Slices
@@ -66,17 +65,16 @@ class Tally:
 class Shards:
     """The shards of a plan, by key range; the reference travels without its weights."""
 
-    cache: CacheWork
     plan: Plan
     slices: Slices  # which are all encoded
     reference: Reference
     config: Config
-    stops: frozenset[int]
 
     def is_done(self, shard: int) -> bool:
         """Whether a shard has its record or no rows, or all have had one: then the plan is gone."""
-        has_no_rows = not self.plan.shards[shard]
-        return has_no_rows or self.cache.record(shard).is_file() or not self.cache.plan.is_file()
+        cache = self.slices.cache
+        is_made = cache.record(shard).is_file() or not cache.plan.is_file()
+        return is_made or not self.plan.shards[shard]
 
     def encoded_rows(self) -> EncodedRows:
         """The rows of all shards, to be read by shard."""
@@ -88,7 +86,8 @@ class Shards:
 
     def build(self, rows: EncodedRows, shard: int) -> ShardRows:
         """The rows of a shard with their KL partners."""
-        rule = CutRule(self.config.tokens.max_length, self.stops)
+        stops = Stops.of(self.plan.fingerprint).tokens
+        rule = CutRule(self.config.tokens.max_length, stops)
         count, pairs = len(self.plan.shards), self.config.cache.kl_pairs
         return build_shard(rows.read, shard, count, pairs, rule)
 
@@ -194,7 +193,7 @@ class ShardScorer:
     def _commit(
         self, number: int, shard: ShardRows, scores: ShardScores, numerics: dict[str, str]
     ) -> Tally:
-        self._shards.cache.commit(
+        self._shards.slices.cache.commit(
             number,
             scores.block,
             keys=(shard.first_key, shard.last_key),

@@ -160,9 +160,7 @@ def test_a_shard_that_is_scored_is_kept_where_nobody_asks_for_more(config):
         run(config, Watched(before=stop))
     scored = []
     job = open_job(config, Watched(before=scored.append))
-    shards = Shards(
-        job.cache, job.cache.find_plan(), Slices.of(job), job.reference, config, frozenset()
-    )
+    shards = Shards(job.cache.find_plan(), Slices.of(job), job.reference, config)
     numbers = shards.plan.numbers
     shown = ShardScorer(shards, Silent()).score_each(numbers)
     next(shown)
