@@ -38,7 +38,6 @@ class _Place(NamedTuple):
     path: Path
     start: int
     size: int
-    mark: int  # a hash of the line: equal ones need not be read again
 
 
 class Answers:
@@ -79,10 +78,7 @@ class Answers:
         for path in sorted(wanted):
             with fs.open_file(path) as source:
                 for place, key in sorted(wanted[path]):
-                    record = _parsed(path, _line_at(source, place))
-                    if record["key"] != key:
-                        raise _damaged(path)
-                    yield key, record["answer"]
+                    yield key, _parsed(path, _line_at(source, place))["answer"]
 
     def add(self, answers: Mapping[str, Answer], refused: Mapping[str, str] | None = None) -> None:
         """Stores answers, and why other questions were refused; durable when it returns."""
@@ -119,13 +115,11 @@ class Answers:
             if why := record.get("refused"):
                 self._refusals[key] = min(why, self._refusals.get(key, why))
                 continue
-            new, known = _Place(path, end - len(text), len(text), hash(text)), self._places.get(key)
-            if known is None:
-                self._places[key] = new
-            elif known.mark != new.mark:
+            if known := self._places.get(key):
                 with fs.open_file(known.path) as source:
-                    is_smaller = text < _line_at(source, known)
-                self._places[key] = new if is_smaller else known
+                    if _line_at(source, known) <= text:
+                        continue
+            self._places[key] = _Place(path, end - len(text), len(text))
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
