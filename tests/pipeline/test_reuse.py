@@ -18,7 +18,7 @@ from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.schemas.rows import Record, Role
 from align.stages.data.row_keys import prompt_keys_of
 from align.stages.storage.cache import Cache
-from align.stages.storage.cache_work import unfinished_work
+from align.stages.storage.cache_work import CacheWork, unfinished_work
 from support.patience import PATIENCE
 from support.refusals import refuses
 from support.stage_one import child, contents, run
@@ -330,7 +330,7 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
     outputs = [str(tmp_path / name) for name in DAMAGE]
     for shards, output in enumerate(outputs, start=3):
         run(to(output=output, shards=shards))
-        register_cache(Cache(Path(output)))
+        register_cache(CacheWork(Path(output), "0" * 64))
         DAMAGE[Path(output).name](Path(output) / "manifest.json")
     again = to(reuse=outputs if is_named else [], reuse_known=not is_named)
     reused = run(again).tally.reused
@@ -354,7 +354,7 @@ def test_a_list_of_caches_may_hold_anything_passes_over_what_is_gone_and_need_no
 ):
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
     run(to())
-    folder = Cache(Path(to().cache.output))
+    folder = CacheWork(Path(to().cache.output), "0" * 64)
     away = Cache(tmp_path / "away")
     shutil.copytree(folder.root, away.root)
     known = [str(one.root.resolve()) for one in (away, folder)]
