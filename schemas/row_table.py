@@ -8,7 +8,7 @@ completions of a row as a list of structs, a shard holds each of their columns a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -192,8 +192,8 @@ class Rows:
         return numpy_of(self.of_rows.column("prompt_key"))
 
     @cached_property
-    def keys(self) -> NDArray[np.uint64]:
-        """The key of each row: the first eight bytes of that digest, as a number."""
+    def range_keys(self) -> NDArray[np.uint64]:
+        """The key that decides a row's shard: the first eight bytes of that digest, as a number."""
         halves = np.ascontiguousarray(self.prompt_key).view(">u8").reshape(-1, 2)
         return halves[:, 0].astype(np.uint64)
 
@@ -253,7 +253,7 @@ class Rows:
         return numpy_of(self.of_branches.column("completion_key"))
 
     @cached_property
-    def turns(self) -> Ragged | None:
+    def learned(self) -> Ragged | None:
         """1 for each token of completions that is learned, else 0; None: all are."""
         lists = self.of_branches.column("completion_turns")
         if lists.null_count == len(lists):
@@ -268,12 +268,12 @@ class Rows:
     @property
     def is_learned(self) -> NDArray[np.bool_] | None:
         """Mask of the completions' tokens that are learned; None: all of them."""
-        return None if self.turns is None else self.turns.values > 0
+        return None if self.learned is None else self.learned.values > 0
 
     @cached_property
     def num_learned(self) -> NDArray[np.int64]:
         """The number of learned tokens of each completion."""
-        return self.completions.lengths if self.turns is None else learned_counts(self.turns)
+        return self.completions.lengths if self.learned is None else learned_counts(self.learned)
 
     @cached_property
     def logps(self) -> NDArray[np.float64]:
@@ -290,7 +290,7 @@ class Rows:
     def completion_bytes(self) -> Iterator[bytes]:
         """What identifies each completion: its ids, and what of them is learned."""
         for branch, ids in enumerate(self.completions):
-            yield bytes_of(ids.tobytes(), None if self.turns is None else self.turns[branch])
+            yield bytes_of(ids.tobytes(), None if self.learned is None else self.learned[branch])
 
     def trees(self) -> tuple[Tree, ...]:
         """The prompt tree of each row."""
@@ -304,6 +304,14 @@ class Rows:
 def learned_counts(turns: Ragged) -> NDArray[np.int64]:
     """The number of learned tokens of each completion."""
     return np.diff(offsets_of(turns.values > 0)[turns.offsets])
+
+
+def fitted_length(ids: Sequence[int] | NDArray[np.int32], most: int, stops: Collection[int]) -> int:
+    """How many tokens of a completion fit; one that is cut never ends with a stop token."""
+    length = min(len(ids), most)
+    while 0 < length < len(ids) and int(ids[length - 1]) in stops:
+        length -= 1
+    return length
 
 
 def bytes_of(ids: bytes, turns: NDArray[np.int16] | None) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -45,7 +47,7 @@ class Role(IntEnum):
 
 
 class BadRow(Exception):  # noqa: N818 - not an error of the program: one row is rejected
-    """One record that cannot be used, with a reason from REASONS."""
+    """One row that cannot be used, with a reason from REASONS."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -53,10 +55,14 @@ class BadRow(Exception):  # noqa: N818 - not an error of the program: one row is
         self.reason = reason
         self.detail = detail
 
+    def at(self, file: int, row: int) -> Rejected:
+        """The same of the row at this place."""
+        return Rejected(file, row, self.reason, self.detail)
+
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that is rejected: its file and row, and the reason that it cannot be used."""
+    """A row that is rejected: its file and number, and the reason that it cannot be used."""
 
     file: int  # its identity
     row: int
@@ -66,7 +72,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Record:
-    """One checked record, not yet tokenized; all three tuples have one entry per branch."""
+    """One checked row as text; all three tuples have one entry per completion."""
 
     file: int  # its identity
     row: int  # 0-based within its file
@@ -88,6 +94,23 @@ class Record:
     def is_conversation(self) -> bool:
         """Whether the prompt is a list of messages."""
         return not isinstance(self.prompt, str)
+
+
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
+
+
+def prompt_digest(
+    prompt: Text, tools: Sequence[Any] | None, template_options: Mapping[str, Any]
+) -> bytes:
+    """What a prompt is known by, in caches and in tables: all that a model sees of it, hashed.
+
+    Token ids do not identify it: if its end falls inside a token, they depend on the completion.
+    """
+    if isinstance(prompt, str):  # which has neither; encoding a text alone is quick
+        content = f"[{_JSON.encode(prompt)},null,{{}}]"
+    else:
+        content = _JSON.encode([prompt, tools, template_options])
+    return blake2b(content.encode(), digest_size=16, person=b"align prompt").digest()
 
 
 @dataclass(frozen=True)

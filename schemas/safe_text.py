@@ -70,17 +70,17 @@ def shown(text: str) -> str:
 def redacted(text: str) -> str:
     """The text without secrets: those in addresses, and those that this process has registered."""
     text = masked(text)
-    for secret in _known():
+    for secret in sorted((one for one in _known() if one in text), key=len, reverse=True):
         if len(secret) >= MASKED_ANYWHERE:
             text = text.replace(secret, MASK)
-        elif secret in text:
+        else:
             text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", MASK, text)
     return text
 
 
 def beginning(text: str, most: int) -> str:
     """The first characters of a text, without a part of a secret at their end."""
-    for secret in _known():
+    for secret in sorted(_known(), key=len, reverse=True):
         at = text.find(secret, max(0, most - len(secret) + 1), most + len(secret) - 1)
         if at >= 0:
             most = at
@@ -168,18 +168,14 @@ def _pieces(secret: str) -> set[str]:
     return {one for one in whole | parts if len(one) >= SHORTEST_PART}
 
 
-def _known() -> list[str]:
-    """The secrets that this process has registered or finds in its environment, longest first."""
-    return sorted(_secrets | _of_environment(), key=len, reverse=True)
-
-
-def _of_environment() -> set[str]:
-    """The values of environment variables whose names mark them as secrets."""
-    return {
+def _known() -> set[str]:
+    """The secrets that this process has registered, and those of its environment as it is now."""
+    of_environment = {
         value
         for name, value in os.environ.items()
         if len(value) >= SHORTEST_VARIABLE and _names_a_secret(name)
     }
+    return _secrets | of_environment
 
 
 @cache

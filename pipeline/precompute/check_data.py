@@ -27,7 +27,7 @@ from ...stages.data.encode import Encoder
 from ...stages.data.files import InputFile, inputs_of
 from ...stages.data.preview import lines_of
 from ...stages.data.records import in_batches, read_records
-from ...stages.data.row_keys import key_rows, prompt_keys_of
+from ...stages.data.row_keys import EncodedRow, key_rows, prompt_keys_of
 from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
 from ...stages.report.cache_summary import class_weights, spread_of
@@ -58,8 +58,9 @@ class Checked:
     # Of prompts, and of completions by their role.
     lengths: dict[str, list[NDArray[np.int64]]] = field(default_factory=dict)
 
-    def drop(self, rejected: Sequence[Rejected]) -> None:
+    def drop(self, found: Sequence[object]) -> None:
         """Counts rows that cannot be used, and keeps the first few."""
+        rejected = [one for one in found if isinstance(one, Rejected)]
         self.reasons.update(one.reason for one in rejected)
         faults = (one for one in rejected if one.reason != TIE)
         self.rejected = [*self.rejected, *faults][:SHOWN]
@@ -70,7 +71,7 @@ class Checked:
             return
         self.usable += len(records)
         self.roles.update(role for record in records for role in record.roles)
-        keys = prompt_keys_of(records).prompt
+        keys = prompt_keys_of(records)
         self.prompts.update(keys.tolist())
         for record, key in zip(records, keys.tolist(), strict=True):
             told = repr((key, record.completions, record.roles, record.scores))
@@ -88,7 +89,7 @@ class Checked:
         for role in np.unique(rows.roles).tolist():
             is_role = rows.roles == role
             self._lengths_of(Role(role).name.lower(), rows.completions.lengths[is_role])
-            if rows.turns is not None:
+            if rows.learned is not None:
                 self._lengths_of(f"{Role(role).name.lower()}, learned", rows.num_learned[is_role])
         missing = SHOWN - len(self.first)
         self.first += [rows.between(row, row + 1) for row in range(min(missing, len(rows)))]
@@ -133,7 +134,7 @@ class Checked:
         if weights := class_weights(counts):
             yield from facts(weight_facts(weights))
 
-        for note, count in sorted((+self.notes).items()):
+        for note, count in sorted(self.notes.items()):
             yield f"note: {counted(count, worded(note))}"
         if self.shape.unread:
             yield f"note: {not_read(self.shape.unread)}"
@@ -164,15 +165,16 @@ def check_data(config: Config, *, progress: Progress) -> Checked:
     for batch in in_batches(read_records(inputs, shape)):
         records = [one for one in batch if isinstance(one, Record)]
         found.rows_in += len(batch)
-        found.drop([one for one in batch if isinstance(one, Rejected)])
         if tokenizer and records and records[0].is_conversation:
             tokenizer.require_template()
         if encoder:
-            encoded = encoder.encode(records)
-            found.drop(encoded.rejected)
-            found.notes.update(encoded.notes)
-            found.add_tokens(key_rows(encoded.rows, carried=shape.carried))
+            encoded = [*encoder.encode(batch)]
+            found.drop(encoded)
+            rows = [one for one in encoded if isinstance(one, EncodedRow)]
+            found.notes.update(note for row in rows for note in row.notes)
+            found.add_tokens(key_rows(rows, carried=shape.carried))
         else:
+            found.drop(batch)
             found.add(records)
         progress.advance(len(batch))
     progress.end()

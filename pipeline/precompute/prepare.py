@@ -7,8 +7,7 @@ bytes whoever writes it, and in one record.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,24 +20,15 @@ from ...schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from ...schemas.config import Config
 from ...schemas.errors import BadDataError, CorruptionError, StorageError, damaged
 from ...stages.data.cells import template_unused
-from ...stages.data.encode import EncodingJob, InputCounts, SliceEncoder
-from ...stages.data.files import (
-    LARGEST_SLICE,
-    LEAST_SLICE,
-    SLICES,
-    Digested,
-    InputFile,
-    Slice,
-    data_bytes,
-    require_unchanged,
-    slices_of,
-)
+from ...stages.data.encode import Encoder, EncodingJob, InputCounts
+from ...stages.data.files import Digested, InputFile, require_unchanged, slices_of
+from ...stages.data.readers import Slice
 from ...stages.data.tokenizer import tokenizer_fingerprint
 from ...stages.engine.launchers import ranks_here
 from ...stages.pairing.partition import (
     REMEDY,
-    EncodedRows,
     EncodedSlice,
+    ShardReader,
     SliceFile,
     likeliest_majority,
     number_of_ranges,
@@ -73,21 +63,21 @@ class Slices:
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]
-    slices: tuple[tuple[Slice, ...], ...]  # one, or small whole files of data
+    slices: list[list[Slice]]  # one, or small whole files of data
     ranges: int
 
     @staticmethod
     def of(job: CacheJob) -> Slices:
         """The slices of the data of a job."""
-        options, columns = job.config, job.shape.columns
-        total = data_bytes(job.inputs, columns)
+        options, slices = job.config, slices_of(job.inputs, job.shape.columns)
+        total = sum(part.bytes for parts in slices for part in parts)
         known = tokenizer_fingerprint(job.tokenizer)
         return Slices(
             job.cache,
             EncodingJob(options.model.path, options.tokens, job.shape, job.files, known),
             job.inputs,
             job.digested,
-            _joined(slices_of(job.inputs, columns, total=total), total),
+            slices,
             number_of_ranges(total, options.cache.shards),
         )
 
@@ -117,45 +107,31 @@ class Slices:
         return Encoded(self, [record for record in found if record])
 
 
-def _joined(slices: Iterable[Slice], total: int) -> tuple[tuple[Slice, ...], ...]:
-    """Slices, small files of data together: each would cost a batch in every range."""
-    slices = tuple(slices)
-    most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
-    per_file = Counter(part.file for part in slices)
-    joined: list[tuple[Slice, ...]] = []
-    room = 0
-    for part in slices:
-        is_whole_file = per_file[part.file] == 1
-        if is_whole_file and joined and part.bytes <= room:
-            joined[-1] += (part,)
-            room -= part.bytes
-        else:
-            joined.append((part,))
-            room = most - part.bytes if is_whole_file else 0
-    return tuple(joined)
-
-
 class Encode:
     """Encodes slices, in this process or in another one; each opens the tokenizer once."""
 
     def __init__(self, slices: Slices) -> None:
         self._slices = slices
-        self._encoder: SliceEncoder | None = None
+        self._encoder: Encoder | None = None
 
     def __call__(self, number: int) -> int:
         """Encodes a slice unless that is done, its file before its record; returns its bytes."""
         slices = self._slices
         if slices.find(number):
             return slices.sizes[number]
-        encoder = self._encoder = self._encoder or SliceEncoder(slices.encoding)
+        encoder = self._encoder = self._encoder or slices.encoding.open()
         path, parts, counts = slices.file(number), slices.slices[number], InputCounts()
         with fs.new_file(path, replaces=True) as sink:
-            rows = (keyed for part in parts for keyed in encoder.rows(slices.inputs, part, counts))
+            rows = (
+                keyed
+                for part in parts
+                for keyed in slices.encoding.rows(encoder, slices.inputs, part, counts)
+            )
             facts = write_slice(sink, rows, slices.ranges)
             for part in parts:
                 require_unchanged([slices.inputs[part.file]], [slices.digested[part.file]])
         record = EncodedSlice(
-            **vars(facts),
+            **facts,
             bytes=path.stat().st_size,
             rows_in=tuple(counts.rows_per_file[part.file] for part in parts),
             notes=dict(counts.notes),
@@ -194,7 +170,7 @@ class Encoded:
         shards = number_of_shards(self.slices.ranges, int(rows.sum()), asked)
         return tuple(rows.reshape(shards, -1).sum(axis=1).tolist())
 
-    def rows(self, *, shards: int, prompt_side: str | None = None) -> EncodedRows:
+    def rows(self, *, shards: int, prompt_side: str | None = None) -> ShardReader:
         """What reads the rows of a shard; with `prompt_side` rows of one prompt are joined."""
         ranges = self.slices.ranges
         files = [
@@ -203,7 +179,7 @@ class Encoded:
             )
             for number, (one, first) in enumerate(zip(self.records, self._first_rows, strict=True))
         ]
-        return EncodedRows(files, shards, prompt_side)
+        return ShardReader(files, shards, prompt_side)
 
     @cached_property
     def _first_rows(self) -> list[int]:

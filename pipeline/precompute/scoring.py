@@ -14,8 +14,8 @@ from ...schemas.config import Config
 from ...schemas.errors import FingerprintError, Interrupted
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference, Scorer
-from ...stages.pairing.partition import EncodedRows
-from ...stages.pairing.shard_rows import CutRule, ShardRows, build_shard
+from ...stages.pairing.partition import ShardReader
+from ...stages.pairing.shard_rows import ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
 from ...stages.score.score import BatchDone, KnownScores, ScoringRules, ShardScores, score_shard
 from ...stages.tracking.progress import Progress
@@ -76,7 +76,7 @@ class Shards:
         is_made = cache.record(shard).is_file() or not cache.plan.is_file()
         return is_made or not self.plan.shards[shard]
 
-    def encoded_rows(self) -> EncodedRows:
+    def encoded_rows(self) -> ShardReader:
         """The rows of all shards, to be read by shard."""
         is_long = self.slices.encoding.shape.declared.is_long
         return self.slices.encoded().rows(
@@ -84,12 +84,16 @@ class Shards:
             prompt_side=self.config.tokens.prompt_side if is_long else None,
         )
 
-    def build(self, rows: EncodedRows, shard: int) -> ShardRows:
+    def build(self, rows: ShardReader, shard: int) -> ShardRows:
         """The rows of a shard with their KL partners."""
-        stops = Stops.of(self.plan.fingerprint).tokens
-        rule = CutRule(self.config.tokens.max_length, stops)
-        count, pairs = len(self.plan.shards), self.config.cache.kl_pairs
-        return build_shard(rows.read, shard, count, pairs, rule)
+        return build_shard(
+            rows.read,
+            shard,
+            len(self.plan.shards),
+            self.config.cache.kl_pairs,
+            max_length=self.config.tokens.max_length,
+            stops=Stops.of(self.plan.fingerprint).tokens,
+        )
 
 
 class ShardScorer:
@@ -211,7 +215,7 @@ class ShardScorer:
         )
 
     @cached_property
-    def _rows(self) -> EncodedRows:
+    def _rows(self) -> ShardReader:
         return self._shards.encoded_rows()
 
     @cached_property

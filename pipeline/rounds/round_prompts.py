@@ -12,11 +12,10 @@ from pathlib import Path
 
 from ...schemas.config import Config
 from ...schemas.json_codec import digest
-from ...schemas.rows import Record
 from ...schemas.samples import Prompt
 from ...stages.data.files import inputs_of
 from ...stages.data.records import read_prompts
-from ...stages.data.row_keys import prompt_keys_of
+from ...stages.data.row_keys import split_keys_of
 from ...stages.feed.prompt_split import held_out
 from ...stages.sample.prompts import asked_once
 from ...stages.sample.sample_table import prompt_table
@@ -54,11 +53,8 @@ class PromptSplit:
 def split_prompts(config: Config) -> PromptSplit:
     """Reads all prompts, and holds some out by the hash that training holds rows out by."""
     prompts = [*asked_once(_read(config)).by_key.values()]
-    records = [
-        Record(0, 0, prompt.text, (), (), (), prompt.tools, prompt.template_options)
-        for prompt in prompts
-    ]
-    is_held_out = held_out(prompt_keys_of(records).split, config.rounds.eval_fraction).tolist()
+    keys = split_keys_of([prompt.text for prompt in prompts])
+    is_held_out = held_out(keys, config.rounds.eval_fraction).tolist()
     sides: tuple[list[Prompt], list[Prompt]] = ([], [])
     for prompt, side in zip(prompts, is_held_out, strict=True):
         sides[side].append(prompt)

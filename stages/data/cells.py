@@ -102,7 +102,7 @@ def read_text(value: Any, column: str) -> Text:
     if isinstance(value, dict) and _is_message(value):
         value = [value]
     if isinstance(value, list):
-        return tuple(_message(entry, index, column) for index, entry in enumerate(value))
+        return tuple(_message(one, f"{column}[{index}]") for index, one in enumerate(value))
     raise _wrong(column, "is neither text nor a list of messages", value)
 
 
@@ -139,10 +139,10 @@ def _is_message(entry: Any) -> bool:
 _ROLES = {"human": "user", "gpt": ASSISTANT}  # as ShareGPT names them
 
 
-def _message(entry: Any, index: int, column: str) -> Message:
+def _message(entry: Any, place: str) -> Message:
     """A message of text and calls; its mark `loss` says that it is not to be learned."""
     if not isinstance(entry, dict):
-        raise BadRow("schema", f"message {index} of {column!r} is not an object: {shown(entry)}")
+        raise _wrong(place, "is not an object", entry)
     # In columnar files every message has every key that any message has.
     message = {key: value for key, value in entry.items() if value is not None}
     if message.get("tool_calls") == []:
@@ -150,40 +150,37 @@ def _message(entry: Any, index: int, column: str) -> Message:
     if "role" not in message and {"from", "value"} <= message.keys():
         message = {"role": message.pop("from"), "content": message.pop("value"), **message}
     if isinstance(message.get("content"), list):
-        message["content"] = _text_of_blocks(message["content"], index, column)
+        message["content"] = _text_of_blocks(message["content"], place)
     calls = message.get("tool_calls", [])
-    for key, value in (("role", message.get("role")), ("content", message.get("content"))):
+    for key in ("role", "content"):
+        value = message.get(key)
         if type(value) is not str and not (key == "content" and value is None and calls):
-            what = f"has no text as {key!r}: {shown(entry)}"
-            raise BadRow("schema", f"message {index} of {column!r} {what}")
+            raise _wrong(place, f"has no text as {key!r}", entry)
     if "function_call" in message:
         what = "has a 'function_call', which chat templates do not know: write 'tool_calls'"
-        raise BadRow("schema", f"message {index} of {column!r} {what}")
+        raise _wrong(place, what, entry)
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise BadRow("schema", f"'tool_calls' in {column!r} is not a list of calls: {shown(calls)}")
-    _require_json(calls, column)
+        raise _wrong(place, "has 'tool_calls' that are not a list of calls", calls)
+    _require_json(calls, place)
     message["role"] = _ROLES.get(message["role"], message["role"])
-    return _marked(message, index, column)
+    return _marked(message, place) if {"loss", "weight"} & message.keys() else message
 
 
-def _text_of_blocks(blocks: list[Any], index: int, column: str) -> str:
+def _text_of_blocks(blocks: list[Any], place: str) -> str:
     """The text of a message whose content is a list of blocks, all of them text."""
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text" or type(block.get("text")) is not str:
-            what = f"has a block of type {shown(kind)} as 'content', and only text is read"
-            raise BadRow("schema", f"message {index} of {column!r} {what}")
+            raise _wrong(place, "has a block as 'content' that is no text", block)
     return "".join(block["text"] for block in blocks)
 
 
-def _marked(message: dict[str, Any], index: int, column: str) -> Message:
+def _marked(message: dict[str, Any], place: str) -> Message:
     """The message, with the mark `loss` if it says that it is not to be learned."""
-    if "loss" not in message and "weight" not in message:
-        return message
     marks = [message.pop(key) for key in ("loss", "weight") if key in message]
     if any(mark not in (0, 1) for mark in marks) or marks[1:] not in ([], marks[:1]):
         what = "has a 'loss' and 'weight' that are not 1 (learned) or 0 (not), or differ"
-        raise BadRow("schema", f"message {index} of {column!r} {what}: {shown(marks)}")
+        raise _wrong(place, what, marks)
     return message if marks[0] else {**message, "loss": False}
 
 
@@ -351,15 +348,6 @@ class Wrapping:
                 "schema",
                 f"{column!r} holds {marks[0]!r}: data.wrap=chat would render it twice. Give its "
                 "messages, or leave text as it is with data.wrap=none",
-            )
-
-    def require_prompt_column(self, columns: tuple[str, ...]) -> None:
-        """Refuses pairs of text without prompts: common first words would become the prompt."""
-        if self.is_chat:
-            raise BadRow(
-                "schema",
-                f"{' and '.join(columns)} are text, and where their prompt ends is unknown: "
-                "data.wrap=chat needs a column of prompts (--map prompt=NAME)",
             )
 
 

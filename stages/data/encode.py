@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import FingerprintError
-from ...schemas.row_table import Rows
-from ...schemas.rows import BadRow, Message, Record, Rejected, Role
+from ...schemas.row_table import Rows, fitted_length
+from ...schemas.rows import BadRow, Message, Record, Rejected
 from .cells import ASSISTANT
 from .chat_template import Conversation
-from .files import InputFile, Slice
+from .files import InputFile
+from .readers import Slice
 from .records import in_batches, records_in
-from .row_keys import EncodedRecord, key_rows
-from .shapes import Shape
+from .row_keys import EncodedRow, key_rows
+from .shapes import PAIR, Shape
 from .stop_tokens import Endings, span_of
 from .tokenizer import TextTokenizer, collector_paused, load_tokenizer, tokenizer_fingerprint
 
@@ -32,25 +33,12 @@ RECORDS_AT_ONCE = 32
 CHARACTERS_AT_ONCE = 1 << 20
 
 
-@dataclass
-class Encoded:
-    """The encoded rows of some records, the rejected records, and what is noted of the rows."""
-
-    rows: list[EncodedRecord] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-
-    def reject(self, record: Record, bad: BadRow) -> None:
-        """Keeps why a record cannot be used."""
-        self.rejected.append(Rejected(record.file, record.row, bad.reason, bad.detail))
-
-
 class Turn(NamedTuple):
-    """A turn of the assistant: its start and its end, and whether the data leave it unlearned."""
+    """A turn of the assistant in a text: its start, its end, and whether it is learned."""
 
     start: int
     stop: int
-    is_marked: bool
+    is_learned: bool
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,7 @@ class _Rendered:
     texts: Sequence[str]  # of the prompt and the completion
     boundaries: tuple[int, ...]  # the character at which the completion starts
     turns: tuple[tuple[Turn, ...] | None, ...]  # in characters; None: one turn, all learned
-    notes: Counter[str]  # counted if the record becomes a row
+    notes: tuple[str, ...]  # counted if the record becomes a row
 
 
 class Encoder:
@@ -74,85 +62,117 @@ class Encoder:
         escaped = [re.escape(text) for text in tokenizer.specials if text]
         self._specials = re.compile("|".join(escaped)) if escaped else None
 
-    def encode(self, records: Sequence[Record]) -> Encoded:
-        """The encoded records, each as a row or as rejected."""
-        result, batch, characters = Encoded(), list[_Rendered](), 0
-        for record in records:
+    def encode(self, found: Iterable[Record | Rejected]) -> Iterator[EncodedRow | Rejected]:
+        """A row of tokens for each record, or why it cannot be used; what is rejected stays so."""
+        batch, characters = list[_Rendered](), 0
+        for one in found:
+            if isinstance(one, Rejected):
+                yield one
+                continue
             try:
-                rendered = self._render(record)
+                rendered = self._render(one)
             except BadRow as bad:
-                result.reject(record, bad)
+                yield bad.at(one.file, one.row)
                 continue
             batch.append(rendered)
             characters += sum(map(len, rendered.texts))
             if len(batch) == RECORDS_AT_ONCE or characters > CHARACTERS_AT_ONCE:
-                self._tokenize(batch, result)
+                yield from self._tokenize(batch)
                 batch, characters = [], 0
-        self._tokenize(batch, result)
-        return result
+        yield from self._tokenize(batch)
 
-    def _tokenize(self, batch: Sequence[_Rendered], result: Encoded) -> None:
+    def _tokenize(self, batch: Sequence[_Rendered]) -> Iterator[EncodedRow | Rejected]:
         texts = [text for rendered in batch for text in rendered.texts]
         encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
         for rendered in batch:
-            branches = [next(encodings) for _ in rendered.texts]
+            own = [next(encodings) for _ in rendered.texts]
             try:
-                result.rows.append(self._row(rendered, branches))
-                result.notes.update(rendered.notes)
+                yield self._row(rendered, own)
             except BadRow as bad:
-                result.reject(rendered.record, bad)
+                yield bad.at(rendered.record.file, rendered.record.row)
 
     def _render(self, record: Record) -> _Rendered:
         """The texts of a record, where completions start, and the turns that are learned."""
-        record, notes = self._tokenizer.fitted(record), Counter[str]()
+        record = self._tokenizer.fitted(record)
         conversation, prompt, texts = _texts_of(record, self._tokenizer)
         boundaries = tuple(common_length(prompt, text) for text in texts)
-        turns: list[tuple[Turn, ...] | None] = [None] * len(texts)
-        if conversation:
-            notes["rows_of_conversations"] += 1
-            if self._options.learn != "all":
-                turns = [
-                    _turns_of(record, conversation, number, boundaries[number], self._tokenizer)
-                    for number in range(len(texts))
-                ]
-            notes["rows_with_reasoning_that_the_template_never_shows"] += (
-                _has_reasoning(record) and not conversation.chat.shows_reasoning
+        turns: tuple[tuple[Turn, ...] | None, ...] = (None,) * len(texts)
+        if conversation and self._options.learn != "all":
+            turns = tuple(
+                _turns_of(conversation, number, boundary, self._tokenizer)
+                for number, boundary in enumerate(boundaries)
             )
-        else:
-            notes["rows_of_plain_text"] += 1
-        data_text = "\0".join(_texts_in((record.prompt, record.completions)))
-        if self._specials and self._specials.search(data_text):
-            notes["rows_with_special_tokens_in_text"] += 1
-        notes["rows_whose_template_changes_the_prompt"] += any(
-            boundary < len(prompt) for boundary in boundaries
-        )
-        return _Rendered(record, texts, boundaries, tuple(turns), notes)
+        is_odd = {
+            "rows_of_conversations" if conversation else "rows_of_plain_text": True,
+            "rows_with_special_tokens_in_text": self._specials
+            and self._specials.search("\0".join(_texts_in((record.prompt, record.completions)))),
+            "rows_whose_template_changes_the_prompt": min(boundaries) < len(prompt),
+            "rows_with_reasoning_that_the_template_never_shows": conversation
+            and _has_reasoning(record)
+            and not conversation.chat.shows_reasoning,
+        }
+        notes = tuple(note for note, is_so in is_odd.items() if is_so)
+        return _Rendered(record, texts, boundaries, turns, notes)
 
-    def _row(self, rendered: _Rendered, branches: Sequence[Encoding]) -> EncodedRecord:
-        record, texts = rendered.record, rendered.texts
+    def _row(self, rendered: _Rendered, encodings: Sequence[Encoding]) -> EncodedRow:
+        """The row: the prompt is truncated first, the completions to what room it leaves."""
+        record, texts, limit = rendered.record, rendered.texts, self._options.max_length
         # Every completion begins at the same token of its text: the first that holds a character
         # of any of them, or that differs.
-        start = min(map(_first_token_from, branches, rendered.boundaries, map(len, texts)))
-        ids = [branch.ids for branch in branches]
-        first, *others = [each[:start] for each in ids]
-        shared = min((common_length(first, other) for other in others), default=len(first))
-        tails = [each[shared:] for each in ids]
-        ended = [
-            self._endings.end(tail, completion, text, branch)
-            for tail, completion, text, branch in zip(
-                tails, record.completions, texts, branches, strict=True
+        start = min(map(_first_token_from, encodings, rendered.boundaries, map(len, texts)))
+        ids = [encoding.ids for encoding in encodings]
+        shared = min(common_length(ids[0][:start], other[:start]) for other in ids)
+        whole_prompt = _begin(ids[0][:shared], self._tokenizer)
+        if not whole_prompt:
+            raise BadRow("empty_prompt", "the prompt has no token")
+        prompt = self._cut_prompt(whole_prompt)
+        room = limit - len(prompt)
+        if room <= 0:
+            raise BadRow(
+                "too_long",
+                f"the prompt has {len(prompt)} tokens and max_length is {limit}: no room for a "
+                "completion; raise max_length or set max_prompt_length",
             )
-        ]
-        learned = [
-            self._learned(rendered, number, branches[number], tails[number], len(ended[number]))
+        tails = [each[shared:] for each in ids]
+        ended = [*map(self._endings.end, tails, record.completions, texts, encodings)]
+        completions = tuple(
+            tail[: fitted_length(tail, room, self._tokenizer.stops.tokens)] for tail in ended
+        )
+        if not all(completions):
+            raise BadRow("empty_completion", "a completion has no token left")
+        cut = tuple(len(tail) - len(c) for tail, c in zip(ended, completions, strict=True))
+        learned = tuple(
+            self._learned(rendered, number, encodings[number], tails[number], len(ended[number]))
             for number in range(len(tails))
-        ]
-        return self._fit(rendered, _begin(first[:shared], self._tokenizer), ended, learned)
+        )
+        learned = tuple(
+            None if mask is None else mask[: len(completion)]
+            for mask, completion in zip(learned, completions, strict=True)
+        )
+        for role, mask, num_cut in zip(record.roles, learned, cut, strict=True):
+            if mask is not None and not mask.any():
+                why = "its messages are of other roles, or say loss: false or weight: 0"
+                why = "its learned turns are cut off: raise max_length" if num_cut else why
+                detail = f"nothing of the {role.name.lower()} completion is learned: {why}"
+                raise BadRow("nothing_learned", detail)
+        better, worse = record.scores if record.roles == PAIR else (None, None)
+        is_odd = {
+            "rows_with_prompt_truncated": len(prompt) < len(whole_prompt),
+            "rows_with_completion_truncated": any(cut),
+            "pairs_with_equal_completions": record.roles == PAIR
+            and completions[0] == completions[1],
+            "pairs_whose_rejected_score_is_higher": better is not None
+            and worse is not None
+            and better < worse,
+        }
+        notes = (*rendered.notes, *(note for note, is_so in is_odd.items() if is_so))
+        num_cut = len(whole_prompt) - len(prompt)
+        return EncodedRow(record, prompt, num_cut, completions, cut, learned, notes)
 
     def _learned(
         self, rendered: _Rendered, number: int, encoding: Encoding, tail: list[int], length: int
     ) -> NDArray[np.int16] | None:
-        """Which of a completion's tokens are learned; the last of `length` may be its stop."""
+        """Mask of a completion's tokens that are learned; the last of `length` may be its stop."""
         turns, text = rendered.turns[number], rendered.texts[number]
         if turns is None:
             return None
@@ -164,7 +184,7 @@ class Encoder:
             if after < len(tail) and span_of(encoding, first + after)[0] < turn.stop:
                 after += 1  # a token across the end of a turn belongs to it
             stop = self._endings.turn_end(tail, start, after, text, encoding)
-            found.append(Turn(start, min(stop, length), turn.is_marked))
+            found.append(Turn(start, min(stop, length), turn.is_learned))
         completion = rendered.record.completions[number]
         if not isinstance(completion, str) and completion[-1]["role"] == ASSISTANT:
             found[-1] = found[-1]._replace(stop=length)
@@ -172,56 +192,8 @@ class Encoder:
             found = [turn for turn in found if turn.start < turn.stop][-1:]
         learned = np.zeros(length, dtype=np.int16)
         for turn in found:
-            learned[turn.start : turn.stop] = not turn.is_marked
+            learned[turn.start : turn.stop] = turn.is_learned
         return learned
-
-    def _fit(
-        self,
-        rendered: _Rendered,
-        prompt: list[int],
-        tails: Sequence[list[int]],
-        learned: Sequence[NDArray[np.int16] | None],
-    ) -> EncodedRecord:
-        """The row, truncated: the prompt first, then the completions to what room is left."""
-        record, notes, limit = rendered.record, rendered.notes, self._options.max_length
-        if not prompt:
-            raise BadRow("empty_prompt", "the prompt has no token")
-        kept = self._cut_prompt(prompt)
-        if len(kept) >= limit:
-            raise BadRow(
-                "too_long",
-                f"the prompt has {len(kept)} tokens and max_length is {limit}: no room for a "
-                "completion; raise max_length or set max_prompt_length",
-            )
-        stops = self._tokenizer.stops.tokens
-        completions = tuple(cut_completion(tail, limit - len(kept), stops) for tail in tails)
-        if not all(completions):
-            raise BadRow("empty_completion", "a completion has no token left")
-        learned = [
-            None if each is None else each[: len(completion)]
-            for each, completion in zip(learned, completions, strict=True)
-        ]
-        cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
-        for number, each in enumerate(learned):
-            if each is not None and not each.any():
-                name = record.roles[number].name.lower()
-                raise BadRow(
-                    "nothing_learned",
-                    f"what is learned of the {name} completion is cut off: raise max_length"
-                    if cut[number]
-                    else f"the {name} completion has no turn of an assistant that is learned: its "
-                    "messages are of other roles, or say loss: false or weight: 0",
-                )
-        if record.roles == (Role.CHOSEN, Role.REJECTED):
-            chosen, rejected = record.scores
-            notes["pairs_with_equal_completions"] += completions[0] == completions[1]
-            notes["pairs_whose_rejected_score_is_higher"] += (
-                chosen is not None and rejected is not None and chosen < rejected
-            )
-        notes["rows_with_prompt_truncated"] += len(kept) < len(prompt)
-        notes["rows_with_completion_truncated"] += any(cut)
-        num_cut = len(prompt) - len(kept)
-        return EncodedRecord(record, kept, num_cut, completions, cut, tuple(learned))
 
     def _cut_prompt(self, prompt: list[int]) -> list[int]:
         limit = self._options.max_prompt_length
@@ -261,7 +233,7 @@ class InputCounts:
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """The inputs of a process that encodes slices."""
+    """What a process needs to encode slices."""
 
     model: str
     options: TokenOptions
@@ -269,32 +241,29 @@ class EncodingJob:
     files: tuple[int, ...]  # the identity of each input
     tokenizer: Mapping[str, str]  # its fingerprint, which every process has to reproduce
 
-
-class SliceEncoder:
-    """The encoder of a process, whose tokenizer is loaded once."""
-
-    def __init__(self, job: EncodingJob) -> None:
-        self._job = job
-        tokenizer = load_tokenizer(job.model, job.options)
-        self._is_same = tokenizer_fingerprint(tokenizer) == job.tokenizer
-        self._encoder = Encoder(tokenizer, job.options)
-
-    def rows(self, inputs: Sequence[InputFile], part: Slice, counts: InputCounts) -> Iterator[Rows]:
-        """The usable rows of a slice, numbered from its first row; all of its rows are counted."""
-        if not self._is_same:
+    def open(self) -> Encoder:
+        """The encoder of a process, which loads the tokenizer."""
+        tokenizer = load_tokenizer(self.model, self.options)
+        if tokenizer_fingerprint(tokenizer) != self.tokenizer:
             raise FingerprintError(
-                f"{self._job.model}: the tokenizer or its template changed after this run began. "
+                f"{self.model}: the tokenizer or its template changed after this run began. "
                 "Run the same command again."
             )
-        job, file = self._job, inputs[part.file]
-        found = records_in(file, job.shape, job.files[part.file], part.part)
+        return Encoder(tokenizer, self.options)
+
+    def rows(
+        self, encoder: Encoder, inputs: Sequence[InputFile], part: Slice, counts: InputCounts
+    ) -> Iterator[Rows]:
+        """The usable rows of a slice, numbered from its first row; all of its rows are counted."""
+        found = records_in(inputs[part.file], self.shape, self.files[part.file], part)
         for batch in in_batches(found):
             with collector_paused():
-                encoded = self._encoder.encode([one for one in batch if isinstance(one, Record)])
-                rows = key_rows(encoded.rows, carried=job.shape.carried)
-            rejected = [*(one for one in batch if isinstance(one, Rejected)), *encoded.rejected]
+                encoded = [*encoder.encode(batch)]
+                own = [one for one in encoded if isinstance(one, EncodedRow)]
+                rows = key_rows(own, carried=self.shape.carried)
+            rejected = [one for one in encoded if isinstance(one, Rejected)]
             counts.rows_per_file[part.file] += len(batch)
-            counts.notes.update(encoded.notes)
+            counts.notes.update(note for row in own for note in row.notes)
             counts.reasons.update(one.reason for one in rejected)
             counts.keep(rejected)
             yield rows
@@ -328,16 +297,6 @@ def _begin(prompt: list[int], tokenizer: TextTokenizer) -> list[int]:
     return [tokenizer.bos, *prompt[leading:]]
 
 
-def cut_completion(completion: list[int], most: int, stops: Collection[int]) -> list[int]:
-    """The first `most` tokens; a completion that was cut never ends with a stop."""
-    if len(completion) <= most:
-        return completion
-    kept = completion[:most]
-    while kept and kept[-1] in stops:
-        kept = kept[:-1]
-    return kept
-
-
 def _first_token_from(encoding: Encoding, character: int, length: int) -> int:
     """The index of the first token that holds this or a later one of the text's characters."""
     for position in range(character, length):
@@ -359,10 +318,8 @@ def _texts_in(value: Any) -> Iterator[str]:
     """The texts of messages, at any depth, without the names of their keys."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        yield from _texts_in([*value.values()])
-    elif isinstance(value, list | tuple):
-        for entry in value:
+    elif isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
             yield from _texts_in(entry)
 
 
@@ -385,23 +342,19 @@ def _is_several(record: Record, number: int) -> bool:
 
 
 def _turns_of(
-    record: Record,
-    conversation: Conversation,
-    number: int,
-    boundary: int,
-    tokenizer: TextTokenizer,
+    conversation: Conversation, number: int, boundary: int, tokenizer: TextTokenizer
 ) -> tuple[Turn, ...] | None:
     """The assistant's turns in the text of a completion; None if it is one that is learned.
 
     They are where the template marks them ({% generation %}), or begin and end where the
     conversation up to there does when it is rendered by itself.
     """
+    record, messages = conversation.record, conversation.wholes[number]
     if not _is_several(record, number):
         return None
-    learned = record.learned_of(number) or ()
-    messages = conversation.wholes[number]
     text, spans = conversation.render(messages)
     first = len(messages) - len(record.completions[number])
+    learned = record.learned_of(number) or (True,) * len(record.completions[number])
     turns = [index for index, each in enumerate(messages) if each["role"] == ASSISTANT]
     is_marked = len(spans) == len(turns)
     found = list[Turn]()
@@ -415,13 +368,12 @@ def _turns_of(
             before, upto = messages[:index], messages[: index + 1]
             if before:
                 asked = conversation.render(before, add_generation_prompt=True).text
-                start = max(
-                    _end_of(conversation, before, text, tokenizer), common_length(asked, text)
-                )
+                end = _end_of(conversation, before, text, tokenizer)
+                start = max(end, common_length(asked, text))
             if len(upto) < len(messages):
                 stop = _end_of(conversation, upto, text, tokenizer)
         start = boundary if index == first else start
-        found.append(Turn(start, stop, bool(learned) and not learned[index - first]))
+        found.append(Turn(start, stop, learned[index - first]))
     return tuple(found)
 
 

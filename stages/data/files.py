@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ...schemas.file_version import FileVersion
 from ...schemas.rows import BadRow
 from ..storage.copies import origin_of
 from ..storage.disk.digests import own_digests, remembered_sha256
-from .readers import ENDINGS, READERS, WHOLE, Part, Row, ending_of, open_bytes
+from .readers import ENDINGS, READERS, WHOLE, Row, Slice, ending_of, open_bytes
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
 HUB_FOLDER = "data"  # the one that the Hub's data sets have their files in
@@ -42,19 +41,6 @@ class InputFile:
     format: str  # the ending of its name, a key of READERS
     bytes: int
     columns: tuple[str, ...] = ()  # of a JSON file, the keys of its first rows
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The input of one task: a part of one file."""
-
-    file: int  # index of the input
-    part: Part
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of data in it, approximately."""
-        return self.part.bytes
 
 
 def inputs_of(data: DataOptions) -> tuple[InputFile, ...]:
@@ -105,10 +91,10 @@ def _opened(path: Path) -> InputFile:
 
 def _data_files(path: Path, split: str) -> list[Path]:
     """The file, or the data files of a folder; `split` names the one to read where it has some."""
-    if path.is_file() and not split:
-        return [path]
     if path.is_file():
-        raise UsageError(f"{path} is one file, of which no split can be taken: leave --split out.")
+        if split:
+            raise UsageError(f"--split {split}: {path} is one file. Leave --split out.")
+        return [path]
     if not path.is_dir():
         raise UsageError(f"{path}: no such file or folder. Check the path.")
     if (path / "dataset_dict.json").is_file():
@@ -124,12 +110,8 @@ def _data_files(path: Path, split: str) -> list[Path]:
         return _data_files(path / split, "")
     if HUB_FOLDER in folders:
         return _data_files(path / HUB_FOLDER, split)
-    if folders:
-        raise UsageError(
-            f"{path} holds no data files itself but folders of them: {', '.join(folders)}. "
-            "Name one of them."
-        )
-    raise UsageError(f"{path} holds no data files ({ENDINGS}). Name the files or a folder.")
+    found = f"but folders of them: {', '.join(folders)}" if folders else f"({ENDINGS})"
+    raise UsageError(f"{path} holds no data files {found}. Name the files or a folder of them.")
 
 
 def _saved_files(path: Path, split: str) -> list[Path]:
@@ -247,44 +229,54 @@ SLICES = 64  # of small data; large data have as many as LARGEST_SLICE asks for
 LEAST_SLICE, LARGEST_SLICE = 2 << 20, 32 << 20
 
 
-def data_bytes(inputs: Sequence[InputFile], columns: Collection[str]) -> int:
-    """The bytes of data in the files, before compression where that is known."""
-    return sum(part.bytes for file in inputs for part in _parts(file, columns, sys.maxsize))
+def slices_of(inputs: Sequence[InputFile], columns: Collection[str]) -> list[list[Slice]]:
+    """The data in order, cut for the tasks that read them: a slice each, or small whole files.
 
-
-def slices_of(
-    inputs: Sequence[InputFile], columns: Collection[str], *, total: int
-) -> tuple[Slice, ...]:
-    """The slices of all files, in order; they depend on the files alone (`total` bytes).
-
-    A CSV file, a JSON array and a compressed file cannot be cut: each is one slice.
+    The cuts depend on the files alone, and the sizes count these columns.
     """
+    files = [_slices_in(number, file, columns) for number, file in enumerate(inputs)]
+    total = sum(one.bytes for slices in files for one in slices)
     most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
-    return tuple(
-        Slice(index, part)
-        for index, file in enumerate(inputs)
-        for part in _parts(file, columns, most)
-    )
+    tasks: list[list[Slice]] = []
+    room = 0  # for further whole files in the last task
+    for slices in files:
+        joined = slices[:1]
+        for one in slices[1:]:
+            last = joined[-1]
+            if last.bytes + one.bytes <= most:
+                size = last.bytes + one.bytes
+                joined[-1] = last._replace(stop=one.stop, bytes=size)
+            else:
+                joined.append(one)
+        first, is_whole = joined[0], len(joined) == 1
+        if is_whole and tasks and first.bytes <= room:
+            tasks[-1].append(first)
+            room -= first.bytes
+        else:
+            tasks += [[one] for one in joined]
+            room = most - first.bytes if is_whole else 0
+    return tasks
 
 
-def _parts(file: InputFile, columns: Collection[str], most: int) -> list[Part]:
+def _slices_in(number: int, file: InputFile, columns: Collection[str]) -> list[Slice]:
     try:
-        return READERS[file.format].parts(file.path, columns, most)
+        found = READERS[file.format].slices(file.path, columns, LEAST_SLICE)
     except _DAMAGE as error:
         raise _damaged(file, "", error) from error
+    return [one._replace(file=number) for one in found]
 
 
 def rows_of(
-    file: InputFile, columns: Collection[str], part: Part = WHOLE
+    file: InputFile, columns: Collection[str], part: Slice = WHOLE
 ) -> Iterator[Row | BadRow]:
-    """The rows of a file or of a part of it, with these columns at least."""
+    """The rows of a file or of a slice of it, with these columns at least."""
     row = 0
     try:
         for cells in READERS[file.format].rows(file.path, columns, part):
             yield cells
             row += 1
     except _DAMAGE as error:
-        where = f" of its part from {part.start:,} on" if part.start else ""
+        where = f" of its slice from {part.start:,} on" if part.start else ""
         raise _damaged(file, f" after row {row:,}{where}", error) from error
 
 

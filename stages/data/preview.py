@@ -38,7 +38,7 @@ def lines_of(row: Rows, tokenizer: TextTokenizer, *, file: str, prompt_side: str
 
     def completion(name: str, branch: int) -> Text:
         ids, cut = row.completions[branch].tolist(), int(row.cut[branch])
-        learned: list[bool] = [] if row.turns is None else (row.turns[branch] > 0).tolist()
+        learned: list[bool] = [] if row.learned is None else (row.learned[branch] > 0).tolist()
         said = reader.said(ids, cut, "right", learned=[] if all(learned) else learned)
         return Text.assemble(f"  {name}, ", said)
 

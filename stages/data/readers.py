@@ -7,7 +7,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from io import BufferedReader, TextIOWrapper
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -30,41 +30,30 @@ JSON_ROWS = 1000  # of which the keys are a JSON file's columns
 TOO_DEEP = "a value is nested too deeply to be read"
 
 
-class Part(NamedTuple):
+class Slice(NamedTuple):
     """A part of a file that is read without the rest.
 
-    Its unit is a row group of Parquet, a record batch of Arrow or a byte of JSON lines. Any other
-    file is one part.
+    Its unit is a row group of Parquet, a record batch of Arrow or a byte of JSON lines. A CSV file,
+    a JSON array and a compressed file cannot be cut: each is one slice.
     """
 
     start: int
     stop: int
-    bytes: int  # of data, approximately
+    bytes: int  # of data, before compression where that is known
+    file: int = 0  # index of the input
 
 
-WHOLE = Part(0, sys.maxsize, 0)
+WHOLE = Slice(0, sys.maxsize, 0)
 
 
 class Reader(NamedTuple):
     """The functions that read files of one ending."""
 
     columns: Callable[[Path], tuple[str, ...]]  # none if the file has no rows
-    # Of at most so many bytes in these columns, as far as the file can be cut.
-    parts: Callable[[Path, Collection[str], int], list[Part]]
+    # As small as the file can be cut; lines are cut into so many bytes.
+    slices: Callable[[Path, Collection[str], int], list[Slice]]
     # Text files give all columns of a row, columnar ones those that are asked for.
-    rows: Callable[[Path, Collection[str], Part], Iterator[Row | BadRow]]
-
-
-def _joined(sizes: Iterable[int], most: int) -> list[Part]:
-    """Consecutive units of a file, joined up to `most` bytes."""
-    parts: list[Part] = []
-    for number, size in enumerate(sizes):
-        last = parts[-1] if parts else None
-        if last and last.bytes + size <= most:
-            parts[-1] = Part(last.start, number + 1, last.bytes + size)
-        else:
-            parts.append(Part(number, number + 1, size))
-    return parts
+    rows: Callable[[Path, Collection[str], Slice], Iterator[Row | BadRow]]
 
 
 # Parquet
@@ -75,10 +64,11 @@ def _parquet_columns(path: Path) -> tuple[str, ...]:
         return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
 
 
-def _parquet_parts(path: Path, columns: Collection[str], most: int) -> list[Part]:
+def _parquet_slices(path: Path, columns: Collection[str], _: int) -> list[Slice]:
     with pq.ParquetFile(path, memory_map=False) as file:
         groups = map(file.metadata.row_group, range(file.num_row_groups))
-        return _joined((_group_bytes(group, columns) for group in groups), most)
+        sizes = [_group_bytes(group, columns) for group in groups]
+    return [Slice(number, number + 1, size) for number, size in enumerate(sizes)]
 
 
 def _group_bytes(group: pq.RowGroupMetaData, columns: Collection[str]) -> int:
@@ -91,7 +81,7 @@ def _group_bytes(group: pq.RowGroupMetaData, columns: Collection[str]) -> int:
     )
 
 
-def _parquet_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row | BadRow]:
+def _parquet_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
     # Without buffer_size a whole column chunk is in memory; with pre_buffer the whole file.
     options = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
     with pq.ParquetFile(path, memory_map=False, **options) as file:
@@ -130,8 +120,8 @@ def _ipc_columns(path: Path) -> tuple[str, ...]:
     return names if any(batch.num_rows for batch in batches) else ()
 
 
-def _ipc_parts(path: Path, columns: Collection[str], most: int) -> list[Part]:
-    return _joined(_ipc_sizes(path), most)
+def _ipc_slices(path: Path, _: Collection[str], __: int) -> list[Slice]:
+    return [Slice(number, number + 1, size) for number, size in enumerate(_ipc_sizes(path))]
 
 
 def _ipc_sizes(path: Path) -> list[int]:
@@ -157,7 +147,7 @@ def _ipc_sizes(path: Path) -> list[int]:
         return sizes
 
 
-def _ipc_batches(path: Path, columns: Collection[str], part: Part) -> Iterator[pa.RecordBatch]:
+def _ipc_batches(path: Path, columns: Collection[str], part: Slice) -> Iterator[pa.RecordBatch]:
     # Mapped, not read: one record batch may be as large as the file.
     with pa.memory_map(str(path)) as source:
         names = _open_ipc(source).schema.names
@@ -170,7 +160,7 @@ def _ipc_batches(path: Path, columns: Collection[str], part: Part) -> Iterator[p
             yield from islice(reader, part.start, part.stop)
 
 
-def _ipc_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row | BadRow]:
+def _ipc_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
     return chain.from_iterable(map(batch_rows, _ipc_batches(path, columns, part)))
 
 
@@ -239,9 +229,9 @@ def open_bytes(path: Path) -> BufferedReader:
     return BufferedReader(pa.input_stream(str(path), compression=codec), BLOCK_BYTES)
 
 
-def _one_part(path: Path, columns: Collection[str], most: int) -> list[Part]:
+def _one_slice(path: Path, _: Collection[str], __: int) -> list[Slice]:
     size = path.stat().st_size
-    return [Part(0, sys.maxsize, size * (_TEXT_PER_BYTE if path.suffix.lower() in _CODECS else 1))]
+    return [WHOLE._replace(bytes=size * (_TEXT_PER_BYTE if path.suffix.lower() in _CODECS else 1))]
 
 
 # CSV
@@ -283,7 +273,7 @@ def _csv_columns(path: Path) -> tuple[str, ...]:
     return tuple(header) if next(rows, None) else ()
 
 
-def _csv_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row | BadRow]:
+def _csv_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
     rows = _csv_cells(path)
     header = next(rows)
     for cells in rows:
@@ -309,16 +299,16 @@ def _json_columns(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _json_parts(path: Path, columns: Collection[str], most: int) -> list[Part]:
+def _json_slices(path: Path, columns: Collection[str], each: int) -> list[Slice]:
     if path.suffix.lower() in _CODECS or not _is_lines(path):
-        return _one_part(path, columns, most)
+        return _one_slice(path, columns, each)
     size = path.stat().st_size
-    count = max(1, -(-size // most))
+    count = max(1, -(-size // each))
     edges = [number * size // count for number in range(count + 1)]
-    return [Part(start, stop, stop - start) for start, stop in pairwise(edges)]
+    return [Slice(start, stop, stop - start) for start, stop in pairwise(edges)]
 
 
-def _json_rows(path: Path, columns: Collection[str], part: Part) -> Iterator[Row | BadRow]:
+def _json_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
     """The rows; bytes that are no text are surrogates, which are refused where a cell is read."""
     if _is_lines(path):
         for line in _lines(path, part):
@@ -352,7 +342,7 @@ def _is_lines(path: Path) -> bool:
     return bool(more) or not isinstance(row.get("data"), list)
 
 
-def _lines(path: Path, part: Part) -> Iterator[bytes]:
+def _lines(path: Path, part: Slice) -> Iterator[bytes]:
     """The lines that begin in a part of a file, without blank ones."""
     with open_bytes(path) as file:
         position = part.start
@@ -398,13 +388,13 @@ def _elements(text: str) -> Iterator[Any]:
         raise BadDataError(f"element {count - 1:,} of the array is followed by {shown(what)}")
 
 
-_JSON = Reader(_json_columns, _json_parts, _json_rows)
-_CSV = Reader(_csv_columns, _one_part, _csv_rows)
+_JSON = Reader(_json_columns, _json_slices, _json_rows)
+_CSV = Reader(_csv_columns, _one_slice, _csv_rows)
 _TEXTS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON, ".csv": _CSV, ".tsv": _CSV}
 READERS = {
-    ".parquet": Reader(_parquet_columns, _parquet_parts, _parquet_rows),
+    ".parquet": Reader(_parquet_columns, _parquet_slices, _parquet_rows),
     **_TEXTS,
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), Reader(_ipc_columns, _ipc_parts, _ipc_rows)),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), Reader(_ipc_columns, _ipc_slices, _ipc_rows)),
     **{f"{ending}{codec}": reader for ending, reader in _TEXTS.items() for codec in _CODECS},
 }
 _PLAIN = ", ".join(ending for ending in READERS if not ending.endswith((*_CODECS,)))

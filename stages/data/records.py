@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 from ...schemas.rows import BadRow, Record, Rejected, Text
 from ...schemas.samples import SAMPLE_COLUMNS, Prompt
@@ -21,32 +21,30 @@ from .cells import (
 )
 from .columns import KNOWN, prompt_shapes
 from .files import InputFile, rows_of
-from .readers import MOST_CHARACTERS, TOO_DEEP, WHOLE, Part, Row
+from .readers import MOST_CHARACTERS, TOO_DEEP, WHOLE, Row, Slice
 from .row_parts import Cells
 from .shapes import OPTIONAL, DataShape, Shape, read_prompt_alone, read_row
 
-Checked: TypeAlias = Record | Rejected
 
-
-def read_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Checked]:
+def read_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record | Rejected]:
     """Every row of the files in order, as a record or rejected; files by their index."""
     for number, file in enumerate(inputs):
         yield from records_in(file, shape, number)
 
 
 def records_in(
-    file: InputFile, shape: Shape, identity: int, part: Part = WHOLE
-) -> Iterator[Checked]:
-    """Every row of a file or of a part of it, numbered from the start of that."""
+    file: InputFile, shape: Shape, identity: int, part: Slice = WHOLE
+) -> Iterator[Record | Rejected]:
+    """Every row of a file or of a slice of it, numbered from the start of that."""
     for row, cells in enumerate(rows_of(file, shape.columns, part)):
         yield record_of(cells, shape, identity, row)
 
 
 def in_batches(
-    found: Iterable[Checked], *, rows: int = 1000, characters: int = 8 << 20
-) -> Iterator[list[Checked]]:
+    found: Iterable[Record | Rejected], *, rows: int = 1000, characters: int = 8 << 20
+) -> Iterator[list[Record | Rejected]]:
     """The records in lists of at most so many, or of about so many characters of text."""
-    batch, size = list[Checked](), 0
+    batch, size = list[Record | Rejected](), 0
     for one in found:
         batch.append(one)
         if isinstance(one, Record):
@@ -65,7 +63,7 @@ def first_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record]
         yield from islice(usable, 16)
 
 
-def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked:
+def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Record | Rejected:
     """The record of a row, or why it cannot be used."""
     try:
         if isinstance(cells, BadRow):
@@ -81,7 +79,7 @@ def record_of(cells: Row | BadRow, shape: Shape, file: int, row: int) -> Checked
             what = f"the row has {size:,} characters, and {MOST_CHARACTERS:,} are the most"
             raise BadRow("too_large", what)
     except BadRow as bad:
-        return Rejected(file, row, bad.reason, bad.detail)
+        return bad.at(file, row)
     except RecursionError:
         return Rejected(file, row, "schema", TOO_DEEP)
     learned = tuple(map(_learned, answers))
@@ -182,7 +180,7 @@ def read_prompts(
                 for name, value in carried.items():
                     require_characters(value, name)
             except BadRow as bad:
-                rows.rejected.append(Rejected(number, row, bad.reason, bad.detail))
+                rows.rejected.append(bad.at(number, row))
             except RecursionError:
                 rows.rejected.append(Rejected(number, row, "schema", TOO_DEEP))
             else:

@@ -1,4 +1,4 @@
-"""Encoded records as rows, with the hashes that name rows, prompts and completions.
+"""Encoded rows as a table, with the hashes that name rows, prompts and completions.
 
 Token ids do not identify a prompt: if its end falls inside a token, the ids of one prompt depend
 on how its completion begins.
@@ -8,53 +8,52 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.columns import Ragged, offsets_of, packed
-from ...schemas.row_table import LEARNED, Rows, bytes_of, digest_of, keys_of, sources
-from ...schemas.rows import Record
+from ...schemas.row_table import Rows, bytes_of, digest_of, keys_of, sources
+from ...schemas.rows import Record, Text, prompt_digest
 
 
 @dataclass(frozen=True)
-class EncodedRecord:
-    """One record as token ids, truncated and with its special tokens."""
+class EncodedRow:
+    """One row as token ids, truncated and with its special tokens."""
 
     record: Record
     prompt: list[int]
     prompt_cut: int
     completions: tuple[list[int], ...]
     cut: tuple[int, ...]
-    turns: tuple[NDArray[np.int16] | None, ...]  # of each completion; None: one turn, all learned
+    learned: tuple[NDArray[np.int16] | None, ...]  # a mask of each completion; None: all is
+    notes: tuple[str, ...] = ()  # what is odd about it, to be counted
 
 
-def key_rows(encoded: Sequence[EncodedRecord], *, carried: Sequence[str]) -> Rows:
-    """Encoded records as rows, with the hashes of rows, prompts and completions."""
+def key_rows(encoded: Sequence[EncodedRow], *, carried: Sequence[str]) -> Rows:
+    """Encoded rows as a table, with the hashes of rows, prompts and completions."""
     records = [row.record for row in encoded]
-    keys = prompt_keys_of(records)
+    keys, split_keys = prompt_keys_of(records), split_keys_of([one.prompt for one in records])
     prompts, prompt_bytes = _flat([row.prompt for row in encoded])
     completions, contents = _flat([ids for row in encoded for ids in row.completions])
     offsets = offsets_of(np.array([len(row.completions) for row in encoded], np.int64))
-    turns = [
-        None if each is None or (each == LEARNED).all() else each
-        for row in encoded
-        for each in row.turns
+    masks = [
+        None if mask is None or mask.all() else mask for row in encoded for mask in row.learned
     ]
     digests = [digest_of(content) for content in contents]
     told = [
-        digest if each is None else digest_of(bytes_of(content, each))
-        for digest, content, each in zip(digests, contents, turns, strict=True)
+        digest if mask is None else digest_of(bytes_of(content, mask))
+        for digest, content, mask in zip(digests, contents, masks, strict=True)
     ]
     roles = bytes([role for record in records for role in record.roles])
     scores = array("d", [nan if s is None else s for record in records for s in record.scores])
-    ends, score_bytes, key_bytes = offsets.tolist(), scores.tobytes(), keys.prompt.tobytes()
+    ends, score_bytes, key_bytes = offsets.tolist(), scores.tobytes(), keys.tobytes()
     ids = [
         row_digest(
             key_bytes[16 * index : 16 * index + 16] + prompt_bytes[index],
@@ -69,20 +68,20 @@ def key_rows(encoded: Sequence[EncodedRecord], *, carried: Sequence[str]) -> Row
     rows = {
         "row_id": ids,
         "source": sources([record.file for record in records], numbers),
-        "prompt_key": keys.prompt,
-        "split_key": keys.split,
+        "prompt_key": keys,
+        "split_key": split_keys,
         "prompt_ids": prompts,
         "prompt_cut": np.array([row.prompt_cut for row in encoded], np.int32),
         **{name: np.array([record.carried[name] for record in records]) for name in carried},
     }
-    is_several = np.array([each is not None for each in turns], np.bool_)
+    is_several = np.array([mask is not None for mask in masks], np.bool_)
     branches = {
         "completion_ids": completions,
         "role": np.frombuffer(roles, np.int8),
         "score": np.frombuffer(scores, np.float64),
         "cut": np.array([cut for row in encoded for cut in row.cut], np.int32),
         "completion_turns": packed(
-            Ragged.of([() if each is None else each for each in turns], np.int16), is_several
+            Ragged.of([() if mask is None else mask for mask in masks], np.int16), is_several
         ),
         "completion_key": keys_of(digests),
     }
@@ -114,49 +113,28 @@ def row_digest(
     return digest_of(b"".join((head, prompt, *completion_digests, roles, scores, carried)))
 
 
+def prompt_keys_of(records: Sequence[Record]) -> NDArray[np.bytes_]:
+    """The digest of each record's prompt, S16."""
+    each = (prompt_digest(one.prompt, one.tools, one.template_options) for one in records)
+    return np.frombuffer(b"".join(each), dtype="S16")
+
+
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
 
 
-class PromptKeys(NamedTuple):
-    """Numbers that identify each record's prompt by its text, not by its token ids."""
+def split_keys_of(prompts: Sequence[Text]) -> NDArray[np.uint64]:
+    """What decides a prompt's side of the held-out split.
 
-    prompt: NDArray[np.bytes_]  # S16
-    split: NDArray[np.uint64]
-
-
-def prompt_keys_of(records: Sequence[Record]) -> PromptKeys:
-    """The keys of each record's prompt.
-
-    `prompt` is a digest of the whole prompt: its text, or its messages with the system message,
-    the tools and the template's options. `split` leaves out the system message, tools and options,
-    and folds white space.
+    Prompts that differ in white space, or in the system's message, tools or options, are on one.
     """
-    whole = b"".join(_prompt_digest(_canonical(record), 16, b"align prompt") for record in records)
-    split = b"".join(
-        _prompt_digest(_normalised(record), 8, b"align held out") for record in records
-    )
-    return PromptKeys(
-        prompt=np.frombuffer(whole, dtype="S16"),
-        split=np.frombuffer(split, dtype="<u8").astype(np.uint64),
-    )
-
-
-def _canonical(record: Record) -> str:
-    if isinstance(record.prompt, str):  # without tools and options; encoding a text alone is quick
-        return f"[{_JSON.encode(record.prompt)},null,{{}}]"
-    return _JSON.encode([record.prompt, record.tools, record.template_options])
-
-
-def _normalised(record: Record) -> str:
-    if isinstance(record.prompt, str):
-        return _JSON.encode(_folded(record.prompt))
-    return _JSON.encode([_folded(message) for message in _without_system(record)])
-
-
-def _without_system(record: Record) -> Sequence[Mapping[str, Any]]:
-    """The messages without the system's; all of them if there are no others."""
-    assert not isinstance(record.prompt, str)
-    return [each for each in record.prompt if each["role"] != "system"] or record.prompt
+    keys = bytearray()
+    for prompt in prompts:
+        said: Any = prompt
+        if not isinstance(prompt, str):  # the system's messages count where there are no others
+            said = [each for each in prompt if each["role"] != "system"] or prompt
+        content = _JSON.encode(_folded(said)).encode()
+        keys += blake2b(content, digest_size=8, person=b"align held out").digest()
+    return np.frombuffer(keys, dtype="<u8").astype(np.uint64)
 
 
 def _folded(value: Any) -> Any:
@@ -166,7 +144,3 @@ def _folded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _folded(entry) for key, entry in value.items()}
     return [_folded(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def _prompt_digest(text: str, size: int, purpose: bytes) -> bytes:
-    return blake2b(text.encode(), digest_size=size, person=purpose).digest()

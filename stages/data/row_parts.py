@@ -247,8 +247,13 @@ def wholes(cells: Cells, _: None, *columns: str) -> tuple[Text, Text]:
     if value is not None:
         raise BadRow("schema", f"has {called!r}, which the first rows of the file lack")
     first, second = (read_text(*cells(column)) for column in columns)
-    if isinstance(first, str) and isinstance(second, str):
-        cells.wrap.require_prompt_column(columns)
+    if cells.wrap.is_chat and isinstance(first, str) and isinstance(second, str):
+        # First words that both happen to share would become the prompt.
+        raise BadRow(
+            "schema",
+            f"{' and '.join(columns)} are text, and where their prompt ends is unknown: "
+            "data.wrap=chat needs a column of prompts (--map prompt=NAME)",
+        )
     return first, second
 
 

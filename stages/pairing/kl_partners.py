@@ -8,9 +8,9 @@ its own block alone. Only the two completions must differ: a partner may say wha
 Equal texts under different prompts exchange their partners afterwards; who finds nobody to exchange
 with gets one that fits, which is then used more than once.
 
-The candidates are the completions of the range, and behind them those of ranges that were borrowed
+The pool holds the completions of the range, and behind them those of ranges that were borrowed
 because it has few prompts or too few texts. If the range alone allows no shift for each k, the
-shift is along all candidates.
+shift is along the whole pool.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Keys = NDArray[np.uint64]
 PROMPTS_PER_BLOCK = 64  # on average
 SMALLEST_BLOCK = 64  # completions
 NEAR = 256  # completions looked at together when an exchange is searched
-NONE = -1  # no candidate fits
+NONE = -1  # no completion fits
 
 
 def choose_partners(prompts: Keys, texts: Keys, own: int, num_pairs: int) -> NDArray[np.int64]:
-    """For each k and each of the first `own` candidates the index of its partner, or NONE.
+    """For each k and each of the first `own` completions the index of its partner, or NONE.
 
-    `prompts` and `texts` are keys of the candidates; those of one prompt are together.
+    `prompts` and `texts` are keys of the pool; completions of one prompt are together.
     """
     chosen = np.full((num_pairs, own), NONE)
     for k, partners in enumerate(chosen if own else ()):
@@ -54,7 +54,7 @@ def _shifted(prompts: Keys, own: int, num_pairs: int, k: int) -> NDArray[np.int6
             for start, stop, most in _blocks(prompts[:own])
         ]
         return np.concatenate(blocks)
-    # Along all candidates, the borrowed ones included.
+    # Along the whole pool.
     runs, every = runs_of(prompts), np.arange(len(prompts))
     start, stop = runs[int(np.diff(runs).argmax()) :][:2].tolist()
     if 2 * (stop - start) <= len(every):
@@ -116,7 +116,7 @@ def _separate(partners: NDArray[np.int64], prompts: Keys, texts: Keys) -> None:
 
 
 def fill(partners: NDArray[np.int64], prompts: Keys, texts: Keys, k: int) -> None:
-    """Gives those without a partner the candidates that fit, in turn."""
+    """Gives those without a partner the completions that fit, in turn."""
     missing, runs = np.flatnonzero(partners == NONE), runs_of(prompts)
     for text in np.unique(texts[missing]):
         rows, others = missing[texts[missing] == text], np.flatnonzero(texts != text)

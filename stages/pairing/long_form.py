@@ -82,38 +82,24 @@ def _shared(
     prompts: Sequence[NDArray[np.int32]], cuts: Sequence[int], prompt_side: str
 ) -> _Shared | None:
     """The shared start of all prompts, compared by token positions before truncation."""
-    if prompt_side == "right":
-        return _shared_cut_right(prompts, cuts)
-    most = max(cuts)
-    base = prompts[cuts.index(most)]
-    windows = [ids[most - cut :] for ids, cut in zip(prompts, cuts, strict=True)]
+    is_left = prompt_side == "left"
+    cut = max(cuts) if is_left else 0
+    base = prompts[cuts.index(cut)] if is_left else prompts[0]
+    windows = [ids[cut - own :] if is_left else ids for ids, own in zip(prompts, cuts, strict=True)]
     # The first token of a cut prompt may be the BOS, which is not the token at that position.
-    length = _common_length(base, windows, compared_from=int(most > 0))
-    if length == 0:
-        return None
-    return _Shared(base[:length], most, [window[length:] for window in windows])
-
-
-def _shared_cut_right(prompts: Sequence[NDArray[np.int32]], cuts: Sequence[int]) -> _Shared | None:
-    """Shortens right-truncated prompts to their shared start, so that no completion has a gap."""
-    length = _common_length(prompts[0], prompts, compared_from=0)
-    if length == 0:
-        return None
-    own = list(zip(prompts, cuts, strict=True))
-    lost = max((cut + len(ids) - length for ids, cut in own if cut), default=0)
-    moved = [ids[len(ids) if cut else length :] for ids, cut in own]
-    return _Shared(prompts[0][:length], lost, moved)
-
-
-def _common_length(
-    base: NDArray[np.int32], others: Sequence[NDArray[np.int32]], *, compared_from: int
-) -> int:
-    length = len(base)
-    for ids in others:
+    length, start = len(base), int(cut > 0)
+    for ids in windows:
         length = min(length, len(ids))
-        differs = np.flatnonzero(ids[compared_from:length] != base[compared_from:length])
-        length = compared_from + int(differs[0]) if len(differs) else length
-    return length
+        differs = np.flatnonzero(ids[start:length] != base[start:length])
+        length = start + int(differs[0]) if len(differs) else length
+    if length == 0:
+        return None
+    moved = [ids[length:] for ids in windows]
+    if not is_left:  # behind a prompt that was cut is a gap: no completion begins before it
+        lost = zip(prompts, cuts, strict=True)
+        cut = max((own + len(ids) - length for ids, own in lost if own), default=0)
+        moved = [more[:0] if own else more for more, own in zip(moved, cuts, strict=True)]
+    return _Shared(base[:length], cut, moved)
 
 
 def _with_prompts(rows: Rows, shared: dict[int, _Shared]) -> Rows:
@@ -122,9 +108,9 @@ def _with_prompts(rows: Rows, shared: dict[int, _Shared]) -> Rows:
     completions, keys = list(rows.completions), rows.completion_key.copy()
     has_turns = is_valid(rows.of_branches.column("completion_turns"))
     turns: list[Any] = [()] * len(completions)
-    if rows.turns is not None:
+    if rows.learned is not None:
         for branch in np.flatnonzero(has_turns).tolist():
-            turns[branch] = rows.turns[branch]
+            turns[branch] = rows.learned[branch]
     for start, found in shared.items():
         for row, moved in enumerate(found.moved, start=start):
             prompts[row], prompt_cut[row] = found.prompt, found.cut

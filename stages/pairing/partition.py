@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import BufferedIOBase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,21 +57,15 @@ def range_of(keys: NDArray[np.uint64], ranges: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class SliceRows:
-    """The usable rows of an encoded slice of the data, in numbers."""
+class EncodedSlice:
+    """The record of an encoded slice of the data; once it is there, the slice is encoded."""
 
-    counts: tuple[tuple[int, ...], ...]  # rows of each portion and range
+    counts: tuple[tuple[int, ...], ...]  # usable rows of each portion and range
     completions: int
     prompt_tokens: int
     completion_tokens: int
     largest_prompt: tuple[str, int]  # its key in hex, and its completions
     texts: tuple[str, str]  # the lowest and the highest key of a completion
-
-
-@dataclass(frozen=True)
-class EncodedSlice(SliceRows):
-    """The record of an encoded slice of the data; once it is there, the slice is encoded."""
-
     bytes: int  # of its file
     rows_in: tuple[int, ...]  # rows read, good and bad, of each file of data in the slice
     notes: dict[str, int]
@@ -78,17 +73,17 @@ class EncodedSlice(SliceRows):
     rejected: tuple[Rejected, ...]  # up to a limit; rows count from the slice's first
 
 
-def write_slice(sink: BufferedIOBase, chunks: Iterable[Rows], ranges: int) -> SliceRows:
-    """Writes a batch for each portion and range that has rows."""
+def write_slice(sink: BufferedIOBase, chunks: Iterable[Rows], ranges: int) -> dict[str, Any]:
+    """Writes a batch for each portion and range that has rows; what the record says of the rows."""
     counts, prompts, texts = list[tuple[int, ...]](), [np.empty(0, np.uint64)], list[int]()
     tokens: NDArray[np.int64] = np.zeros(2, np.int64)  # of prompts, and of completions
     writer = None
     for portion in _portions(chunks):
         rows = Rows.concat(portion)
         portion.clear()  # so that no row is held three times
-        number = range_of(rows.keys, ranges)
+        number = range_of(rows.range_keys, ranges)
         counts.append(tuple(np.bincount(number, minlength=ranges).tolist()))
-        prompts.append(rows.keys[rows.row_of_branch])
+        prompts.append(rows.range_keys[rows.row_of_branch])
         texts += [int(rows.completion_key.min()), int(rows.completion_key.max())]
         tokens += (len(rows.prompts.values), len(rows.completions.values))
         batch = rows.take(np.argsort(number.astype(np.uint16), kind="stable")).to_batch()
@@ -100,14 +95,16 @@ def write_slice(sink: BufferedIOBase, chunks: Iterable[Rows], ranges: int) -> Sl
     if writer:
         writer.close()
     keys, uses = np.unique(np.concatenate(prompts), return_counts=True)
-    return SliceRows(
-        counts=tuple(counts),
-        completions=int(uses.sum()),
-        prompt_tokens=int(tokens[0]),
-        completion_tokens=int(tokens[1]),
-        largest_prompt=(f"{int(keys[uses.argmax()]):016x}", int(uses.max())) if counts else ("", 0),
-        texts=(f"{min(texts, default=2**64 - 1):016x}", f"{max(texts, default=0):016x}"),
-    )
+    return {
+        "counts": tuple(counts),
+        "completions": int(uses.sum()),
+        "prompt_tokens": int(tokens[0]),
+        "completion_tokens": int(tokens[1]),
+        "largest_prompt": (
+            (f"{int(keys[uses.argmax()]):016x}", int(uses.max())) if counts else ("", 0)
+        ),
+        "texts": (f"{min(texts, default=2**64 - 1):016x}", f"{max(texts, default=0):016x}"),
+    }
 
 
 def _portions(chunks: Iterable[Rows]) -> Iterator[list[Rows]]:
@@ -152,7 +149,7 @@ class SliceFile:
     first_row: int
 
 
-class EncodedRows:
+class ShardReader:
     """The rows of all encoded slices, read shard by shard; a bounded number of files is open."""
 
     def __init__(self, files: Sequence[SliceFile], shards: int, prompt_side: str | None) -> None:
@@ -191,7 +188,7 @@ class EncodedRows:
         """How many completions a prompt has."""
         keys = np.array([key], np.uint64)
         rows = self.read(int(range_of(keys, self._shards)[0]), Counter())
-        return int(np.diff(rows.branch_offsets)[rows.keys == keys].sum()) if rows else 0
+        return int(np.diff(rows.branch_offsets)[rows.range_keys == keys].sum()) if rows else 0
 
     def _batches(self, file: SliceFile, shard: int) -> list[pa.RecordBatch]:
         wide = file.counts.shape[1] // self._shards
@@ -221,7 +218,7 @@ def _in_both_orders(rows: Rows) -> int:
     starts = rows.branch_offsets[:-1][np.diff(rows.branch_offsets) == 2]
     firsts = starts[(rows.roles[starts] == Role.CHOSEN) & (rows.roles[starts + 1] == Role.REJECTED)]
     chosen, rejected = rows.completion_key[firsts], rows.completion_key[firsts + 1]
-    prompts, is_turned = rows.keys[rows.row_of_branch[firsts]], chosen > rejected
+    prompts, is_turned = rows.range_keys[rows.row_of_branch[firsts]], chosen > rejected
     pairs = np.stack([prompts, np.minimum(chosen, rejected), np.maximum(chosen, rejected)])
     order = np.lexsort((is_turned, *pairs))
     pairs, is_turned = pairs[:, order], is_turned[order]

@@ -16,45 +16,39 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ...schemas.columns import arrow_of, offsets_of
-from ...schemas.row_table import Rows
+from ...schemas.row_table import Rows, fitted_length
 from ...schemas.rows import Rejected, Role
 from .kl_partners import NONE, choose_partners, fill, runs_of
 
 LEAST_PROMPTS = 64  # of a range that borrows no other
-MOST_BORROWED = 65_536  # candidates, beyond which no range is borrowed for want of prompts or texts
-MOST_SEARCHED = 4096  # candidates looked at for one that fits after cutting
+MOST_BORROWED = 65_536  # completions, beyond which none is borrowed for want of prompts or texts
+MOST_SEARCHED = 4096  # completions looked at for one that fits after cutting
 SEARCH_WINDOW = 256  # of these, looked at together
 
 Read = Callable[[int, Counter[str]], Rows | None]
 
 
 @dataclass(frozen=True)
-class CutRule:
-    """Rule for cutting a KL completion to fit its prompt."""
-
-    max_length: int
-    stops: frozenset[int]  # the tokens that what was cut never ends with
-
-
-@dataclass(frozen=True)
 class ShardRows:
     """The rows of one shard before they are scored."""
 
-    rows: Rows  # own completions first, then the KL completions, k by k
+    rows: Rows  # own completions first, then their KL partners, k by k
     first_key: str
     last_key: str
     rejected: tuple[Rejected, ...]
     notes: Counter[str]
 
 
-def build_shard(read: Read, shard: int, shards: int, num_pairs: int, rule: CutRule) -> ShardRows:
+def build_shard(
+    read: Read, shard: int, shards: int, num_pairs: int, *, max_length: int, stops: frozenset[int]
+) -> ShardRows:
     """Reads the rows of a shard, which has some, and gives each completion its KL partners."""
     notes = Counter[str]()
     own = read(shard, notes)
     assert own is not None, "a shard without rows is not built"
-    pool = _Candidates(own, read, shard, shards)
+    pool = _Pool(own, read, [(shard + step) % shards for step in range(1, shards)], stops)
     chosen = _paired(pool, num_pairs, notes).reshape(-1)
-    numbers, limits, missing = _fitting(pool, chosen, rule)
+    numbers, limits, missing = _fitting(pool, chosen, max_length)
     is_replaced = (numbers != chosen) & (chosen != NONE)
     notes["mismatched_completions_replaced_after_cutting"] += int(is_replaced.sum())
     # Each row's own completions, then all first partners, then all second ones, ...
@@ -62,8 +56,8 @@ def build_shard(read: Read, shard: int, shards: int, num_pairs: int, rule: CutRu
     branch_rows = np.tile(own.row_of_branch, 1 + num_pairs)
     k = np.repeat(np.arange(1 + num_pairs), count)
     order = np.lexsort((np.arange(len(branch_rows)), k, branch_rows))
-    is_partner, candidates = order >= count, np.append(np.arange(count), numbers)[order]
-    branches = pool.rows.of_branches.take(arrow_of(candidates, pa.int64()))
+    is_partner, taken = order >= count, np.append(np.arange(count), numbers)[order]
+    branches = pool.rows.of_branches.take(arrow_of(taken, pa.int64()))
     rows = Rows(own.of_rows, branches, own.branch_offsets * (1 + num_pairs))
     rows = rows.without("completion_key").with_columns(
         role=np.where(is_partner, Role.MISMATCHED, rows.roles),
@@ -71,32 +65,31 @@ def build_shard(read: Read, shard: int, shards: int, num_pairs: int, rule: CutRu
     )
     kept = np.append(own.completions.lengths, limits)[order]
     if (lost := rows.completions.lengths - kept).any():
-        turns = {} if rows.turns is None else {"completion_turns": rows.turns.head(kept)}
+        learned = {} if rows.learned is None else {"completion_turns": rows.learned.head(kept)}
         ids = rows.completions.head(kept)
-        rows = rows.with_columns(completion_ids=ids, cut=rows.cut + lost, **turns)
+        rows = rows.with_columns(completion_ids=ids, cut=rows.cut + lost, **learned)
     if missing:
         rows = rows.take(np.setdiff1d(np.arange(len(rows)), list(missing)))
     rejected = [
         Rejected(int(own.file[row]), int(own.row[row]), "no_mismatch", why)
         for row, why in sorted(missing.items())
     ]
-    first_key, last_key = (f"{key:016x}" for key in own.keys[[0, -1]].tolist())
+    first_key, last_key = (f"{key:016x}" for key in own.range_keys[[0, -1]].tolist())
     return ShardRows(rows, first_key, last_key, tuple(rejected), notes)
 
 
-class _Candidates:
-    """The completions of a shard's own rows, and behind them those of borrowed ranges."""
+class _Pool:
+    """The completions that may be partners: those of the shard, and behind them borrowed ones."""
 
-    def __init__(self, own: Rows, read: Read, shard: int, shards: int) -> None:
-        self.own, self._read = own, read
-        self._later = iter([(shard + step) % shards for step in range(1, shards)])
+    def __init__(self, own: Rows, read: Read, later: list[int], stops: frozenset[int]) -> None:
+        self.own, self._read, self._later, self._stops = own, read, iter(later), stops
         self._hold(own)
 
     def _hold(self, rows: Rows) -> None:
         self.rows, self.ids = rows, rows.completions
-        self.prompts, self.texts = rows.keys[rows.row_of_branch], rows.completion_key
-        # What is learned before each token of all completions.
-        self._learned = None if rows.turns is None else offsets_of(rows.turns.values > 0)
+        self.prompts, self.texts = rows.range_keys[rows.row_of_branch], rows.completion_key
+        # How many tokens are learned before each one of all completions.
+        self._learned = None if rows.learned is None else offsets_of(rows.learned.values > 0)
 
     def borrow(self) -> bool:
         """Adds the completions of the next range that has rows; False if there is none."""
@@ -107,29 +100,21 @@ class _Candidates:
         return False
 
     def fitted(
-        self, numbers: NDArray[np.int64], space: NDArray[np.int64], stops: frozenset[int]
-    ) -> NDArray[np.int64]:
-        """How many tokens of these completions fit; what was cut never ends with a stop token."""
+        self, numbers: NDArray[np.int64], room: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """How many tokens of these completions fit, and whether any of those is learned."""
         whole = self.ids.lengths[numbers]
-        lengths = np.minimum(whole, space)
-        for index in np.flatnonzero(lengths < whole).tolist() if stops else ():
+        lengths = np.minimum(whole, room)
+        for index in np.flatnonzero(lengths < whole).tolist() if self._stops else ():
             ids = self.ids[numbers[index]]
-            while lengths[index] and int(ids[lengths[index] - 1]) in stops:
-                lengths[index] -= 1
-        return lengths
-
-    def num_learned(
-        self, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """How many of the first tokens of these completions are learned."""
+            lengths[index] = fitted_length(ids, int(lengths[index]), self._stops)
         if self._learned is None:
-            return lengths
+            return lengths, lengths > 0
         starts = self.ids.offsets[numbers]
-        learned: NDArray[np.int64] = self._learned[starts + lengths] - self._learned[starts]
-        return learned
+        return lengths, self._learned[starts + lengths] > self._learned[starts]
 
 
-def _paired(pool: _Candidates, num_pairs: int, notes: Counter[str]) -> NDArray[np.int64]:
+def _paired(pool: _Pool, num_pairs: int, notes: Counter[str]) -> NDArray[np.int64]:
     """The partners of each own completion, k by k; NONE where no text of another prompt is near."""
     own = len(pool.prompts)
     while num_pairs and _has_few_prompts(pool) and pool.borrow():
@@ -146,37 +131,35 @@ def _paired(pool: _Candidates, num_pairs: int, notes: Counter[str]) -> NDArray[n
     return chosen
 
 
-def _has_few_prompts(pool: _Candidates) -> bool:
+def _has_few_prompts(pool: _Pool) -> bool:
     lengths = np.diff(runs_of(pool.prompts))
     has_room = len(pool.prompts) < MOST_BORROWED or 2 * int(lengths.max()) > len(pool.prompts)
     return len(lengths) < LEAST_PROMPTS and has_room
 
 
 def _fitting(
-    pool: _Candidates, chosen: NDArray[np.int64], rule: CutRule
+    pool: _Pool, chosen: NDArray[np.int64], max_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[int, str]]:
     """The partners, how many of their tokens fit behind the prompts, and why rows have none.
 
-    Where cutting leaves nothing to learn, or the real completion, the next candidate that fits is
-    taken.
+    Where cutting leaves nothing to learn, or the real completion, the next one that fits is taken.
     """
     own, count = pool.own, len(pool.own.completions)
     row_of = own.row_of_branch
-    room = rule.max_length - own.prompts.lengths[row_of]
+    room = max_length - own.prompts.lengths[row_of]
     alone = np.unique(row_of[np.flatnonzero(chosen == NONE) % count]) if count else ()
     missing = {int(row): "no completion of another prompt with another text" for row in alone}
     numbers = np.maximum(chosen, 0)
-    lengths = pool.fitted(numbers, np.resize(room, len(numbers)), rule.stops)
-    is_nothing = pool.num_learned(numbers, lengths) == 0
+    lengths, has_learned = pool.fitted(numbers, np.resize(room, len(numbers)))
     is_as_long = lengths == np.resize(own.completions.lengths, len(numbers))
-    for index in np.flatnonzero(is_as_long | is_nothing).tolist():
+    for index in np.flatnonzero(is_as_long | ~has_learned).tolist():
         branch = index % count
         row = int(row_of[branch])
-        completion = own.completions[branch]
         ids = pool.ids[numbers[index]][: lengths[index]]
-        if row in missing or not (is_nothing[index] or np.array_equal(ids, completion)):
+        is_same = np.array_equal(ids, own.completions[branch])
+        if row in missing or not (is_same or not has_learned[index]):
             continue
-        found = _next_fitting(pool, int(numbers[index]), branch, int(room[branch]), rule.stops)
+        found = _next_fitting(pool, int(numbers[index]), branch, int(room[branch]))
         if found is not None:
             numbers[index], lengths[index] = found
         else:
@@ -189,12 +172,10 @@ def _fitting(
     return numbers, lengths, missing
 
 
-def _next_fitting(
-    pool: _Candidates, partner: int, branch: int, space: int, stops: frozenset[int]
-) -> tuple[int, int] | None:
-    """The next candidate after a partner with another prompt and, cut, another text; its tokens.
+def _next_fitting(pool: _Pool, partner: int, branch: int, room: int) -> tuple[int, int] | None:
+    """The next completion after a partner with another prompt and, cut, another text; its tokens.
 
-    Round the end of the candidates first, then in ranges behind them.
+    Round the end of the pool first, then in ranges behind it.
     """
     completion, prompt = pool.own.completions[branch], pool.prompts[branch]
     total, looked = len(pool.prompts), 0
@@ -202,9 +183,8 @@ def _next_fitting(
     while True:
         for first in range(0, min(len(order), MOST_SEARCHED - looked), SEARCH_WINDOW):
             near = order[first : min(first + SEARCH_WINDOW, MOST_SEARCHED - looked)]
-            lengths = pool.fitted(near, np.full(len(near), space), stops)
-            fits = (pool.num_learned(near, lengths) > 0) & (pool.prompts[near] != prompt)
-            for at in np.flatnonzero(fits).tolist():
+            lengths, has_learned = pool.fitted(near, np.full(len(near), room))
+            for at in np.flatnonzero(has_learned & (pool.prompts[near] != prompt)).tolist():
                 ids = pool.ids[near[at]][: lengths[at]]
                 if not np.array_equal(ids, completion):
                     return int(near[at]), int(lengths[at])

@@ -143,7 +143,7 @@ def _spoilt_again(rows: Rows, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
 
 def _sums(rows: Rows, run: _Run) -> NDArray[np.float64]:
     """The sum of each branch that was run, of what is learned."""
-    is_learned = None if rows.turns is None else rows.turns.take(run.branches).values > 0
+    is_learned = None if rows.learned is None else rows.learned.take(run.branches).values > 0
     return sums_of_branches(run.token_logps, is_learned)
 
 
@@ -295,7 +295,7 @@ def first_alike(rows: Rows, branches: NDArray[np.int64]) -> NDArray[np.int64]:
     seen: dict[tuple[int, bytes], int] = {}
     for index in np.flatnonzero(counts[kind] > 1).tolist():
         branch = int(branches[index])
-        turns = None if rows.turns is None else rows.turns[branch]
+        turns = None if rows.learned is None else rows.learned[branch]
         told = bytes_of(rows.completions[branch].tobytes(), turns)
         first[index] = seen.setdefault((int(prompts[index]), told), branch)
     return first

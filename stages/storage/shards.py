@@ -148,8 +148,8 @@ def to_table(rows: Rows) -> pa.Table:
     found |= zip(branches.schema.names, branches.columns, strict=True)
     found |= {"prompt_ids": rows.prompts, "completion_ids": rows.completions}
     found |= {name: found[of].lengths for name, of in COUNTS.items()}
-    is_told = rows.turns is not None and (rows.turns.values != LEARNED).any()
-    found |= {TURNS: rows.turns if is_told else None, "ref_token_logps": rows.token_logps}
+    is_told = rows.learned is not None and (rows.learned.values != LEARNED).any()
+    found |= {TURNS: rows.learned if is_told else None, "ref_token_logps": rows.token_logps}
     fields, columns = [], []
     for name in [*ROW, *COMPLETION, *rows.carried]:
         kind = (ROW | COMPLETION).get(name, CARRIED)

@@ -169,7 +169,7 @@ def test_names_of_files_and_their_order_make_no_other_cache(config, data_rows, t
 def key_of(row):
     """The key of a prompt of plain text."""
     record = Record(0, 0, row["prompt"], ("",), (Role.CHOSEN,), (None,))
-    return prompt_keys_of([record]).prompt.tobytes()
+    return prompt_keys_of([record]).tobytes()
 
 
 CHANGES = {

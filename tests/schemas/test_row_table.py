@@ -11,7 +11,7 @@ from align.schemas.row_table import Rows
 from support.made_caches import block_of
 
 PER_ROW = ("row", "file", "prompt_key", "split_key", "prompts", "prompt_cut")
-PER_BRANCH = ("roles", "scores", "cut", "completions", "turns", "logps", "token_logps")
+PER_BRANCH = ("roles", "scores", "cut", "completions", "learned", "logps", "token_logps")
 TOLD = st.lists(st.integers(0, 2), min_size=20, max_size=20)
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from align.schemas.rows import Record, Role
-from align.stages.data.row_keys import EncodedRecord, key_rows
-from align.stages.pairing.partition import EncodedRows, SliceFile, write_slice
-from align.stages.pairing.shard_rows import CutRule, build_shard
+from align.stages.data.row_keys import EncodedRow, key_rows
+from align.stages.pairing.partition import ShardReader, SliceFile, write_slice
+from align.stages.pairing.shard_rows import build_shard
 
 
 class Plain(NamedTuple):
@@ -29,7 +29,7 @@ class Plain(NamedTuple):
 
 
 def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=None, **more):
-    """An encoded record; of its texts only that of the prompt matters any more."""
+    """An encoded row; of its texts only that of the prompt matters any more."""
     roles = roles or (Role.CHOSEN, Role.REJECTED, *(Role.CANDIDATE,) * 9)[: len(completions)]
     record = Record(
         file=file,
@@ -43,7 +43,7 @@ def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=No
     cut = tuple(cut or (0,) * len(completions))
     own = tuple(map(list, completions))
     turns = more.get("turns", (None,) * len(own))
-    return EncodedRecord(record, list(prompt), more.get("prompt_cut", 0), own, cut, turns)
+    return EncodedRow(record, list(prompt), more.get("prompt_cut", 0), own, cut, turns)
 
 
 def plain(rows):
@@ -59,8 +59,8 @@ def plain(rows):
             for b, score in zip(own, scores, strict=True)
         ]
         turns = [(1,) * len(ids) for ids, *_ in branches]
-        if rows.turns is not None:
-            turns = [tuple(rows.turns[b].tolist()) for b in own]
+        if rows.learned is not None:
+            turns = [tuple(rows.learned[b].tolist()) for b in own]
         result.append(
             Plain(
                 row_id=bytes.fromhex(digest),
@@ -71,7 +71,7 @@ def plain(rows):
                 branches=tuple(branches),
                 turns=tuple(turns),
                 carried=tuple(float(column[index]) for column in rows.carried.values()),
-                place=int(rows.keys[index]),
+                place=int(rows.range_keys[index]),
                 prompt_keys=(
                     rows.prompt_key[index : index + 1].tobytes(),
                     int(rows.split_key[index]),
@@ -93,9 +93,9 @@ class Shards:
             path = folder / f"{number}.arrow"
             with path.open("wb") as sink:
                 facts = write_slice(sink, chunks, ranges)
-            counts = np.array(facts.counts, np.int32).reshape(-1, ranges)
+            counts = np.array(facts["counts"], np.int32).reshape(-1, ranges)
             slices.append(SliceFile(path, counts, first_row=0))
-        self.rows = EncodedRows(slices, self.count, joins)
+        self.rows = ShardReader(slices, self.count, joins)
 
     def read(self):
         """The rows of each shard that has some."""
@@ -108,8 +108,8 @@ class Shards:
 
     def build(self, shard=0, *, max_length=10**6, stops=frozenset()):
         """A shard with its partners."""
-        rule = CutRule(max_length, frozenset(stops))
-        return build_shard(self.rows.read, shard, self.count, self.num_pairs, rule)
+        rule = {"max_length": max_length, "stops": frozenset(stops)}
+        return build_shard(self.rows.read, shard, self.count, self.num_pairs, **rule)
 
 
 def shards_of(folder, records, *, chunk=1000, carried=(), per_file=None, **options):

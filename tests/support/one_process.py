@@ -32,16 +32,16 @@ def prepared_at_once(job):
     config, intake, parts = job.config, InputCounts(), []
     encoder = Encoder(job.tokenizer, config.tokens)
     for number, file in enumerate(job.inputs):
-        records, rejected = parted(records_in(file, job.shape, job.files[number]))
-        encoded = encoder.encode(records)
-        parts.append(key_rows(encoded.rows, carried=job.shape.carried))
-        intake.rows_per_file[number] += len(records) + len(rejected)
-        intake.rejected += [*rejected, *encoded.rejected]
+        found = encoder.encode(records_in(file, job.shape, job.files[number]))
+        rows, rejected = parted(found)
+        parts.append(key_rows(rows, carried=job.shape.carried))
+        intake.rows_per_file[number] += len(rows) + len(rejected)
+        intake.rejected += rejected
     keyed = _sorted(Rows.concat(parts))
-    prompts = Counter(keyed.keys[keyed.row_of_branch].tolist())
+    prompts = Counter(keyed.range_keys[keyed.row_of_branch].tolist())
     can_be_paired = 2 * max(prompts.values(), default=0) <= prompts.total()
     can_be_paired &= len({*keyed.completion_key.tolist()}) > 1
-    places = keyed.keys.tolist()
+    places = keyed.range_keys.tolist()
     if job.shape.name == "scored_long":
         side = config.tokens.prompt_side
         keyed = merge_same_prompts(keyed, intake.notes, prompt_side=side)
@@ -57,7 +57,7 @@ def prepared_at_once(job):
 
 def _sorted(rows):
     """By place, by digest, and of equal rows by file and number."""
-    ids, places = rows.ids(), rows.keys.tolist()
+    ids, places = rows.ids(), rows.range_keys.tolist()
 
     def key(at):
         return places[at], ids[at], int(rows.file[at]), int(rows.row[at])

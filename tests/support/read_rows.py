@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,10 +58,10 @@ def shape_of(columns, *, wrap=UNWRAPPED, mapped=None, carry=()):
 
 
 def parted(found):
-    """The records, and the rejected rows."""
+    """The rows that can be used, and the rejected ones."""
     every = [*found]
     rejected = [one for one in every if isinstance(one, Rejected)]
-    return [one for one in every if isinstance(one, Record)], rejected
+    return [one for one in every if not isinstance(one, Rejected)], rejected
 
 
 def read_file(path, mapped=None, wrap=UNWRAPPED):
@@ -103,17 +104,17 @@ def conversation(*completions, prompt=(USER,), **more):
 
 
 def encode(folder, *records, **options):
-    """What the encoder makes of records under the tokenizer of a folder."""
+    """The rows of records under the tokenizer of a folder, the rejected ones, and notes."""
     rules = TokenOptions(**options)
-    return Encoder(load_tokenizer(folder, rules), rules).encode(records)
+    rows, rejected = parted(Encoder(load_tokenizer(folder, rules), rules).encode(records))
+    return rows, rejected, Counter(note for row in rows for note in row.notes)
 
 
 def encode_one(folder, record, **options):
     """The row of a record, and what is noted of it."""
-    result = encode(folder, record, **options)
-    assert not result.rejected, result.rejected
-    (row,) = result.rows
-    return row, result.notes
+    (row,), rejected, notes = encode(folder, record, **options)
+    assert not rejected
+    return row, notes
 
 
 def texts_of(folder, record, **options):
@@ -125,7 +126,6 @@ def texts_of(folder, record, **options):
 
 def refusal_of(folder, record, **options):
     """Why a record cannot be encoded."""
-    result = encode(folder, record, **options)
-    assert not result.rows
-    (bad,) = result.rejected
+    rows, (bad,), _ = encode(folder, record, **options)
+    assert not rows
     return bad

@@ -159,7 +159,7 @@ REFUSED = [
     (SCORED | {"completions": ["a", None, "b"]}, "schema", "'completions[1]'"),
     (SCORED | {"completions": None}, "schema", "'completions'"),
     (PAIRED | {"chosen": 3}, "schema", "'chosen'"),
-    (PAIRED | {"chosen": ["c"]}, "schema", "'chosen'"),
+    (PAIRED | {"chosen": ["c"]}, "schema", "'chosen[0]'"),
     (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "'role'"),
     (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "'tool_calls'"),
     (CHAT | {"chosen": [bot("") | {"function_call": {"name": "f"}}]}, "schema", "'function_call'"),

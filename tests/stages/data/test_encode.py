@@ -154,16 +154,16 @@ def test_what_is_odd_about_rows_is_counted(saved_tokenizer):
     scores = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (None, None), (-2.0, -1.0)]
     records = [replace(text(), scores=pair) for pair in scores]
     candidates = replace(text(), scores=(1.0, 2.0), roles=(Role.CANDIDATE,) * 2)
-    notes = encode(saved_tokenizer, *records, candidates).notes
+    *_, notes = encode(saved_tokenizer, *records, candidates)
     assert notes["pairs_whose_rejected_score_is_higher"] == 2
 
 
 def test_nothing_is_counted_of_a_row_that_is_rejected(saved_tokenizer):
     odd = text(prompt="hello<s> world, " * 9, chosen=" a", rejected=" a")
-    for rejected in (odd, chat("a", "a", asked="hello<s>" * 9)):
-        result = encode(saved_tokenizer, text(), rejected, max_length=40)
-        assert [bad.reason for bad in result.rejected] == ["too_long"]
-        assert +result.notes == +encode(saved_tokenizer, text(), max_length=40).notes
+    _, _, expected = encode(saved_tokenizer, text(), max_length=40)
+    for record in (odd, chat("a", "a", asked="hello<s>" * 9)):
+        _, rejected, notes = encode(saved_tokenizer, text(), record, max_length=40)
+        assert ([bad.reason for bad in rejected], notes) == (["too_long"], expected)
 
 
 def test_special_tokens_are_found_in_the_text_of_messages_and_not_in_their_keys(tmp_path):
@@ -285,7 +285,7 @@ def test_a_completion_that_was_cut_ends_with_no_stop_of_any_kind(families, famil
         len(tokenizer.backend.encode(text, add_special_tokens=False)) for text in (prompt, whole)
     )
     for room in range(1, more):
-        for row in encode(families[family], record, max_length=length + room).rows:
+        for row in encode(families[family], record, max_length=length + room)[0]:
             (ids,) = row.completions
             assert row.cut[0] > 0
             assert tokenizer.backend.id_to_token(ids[-1]) not in stops

@@ -117,7 +117,7 @@ def test_arguments_may_be_a_map_of_arrow(tmp_path):
 def test_arguments_that_json_lacks_reject_their_row(tmp_path, arguments, kind):
     records, (bad,) = parse_arrow(tmp_path, called(arguments, kind))
     assert (bad.reason, records) == ("schema", [])
-    assert "'chosen'" in bad.detail
+    assert "'chosen" in bad.detail
 
 
 def test_arrow_values_of_other_types_are_read_or_reject_their_own_row_only(tmp_path):

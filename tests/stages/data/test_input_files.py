@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -13,28 +14,58 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import FingerprintError
+from align.schemas.errors import BadDataError, FingerprintError, UsageError
 from align.stages.data import files
 from align.stages.data.columns import common_shape
 from align.stages.data.files import (
     InputFile,
-    data_bytes,
     digested,
     open_inputs,
     require_unchanged,
     rows_of,
     slices_of,
 )
-from align.stages.data.readers import Part
+from align.stages.data.readers import Slice
 from align.stages.data.records import read_records, records_in
 from support.patience import PATIENCE
 from support.read_rows import parted, write_rows
 
 PAIRS = [
-    {"prompt": "Say hi", "chosen": "Hello,\nyou", "rejected": 'a "quoted" word'},
+    {"prompt": "Say; hi", "chosen": 'Hello,\n"you"', "rejected": "5\t"},
     {"prompt": "Grüße?", "chosen": "Servus 👋", "rejected": " no "},
-    {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+    {"prompt": "2+2", "chosen": "4", "rejected": "[1, 2"},
 ] * 5
+
+
+def lines(rows):
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def array(rows):
+    return json.dumps(rows, indent=2, ensure_ascii=False).encode()
+
+
+def messy_lines(rows):
+    own = "\r\n \r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return b"\xef\xbb\xbf" + own.encode() + b"\r\n\r\n"
+
+
+def separated(rows, by=",", mark=b""):
+    quoted = [['"{}"'.format(cell.replace('"', '""')) for cell in row.values()] for row in rows]
+    return mark + "\r\n".join(by.join(cells) for cells in ([*rows[0]], *quoted)).encode()
+
+
+def parquet(rows, kind=None):
+    sink = io.BytesIO()
+    pq.write_table(table_of(rows, kind), sink, row_group_size=4)
+    return sink.getvalue()
+
+
+def arrow(rows, kind=None, opener=pa.ipc.new_file):
+    sink = io.BytesIO()
+    with opener(sink, table_of(rows, kind).schema) as writer:
+        writer.write_table(table_of(rows, kind), max_chunksize=4)
+    return sink.getvalue()
 
 
 def table_of(rows, kind):
@@ -42,43 +73,57 @@ def table_of(rows, kind):
     return pa.Table.from_pylist(rows, schema)
 
 
-def parquet(path, rows, kind=None):
-    pq.write_table(table_of(rows, kind), path, row_group_size=4)
+def gzipped(content):
+    """Compressed at no time, so that the names of cases are the same everywhere."""
+    return gzip.compress(content, mtime=0)
 
 
-def arrow(path, rows, kind=None, opener=pa.ipc.new_file):
-    with opener(str(path), table_of(rows, kind).schema) as writer:
-        writer.write_table(table_of(rows, kind), max_chunksize=4)
+def zstd(content):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as out:
+        out.write(content)
+    return sink.getvalue().to_pybytes()
 
 
-def messy_lines(path, rows):
-    lines = "\r\n \r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    path.write_bytes(b"\xef\xbb\xbf" + lines.encode() + b"\r\n\r\n")
+def named(rows):
+    """An array in an object, in which an array stands before it and a number."""
+    inside = [{**row, "id": index} for index, row in enumerate(rows)]
+    return b'{"version": "1.1", "rows": 3,\n "data" : ' + array(inside) + b"\n}\n"
 
 
-def indented_array(path, rows):
-    path.write_text("\n " + json.dumps(rows, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
-def csv_with_mark(path, rows):
-    path.write_bytes(b"\xef\xbb\xbf" + Path(write_rows(path, rows)).read_bytes())
-
-
-WRITERS = {
+CUTTABLE = {
     "a.parquet": parquet,
-    "dictionary.parquet": lambda *to: parquet(*to, pa.dictionary(pa.int32(), pa.string())),
-    "large.parquet": lambda *to: parquet(*to, pa.large_string()),
+    "dictionary.parquet": lambda rows: parquet(rows, pa.dictionary(pa.int32(), pa.string())),
+    "large.parquet": lambda rows: parquet(rows, pa.large_string()),
     "file.arrow": arrow,
-    "stream.arrow": lambda *to: arrow(*to, opener=pa.ipc.new_stream),
-    "view.feather": lambda *to: arrow(*to, pa.string_view()),
-    "lines.json": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
+    "stream.arrow": lambda rows: arrow(rows, opener=pa.ipc.new_stream),
+    "view.feather": lambda rows: arrow(rows, pa.string_view()),
+    "lines.json": lines,
     "messy.jsonl": messy_lines,
-    "array.json": indented_array,
-    "a.csv": csv_with_mark,
-    "packed.jsonl.gz": lambda path, rows: path.write_bytes(
-        gzip.compress("\n".join(map(json.dumps, rows)).encode())
-    ),
 }
+FILES = (
+    CUTTABLE
+    | {
+        "a.jsonl.gz": lambda rows: gzipped(lines(rows)),
+        "A.JSONL.GZ": lambda rows: (
+            gzipped(lines(rows)[:40]) + gzipped(lines(rows)[40:])
+        ),  # as `cat`
+        "a.jsonl.zst": lambda rows: zstd(lines(rows)),
+        "a.ndjson.zst": lambda rows: zstd(lines(rows)[:40]) + zstd(lines(rows)[40:]),
+        "array.json": lambda rows: b"\n " + array(rows),
+        "a.json.gz": lambda rows: gzipped(b"\xef\xbb\xbf" + array(rows)),
+        "named.json": named,
+        "named.json.zst": lambda rows: zstd(b"\xef\xbb\xbf" + named(rows)),
+        "a.csv": separated,
+        "a.tsv": lambda rows: separated(rows, "\t"),
+        "semicolons.csv": lambda rows: separated(rows, ";"),
+        "mark.csv": lambda rows: separated(rows, ";", b"\xef\xbb\xbf"),
+        "tabs.csv": lambda rows: separated(rows, "\t"),
+        "a.csv.gz": lambda rows: gzipped(separated(rows, ";")),
+        "a.tsv.zst": lambda rows: zstd(separated(rows, "\t")),
+    }
+)
+COMPRESSED = [name for name in FILES if name.lower().endswith(("gz", "zst"))]
 
 
 def read_all(*paths):
@@ -89,15 +134,31 @@ def read_all(*paths):
     return records
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FILES)
 def test_every_format_gives_the_same_records_file_after_file(tmp_path, name):
-    WRITERS[name](tmp_path / name, PAIRS)
+    (tmp_path / name).write_bytes(FILES[name](PAIRS))
     write_rows(tmp_path / "next.jsonl", PAIRS)
     records = read_all(tmp_path / name, tmp_path / "next.jsonl")
     assert [(one.file, one.row) for one in records] == [(f, r) for f in (0, 1) for r in range(15)]
     for record, row in zip(records, PAIRS * 2, strict=True):
         assert record.prompt == row["prompt"]
         assert record.completions == (row["chosen"], row["rejected"])
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_a_compressed_file_that_is_cut_is_refused_by_name(tmp_path, name):
+    whole = FILES[name](PAIRS)
+    for length in (1, 10, len(whole) // 3, len(whole) - 9, len(whole) - 1):
+        (tmp_path / name).write_bytes(whole[:length])
+        with pytest.raises((UsageError, BadDataError), match=name):
+            read_all(tmp_path / name)
+
+
+def test_lines_that_begin_with_an_array_named_data_are_lines(tmp_path):
+    rows = [{"data": [{"role": "user", "content": "Hi?"}], "chosen": "a", "rejected": "b"}] * 2
+    inputs = open_inputs([write_rows(tmp_path / "a.jsonl", rows)])
+    shape = common_shape(inputs, {"prompt": "data"})
+    assert [one.prompt for one in read_records(inputs, shape)] == [tuple(rows[0]["data"])] * 2
 
 
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
@@ -109,26 +170,26 @@ def test_a_line_belongs_to_the_stretch_in_which_it_begins_wherever_it_is_cut(tmp
     assert list(rows_of(file, ())) == whole
     begins = [0, len(start) + 9, len(start) + 21]
     for cut in range(4, file.bytes):
-        parts = Part(0, cut, 0), Part(cut, file.bytes, 0)
+        parts = Slice(0, cut, 0), Slice(cut, file.bytes, 0)
         first, second = (list(rows_of(file, (), part)) for part in parts)
         assert first + second == whole
         assert len(first) == sum(begin < cut for begin in begins)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FILES)
 def test_slices_hold_every_row_once_in_order(tmp_path, monkeypatch, name):
     monkeypatch.setattr(files, "SLICES", 10**6)
     rows = [{"prompt": f"{i:03}", "chosen": "c" * 20, "rejected": "r"} for i in range(60)]
-    WRITERS[name](tmp_path / name, rows)
+    (tmp_path / name).write_bytes(FILES[name](rows))
     inputs = open_inputs([str(tmp_path / name)])
     shape = common_shape(inputs, {})
     for most in (60, 400):
         monkeypatch.setattr(files, "LEAST_SLICE", most)
-        slices = slices_of(inputs, shape.columns, total=data_bytes(inputs, shape.columns))
-        found = [[*records_in(inputs[0], shape, 0, one.part)] for one in slices]
+        slices = slices_of(inputs, shape.columns)
+        found = [[*records_in(inputs[0], shape, 0, part)] for (part,) in slices]
         assert [one.prompt for each in found for one in each] == [row["prompt"] for row in rows]
         assert all([one.row for one in each] == list(range(len(each))) for each in found)
-        assert (len(slices) > 3) == (name not in {"array.json", "a.csv", "packed.jsonl.gz"})
+        assert (len(slices) > 3) == (name in CUTTABLE)
 
 
 def _rewritten(path):

@@ -71,7 +71,7 @@ def test_what_is_shown_is_what_the_tokenizer_decodes_in_the_colours_of_what_is_l
     def text_of(style, line):
         return said(": " + " ".join(of(style, line)))
 
-    decode, learned = tokenizer.hf.decode, np.array(row.turns[0]) > 0
+    decode, learned = tokenizer.hf.decode, np.array(row.learned[0]) > 0
     ids = np.array(row.completions[0])
     assert not title.spans
     assert said(prompt) == text_of(PROMPT, prompt) == decode(row.prompt)

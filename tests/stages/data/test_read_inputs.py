@@ -57,8 +57,14 @@ def test_a_dataset_of_one_split_is_that_split_and_of_several_one_is_asked_for(tm
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["test"]}')
     assert names_in(tmp_path) == ["test.arrow"]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UsageError, match="train, test.*--split"):
-        names_in(tmp_path)
+    assert [file.path.name for file in open_inputs([str(tmp_path)], "test")] == ["test.arrow"]
+    for path, split, names in (
+        (tmp_path, "", "train, test.*--split"),
+        (tmp_path, "dev", "train, test.*--split"),
+        (tmp_path / "test", "test", "--split test"),
+    ):
+        with pytest.raises(UsageError, match=names):
+            open_inputs([str(path)], split)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"_data_files": 3}', '{"_data_files": []}'])
@@ -83,6 +89,44 @@ def test_a_folder_that_lacks_a_file_which_the_names_of_others_count_is_refused(t
         if not is_saved:
             write_arrow(folder / lacking)
             assert len(names_in(folder)) == 3
+
+
+TRAIN, TEST = "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"
+PREFS = [f"data/train_{kind}-00000-of-00001.parquet" for kind in ("prefs", "sft")]
+FOLDERS = ["test/0.parquet", "train/0.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "taken"),
+    [
+        ([TRAIN], "", [TRAIN]),
+        ([TRAIN], "train", [TRAIN]),
+        (PREFS, "train_sft", PREFS[1:]),
+        (PREFS, "", "train_prefs, train_sft.*--split"),
+        ([TEST, TRAIN], "test", [TEST]),
+        ([TEST, TRAIN], "", "test, train.*--split"),
+        ([TEST, TRAIN], "dev", "--split dev.*test, train"),
+        (["test.jsonl", "train.jsonl"], "test", ["test.jsonl"]),
+        (FOLDERS, "train", FOLDERS[1:]),
+        (FOLDERS, "", "test, train"),
+    ],
+)
+def test_of_several_splits_of_a_folder_the_one_that_is_named_is_read(tmp_path, files, split, taken):
+    """As the Hub has them; a split may be a file or a folder."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_rows(tmp_path / name, [{"prompt": name, "chosen": "yes", "rejected": "no"}])
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    (tmp_path / ".gitattributes").write_text("*.parquet filter=lfs\n")
+    if isinstance(taken, str):
+        with pytest.raises(UsageError, match=taken) as caught:
+            open_inputs([str(tmp_path)], split)
+        assert str(tmp_path) in str(caught.value)
+        return
+    found = open_inputs([str(tmp_path)], split)
+    assert [file.path.relative_to(tmp_path).as_posix() for file in found] == taken
+    with pytest.raises(UsageError, match="--split"):  # one file has no splits
+        open_inputs([str(tmp_path / taken[0])], "train")
 
 
 @pytest.mark.parametrize(("lacking", "legacy"), [(0, True), (1, False), (2, False)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from align.schemas.columns import Ragged
 from align.schemas.rows import Record, Role, allowed_gaps
-from align.stages.data.row_keys import key_rows, prompt_keys_of
+from align.stages.data.row_keys import key_rows, prompt_keys_of, split_keys_of
 from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
@@ -140,9 +140,10 @@ OTHER_SIDE = {
 @pytest.mark.parametrize("name", [*SAME_SIDE, *OTHER_SIDE])
 def test_prompts_are_other_ones_and_on_one_side_of_the_split_or_not_that_differ_in(name):
     record, prompt = (SAME_SIDE | OTHER_SIDE)[name]
-    keys = prompt_keys_of([record, replace(record, prompt=prompt)])
-    assert keys.prompt[0] != keys.prompt[1]
-    assert (keys.split[0] == keys.split[1]) == (name in SAME_SIDE)
+    one, other = prompt_keys_of([record, replace(record, prompt=prompt)])
+    assert one != other
+    mine, theirs = split_keys_of([record.prompt, prompt])
+    assert (mine == theirs) == (name in SAME_SIDE)
 
 
 def test_tools_and_template_options_make_another_prompt_and_completions_and_key_order_do_not():
@@ -150,18 +151,18 @@ def test_tools_and_template_options_make_another_prompt_and_completions_and_key_
     same = replace(CHAT, prompt=turned, completions=("y",), row=7, scores=(1.0,))
     others = [replace(CHAT, tools=(TOOL,)), replace(CHAT, template_options={"thinking": False})]
     keys = prompt_keys_of([CHAT, same, *others])
-    assert keys.prompt[0] == keys.prompt[1]
-    assert len(set(keys.prompt)) == 3
-    assert len(set(keys.split)) == 1
-    told = replace(CHAT, prompt=(changed(SYSTEM, content="Tell a story."),))
-    assert len(set(prompt_keys_of([replace(CHAT, prompt=(SYSTEM,)), told]).split)) == 2
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+    assert len(set(split_keys_of([CHAT.prompt, turned]))) == 1
+    told = (changed(SYSTEM, content="Tell a story."),)
+    assert len(set(split_keys_of([(SYSTEM,), told]))) == 2
 
 
 def test_these_keys_never_change():
     """Else prompts would cross the split from one version to another."""
-    keys = prompt_keys_of([CHAT, TEXT])
-    assert [key.hex() for key in keys.prompt.tolist()] == [
+    assert [key.hex() for key in prompt_keys_of([CHAT, TEXT]).tolist()] == [
         "5b1e64fe0e211ea8f0dad9dc73a24613",
         "4f743367ee26abbbe649c9f469217e84",
     ]
-    assert [f"{int(key):016x}" for key in keys.split] == ["95af2ee0f0ebd776", "0b10a4cb61633113"]
+    split = split_keys_of([CHAT.prompt, TEXT.prompt]).tolist()
+    assert [f"{key:016x}" for key in split] == ["95af2ee0f0ebd776", "0b10a4cb61633113"]

@@ -14,11 +14,9 @@ from align.stages.data.columns import common_shape, require_scores
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_prompts, read_records
 from align.stages.data.shapes import SHAPES
-from support import public_sets
+from support.public_sets import ASKED, BAD, GOOD, HI, NO, ROWS, YES
 from support.read_rows import bot, parted, user, write_rows
 
-ASKED, GOOD, BAD = "Which is larger, 7 or 9?", "9 is larger.", "7, of course."
-HI, YES, NO = user(ASKED), bot(GOOD), bot(BAD)
 SYSTEM = {"role": "system", "content": "Be brief."}
 PAST = (user("Hello there."), bot("Good day to you."))
 ANSWERS = {"chosen": f" {GOOD}", "rejected": f" {BAD}"}
@@ -88,7 +86,6 @@ ORCA = {"system": SYSTEM["content"], "question": ASKED, "chosen": GOOD, "rejecte
 SAFE = {"prompt": ASKED, "response_0": BAD, "response_1": GOOD}
 SAFE |= {"is_response_0_safe": True, "is_response_1_safe": True}
 STEER2 = {"prompt": ASKED, "response_1": GOOD, "response_2": BAD, "preference_strength": -2}
-STEER3 = {"domain": "general", "context": [HI], "response1": BAD, "response2": GOOD}
 ARENA = {"question_id": "a1", "model_a": "x", "model_b": "y", "winner": "model_b"}
 ARENA |= {"conversation_a": [HI, NO], "conversation_b": [HI, YES], "language": "English"}
 KAGGLE = {"id": 30192, "prompt": f'["{ASKED}"]', "response_a": f'["{GOOD}"]'}
@@ -107,7 +104,24 @@ RATED = {"response": GOOD, "model": "a", "fine-grained_score": 4.75, "overall_sc
 NEMO = {"context": [HI]}
 LONG = "Some words of a judge that say why one of them is better."
 
+# What rows of public sets become; the others become CHAT.
+WANTED = {
+    "HuggingFaceH4/ultrafeedback_binarized": pair(scores=(8.5, 3.0)),
+    "trl-lib/ultrafeedback_binarized": pair(scores=(8.5, 3.0)),
+    "Anthropic/hh-rlhf": pair(HUMAN, f" {GOOD}", f" {BAD}"),
+    "Intel/orca_dpo_pairs": pair(({"role": "system", "content": "You are brief."}, HI)),
+    "nvidia/HelpSteer2": pair(margin=2.0),
+    "nvidia/HelpSteer3": pair(margin=2.0),
+    "openai/webgpt_comparisons": pair(scores=(1.0, -1.0)),
+    "trl-lib/kto-mix-14k": label(True),
+}
+PUBLIC = [
+    taken(f"{name} in {ending}", row, wanted=[WANTED.get(name, CHAT)], ending=ending)
+    for name, row in ROWS.items()
+    for ending in ("jsonl", "parquet")
+]
 FILES = [
+    *PUBLIC,
     # TRL
     taken("trl text", {"prompt": ASKED, **ANSWERS}, wanted=[TEXT]),
     taken("trl chat", {"prompt": [HI], "chosen": [YES], "rejected": [NO]}),
@@ -121,11 +135,6 @@ FILES = [
         "trl implicit prompt of text",
         {"chosen": f"{ASKED} {GOOD}", "rejected": f"{ASKED} {BAD}"},
         wanted=[TEXT],
-    ),
-    taken(
-        "trl ultrafeedback_binarized",
-        {**CONVERSATIONS, "score_chosen": 8.5, "score_rejected": 3.0},
-        wanted=[pair(scores=(8.5, 3.0))],
     ),
     taken(
         "trl label",
@@ -148,11 +157,6 @@ FILES = [
     refused("trl language modeling", {"text": f"{ASKED} {GOOD}"}),
     refused("messages alone", {"messages": [HI, YES]}),
     # Pairs with a prompt of text beside whole conversations
-    taken(
-        "HuggingFaceH4 ultrafeedback_binarized",
-        {**BINARIZED, "messages": [HI, YES], "score_chosen": 8.5, "score_rejected": 3.0},
-        wanted=[pair(scores=(8.5, 3.0))],
-    ),
     taken(
         "tulu preference mixture",
         {"id": "a", "source": "b", "prompt": PAST[0]["content"], "chosen": [*PAST, HI, YES]}
@@ -180,11 +184,6 @@ FILES = [
         wrap=Wrapping(True),
     ),
     # Transcripts
-    taken(
-        "Anthropic HH",
-        {"chosen": f"{HUMAN} {GOOD}", "rejected": f"{HUMAN} {BAD}"},
-        wanted=[pair(HUMAN, f" {GOOD}", f" {BAD}")],
-    ),
     taken(
         "Dahoas full-hh-rlhf",
         {"prompt": HUMAN, "response": f" {GOOD}", **ANSWERS},
@@ -324,7 +323,6 @@ FILES = [
     taken(
         "SHP", SHP, {**SHP, "human_ref_A": BAD, "human_ref_B": GOOD, "labels": 0}, wanted=[CHAT] * 2
     ),
-    taken("WebGPT", {**WEBGPT, "score_0": -0.5, "score_1": 0.5}, wanted=[pair(scores=(0.5, -0.5))]),
     taken(
         "WebGPT with a tie",
         {**WEBGPT, "score_0": 1.0, "score_1": -1.0, "answer_0": GOOD, "answer_1": BAD},
@@ -340,7 +338,6 @@ FILES = [
         wanted=[pair(margin=2.0), pair(margin=1.0)],
         ties=1,
     ),
-    taken("HelpSteer3", {**STEER3, "overall_preference": 3}, wanted=[pair(margin=3.0)]),
     taken(
         "HelpSteer",
         {"prompt": ASKED, "response": GOOD, "helpfulness": 4, "correctness": 4, "coherence": 4}
@@ -354,7 +351,6 @@ FILES = [
         *({**ARENA, "winner": one} for one in ("tie", "tie (bothbad)")),
         ties=2,
     ),
-    taken("arena on Kaggle", KAGGLE),
     taken(
         "arena on Kaggle, the second, with a tie",
         {**KAGGLE, "response_a": f'["{BAD}"]', "response_b": f'["{GOOD}"]'}
@@ -364,7 +360,6 @@ FILES = [
     ),
     taken("PKU-SafeRLHF better", {**SAFE, "better_response_id": 1}),
     taken("PKU-SafeRLHF safer", {**SAFE, "safer_response_id": 1}),
-    taken("PKU-SafeRLHF both", {**SAFE, "better_response_id": 1, "safer_response_id": 0}),
     taken(
         "PKU-SafeRLHF both, and the safer one is asked for",
         {**SAFE, "better_response_id": 0, "safer_response_id": 1},
@@ -379,11 +374,6 @@ FILES = [
     taken(
         "stack-exchange-paired",
         {"qid": 1, "question": ASKED, "response_j": GOOD, "response_k": BAD, "date": "2012/01/02"},
-    ),
-    taken(
-        "UltraInteract",
-        {"trajectory": gpt(*PAST, HI), "chosen": GOOD, "rejected": BAD, "id": "1"},
-        wanted=[pair((*PAST, HI))],
     ),
     refused(
         "two answers and no winner",
@@ -494,7 +484,7 @@ FILES = [
     refused(
         "a block with an image",
         {"prompt": [blocks(HI, IMAGE)], "chosen": [YES], "rejected": [NO]},
-        names=["'prompt'", "'image'"],
+        names=["'prompt[0]'", "'image'"],
     ),
     refused(
         "a column of images",
@@ -588,21 +578,3 @@ def test_a_second_column_that_names_a_winner_is_named_with_the_flag_that_takes_i
     assert "--map better_response_id=" in line
     for left_out in ("better_response_id", "safer_response_id"):
         assert left_out not in common_shape(inputs, {left_out: ""}).read_as
-
-
-@pytest.mark.parametrize("name", public_sets.ROWS)
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_public_set_is_read_by_the_columns_of_its_card(tmp_path, name, ending):
-    path = write_rows(tmp_path / f"a.{ending}", [public_sets.ROWS[name]])
-    (found,), _, _ = read(path, Case(name, []), {})
-    prompt, completions, roles, _, _ = found
-    if isinstance(prompt, str):  # transcripts stay text
-        assert public_sets.ASKED in prompt
-        assert [text.strip() for text in completions] == [public_sets.GOOD, public_sets.BAD]
-    elif len(completions) == 1:
-        assert (prompt, completions) == ((public_sets.HI,), ((public_sets.YES,),))
-        assert roles == (Role.DESIRABLE,)
-    else:
-        assert prompt[-1] == public_sets.HI
-        assert completions == ((public_sets.YES,), (public_sets.NO,))
-        assert roles == (Role.CHOSEN, Role.REJECTED)

@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
 def turns_of(folder, record, **options):
     """The texts of the learned tokens of a completion, one for each run of them."""
     row, _ = encode_one(folder, record, **options)
-    (ids,), (turns,) = row.completions, row.turns
+    (ids,), (turns,) = row.completions, row.learned
     decode = load_tokenizer(folder, TokenOptions()).hf.decode
     edges = np.flatnonzero(np.diff(turns, prepend=0, append=0))
     runs = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
@@ -62,13 +62,13 @@ def test_what_a_tool_returns_is_not_learned_and_the_call_of_it_is(folders, kind)
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_one_turn_is_learned_as_a_whole_and_so_is_everything_if_that_is_asked_for(folders, kind):
     row, _ = encode_one(folders[kind], conversation((ONE,), (TWO,)))
-    assert row.turns == (None, None)
+    assert row.learned == (None, None)
     several = conversation((ONE, user("and?"), TWO))
     everything, _ = encode_one(folders[kind], several, learn="all")
     of_turns, _ = encode_one(folders[kind], several)
-    assert everything.turns == (None,)
+    assert everything.learned == (None,)
     assert everything.completions == of_turns.completions
-    assert key_rows([everything], carried=()).turns is None
+    assert key_rows([everything], carried=()).learned is None
 
 
 def test_where_a_template_drops_earlier_thoughts_turns_are_marked_or_the_row_is_refused(folders):

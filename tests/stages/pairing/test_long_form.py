@@ -150,7 +150,7 @@ def test_what_a_completion_gets_of_its_prompt_counts_as_its_first_token_does():
     records = [
         replace(
             long_row(prompt, completion, 0.5, row=place),
-            turns=(np.array(turns, np.int16),),
+            learned=(np.array(turns, np.int16),),
             record=replace(long_row(prompt, completion, 0.5).record, prompt="text", carried={}),
         )
         for place, (prompt, completion, turns) in enumerate(rows)

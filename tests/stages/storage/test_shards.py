@@ -34,7 +34,7 @@ def _arrays(rows):
     names = ("row", "file", "prompt_key", "split_key", "prompt_cut", "roles", "scores", "cut")
     plain = {name: getattr(rows, name) for name in (*names, "logps", "branch_offsets")}
     plain |= rows.carried
-    for name in ("prompts", "completions", "turns", "token_logps"):
+    for name in ("prompts", "completions", "learned", "token_logps"):
         if (lists := getattr(rows, name)) is not None:
             plain |= {f"{name}.values": lists.values, f"{name}.offsets": lists.offsets}
     found = {name: (str(value.dtype), value.tobytes()) for name, value in plain.items()}
