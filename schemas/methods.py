@@ -62,7 +62,7 @@ class Branches:
     roles: Tensor  # (branches,) int8, as `Role` numbers them
     scores: Tensor  # (branches,) float64, NaN where the data gives none
     rows: Tensor  # (branches,) int64, rising: equal where two branches answer the same prompt
-    step_indices: Tensor | None = None  # (branches,) int64: index in the whole step
+    step_indices: Tensor  # (branches,) int64: index in the whole step
     tokens: Tokens | None = None  # where something needs more than their sums
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each (rows,) of the data
     routing: Tensor | None = None  # of a mixture of experts: sums over all tokens of the rows
@@ -80,6 +80,10 @@ class Branches:
     def compared_logps(self) -> Tensor:
         """lp of each branch, as modifiers have left it: to be compared, and not to be imitated."""
         return self.logps if self.adjusted_logps is None else self.adjusted_logps
+
+    def once(self, value: Tensor) -> Tensor:
+        """A number of the whole step, for a sum over micro-batches: 0 in all but the first one."""
+        return value.masked_fill((self.step_indices != 0).all(), 0.0)
 
     def less(self, rounding: float) -> Branches:
         """The branches with every sum and log-ratio lowered by `rounding`."""
@@ -115,7 +119,11 @@ N = TypeVar("N", "Tensor", float)
 
 @dataclass(frozen=True)
 class Mean(Generic[N]):
-    """A sum and its divisor: both add up over micro-batches, ranks and steps."""
+    """A sum and its divisor: all that is reported is kept so, from the loss to metrics.jsonl.
+
+    Both add up over micro-batches, ranks and the steps of a line, and are divided when it is
+    written.
+    """
 
     total: N  # a tensor () float64 until the step is read from its device
     count: float | N

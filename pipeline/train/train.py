@@ -32,7 +32,7 @@ from ...stages.train.evaluation import (
 )
 from ...stages.train.memory_backoff import MicroBatchTooLarge, release_cached_memory
 from ...stages.train.patience import why_over, with_evaluation
-from ...stages.train.step import StepResult, added, finite, learning_rate, reported, train_step
+from ...stages.train.step import StepResult, added, finite, learning_rate, train_step
 from ...stages.train.throughput import peak_mib
 from ...stages.train.together import Ending, StopConditions, Together, tokens_run
 from ..jobs.signals import add_resume_hint, asked_to_stop
@@ -145,16 +145,16 @@ def advance(run: Run, state: State, batch: StepBatch) -> State:
     # A line of metrics.jsonl has the means of all steps since the last one. The loss of a step
     # that is not finite is in none.
     lap = {**run.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
-    is_sound = math.isfinite(reported(run.recipe, result.means)[LOSS])
+    is_sound = math.isfinite(run.recipe.reported(result.means)[LOSS])
     lasting = {**(finite(result.means) if is_sound else {}), **lap}
     window = added({name: Mean(*pair) for name, pair in state.window.items()}, lasting)
     of_now = {"lr": lr, "epoch": step / per_epoch, "memory/peak_mib": peak_mib()}
     if run.memory.times:
         of_now["memory/ran_out"] = float(run.memory.times)
-    metrics = {**reported(run.recipe, {**result.means, **lap}), **of_now}
+    metrics = {**run.recipe.reported({**result.means, **lap}), **of_now}
     line = None
     if run.is_due(step, options.log_every) or may_end_at(run, step, state):
-        line, window = {**reported(run.recipe, window), **of_now}, {}
+        line, window = {**run.recipe.reported(window), **of_now}, {}
     state = State(
         step=step,
         methods=result.state,

@@ -426,7 +426,7 @@ def bco(y: Labelled, *, beta: float = 0.1) -> Output:
     # not move between the micro-batches of a step, and undesirable completions are not weighed by
     # how much their prompts resemble those of desirable ones (UDM).
     delta = y.lp.new_zeros(()) + (y.step.state[1] if y.step.state else 0.0)
-    return Output(-F.logsigmoid(y.sign * (beta * y.r - delta)), facts={"bco/delta": delta})
+    return Output(-F.logsigmoid(y.sign * (beta * y.r - delta)), {"bco/delta": y.once(delta)})
 
 
 # Groups: several scored completions of a prompt. p = policy / reference of a token, where the

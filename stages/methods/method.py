@@ -147,7 +147,6 @@ class Pairs:
     @property
     def index(self) -> Tensor:
         """The index of each row in the whole step."""
-        assert self.branches.step_indices is not None, "completions of a step have indices"
         return self.branches.step_indices[0::2] // 2
 
     def nll(self, scope: Scope) -> Tensor:
@@ -162,7 +161,7 @@ class Labelled:
     """Completions of which each is good or bad by itself; each value is (branches,)."""
 
     def __init__(self, branches: Branches, step: Step) -> None:
-        self.step = step
+        self.branches, self.step = branches, step
         self.lp, self.n, self.r = branches.logps, branches.num_tokens, branches.ratios
         self.is_good = is_good(branches)
 
@@ -178,6 +177,11 @@ class Labelled:
         Clamped after the mean over the whole step: a mean of clamped parts would be too high.
         """
         return _mean(self.step.mismatched).clamp(min=0)
+
+    def once(self, value: Tensor) -> Mean[Tensor]:
+        """A number of the whole step as a metric; of several steps it is weighed as their loss."""
+        count = value.new_full((), self.step.branches)
+        return Mean(self.branches.once(value.detach() * count), self.branches.once(count))
 
     def weights(self, desirable: Weight, undesirable: Weight) -> Tensor:
         """The weight of each completion, by its label."""
@@ -209,8 +213,6 @@ class Output:
 
     losses: Tensor  # (rows,) or (branches,) float64; a completion's sum where tokens are counted
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # each of any number of values
-    # Step-level scalars, () float64: the same in every micro-batch.
-    facts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +273,7 @@ class Method:
         own = {name: getattr(options, name) for name in _keywords(self.function)}
         found = self.function(seen, **own)
         output = found if isinstance(found, Output) else Output(found)
-        losses, metrics, facts = output.losses, dict(output.metrics), dict(output.facts)
+        losses, metrics = output.losses, dict(output.metrics)
         if isinstance(seen, Pairs) and self.head != "score":
             metrics |= {"logps/chosen": seen.lp_c, "logps/rejected": seen.lp_l}
         if isinstance(seen, Pairs) and self.imitates:
@@ -282,13 +284,15 @@ class Method:
             metrics["logps/chosen"] = Mean.of(seen.lp, seen.is_good)
             metrics["logps/rejected"] = Mean.of(seen.lp, ~seen.is_good)
         if isinstance(seen, Labelled) and "mismatched" in self.needs:
-            facts["kl/pairs"] = step.mismatched.new_full((), len(step.mismatched))
-            if len(step.mismatched):
-                facts |= {"kl/raw": _mean(step.mismatched), "kl/clamped": seen.z}
+            count = len(step.mismatched)
+            metrics["kl/pairs"] = seen.once(step.mismatched.new_full((), count))
+            if count:
+                metrics["kl/raw"] = seen.once(_mean(step.mismatched))
+                metrics["kl/clamped"] = seen.once(seen.z)
         told = {
             name: one if isinstance(one, Mean) else one.detach() for name, one in metrics.items()
         }
-        return Output(losses, told, {name: fact.detach() for name, fact in facts.items()})
+        return Output(losses, told)
 
 
 _SEEN: dict[RowKind, Callable[[Branches, Step], Pairs | Labelled | Groups]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ...schemas.methods import Branches, Mean, Metric, RowKind
@@ -84,14 +84,6 @@ def higher(gaps: Tensor, rounding: Tensor) -> Tensor:
 def is_tie(gaps: Tensor, rounding: Tensor) -> Tensor:
     """Whether each gap is at most the rounding of both its sides together, bool."""
     return gaps.abs() <= rounding
-
-
-def with_margin(means: Mapping[str, float]) -> dict[str, float]:
-    """The means of a whole step, with rewards/margins if it has both labels."""
-    chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
-    if MARGINS in means or chosen is None or rejected is None:
-        return dict(means)
-    return {**means, MARGINS: chosen - rejected}
 
 
 def row_margins(

@@ -43,9 +43,7 @@ class Outcome:
 
     loss: Tensor  # () this micro-batch's part of the step's mean, with the gradient
     losses: Tensor  # (rows,) or (branches,): where one is not finite, the row is to blame
-    loss_sums: Mapping[str, Mean[Tensor]]  # by part: its sum here, and the whole step's count
-    metrics: Mapping[str, Metric]
-    facts: Mapping[str, Mean[Tensor]]  # step-level scalars, the same in every micro-batch
+    metrics: Mapping[str, Metric]  # the loss among them; of a mixture that of each part
 
 
 @dataclass(frozen=True)
@@ -195,70 +193,57 @@ class Recipe:
         return self.modifiers.applied(branches).ratios
 
     def outcome(self, branches: Branches, step: Step, state: StepState) -> Outcome:
-        """The loss of a micro-batch."""
+        """The loss of a micro-batch, and what it adds to everything that is reported."""
         given = replace(branches, rounding=self.rounding)
         seen = self.modifiers.applied(given)
         with torch.no_grad():
             less = self.modifiers.applied(given, less=self.rounding)
-        outcomes = [self._outcome_of(part, seen, less, step, state) for part in self.parts]
-        # What several parts report is named by the first.
-        metrics: dict[str, Metric] = {}
-        facts: dict[str, Mean[Tensor]] = {}
-        for outcome in outcomes:
-            metrics, facts = {**outcome.metrics, **metrics}, {**outcome.facts, **facts}
+        parts_of_loss, losses, metrics = list[Tensor](), list[Tensor](), dict[str, Metric]()
+        for part in self.parts:
+            method, completions = part.method, self._view(seen, part)
+            gathered = {name: step.pre_pass[f"{method.name}/{name}"] for name in method.gathers}
+            known = replace(step, pre_pass=gathered, state=state.get(method.name, ()))
+            output = method.loss(completions, known, part.options)
+            own = self.modifiers.weighed(output.losses, completions)
+            total, count = own.sum(), step.count_of(method.items)
+            parts_of_loss.append(total / (count or 1))
+            losses.append(own.detach())
+            loss = Mean(total.detach(), branches.once(total.new_full((), count)))
+            told = {self._loss_name(part): loss, **output.metrics}
+            rewards, others = _rewards_of(part, completions), _rewards_of(part, less)
+            if rewards is not None and others is not None:
+                margins, rounding = told.get(MARGINS), (rewards - others).abs()
+                assert not isinstance(margins, Mean), "every pair has a margin"
+                # Margins that the loss reports itself are kept.
+                told = reward_metrics(rewards, rounding, completions, method.rows, margins) | told
+            metrics = told | metrics  # what several parts report is named by the first
         metrics |= self.modifiers.metrics(branches)
-        if len(outcomes) == 1:
-            return replace(outcomes[0], metrics=metrics)
-        both = list(zip(self.parts, outcomes, strict=True))
-        losses = [
-            # A loss of a row is repeated for its completions.
-            one.losses if len(one.losses) == len(branches.rows) else one.losses[branches.rows]
-            for one in outcomes
+        if len(self.parts) == 1:
+            return Outcome(parts_of_loss[0], losses[0], metrics)
+        weighted = [part.weight * one for part, one in zip(self.parts, parts_of_loss, strict=True)]
+        # A loss of a row is repeated for its completions.
+        per_branch = [
+            one if len(one) == len(branches.rows) else one[branches.rows] for one in losses
         ]
-        return Outcome(
-            loss=torch.stack([part.weight * one.loss for part, one in both]).sum(),
-            losses=torch.stack(losses).sum(dim=0),
-            loss_sums={f"{LOSS}/{part.method.name}": one.loss_sums[LOSS] for part, one in both},
-            metrics=metrics,
-            facts=facts,
-        )
+        return Outcome(torch.stack(weighted).sum(), torch.stack(per_branch).sum(dim=0), metrics)
 
-    def with_loss(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The means with the weighted sum of the parts' losses; a part without items adds none."""
-        weights = {f"{LOSS}/{part.method.name}": part.weight for part in self.parts}
-        present = [name for name in weights if name in means]
-        if not present:
-            return dict(means)
-        return {LOSS: sum(weights[name] * means[name] for name in present), **means}
+    def reported(self, sums: Mapping[str, Mean[float]]) -> dict[str, float]:
+        """The numbers of a step or of several: each sum by its count, and what follows from them.
 
-    def _outcome_of(
-        self, part: Part, seen: Branches, less: Branches, step: Step, state: StepState
-    ) -> Outcome:
-        """The outcome of one part; `less` are the completions with every sum off by rounding."""
-        branches, method = self._view(seen, part), part.method
-        gathered = {name: step.pre_pass[f"{method.name}/{name}"] for name in method.gathers}
-        known = replace(step, pre_pass=gathered, state=state.get(method.name, ()))
-        output = method.loss(branches, known, part.options)
-        losses = self.modifiers.weighed(output.losses, branches)
-        own = Mean(losses.sum(), step.count_of(method.items))
-        metrics = dict(output.metrics)
-        rewards, others = _rewards_of(part, branches), _rewards_of(part, less)
-        if rewards is not None and others is not None:
-            margins, rounding = metrics.get(MARGINS), (rewards - others).abs()
-            assert not isinstance(margins, Mean), "every pair has a margin"
-            # Margins that the loss reports itself are kept.
-            metrics = {
-                **reward_metrics(rewards, rounding, branches, method.rows, margins),
-                **metrics,
-            }
-        return Outcome(
-            loss=own.value,
-            losses=losses.detach(),
-            loss_sums={LOSS: replace(own, total=own.total.detach())},
-            metrics=metrics,
-            # In a window of several steps a fact is weighted as the loss of its step is.
-            facts={name: Mean(fact * own.count, own.count) for name, fact in output.facts.items()},
-        )
+        That is the loss of a mixture, which a part without items adds nothing to, and the margin
+        of labels.
+        """
+        means = {name: one.value for name, one in sums.items()}
+        weights = {self._loss_name(part): part.weight for part in self.parts}
+        if LOSS not in weights and (present := [name for name in weights if name in means]):
+            means = {LOSS: sum(weights[name] * means[name] for name in present), **means}
+        chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
+        if MARGINS not in means and chosen is not None and rejected is not None:
+            means[MARGINS] = chosen - rejected
+        return means
+
+    def _loss_name(self, part: Part) -> str:
+        return LOSS if len(self.parts) == 1 else f"{LOSS}/{part.method.name}"
 
     def _view(self, branches: Branches, part: Part) -> Branches:
         """The completions as this part reads them: pairs become labels for a method of labels."""

@@ -24,7 +24,7 @@ from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
 from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
-from .step import Sums, branches_of, reported, step_of
+from .step import Sums, branches_of, step_of
 
 if TYPE_CHECKING:
     from ..engine.deepspeed_engine import DeepSpeedEngine
@@ -75,13 +75,13 @@ def means_of_held_out(
             with catching_out_of_memory(micro):
                 branches = branches_of(engine, recipe, micro)
                 samples.add(micro, branches, recipe)
-                assert branches.step_indices is not None, "branches of a micro-batch have indices"
                 indices = branches.step_indices + branches_before
                 here = replace(branches, step_indices=indices)
                 outcome = recipe.outcome(here, step, state)
-            sums.add_outcome(outcome)
+            sums.add(outcome.metrics)
         branches_before += batch.branches
-    return reported(recipe, sums.means(engine))
+    means, _ = sums.read(engine, {})
+    return recipe.reported(means)
 
 
 def _joined(values: list[Tensor]) -> Tensor:

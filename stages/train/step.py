@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -15,8 +15,8 @@ from torch import Tensor
 from ...schemas.batches import MicroBatch, StepBatch, Visits
 from ...schemas.methods import ROUTING, Branches, Mean, Metric, Step, Tokens
 from ...schemas.train_options import TrainOptions
-from ..methods.metrics import is_tie, with_margin
-from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
+from ..methods.metrics import is_tie
+from ..methods.recipe import LOSS, MethodState, Recipe, StepState, reads
 from ..methods.tensors import sums_of
 from ..model.copies import on_device
 from ..storage.disk.failpoints import reach
@@ -60,8 +60,8 @@ def train_step(
     state_then = recipe.next_state(state, step.pre_pass)
     sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
     if step.routing is not None:
-        of_step = partial_router_loss(step.routing, step.routing)
-        sums.add_facts({"router/loss": Mean(of_step, 1.0)})
+        of_step, is_first = partial_router_loss(step.routing, step.routing), engine.world.rank == 0
+        sums.add({"router/loss": Mean(of_step * is_first, float(is_first))})
     margins = list[Tensor]()
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
@@ -72,14 +72,14 @@ def train_step(
             if branches.routing is not None and step.routing is not None:
                 loss = loss + router_loss * partial_router_loss(branches.routing, step.routing)
             engine.backward(loss, is_last=index == last)
-        sums.add_outcome(outcome)
+        sums.add(outcome.metrics)
         losses.append(outcome.losses)
         if keeps_margins:
             margins.append(torch.stack(recipe.margins(branches))[:, : len(micro.row_ids)])
     # The only host-device sync of a step.
     means, after = sums.read(engine, state_then)
     visits = _visits(batch, margins) if keeps_margins else None
-    if not math.isfinite(reported(recipe, means)[LOSS]):
+    if not math.isfinite(recipe.reported(means)[LOSS]):
         engine.skip()
         suspects = _suspects(batch, step, losses)
         return StepResult(False, means=means, suspects=suspects, visits=visits, state=state)
@@ -97,11 +97,6 @@ def _visits(batch: StepBatch, margins: list[Tensor]) -> Visits:
     values = torch.cat(margins, dim=1)
     ties = is_tie(*values)
     return Visits(rows_in(batch), tuple(values[0].tolist()), tuple(ties.tolist()))
-
-
-def reported(recipe: Recipe, means: Means) -> dict[str, float]:
-    """The values of the means, with the metrics derived from them: summed loss, margins."""
-    return with_margin(recipe.with_loss({name: mean.value for name, mean in means.items()}))
 
 
 def rows_in(batch: StepBatch) -> tuple[str, ...]:
@@ -241,7 +236,7 @@ def _in_step_order(
     Bit-identical for any split of the step: each rank scatters its values into a vector of zeros,
     and an all-reduce adds the vectors up.
     """
-    indices = [branches.step_indices for branches in found if branches.step_indices is not None]
+    indices = [branches.step_indices for branches in found]
     joined = torch.cat(values).double()
     whole = joined.new_zeros(count).index_copy(0, torch.cat(indices), joined)
     return engine.total(whole)
@@ -270,60 +265,35 @@ Means = dict[str, Mean[float]]
 
 
 class Sums:
-    """Sums over the micro-batches of a step or of an evaluation, by name."""
+    """Everything that is reported of a step or of an evaluation, by name: sums and their counts."""
 
     def __init__(self) -> None:
-        self._metrics: dict[str, Mean[Tensor]] = {}
-        self._losses: dict[str, Mean[Tensor]] = {}  # their counts are of the whole step already
-        self._facts: dict[str, Mean[Tensor]] = {}  # equal for each micro-batch and rank
+        self._sums: dict[str, Mean[Tensor]] = {}
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Adds every value of each name; a name without values is kept."""
+        """Adds those of a micro-batch; a name without values is kept."""
         for name, given in metrics.items():
             one = given if isinstance(given, Mean) else Mean.of(given)
-            self._metrics[name] = self._metrics[name] + one if name in self._metrics else one
-
-    def add_outcome(self, outcome: Outcome) -> None:
-        """Adds the outcome of one micro-batch."""
-        for name, loss in outcome.loss_sums.items():
-            before = self._losses[name].total if name in self._losses else 0.0
-            self._losses[name] = replace(loss, total=loss.total.double() + before)
-        self.add_facts(outcome.facts)
-        self.add(outcome.metrics)
-
-    def add_facts(self, facts: Mapping[str, Mean[Tensor]]) -> None:
-        """Adds values of the whole step, which each micro-batch and rank has."""
-        self._facts |= facts
-
-    def means(self, engine: DeepSpeedEngine) -> Means:
-        """The means over all ranks, without names that have no value.
-
-        Every rank has the same names: a method reports the same names for any rows.
-        """
-        return self.read(engine, {})[0]
+            self._sums[name] = self._sums[name] + one if name in self._sums else one
 
     def read(self, engine: DeepSpeedEngine, state: StepState) -> tuple[Means, MethodState]:
-        """The means and the methods' state, both by one host-device sync."""
-        summed = self._metrics | self._losses
-        if not summed:
+        """The sums over all ranks and the methods' state, both by one host-device sync.
+
+        Every rank has the same names: a method reports the same names for any rows. Those that
+        nothing was counted for are left out.
+        """
+        if not self._sums:
             return {}, {}
-        # In the same order on every rank.
-        names, counted = sorted(summed), sorted(self._metrics)
-        like = summed[names[0]].total
-        own = [summed[name].total for name in names]
-        own += [_tensor_of(self._metrics[name].count, like) for name in counted]
-        reduced = engine.total(torch.stack(own))
-        known = [value for fact in self._facts.values() for value in (fact.total, fact.count)]
-        known += [value for values in state.values() for value in values]
-        numbers = [_tensor_of(value, like)[None] for value in known]
-        left = iter(torch.cat([reduced, *numbers]).tolist())
-        totals = {name: next(left) for name in names}
-        counts = {name: next(left) for name in counted}
-        counts |= {name: float(loss.count) for name, loss in self._losses.items()}
-        means = {name: Mean(totals[name], counts[name]) for name in names}
-        means |= {name: Mean(next(left), next(left)) for name in self._facts}
+        names = sorted(self._sums)  # in the same order on every rank
+        like, found = self._sums[names[0]].total, [self._sums[name] for name in names]
+        own = [one.total.double() for one in found]
+        own += [_tensor_of(one.count, like) for one in found]
+        known = [_tensor_of(value, like)[None] for values in state.values() for value in values]
+        left = iter(torch.cat([engine.total(torch.stack(own)), *known]).tolist())
+        totals, counts = ([next(left) for _ in names] for _ in range(2))
+        means = {name: Mean(*one) for name, *one in zip(names, totals, counts, strict=True)}
         after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
-        return {name: means[name] for name in sorted(means) if means[name].count}, after
+        return {name: mean for name, mean in means.items() if mean.count}, after
 
 
 def _tensor_of(number: float | Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from align.stages.methods.metrics import with_margin
 from align.stages.methods.table import recipe_of
 from support.method_steps import MISMATCHED, MPO, each, random_branches, take_recipe
 
@@ -81,7 +80,7 @@ def chosen_first(whole):
 
 
 def require_metrics(taken, metrics):
-    told = with_margin(taken.means)
+    told = taken.line
     shared = told.keys() & metrics.keys()
     assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen"} <= shared
     for name in shared:

@@ -282,8 +282,9 @@ class Taken:
     token_gradient: torch.Tensor  # (tokens,) of the mean, by each token's log-prob, any way
     value_gradient: torch.Tensor  # (tokens,) of the mean, by each token's value
     values: dict  # name -> every value of the step, of a metric that counts them all
-    means: dict  # as a trainer reports them, but for the loss
-    reported: float | None  # the loss as a trainer reports it
+    means: dict  # of what the parts report, but for the loss
+    line: dict  # as a trainer writes it
+    reported: float | None  # the loss in it
     state: dict  # of the methods from here on
 
 
@@ -336,12 +337,7 @@ def _summed(recipe, whole, micros, outcomes, state):
             counts[name] = counts.get(name, 0.0) + float(one.count)
             if not isinstance(metric, Mean):
                 values[name] = torch.cat([values.get(name, metric[:0]), metric])
-        for name, share in outcome.loss_sums.items():
-            totals[name] += share.total.item()
-            counts[name] = share.count
-        for name, fact in outcome.facts.items():
-            totals[name], counts[name] = fact.total.item(), fact.count
-    told = {name: totals[name] / count for name, count in counts.items() if count}
+    sums = {name: Mean(totals[name], count) for name, count in counts.items() if count}
     by_branch, by_token, by_value = (
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
         for leaf in _leaves(whole)
@@ -353,8 +349,9 @@ def _summed(recipe, whole, micros, outcomes, state):
         token_gradient=by_token + by_branch.repeat_interleave(whole.tokens.counts),
         value_gradient=by_value,
         values=values,
-        means={name: mean for name, mean in told.items() if not name.startswith("loss")},
-        reported=recipe.with_loss(told).get("loss"),
+        means={name: one.value for name, one in sums.items() if not name.startswith("loss")},
+        line=recipe.reported(sums),
+        reported=recipe.reported(sums).get("loss"),
         state=state,
     )
 

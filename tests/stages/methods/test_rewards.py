@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from align.schemas.methods import Mean
 from align.schemas.rows import LEAST, Role
-from align.stages.methods.metrics import with_margin
 from align.stages.methods.recipe import Part, Recipe
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import (
@@ -171,7 +171,10 @@ def test_a_row_of_one_label_or_of_a_reward_that_is_not_finite_has_no_accuracy():
 
 
 def test_a_margin_of_labels_is_the_difference_of_the_means_of_a_whole_step():
+    def reported(means):
+        return recipe_of("kto", {}).reported({name: Mean(3 * means[name], 3) for name in means})
+
     means = {"rewards/chosen": 0.75, "rewards/rejected": -0.5, "loss": 0.4}
-    assert with_margin(means) == means | {"rewards/margins": 1.25}
+    assert reported(means) == pytest.approx(means | {"rewards/margins": 1.25})
     for known in ({"rewards/chosen": 0.75}, means | {"rewards/margins": 0.75}):
-        assert with_margin(known) == known
+        assert reported(known) == pytest.approx(known)

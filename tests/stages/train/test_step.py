@@ -11,7 +11,6 @@ import torch
 from align.schemas.errors import CorruptionError
 from align.schemas.methods import Mean
 from align.schemas.train_options import TrainOptions
-from align.stages.methods.recipe import Outcome
 from align.stages.train import throughput as meter_module
 from align.stages.train.step import Sums, added, finite, learning_rate, warmup_steps
 from align.stages.train.throughput import MEGA, Machine, Meter, forget_peak, peak_mib
@@ -54,7 +53,7 @@ def means(*parts, peers=ALONE):
     sums = Sums()
     for part in parts:
         sums.add(part)
-    return values_of(sums.means(peers))
+    return values_of(sums.read(peers, {})[0])
 
 
 def values_of(means):
@@ -80,24 +79,15 @@ def test_a_name_without_a_value_is_left_out_unless_another_rank_has_one():
     assert found == {"loss": 3.0, "rewards/rejected": 5.0}  # (2 + 7) / 3, 5 / 1
 
 
-def test_the_count_of_a_loss_and_the_facts_are_of_the_whole_step_and_are_not_added_up():
-    sums = Sums()
-    for own in (2.0, 4.0):  # two micro-batches of a step of 3 rows, 1 of them on another rank
-        share, fact = Mean(torch.tensor(own), 3), Mean(torch.tensor(0.5) * 3, 3)
-        sums.add_outcome(Outcome(share.value, values(own), {"loss": share}, {}, {"kl/raw": fact}))
-    means = sums.means(SimpleNamespace(total=lambda own: own + 6.0))
-    assert means == {"loss": Mean(12.0, 3), "kl/raw": Mean(1.5, 3)}
-    # Beside a step of 1 row with a fact of 0.9: (3 x 0.5 + 0.9) / 4.
-    line = added(means, {"loss": Mean(4.0, 1), "kl/raw": Mean(0.9, 1)})
-    assert values_of(line) == pytest.approx({"loss": 4.0, "kl/raw": 0.6})
-
-
 def test_small_values_are_not_lost_beside_a_large_one_and_keep_no_graph_alive():
+    def without_graph(own):
+        assert not own.requires_grad
+        return own
+
+    peers = SimpleNamespace(total=without_graph)
     large, one = torch.tensor([2.0**25]), torch.tensor([1.0], requires_grad=True)
-    assert means({"loss": large}, {"loss": one}) == {"loss": (2**25 + 1) / 2}  # no float32
-    sums = Sums()
-    sums.add({"loss": one * 2})
-    assert not any(mean.total.requires_grad for mean in sums._metrics.values())
+    # No float32.
+    assert means({"loss": large}, {"loss": one}, peers=peers) == {"loss": (2**25 + 1) / 2}
 
 
 def test_what_is_not_finite_is_added_to_nothing():
