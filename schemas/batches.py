@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cursor:
-    """A step of an epoch."""
-
-    epoch: int
-    step: int
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward pass on a rank; a rank with no rows left runs an empty one."""
 

@@ -26,17 +26,12 @@ def methods(
     ] = False,
 ) -> None:
     """List the methods with their losses and options, or explain one."""
-    from ...stages.methods.method_docs import (
-        markdown_table,
-        plain_table,
-        render_method,
-        render_table,
-    )
+    from ...stages.methods.method_docs import describe, markdown_table, render_method, render_table
     from ...stages.methods.table import METHODS, find_method
 
     chosen = [find_method(name)] if name else list(METHODS.values())
     if as_json:
-        say(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
+        say(json.dumps([*map(describe, chosen)], indent=2, ensure_ascii=False))
     elif markdown:
         say(markdown_table(chosen).rstrip())
     else:

@@ -36,10 +36,9 @@ def init(
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
     described = None
     if method:
-        from ...stages.methods.method_docs import describe
         from ...stages.methods.table import find_method
 
-        described = describe(find_method(method))
+        described = find_method(method)
     write_template(path, schema=schema, method=described)
     say(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
 

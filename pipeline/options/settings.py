@@ -26,7 +26,7 @@ from .table import COMMANDS, INSTEAD, SECTIONS, fields, flag_of, paths, reads
 from .yaml_values import UNREADABLE, from_yaml, in_yaml, setting_value, to_yaml
 
 if TYPE_CHECKING:
-    from ...stages.methods.method_docs import Description
+    from ...stages.methods.method import Method
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024  # a file of data is larger, and YAML takes minutes to refuse it
@@ -270,7 +270,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return flatten(_build(found, dict.fromkeys(found, str(path)), "config"))
 
 
-def write_template(path: Path, *, schema: bool, method: Description | None = None) -> None:
+def write_template(path: Path, *, schema: bool, method: Method | None = None) -> None:
     """Writes a new config file, and the JSON Schema by which an editor checks and completes it."""
     beside = path.with_name("align.schema.json")
     if schema:
@@ -281,7 +281,7 @@ def write_template(path: Path, *, schema: bool, method: Description | None = Non
         file.write(f"{named}{template(method)}".encode())
 
 
-def template(method: Description | None = None) -> str:
+def template(method: Method | None = None) -> str:
     """The text of a new align.yaml: every setting, its default and what it means.
 
     The options of a method are comments: set, they are refused with a method that has none such.
@@ -297,8 +297,8 @@ def template(method: Description | None = None) -> str:
             lines.append(f"  {key}: {value}  # {field.description}")
     if method:
         lines += ["", f"method:  # Options of {method.name}: remove a # to set one"]
-        for one in method.options:
-            lines.append(f"  # {one.name}: {in_yaml(one.default)}  # {one.help}")
+        for name, one in method.options.model_fields.items():
+            lines.append(f"  # {name}: {in_yaml(one.default)}  # {one.description}")
     else:
         lines += ["", "method:  # Options of the method: `align init --method NAME`"]
     return "\n".join([*lines, ""])

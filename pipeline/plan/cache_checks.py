@@ -113,7 +113,7 @@ def _lines(found: Mapping[str, str]) -> str:
 
 def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> None:
     """Refuses rows longer than the policy's last position; None: it has no limit."""
-    if last is None or source.index.longest <= last:
+    if last is None or source.longest <= last:
         return
     more = max(map(len, source.spec.context.values()), default=0)
     added = (
@@ -123,7 +123,7 @@ def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> 
         else ""
     )
     raise UsageError(
-        f"The longest row of {source.folder.root} has {source.index.longest:,} tokens{added}, and "
+        f"The longest row of {source.folder.root} has {source.longest:,} tokens{added}, and "
         f"the policy's last position is {last:,}. Make a cache with `align precompute-ref … "
         f"--max-length {last - more} --output OTHER`."
     )

@@ -13,8 +13,7 @@ from ...schemas.rows import Role
 from ...schemas.samples import Drawing
 from ...schemas.train_options import TrainOptions
 from ...stages.data.tokenizer import load_tokenizer
-from ...stages.feed.conversions import ReadSpec, ScoreRules, Threshold
-from ...stages.feed.prompt_split import LabelShares
+from ...stages.feed.select import ReadSpec, ScoreRules, Threshold
 from ...stages.storage.cache import Cache
 
 if TYPE_CHECKING:
@@ -25,6 +24,12 @@ _WORDS: dict[float | str, Threshold] = {"mean": "mean", "median": "median"}
 
 def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
     """The read spec of stored rows; `policy` is the policy's folder, for its tokenizer."""
+    shares = (train.desirable_share, train.undesirable_share)
+    if recipe.rows != "labelled" and shares != (1.0, 1.0):
+        raise UsageError(
+            f"train.desirable_share and train.undesirable_share are for methods that read labels, "
+            f"such as kto; {recipe.name} reads {recipe.rows} rows. Unset both."
+        )
     return ReadSpec(
         kind=recipe.rows,
         mismatched="mismatched" in recipe.needs,
@@ -39,19 +44,9 @@ def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
         columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
         context=_context(recipe, policy),
         file_weights=train.file_weights,
-        label_shares=_label_shares(recipe, train),
+        label_shares=shares,
+        seed=train.seed,
     )
-
-
-def _label_shares(recipe: Recipe, train: TrainOptions) -> LabelShares:
-    """The shares of prompts of either label; refused where a method reads no labels."""
-    shares = LabelShares(train.desirable_share, train.undesirable_share, train.seed)
-    if recipe.rows != "labelled" and not shares.are_whole:
-        raise UsageError(
-            f"train.desirable_share and train.undesirable_share are for methods that read labels, "
-            f"such as kto; {recipe.name} reads {recipe.rows} rows. Unset both."
-        )
-    return shares
 
 
 def _threshold(given: float | str) -> Threshold:

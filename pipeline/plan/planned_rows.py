@@ -56,17 +56,17 @@ def _of_cache(config: Config, recipe: Recipe) -> PlannedRows:
     manifest = cache.manifest()
     path = local_model(config.train.model or manifest.model)
     read_spec = read_spec_of(recipe, config.train, path)
-    index = open_source(cache, manifest, read_spec, ShardColumns(unchecked)).index
-    sizes = [table.sizes for table in (index.train, index.held_out)]
+    source = open_source(cache, manifest, read_spec, ShardColumns(unchecked))
+    sizes = [table.sizes for table in (source.train, source.held_out)]
     prompts = sum(int(one.prompt_tokens.sum(dtype="int64")) for one in sizes)
     completions = sum(int(one.own_tokens.sum(dtype="int64")) for one in sizes)
     return PlannedRows(
-        table=index.train,
-        count=index.train.rows_per_epoch,
-        held_out=len(index.held_out),
+        table=source.train,
+        count=source.train.rows_per_epoch,
+        held_out=len(source.held_out),
         policy=replace(config.model, path=path, adapter="", device_map=""),
         own_tokens=prompts + completions,
-        mismatched_tokens=index.num_partners * completions,
+        mismatched_tokens=source.num_partners * completions,
     )
 
 

@@ -23,7 +23,7 @@ def short_plan(
     held_out = feed.held_out_source.eval_rows
     source, ranks = feed.source, feed.settings.world.size
     work = workload_of(
-        source.index.train, feed.settings, train, rows=source.rows_per_epoch, held_out=held_out
+        source.train, feed.settings, train, rows=source.train.rows_per_epoch, held_out=held_out
     )
     dtype, device = causal_model(policy.model).dtype, policy.device.type
     elements = elements_of(policy, packs=False, numel=whole_numel)

@@ -106,13 +106,15 @@ def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
     """Rows of one shape, each completion with so many mismatched partners of its length."""
     branches = len(shape.completions)
     lengths = np.tile(np.array(shape.completions, np.int32), count)
-    sizes = RowSizes.of(
-        np.arange(count),
-        np.full(count, shape.prompt),
-        np.repeat(lengths[:, None], 1 + num_partners, axis=1),
-        lengths,
-        np.arange(len(lengths)) % branches == 0,
-        np.arange(count + 1) * branches,
+    own = np.full(count, sum(shape.completions), np.int32)
+    sizes = RowSizes(
+        index_in_group=np.arange(count, dtype=np.int32),
+        prompt_tokens=np.full(count, shape.prompt, np.int32),
+        own_tokens=own,
+        learned_tokens=own,
+        chosen_tokens=np.full(count, shape.completions[0], np.int32),
+        branch_offsets=np.arange(count + 1) * branches,
+        mismatched_tokens=np.repeat(lengths[:, None], num_partners, axis=1),
     )
     return RowTable(np.array([0, count]), sizes)
 

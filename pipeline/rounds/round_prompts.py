@@ -16,7 +16,7 @@ from ...schemas.samples import Prompt
 from ...stages.data.files import inputs_of
 from ...stages.data.records import read_prompts
 from ...stages.data.row_keys import split_keys_of
-from ...stages.feed.prompt_split import held_out
+from ...stages.feed.select import held_out
 from ...stages.sample.prompts import asked_once
 from ...stages.sample.sample_table import prompt_table
 from ...stages.storage.disk import fs

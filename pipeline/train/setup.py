@@ -14,7 +14,7 @@ from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
 from ...stages.engine.deepspeed_config import EngineContext, engine_config, stage_of
-from ...stages.feed.conversions import ReadSpec
+from ...stages.feed.select import ReadSpec
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.model_folder import (
     UNUSED_WEIGHTS,

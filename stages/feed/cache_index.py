@@ -1,10 +1,9 @@
-"""The index of a cache, from one pass: kinds and lengths of its rows, and their split."""
+"""The narrow columns of a cache: kinds and lengths of its rows, and which of them are held out."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ...schemas.batches import StepSize
-from ...schemas.cache import Manifest, Shard, StoredKind
+from ...schemas.cache import Shard, StoredKind
 from ...schemas.columns import (
     arrow_column,
     joined_ranges,
@@ -23,42 +22,14 @@ from ...schemas.columns import (
     offsets_of,
 )
 from ...schemas.errors import CorruptionError
-from ...schemas.rows import Role
 from ..storage.cache import Cache
 from ..storage.shards import TURNS, learned_tokens, read_columns
-from .conversions import ReadSpec
-from .file_weights import Draws, weights_of
-from .prompt_split import held_out as is_held_out
-from .row_selection import KindCounts, Selection, context_lengths, select
+from .file_weights import Draws
+from .select import BAD, GOOD, KindCounts, ReadSpec, context_lengths, held_out, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
 SOURCE = "source"  # the data file of a row, and its number there
 SCORES = "scores"  # the key of missing scores; no column of the data has this name
-
-
-@dataclass(frozen=True)
-class GroupLocation:
-    """The shard, by its place in the manifest, and the index of a stored row group."""
-
-    shard: int
-    group: int  # within the shard
-
-
-@dataclass(frozen=True)
-class Index:
-    """Every row of a cache that a method reads."""
-
-    group_locations: tuple[GroupLocation, ...]  # by the row group numbers of both tables
-    train: RowTable
-    held_out: RowTable
-    kinds: dict[StoredKind, KindCounts]  # of the cache, read or not
-    desirable: int  # branches of an epoch's rows that are chosen or desirable
-    undesirable: int  # those that are rejected or undesirable
-    missing: dict[str, int]  # rows that are read and lack a needed value, by its name
-    num_partners: int  # mismatched partners of each branch in the cache
-    longest: int  # most tokens of a prompt and one completion after it, as the method reads them
-
-
 Check: TypeAlias = Callable[[Cache, Shard], None]
 
 
@@ -84,147 +55,88 @@ class ShardColumns:
         return read_columns(path, names)
 
 
-def build_index(folder: Cache, manifest: Manifest, spec: ReadSpec, columns: ShardColumns) -> Index:
-    """The index of a cache, from the narrow columns of its shards; damage names the unit."""
-    weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
-    names = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
-    source = (SOURCE,) if weights else ()
-    locations: list[GroupLocation] = []
-    train: list[RowTable] = []
-    held_out: list[RowTable] = []
-    kinds: dict[StoredKind, KindCounts] = {}
-    missing: Counter[str] = Counter()
-    files: list[NDArray[np.int16]] = []  # of training rows
-    labels = np.zeros((2, max(1, len(weights))))  # chosen and rejected branches of each file
-    partners, longest = set[int](), 0
-    for place, shard in enumerate(manifest.shards):  # an empty key range has none
-        table, sizes = columns.read(folder, shard, (*COLUMNS, TURNS, *source, *spec.columns))
-        rows = read_table(table, sizes, spec, str(folder.root))
-        partners.add(rows.num_partners)
-        if len(partners) > 1:
-            raise CorruptionError(
-                f"it has {rows.num_partners} mismatched completions a branch, and the shards "
-                "before it another number. Make the cache again."
-            )
-        file_of = _files(table, names) if weights else np.zeros(len(table), np.int16)
-        is_learned = ~rows.is_held_out
-        learned = file_of[rows.stored][is_learned]
-        for label, counts in enumerate((rows.num_chosen, rows.num_rejected)):
-            count = len(labels[label])
-            labels[label] += np.bincount(learned, weights=counts[is_learned], minlength=count)
-        if weights:
-            files.append(learned)
-        locations += [GroupLocation(place, group) for group in range(len(sizes))]
-        train.append(rows.table.keep(is_learned))
-        held_out.append(rows.table.keep(rows.is_held_out))
-        for kind, of_kind in rows.kinds.items():
-            kinds[kind] = kinds.get(kind, KindCounts()) + of_kind
-        missing.update(rows.missing)
-        longest = max(longest, rows.longest)
-
-    num_partners = max(partners, default=0)
-    kept = num_partners if spec.mismatched else 0
-    whole, share = RowTable.concat(train, num_partners=kept), np.ones(labels.shape[1])
-    if files:
-        draws = Draws.of(np.concatenate(files), weights)
-        whole = replace(whole, draws=draws)
-        # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
-        in_file = np.bincount(draws.file_of, minlength=len(weights))
-        share = np.array(draws.per_epoch) / np.maximum(in_file, 1)
-    desirable, undesirable = map(round, (labels @ share).tolist())
-    return Index(
-        group_locations=tuple(locations),
-        train=whole,
-        held_out=RowTable.concat(held_out, num_partners=kept),
-        kinds=kinds,
-        desirable=desirable,
-        undesirable=undesirable,
-        missing=dict(missing),
-        num_partners=num_partners,
-        longest=longest,
-    )
-
-
 @dataclass(frozen=True)
-class TableRows:
+class ReadRows:
     """The rows of some row groups that a method reads."""
 
     table: RowTable
     is_held_out: NDArray[np.bool_]  # (rows,)
-    kinds: dict[StoredKind, KindCounts]
-    num_chosen: NDArray[np.int32]  # (rows,) chosen or desirable branches
-    num_rejected: NDArray[np.int32]  # (rows,) rejected or undesirable ones
-    missing: dict[str, int]
-    num_partners: int
-    longest: int
-    stored: NDArray[np.int64]  # (rows,) index of the row of the columns that each is made of
+    files: NDArray[np.int16]  # (rows,) the index of each one's data file, where it is asked for
+    num_good: NDArray[np.int32]  # (rows,) chosen or desirable branches
+    num_bad: NDArray[np.int32]  # (rows,) rejected or undesirable ones
+    kinds: dict[StoredKind, KindCounts]  # of the stored rows, read or not
+    missing: dict[str, int]  # rows that lack a number that the method needs, by its name
+    num_partners: int  # mismatched partners of each branch
+    longest: int  # most tokens of a prompt and one completion after it, as the method reads them
+
+
+def columns_of(spec: ReadSpec) -> tuple[str, ...]:
+    """The columns that `read_table` reads."""
+    return (*COLUMNS, TURNS, *((SOURCE,) if spec.file_weights else ()), *spec.columns)
 
 
 def read_table(
-    columns: pa.Table, sizes: NDArray[np.int64], spec: ReadSpec, source: str
-) -> TableRows:
-    """The rows of columns of row groups of these sizes; the table may be a slice of another."""
+    columns: pa.Table,
+    sizes: NDArray[np.int64],
+    spec: ReadSpec,
+    source: str,
+    files: Sequence[str] = (),
+) -> ReadRows:
+    """The rows of columns of row groups of these sizes; the table may be a slice of another.
+
+    `files` are the data files as the rows name them, where they have weights.
+    """
     prompt_lengths, keys = (number_column(columns, name) for name in ("prompt_tokens", "split_key"))
     tokens, roles = list_column(columns, "num_tokens"), list_column(columns, "role")
     scores = list_column(columns, "score")
     if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
         raise CorruptionError(f"{source} has lists over branches of different lengths.")
-    picked = select(
+    picked, mismatched, kinds = select(
         roles.values, scores.values, roles.offsets, spec=spec, source=source, split_keys=keys
     )
-    offsets = picked.branch_offsets
-    is_chosen = np.isin(picked.roles, (Role.CHOSEN, Role.DESIRABLE))
-    is_rejected = np.isin(picked.roles, (Role.REJECTED, Role.UNDESIRABLE))
-    group_of = np.repeat(np.arange(len(sizes)), sizes)[picked.rows]
+    rows, offsets = picked.rows, picked.offsets
+    is_good, is_bad = np.isin(picked.roles, GOOD), np.isin(picked.roles, BAD)
+    group_of = np.repeat(np.arange(len(sizes)), sizes)[rows]
     group_offsets = offsets_of(np.bincount(group_of, minlength=len(sizes)))
-    partners = picked.mismatched if spec.mismatched else picked.mismatched[:, :0]
-    branches = np.column_stack([picked.own, partners])
-    lengths = tokens.values[branches]
-    learned = learned_tokens(columns)[picked.own]
-    read = RowSizes.of(
-        np.arange(len(picked.rows)) - group_offsets[group_of],
-        prompt_lengths[picked.rows] + context_lengths(picked, spec),
-        lengths,
-        learned,
-        is_chosen,
-        offsets,
-    )
-    longest = np.repeat(read.prompt_tokens, np.diff(offsets)) + lengths.max(axis=1, initial=0)
-    return TableRows(
-        RowTable(group_offsets, read),
-        is_held_out(keys, spec.eval_fraction)[picked.rows],
-        picked.kinds,
-        _sums(is_chosen, offsets),
-        _sums(is_rejected, offsets),
-        _missing(columns, picked, spec),
-        num_partners=picked.mismatched.shape[1],
-        longest=int(longest.max(initial=0)),
-        stored=picked.rows,
+    partners = mismatched if spec.mismatched else mismatched[:, :0]
+    lengths = tokens.values[np.column_stack([picked.indices, partners])]
+    learned = learned_tokens(columns)[picked.indices]
+    prompts = prompt_lengths[rows] + context_lengths(picked, spec)
+    table = RowSizes(
+        index_in_group=(np.arange(len(rows)) - group_offsets[group_of]).astype(np.int32),
+        prompt_tokens=prompts.astype(np.int32),
+        own_tokens=_sums(lengths[:, 0], offsets),
+        learned_tokens=_sums(learned, offsets),
+        chosen_tokens=_sums(learned * is_good, offsets),
+        branch_offsets=offsets,
+        mismatched_tokens=lengths[:, 1:],
     )
 
-
-def _files(columns: pa.Table, names: Sequence[str]) -> NDArray[np.int16]:
-    """The index of each row's data file among the names that rows give their files."""
-    file = arrow_column(columns, SOURCE).field("file")
-    found = pc.index_in(file, value_set=pa.array(names, file.type))
-    if found.null_count:
-        raise CorruptionError("it has rows of a data file that the manifest does not list.")
-    files: NDArray[np.int16] = found.to_numpy().astype(np.int16)
-    return files
-
-
-def _missing(columns: pa.Table, picked: Selection, spec: ReadSpec) -> dict[str, int]:
-    """Counts of the rows that lack a number that the method needs, by column."""
     missing = {}
     if spec.needs_scores:
-        branches = ~np.isfinite(picked.scores)
-        lacking = np.repeat(picked.rows, np.diff(picked.branch_offsets))[branches]
-        missing[SCORES] = len(np.unique(lacking))
-    read = np.unique(picked.rows)
+        missing[SCORES] = len(np.unique(rows[picked.row_of[~np.isfinite(picked.scores)]]))
     for name in spec.columns:
-        values = number_column(columns, name)[read]
+        values = number_column(columns, name)[np.unique(rows)]
         missing[name] = int((~np.isfinite(values)).sum())
-    return missing
+    file_of = np.zeros(len(rows), np.int16)
+    if files:
+        named = arrow_column(columns, SOURCE).field("file")
+        found = pc.index_in(named, value_set=pa.array(files, named.type))
+        if found.null_count:
+            raise CorruptionError("it has rows of a data file that the manifest does not list.")
+        file_of = found.to_numpy().astype(np.int16)[rows]
+    longest = np.repeat(table.prompt_tokens, picked.counts) + lengths.max(axis=1, initial=0)
+    return ReadRows(
+        table=RowTable(group_offsets, table),
+        is_held_out=held_out(keys, spec.eval_fraction)[rows],
+        files=file_of,
+        num_good=_sums(is_good, offsets),
+        num_bad=_sums(is_bad, offsets),
+        kinds=kinds,
+        missing=missing,
+        num_partners=mismatched.shape[1],
+        longest=int(longest.max(initial=0)),
+    )
 
 
 def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -246,26 +158,6 @@ class RowSizes:
     chosen_tokens: NDArray[np.int32]  # (rows,) learned, of chosen or desirable ones
     branch_offsets: NDArray[np.int64]  # (rows + 1,) into the own branches
     mismatched_tokens: NDArray[np.int32]  # (branches, partners)
-
-    @staticmethod
-    def of(
-        index_in_group: NDArray[np.int64],
-        prompt_tokens: NDArray[np.int64],
-        tokens: NDArray[np.int32],  # (branches, 1 + partners) of own completions, then mismatched
-        learned: NDArray[np.int32],  # (branches,) those of own completions that are learned
-        is_chosen: NDArray[np.bool_],  # (branches,)
-        branch_offsets: NDArray[np.int64],
-    ) -> RowSizes:
-        """The lengths of rows, of those of their completions."""
-        return RowSizes(
-            index_in_group=index_in_group.astype(np.int32),
-            prompt_tokens=prompt_tokens.astype(np.int32),
-            own_tokens=_sums(tokens[:, 0], branch_offsets),
-            learned_tokens=_sums(learned, branch_offsets),
-            chosen_tokens=_sums(learned * is_chosen, branch_offsets),
-            branch_offsets=branch_offsets,
-            mismatched_tokens=tokens[:, 1:],
-        )
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -317,11 +209,6 @@ class RowTable:
         """The number of mismatched partners of each branch."""
         return int(self.sizes.mismatched_tokens.shape[1])
 
-    @property
-    def nbytes(self) -> int:
-        """Its bytes in memory."""
-        return sum(each.nbytes for each in (self.group_offsets, *vars(self.sizes).values()))
-
     def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of the row group that each row is stored in."""
         return np.searchsorted(self.group_offsets, rows, side="right") - 1
@@ -347,8 +234,11 @@ class RowTable:
     def concat(tables: Sequence[RowTable], *, num_partners: int) -> RowTable:
         """The tables of consecutive row groups as one; there may be none."""
         none = np.empty(0, dtype=np.int64)
-        no_tokens = np.empty((0, 1 + num_partners), "i4")
-        no_rows = RowSizes.of(none, none, no_tokens, no_tokens[:, 0], none > 0, offsets_of(none))
+        no_rows = RowSizes(
+            **dict.fromkeys(_PER_ROW, none.astype(np.int32)),
+            branch_offsets=offsets_of(none),
+            mismatched_tokens=np.empty((0, num_partners), np.int32),
+        )
         groups = [np.diff(table.group_offsets) for table in tables]
         sizes = RowSizes.concat([no_rows, *(table.sizes for table in tables)])
         return RowTable(offsets_of(np.concatenate([none, *groups])), sizes)

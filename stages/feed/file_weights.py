@@ -57,6 +57,7 @@ class Draws:
 
 def weights_of(inputs: Sequence[InputEntry], given: Mapping[str, float]) -> tuple[float, ...]:
     """The weight of each file, given by its name or by what precedes the dot in it; else 1."""
+    there = ", ".join(entry.name for entry in inputs)
     weights: dict[int, float] = {}
     for name, weight in given.items():
         if not 0 <= weight <= HEAVIEST:
@@ -64,7 +65,13 @@ def weights_of(inputs: Sequence[InputEntry], given: Mapping[str, float]) -> tupl
                 f"{SETTING} gives {name} the weight {weight:g}; it must be from 0 to "
                 f"{HEAVIEST:g}: how often each of its rows is drawn in an epoch."
             )
-        index = _index_of(name, inputs)
+        exact = [index for index, entry in enumerate(inputs) if entry.name == name]
+        stems = [n for n, entry in enumerate(inputs) if entry.name.partition(".")[0] == name]
+        index, *others = exact or stems or [-1]
+        if index < 0 or others:
+            alike = ", ".join(inputs[one].name for one in (index, *others))
+            what = f"may be each of {alike}" if others else "is no file of the cache"
+            raise UsageError(f"{SETTING}: {name} {what}. Files of the cache: {there}.")
         if index in weights:
             raise UsageError(f"{SETTING} names {inputs[index].name} twice. Name it once.")
         weights[index] = weight
@@ -77,18 +84,3 @@ def weights_of(inputs: Sequence[InputEntry], given: Mapping[str, float]) -> tupl
                 "its rows cannot be told apart. Give both the same weight."
             )
     return found
-
-
-def _index_of(name: str, inputs: Sequence[InputEntry]) -> int:
-    exact = [index for index, entry in enumerate(inputs) if entry.name == name]
-    stems = [index for index, entry in enumerate(inputs) if entry.name.partition(".")[0] == name]
-    found = exact or stems
-    if len(found) == 1:
-        return found[0]
-    there = ", ".join(entry.name for entry in inputs)
-    if found:
-        alike = ", ".join(inputs[index].name for index in found)
-        raise UsageError(f"{SETTING}: {name} may be each of {alike}. Files of the cache: {there}.")
-    raise UsageError(
-        f"{SETTING} names {name}, and no file of the cache is called that. Its files: {there}."
-    )

@@ -8,27 +8,28 @@ assignment decides where a row runs, never the order in which rows are summed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import MicroBatch, StepBatch, StepSize
+from ...schemas.cache import Shard
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.errors import damaged
 from ...schemas.row_table import Rows
 from ..storage.shards import open_shard, read_block
-from .cache_index import GroupLocation, RowTable
-from .row_selection import as_read
-from .smaller_batches import cut_smaller
+from .cache_index import RowTable
+from .select import as_read
 from .step_plan import (
     FeedSettings,
     Pass,
     StepPlan,
+    assign_batches,
     evaluation_pass,
     num_steps,
     rows_seen,
@@ -51,7 +52,7 @@ class CacheFeed:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in each epoch."""
-        return num_steps(self.source.rows_per_epoch, self.settings.batch_size)
+        return num_steps(self.source.train.rows_per_epoch, self.settings.batch_size)
 
     @property
     def planned_steps(self) -> int:
@@ -60,7 +61,7 @@ class CacheFeed:
 
     def rows_seen(self, steps: int) -> int:
         """The rows of so many steps, over all epochs."""
-        return rows_seen(steps, self.source.rows_per_epoch, self.settings.batch_size)
+        return rows_seen(steps, self.source.train.rows_per_epoch, self.settings.batch_size)
 
     @property
     def has_held_out(self) -> bool:
@@ -69,37 +70,39 @@ class CacheFeed:
 
     def held_out_size(self) -> StepSize:
         """The size of an evaluation over all ranks."""
-        return evaluation_pass(self.held_out_source.index.held_out, self.settings).size()
+        return evaluation_pass(self.held_out_source.held_out, self.settings).size()
 
     def steps(self, done: int) -> Steps:
         """This rank's batches after so many steps, to the end of the last epoch."""
-        start = divmod(done, self.steps_per_epoch)
-        return _streamed(self.settings, _loads_of_epochs(self.source, self.settings, *start))
-
-    def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
-        """A batch of a single rank in smaller micro-batches; the loss is the same."""
-        return cut_smaller(batch, tokens, pads=self.settings.pads)
+        table, settings = self.source.train, self.settings
+        begun, first = divmod(done, self.steps_per_epoch)
+        epochs = range(begun, math.ceil(settings.epochs))
+        passes = (training_pass(table, settings, epoch=epoch) for epoch in epochs)
+        return _streamed(self.source, passes, first, settings.world.rank)
 
     def held_out(self) -> Steps:
         """This rank's batches of the held-out rows, the same each time."""
         source, settings = self.held_out_source, self.settings
-        once = evaluation_pass(source.index.held_out, settings)
-        return _streamed(settings, _loads(source, once, 0))
+        passes = [evaluation_pass(source.held_out, settings)]
+        return _streamed(source, passes, 0, settings.world.rank)
 
+    def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
+        """A batch of a single rank in micro-batches of at most so many tokens.
 
-@dataclass(frozen=True)
-class _Load:
-    """The steps that one window completes, and the rows this rank needs for them."""
-
-    one_pass: Pass
-    plans: list[StepPlan]
-    buffer: NumberedRows
+        They are those that it would have been planned in: the loss is the same.
+        """
+        pads = self.settings.pads
+        own, mismatched = (_cut(some, tokens, pads=pads) for some in (batch.own, batch.mismatched))
+        return replace(batch, own=own, mismatched=mismatched)
 
 
 @contextmanager
-def _streamed(settings: FeedSettings, loads: Iterator[_Load]) -> Iterator[Iterator[StepBatch]]:
+def _streamed(
+    source: TrainSource, passes: Iterable[Pass], first: int, rank: int
+) -> Iterator[Iterator[StepBatch]]:
+    """The batches of one pass after another, from step `first` of the first one on."""
     with ThreadPoolExecutor(1, "align-prefetch") as reader:
-        yield _batches(reader, loads, settings.world.rank)
+        yield _batches(reader, _loads(source, passes, first, rank), rank)
 
 
 def _batches(reader: Executor, loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
@@ -108,55 +111,48 @@ def _batches(reader: Executor, loads: Iterator[_Load], rank: int) -> Iterator[St
     while load := ahead.result():
         ahead = reader.submit(next, loads, None)
         for plan in load.plans:
-            yield step_batch(plan, load.buffer, load.one_pass.table, rank=rank)
+            yield step_batch(plan, load.buffer, load.table, rank=rank)
         del load  # before the next one but one is begun, so that two at most are in memory
 
 
-def _loads_of_epochs(
-    source: TrainSource, settings: FeedSettings, begun: int, first: int
-) -> Iterator[_Load]:
-    for epoch in range(begun, math.ceil(settings.epochs)):
-        one_pass = training_pass(source.index.train, settings, epoch=epoch)
-        yield from _loads(source, one_pass, first)
+@dataclass(frozen=True)
+class _Load:
+    """The steps that one window completes, and the rows this rank needs for them."""
+
+    table: RowTable
+    plans: list[StepPlan]
+    buffer: NumberedRows
+
+
+def _loads(source: TrainSource, passes: Iterable[Pass], first: int, rank: int) -> Iterator[_Load]:
+    """Loads of steps, window by window; rows of a step that continues in the next are kept."""
+    for one_pass in passes:
+        table, order, size = one_pass.table, one_pass.order, one_pass.settings.batch_size
+        planned, waiting, pieces = first, list[StepPlan](), list[NumberedRows]()
+        for window in range(order.window_at(first * size), order.num_windows):
+            end = int(order.window_offsets[window + 1])
+            begun = max(planned, min(-(-end // size), one_pass.num_steps))
+            waiting += one_pass.plans(planned, begun)
+            planned = begun
+            if not waiting:
+                break
+            wanted = _rows_of(waiting, rank)
+            here = np.isin(table.group_of(wanted), order.groups_of(window))
+            pieces += read_pieces(source, table, wanted[here])
+            whole = sum(one_pass.end(plan.step) <= end for plan in waiting)
+            if whole:
+                load = _Load(table, waiting[:whole], joined_rows(source, pieces))
+                waiting = waiting[whole:]
+                wanted = _rows_of(waiting, rank)
+                kept = (piece.keep(wanted) for piece in pieces)
+                pieces = [piece for piece in kept if len(piece.numbers)]
+                yield load
         first = 0
 
 
-def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Load]:
-    """Loads of steps, window by window; rows of a step that continues in the next are kept."""
-    planned, waiting, pieces = first_step, list[StepPlan](), list[NumberedRows]()
-    order, size = one_pass.order, one_pass.settings.batch_size
-    for window in range(order.window_at(first_step * size), order.num_windows):
-        end = int(order.window_offsets[window + 1])
-        begun = max(planned, min(-(-end // size), one_pass.num_steps))
-        waiting += one_pass.plans(planned, begun)
-        planned = begun
-        if not waiting:
-            return
-        pieces += _pieces_of_window(source, one_pass, window, waiting)
-        whole = sum(one_pass.end(plan.cursor.step) <= end for plan in waiting)
-        if whole:
-            load = _Load(one_pass, waiting[:whole], joined_rows(source, pieces))
-            waiting = waiting[whole:]
-            wanted = _wanted(one_pass, waiting)
-            kept = (piece.keep(wanted) for piece in pieces)
-            pieces = [piece for piece in kept if len(piece.numbers)]
-            yield load
-
-
-def _pieces_of_window(
-    source: TrainSource, one_pass: Pass, window: int, plans: list[StepPlan]
-) -> list[NumberedRows]:
-    wanted = _wanted(one_pass, plans)
-    groups = one_pass.order.groups_of(window)
-    here = np.isin(one_pass.table.group_of(wanted), groups)
-    return read_pieces(source, one_pass.table, wanted[here])
-
-
-def _wanted(one_pass: Pass, plans: list[StepPlan]) -> NDArray[np.int64]:
+def _rows_of(plans: list[StepPlan], rank: int) -> NDArray[np.int64]:
     """The numbers of the rows that this rank needs for these steps."""
-    rank = one_pass.settings.world.rank
-    rows = [plan.rows_of_rank(rank) for plan in plans]
-    return np.concatenate([np.empty(0, dtype=np.int64), *rows])
+    return np.concatenate([np.empty(0, np.int64), *(plan.rows_of_rank(rank) for plan in plans)])
 
 
 @dataclass(frozen=True)
@@ -185,90 +181,85 @@ def read_pieces(
 ) -> list[NumberedRows]:
     """These rows of a table, read group by group; a row group is freed once its rows are copied."""
     groups = table.group_of(numbers)
-    locations = source.index.group_locations
     pieces = []
     for group in np.unique(groups).tolist():
         here = np.unique(numbers[groups == group])  # a row may be drawn more than once
         indices = table.sizes.index_in_group[here].astype(np.int64)
-        block = _read_group(source, locations[group], indices)
+        shard, number = source.row_groups[group]
+        block = _read_group(source, shard, number, indices)
         pieces.append(NumberedRows(here, block))
     return pieces
-
-
-def joined_rows(source: TrainSource, pieces: Sequence[NumberedRows]) -> NumberedRows:
-    """The rows of all pieces; there may be none."""
-    pieces = pieces or [NumberedRows(np.empty(0, np.int64), _no_rows(source))]
-    numbers = np.concatenate([piece.numbers for piece in pieces])
-    return NumberedRows(numbers, Rows.concat([piece.block for piece in pieces]))
 
 
 # Columns that no step needs.
 UNREAD = ("source", "prompt_key", "prompt_tokens", "prompt_cut", "cut", "num_tokens")
 
 
-def _read_group(source: TrainSource, location: GroupLocation, rows: NDArray[np.int64]) -> Rows:
+def _read_group(source: TrainSource, shard: Shard, group: int, rows: NDArray[np.int64]) -> Rows:
     """Rows of a row group, by their indices among the rows that are read of it."""
-    shard = source.manifest.shards[location.shard]
     path = source.folder.shard(shard)
     with open_shard(path) as file:
         columns = [name for name in file.schema_arrow.names if name not in UNREAD]
-        block = read_block(file.read_row_group(location.group, columns=columns, use_threads=False))
+        block = read_block(file.read_row_group(group, columns=columns, use_threads=False))
         if block.token_logps is None and source.manifest.fingerprint["cache.token_logps"] == "true":
             raise damaged(path, "it lacks the log-probs of tokens", "Make the cache again.")
         return as_read(block, rows, spec=source.spec, source=str(path))
 
 
-def _no_rows(source: TrainSource) -> Rows:
-    """An empty block with the columns of the cache."""
-    shard = source.manifest.shards[0]
-    with open_shard(source.folder.shard(shard)) as file:
-        return read_block(file.schema_arrow.empty_table())
+def joined_rows(source: TrainSource, pieces: Sequence[NumberedRows]) -> NumberedRows:
+    """The rows of all pieces; there may be none, and then they have the columns of the cache."""
+    if not pieces:
+        with open_shard(source.folder.shard(source.manifest.shards[0])) as file:
+            empty = read_block(file.schema_arrow.empty_table())
+        pieces = [NumberedRows(np.empty(0, np.int64), empty)]
+    numbers = np.concatenate([piece.numbers for piece in pieces])
+    return NumberedRows(numbers, Rows.concat([piece.block for piece in pieces]))
 
 
 def step_batch(plan: StepPlan, buffer: NumberedRows, table: RowTable, *, rank: int) -> StepBatch:
     """The batch of one rank, whose rows are all in the buffer."""
-    own_offsets = offsets_of(table.num_branches(plan.rows))
+    counts, stored = table.num_branches(plan.rows), buffer.block.branch_offsets
+    offsets = offsets_of(counts)
+
+    # Copies: a batch that is kept must not keep the whole buffer alive.
+    own, mismatched = list[MicroBatch](), list[MicroBatch]()
+    for rows in plan.own.of_rank(rank):
+        found, of_row = buffer.find(plan.rows[rows]), counts[rows]
+        branches, indices = (
+            joined_ranges(stored[found], of_row),
+            joined_ranges(offsets[rows], of_row),
+        )
+        block = buffer.block.gather(found, branches, offsets_of(of_row))
+        own.append(MicroBatch(block, indices))
+    for trees in plan.mismatched.of_rank(rank):
+        rows = plan.paired_rows[trees]
+        indices = np.flatnonzero(np.isin(plan.pairs.rows, rows))
+        pairs, found = plan.pairs.take(indices), buffer.find(plan.rows[rows])
+        row_of = np.searchsorted(rows, pairs.rows)
+        # A row has its own branches first, then the first partner of each, then the second ones.
+        branches = (
+            stored[found[row_of]] + (1 + pairs.partners) * counts[pairs.rows] + pairs.branches
+        )
+        ends = offsets_of(np.bincount(row_of, minlength=len(rows)))
+        mismatched.append(MicroBatch(buffer.block.gather(found, branches, ends), indices))
     return StepBatch(
         **vars(table.size_of(plan.rows)),
         mismatched_branches=len(plan.pairs),
-        own=tuple(_own_batch(plan, buffer, rows, own_offsets) for rows in plan.own.of_rank(rank)),
-        mismatched=tuple(
-            _mismatched_batch(plan, buffer, plan.paired_rows[trees], own_offsets)
-            for trees in plan.mismatched.of_rank(rank)
-        ),
+        own=tuple(own),
+        mismatched=tuple(mismatched),
     )
 
 
-def _own_batch(
-    plan: StepPlan, buffer: NumberedRows, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
-) -> MicroBatch:
-    """The micro-batch of rows of the step, by ascending indices."""
-    found, counts = buffer.find(plan.rows[rows]), np.diff(own_offsets)[rows]
-    branches = joined_ranges(buffer.block.branch_offsets[found], counts)
-    return _micro_batch(buffer, found, counts, branches, joined_ranges(own_offsets[rows], counts))
-
-
-def _mismatched_batch(
-    plan: StepPlan, buffer: NumberedRows, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
-) -> MicroBatch:
-    """The micro-batch of mismatched pairs of rows of the step, by ascending indices."""
-    indices = np.flatnonzero(np.isin(plan.pairs.rows, rows))
-    pairs = plan.pairs.take(indices)
-    found = buffer.find(plan.rows[rows])
-    row_of_pair = found[np.searchsorted(rows, pairs.rows)]
-    num_own = np.diff(own_offsets)[pairs.rows]
-    first = buffer.block.branch_offsets[row_of_pair]
-    counts = np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs)))
-    branches = first + (1 + pairs.partners) * num_own + pairs.branches
-    return _micro_batch(buffer, found, counts, branches, indices)
-
-
-def _micro_batch(
-    buffer: NumberedRows,
-    rows: NDArray[np.int64],
-    counts: NDArray[np.int64],  # branches of each row
-    branches: NDArray[np.int64],  # row by row
-    step_indices: NDArray[np.int64],  # of the branches
-) -> MicroBatch:
-    # Copies: a batch that is kept must not keep the whole buffer alive.
-    return MicroBatch(buffer.block.gather(rows, branches, offsets_of(counts)), step_indices)
+def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[MicroBatch, ...]:
+    if not micros:
+        return ()
+    whole = Rows.concat([micro.block for micro in micros])
+    indices = np.concatenate([micro.step_indices for micro in micros])
+    ends = whole.branch_offsets
+    order = np.argsort(indices[ends[:-1]])  # in step order, as they were planned
+    lengths = np.array([tree.num_tokens for micro in micros for tree in micro.trees], np.int64)
+    plan = assign_batches(lengths[order], world_size=1, budget=budget, pads=pads)
+    return tuple(
+        MicroBatch(whole.take(rows), indices[joined_ranges(ends[rows], np.diff(ends)[rows])])
+        for rows in (order[turn] for turn in plan.of_rank(0))
+    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.batches import Cursor, StepSize, World
+from ...schemas.batches import StepSize, World
 from ...schemas.columns import joined_ranges
 from .epoch_order import Order, key_of, shuffled, shuffled_order, stored_order
 
@@ -65,7 +65,7 @@ class MismatchedPairs:
 class StepPlan:
     """One step over all ranks; its rows depend on neither world size nor token budget."""
 
-    cursor: Cursor
+    step: int  # of its pass
     rows: NDArray[np.int64]  # (rows,) row numbers in step order
     own: BatchAssignment  # of these rows
     pairs: MismatchedPairs
@@ -117,7 +117,7 @@ class Pass:
         np.add.at(lengths, tree_of_pair, pairs.tokens(sizes, rows))
         own_lengths = sizes.tokens(rows)
         return StepPlan(
-            cursor=Cursor(self.epoch, step),
+            step=step,
             rows=rows,
             own=self._assign(own_lengths),
             pairs=pairs,

@@ -1,149 +1,175 @@
-"""Finished caches, opened for one kind of method, with notes on their rows.
-
-The notes report conversions, rows that are left out, and prompts that are in both the training and
-the held-out rows.
-"""
+"""Finished caches, opened for one kind of method: every row that it reads, and notes on them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.cache import Manifest, StoredKind
+from ...schemas.cache import Manifest, Shard, StoredKind
 from ...schemas.columns import number_column
-from ...schemas.errors import UsageError
+from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.methods import Labels, RowKind
 from ..storage.cache import Cache
 from ..storage.shards import open_shard
-from .cache_index import SCORES, Index, ShardColumns, build_index
-from .conversions import CONVERSIONS, ReadSpec
-from .file_weights import SETTING
-from .prompt_split import held_out
-from .row_selection import KindCounts
+from .cache_index import SCORES, RowTable, ShardColumns, columns_of, read_table
+from .file_weights import SETTING, Draws, weights_of
+from .select import CONVERSIONS, KindCounts, ReadSpec, held_out
 
 
 @dataclass(frozen=True)
 class TrainSource:
-    """A cache and the index of its rows; tokens are read when a step needs them."""
+    """A cache and the lengths of its rows; tokens are read when a step needs them."""
 
     folder: Cache
     manifest: Manifest
     spec: ReadSpec
     columns: ShardColumns
-    index: Index
-    notes: tuple[str, ...]  # what a person should know
+    row_groups: tuple[tuple[Shard, int], ...]  # by the row group numbers of both tables
+    train: RowTable
+    held_out: RowTable
+    kinds: dict[StoredKind, KindCounts]  # of the cache, read or not
+    labels: Labels  # of the branches of an epoch's rows
+    num_partners: int  # mismatched partners of each branch in the cache
+    longest: int  # most tokens of a prompt and one completion after it, as the method reads them
 
     @property
     def train_rows(self) -> int:
         """The number of training rows."""
-        return len(self.index.train)
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """The number of rows that an epoch draws."""
-        return self.index.train.rows_per_epoch
+        return len(self.train)
 
     @property
     def eval_rows(self) -> int:
         """The number of held-out rows."""
-        return len(self.index.held_out)
-
-    @property
-    def num_partners(self) -> int:
-        """The number of mismatched partners of each completion in the cache."""
-        return self.index.num_partners
-
-    @property
-    def labels(self) -> Labels:
-        """The number of branches of each label in the training rows."""
-        return Labels(self.index.desirable, self.index.undesirable)
+        return len(self.held_out)
 
     @property
     def counts(self) -> dict[str, int]:
         """Counts of the rows of each kind and of what they become, by name."""
         return {
             f"rows.{kind.name.lower()}.{name}": count
-            for kind, counts in self.index.kinds.items()
+            for kind, counts in self.kinds.items()
             for name, count in vars(counts).items()
         }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What becomes of the rows of each kind, and what is left out."""
+        return tuple(_notes(self))
 
 
 def open_source(
     folder: Cache, manifest: Manifest, spec: ReadSpec, columns: ShardColumns
 ) -> TrainSource:
     """The source of a cache, with its rows indexed; `eval_fraction` 1 is for evaluation only."""
-    fraction = spec.eval_fraction
-    if not 0 <= fraction <= 1:
-        raise UsageError(f"eval_fraction is {fraction}; it must be between 0 and 1.")
-    _require_columns(folder, manifest, spec)
-    index = build_index(folder, manifest, spec, columns)
-    notes = tuple(_notes(index, manifest, spec))
-    source = TrainSource(folder, manifest, spec, columns, index, notes)
-    _require_rows(source)
-    _require_numbers(source)
-    if spec.mismatched and not index.num_partners:
-        raise UsageError(
-            f"{folder.root} holds no mismatched completions, and this method needs them. "
-            "Make another with `align precompute-ref … --kl-pairs 1 --output OTHER`; nothing is "
-            "scored twice."
-        )
+    if not 0 <= spec.eval_fraction <= 1:
+        raise UsageError(f"eval_fraction is {spec.eval_fraction}; it must be between 0 and 1.")
+    if spec.columns and manifest.shards:
+        with open_shard(folder.shard(manifest.shards[0])) as file:
+            there = file.schema_arrow.names
+        for name in spec.columns:
+            if name not in there:
+                raise UsageError(
+                    f"{folder.root} carries no column {name!r}, which method.margin or "
+                    "method.row_weight names. Make a cache that does with `align precompute-ref … "
+                    f"--set data.carry=[{name}] --output OTHER`; nothing is scored twice."
+                )
+    weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
+    files = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
+
+    row_groups, train, kept = list[tuple[Shard, int]](), list[RowTable](), list[RowTable]()
+    kinds, missing = dict[StoredKind, KindCounts](), Counter[str]()
+    file_of = list[NDArray[np.int16]]()  # of training rows
+    labels = np.zeros((2, max(1, len(weights))))  # good and bad branches of each file
+    num_partners, longest = 0, 0
+    for number, shard in enumerate(manifest.shards):  # an empty key range has none
+        table, sizes = columns.read(folder, shard, columns_of(spec))
+        rows = read_table(table, sizes, spec, str(folder.root), files)
+        if number and rows.num_partners != num_partners:
+            raise CorruptionError(
+                f"it has {rows.num_partners} mismatched completions a branch, and the shards "
+                "before it another number. Make the cache again."
+            )
+        num_partners, longest = rows.num_partners, max(longest, rows.longest)
+        row_groups += [(shard, group) for group in range(len(sizes))]
+        is_learned = ~rows.is_held_out
+        train.append(rows.table.keep(is_learned))
+        kept.append(rows.table.keep(rows.is_held_out))
+        file_of.append(rows.files[is_learned])
+        for label, counts in enumerate((rows.num_good, rows.num_bad)):
+            count = labels.shape[1]
+            labels[label] += np.bincount(file_of[-1], counts[is_learned], minlength=count)
+        for kind, of_kind in rows.kinds.items():
+            kinds[kind] = kinds.get(kind, KindCounts()) + of_kind
+        missing.update(rows.missing)
+
+    read = num_partners if spec.mismatched else 0
+    whole, share = RowTable.concat(train, num_partners=read), np.ones(labels.shape[1])
+    if weights and file_of:
+        draws = Draws.of(np.concatenate(file_of), weights)
+        whole = replace(whole, draws=draws)
+        # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
+        in_file = np.bincount(draws.file_of, minlength=len(weights))
+        share = np.array(draws.per_epoch) / np.maximum(in_file, 1)
+    source = TrainSource(
+        folder,
+        manifest,
+        spec,
+        columns,
+        row_groups=tuple(row_groups),
+        train=whole,
+        held_out=RowTable.concat(kept, num_partners=read),
+        kinds=kinds,
+        labels=Labels(*map(round, (labels @ share).tolist())),
+        num_partners=num_partners,
+        longest=longest,
+    )
+    _require_rows(source, missing)
     return source
 
 
-def _require_rows(source: TrainSource) -> None:
-    root, kind = source.folder.root, source.spec.kind
+def _require_rows(source: TrainSource, missing: Counter[str]) -> None:
+    """Refuses a cache without rows to learn from, or whose rows lack what the method reads."""
+    root, spec = source.folder.root, source.spec
     if source.train_rows + source.eval_rows == 0:
-        stored = source.index.kinds
+        stored = source.kinds
         held = " and ".join(f"{stored[kind].stored:,} {STORED[kind]}" for kind in sorted(stored))
         raise UsageError(
-            f"The method is {kind}: it reads {WANTED[kind]}. Of them {root} holds none; its rows "
-            f"are: {held or 'none at all'}. {' '.join(source.notes)} Unpaired rows serve methods "
-            "that read no pairs, such as kto; `align methods` shows what each method reads."
+            f"The method is {spec.kind}: it reads {WANTED[spec.kind]}. Of them {root} holds none; "
+            f"its rows are: {held or 'none at all'}. {' '.join(source.notes)} Unpaired rows serve "
+            "methods that read no pairs, such as kto; `align methods` shows what each method reads."
         )
-    if source.train_rows == 0 and source.spec.eval_fraction < 1:
+    if source.train_rows == 0 and spec.eval_fraction < 1:
         raise UsageError(
             f"All {source.eval_rows:,} rows of {root} are held out for evaluation. "
             "Lower train.eval_fraction, or add rows with other prompts."
         )
-    if source.train_rows and not source.rows_per_epoch:
+    if source.train_rows and not source.train.rows_per_epoch:
         raise UsageError(
             f"{SETTING} leaves no row of {root} to learn from. Give a file more weight."
         )
-
-
-def _require_columns(folder: Cache, manifest: Manifest, spec: ReadSpec) -> None:
-    """Refuses a cache without the columns that the method needs, by its first shard."""
-    if not (spec.columns and manifest.shards):
-        return
-    with open_shard(folder.shard(manifest.shards[0])) as file:
-        there = file.schema_arrow.names
-    for name in spec.columns:
-        if name not in there:
-            raise UsageError(
-                f"{folder.root} carries no column {name!r}, which method.margin or "
-                "method.row_weight names. Make a cache that does with `align precompute-ref … "
-                f"--set data.carry=[{name}] --output OTHER`; nothing is scored twice."
-            )
-
-
-def _require_numbers(source: TrainSource) -> None:
-    root, missing = source.folder.root, source.index.missing
-    if scoreless := missing.get(SCORES):
+    if missing[SCORES]:
         raise UsageError(
-            f"The method reads scores, and in {scoreless:,} rows of {root} a completion has none. "
-            "Score the data with `align score`, or give their scores in the column 'scores' "
+            f"The method reads scores, and in {missing[SCORES]:,} rows of {root} a completion has "
+            "none. Score the data with `align score`, or give their scores in the column 'scores' "
             "(of pairs: 'chosen_score' and 'rejected_score'), and make another cache; nothing is "
             "scored by the reference twice."
         )
-    for name in source.spec.columns:
+    for name in spec.columns:
         if missing[name]:
             raise UsageError(
                 f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
                 "the method reads. Fill it in the data, and make another cache."
             )
+    if spec.mismatched and not source.num_partners:
+        raise UsageError(
+            f"{root} holds no mismatched completions, and this method needs them. "
+            "Make another with `align precompute-ref … --kl-pairs 1 --output OTHER`; nothing is "
+            "scored twice."
+        )
 
 
 WANTED: dict[RowKind, str] = {
@@ -170,64 +196,60 @@ BECOME: dict[tuple[RowKind, StoredKind], str] = {  # what rows of a kind are con
 }
 
 
-def _notes(index: Index, manifest: Manifest, spec: ReadSpec) -> Iterator[str]:
-    """What becomes of the rows of each kind, and what is left out."""
-    total = sum(counts.stored for counts in index.kinds.values())
-    for kind, counts in sorted(index.kinds.items()):
-        if kind in CONVERSIONS[spec.kind]:
-            yield from _conversion_notes(kind, counts, spec)
-        else:
+def _notes(source: TrainSource) -> Iterator[str]:
+    spec, train = source.spec, source.train
+    for kind, counts in sorted(source.kinds.items()):
+        if kind not in CONVERSIONS[spec.kind]:
             yield (
-                f"{counts.stored:,} of {total:,} rows are not read: they are {STORED[kind]}, "
-                f"and the method reads {WANTED[spec.kind]}."
+                f"{counts.stored:,} rows are not read: they are {STORED[kind]}, and the method "
+                f"reads {WANTED[spec.kind]}."
             )
-    rows = len(index.train)
-    if rows and spec.eval_fraction and not len(index.held_out):
-        yield f"eval_fraction {spec.eval_fraction} holds out none of {rows:,} rows."
-    if not (shares := spec.label_shares).are_whole:
+        elif become := "; ".join(_conversion(kind, counts, spec)):
+            yield f"{counts.stored:,} {kind.name.lower()} rows: {become}."
+    if len(train) and spec.eval_fraction and not source.eval_rows:
+        yield f"eval_fraction {spec.eval_fraction} holds out none of {len(train):,} rows."
+    if spec.label_shares != (1.0, 1.0):
+        desirable, undesirable = spec.label_shares
         yield (
-            f"{index.desirable:,} desirable and {index.undesirable:,} undesirable completions are "
-            f"left by train.desirable_share {shares.desirable:g} and train.undesirable_share "
-            f"{shares.undesirable:g} of the prompts."
+            f"{source.labels.desirable:,} desirable and {source.labels.undesirable:,} undesirable "
+            f"completions are left by train.desirable_share {desirable:g} and "
+            f"train.undesirable_share {undesirable:g} of the prompts."
         )
-    if (draws := index.train.draws) is not None:
+    if (draws := train.draws) is not None:
         in_file = np.bincount(draws.file_of, minlength=len(draws.per_epoch)).tolist()
-        for entry, count, drawn in zip(manifest.inputs, in_file, draws.per_epoch, strict=True):
+        inputs = source.manifest.inputs
+        for entry, count, drawn in zip(inputs, in_file, draws.per_epoch, strict=True):
             yield f"{entry.name}: {drawn:,} draws an epoch from {count:,} rows ({SETTING})."
 
 
-def _conversion_notes(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterator[str]:
-    name, rules, is_scored = kind.name.lower(), spec.rules, kind == StoredKind.SCORED
+def _conversion(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterator[str]:
+    """What rows of a kind are read as, and how many are left out and why."""
+    rules, is_scored = spec.rules, kind == StoredKind.SCORED
     gap = f"more than {rules.min_gap:g} apart"
     is_of_row = isinstance(rules.threshold, str)
     threshold = f"the {rules.threshold} of its row" if is_of_row else f"{rules.threshold:g}"
     if counts.read and (become := BECOME.get((spec.kind, kind))):
         which = "the best against the worst" if rules.pairs == "best_worst" else f"all {gap}"
-        said = become.format(made=counts.made, which=which, threshold=threshold)
-        yield f"{counts.read:,} {name} rows are read as {said}."
-    if counts.unscored and spec.kind == "grouped" and not is_scored:
-        yield (
-            f"{counts.unscored:,} {name} rows lack scores of their own: chosen and desirable "
-            f"completions get 1, others {rules.bad_score:g}."
-        )
-    unscored = counts.unscored if is_scored and spec.kind != "grouped" else 0
-    if unscored:
-        yield (
-            f"{unscored:,} of {counts.stored:,} {name} rows are left out: a completion of each "
-            "has no score. `align score` gives them some."
-        )
-    if dropped := counts.stored - counts.read - unscored:
-        why = f"no two scores of theirs are {gap} (train.min_score_gap)"
-        if kind == StoredKind.UNPAIRED:
-            why = "nothing in them is desirable"
-        elif spec.kind == "labelled":
-            why = f"no score of theirs is above or below {threshold}"
-        yield f"{dropped:,} of {counts.stored:,} {name} rows are left out: {why}."
+        read_as = become.format(made=counts.made, which=which, threshold=threshold)
+        yield f"{counts.read:,} read as {read_as}"
+    left_out = counts.stored - counts.read
+    if spec.kind == "grouped":
+        if counts.unscored and not is_scored:
+            yield (
+                f"{counts.unscored:,} lack scores of their own, so chosen and desirable "
+                f"completions get 1, others {rules.bad_score:g}"
+            )
+    elif is_scored and counts.unscored:
+        yield f"{counts.unscored:,} left out: completions of theirs lack scores (`align score`)"
+        left_out -= counts.unscored
+    if left_out and kind == StoredKind.UNPAIRED:
+        yield f"{left_out:,} left out: nothing in them is desirable"
+    elif left_out and spec.kind == "labelled":
+        yield f"{left_out:,} left out: no score of theirs is above or below {threshold}"
+    elif left_out:
+        yield f"{left_out:,} left out: no two scores are {gap} (train.min_score_gap)"
     if counts.left_out and is_scored and spec.kind == "labelled":
-        yield (
-            f"{counts.left_out:,} completions of scored rows get no label: their score is "
-            f"{threshold} itself (train.label_threshold)."
-        )
+        yield f"{counts.left_out:,} completions of others get no label: they score {threshold}"
 
 
 def overlap(source: TrainSource, held_out_source: TrainSource) -> tuple[int, int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ...schemas.methods import Head, Need, RowKind
+from ...schemas.methods import Need, RowKind
 from .method import Method
 from .modifiers import Modifiers, names_within
 
@@ -43,68 +41,29 @@ LEGEND = textwrap.fill(
 )
 
 
-@dataclass(frozen=True)
-class OptionDescription:
-    """One option of a method."""
-
-    name: str
-    default: float | str
-    values: str  # the allowed values, in words
-    help: str
-
-
-@dataclass(frozen=True)
-class Description:
-    """The description of one method."""
-
-    name: str
-    formula: str
-    rows: RowKind
-    mean_over: str
-    rewards: str  # their formula; empty if there are none
-    needs: tuple[Need, ...]
-    head: Head
-    use: str
-    source: str
-    options: tuple[OptionDescription, ...]
-
-    @property
-    def all_needs(self) -> str:
-        """What it needs of the cache and of the policy, in words."""
-        names = [NEEDS[name] for name in self.needs]
-        if self.head == "score":
-            names.append("a policy that scores instead of writing")
-        return " and ".join(names) or "no reference"
-
-    @property
-    def defaults(self) -> str:
-        """Its options with their defaults, in a line."""
-        return ", ".join(f"{one.name} {_shown(one.default)}" for one in self.options)
-
-
-def describe(method: Method) -> Description:
+def describe(method: Method) -> dict[str, Any]:
     """Everything the table says about a method."""
-    options = [
-        OptionDescription(name, one["default"], _allowed(one), one["description"])
-        for name, one in method.options.model_json_schema()["properties"].items()
-    ]
-    return Description(
-        name=method.name,
-        formula=method.formula,
-        rows=method.rows,
-        mean_over=method.items,
-        rewards=method.rewards,
-        needs=tuple(name for name in NEEDS if name in method.needs),
-        head=method.head,
-        use=method.use,
-        source=method.source,
-        options=tuple(options),
-    )
-
-
-def plain_table(methods: Iterable[Method]) -> list[dict[str, Any]]:
-    """All methods as lists and dicts, for JSON."""
-    return [dataclasses.asdict(describe(method)) for method in methods]
+    options = method.options.model_json_schema()["properties"]
+    return {
+        "name": method.name,
+        "formula": method.formula,
+        "rows": method.rows,
+        "mean_over": method.items,
+        "rewards": method.rewards,
+        "needs": [name for name in NEEDS if name in method.needs],
+        "head": method.head,
+        "use": method.use,
+        "source": method.source,
+        "options": [
+            {
+                "name": name,
+                "default": one["default"],
+                "values": _allowed(one),
+                "help": one["description"],
+            }
+            for name, one in options.items()
+        ],
+    }
 
 
 def render_table(methods: Sequence[Method]) -> str:
@@ -112,10 +71,10 @@ def render_table(methods: Sequence[Method]) -> str:
     blocks = []
     for kind, title in ROWS.items():
         lines = [title]
-        for one in (describe(method) for method in methods if method.rows == kind):
-            needs = f"needs {one.all_needs}; {one.defaults or 'no options'}"
-            lines += [f"  {one.name:<18}{one.formula}", _wrapped(" " * 20, needs)]
-            lines.append(f"{'':20}{one.source}")
+        for method in (one for one in methods if one.rows == kind):
+            needs = f"needs {_needs(method)}; {_defaults(method) or 'no options'}"
+            lines += [f"  {method.name:<18}{method.formula}", _wrapped(" " * 20, needs)]
+            lines.append(f"{'':20}{method.source}")
         if len(lines) > 1:
             blocks.append("\n".join(lines))
     return "\n\n".join([*blocks, LEGEND]) + "\n"
@@ -123,29 +82,29 @@ def render_table(methods: Sequence[Method]) -> str:
 
 def render_method(method: Method) -> str:
     """One method as text, with the meaning of each option."""
-    one = describe(method)
-    facts = {
-        "loss": one.formula,
-        "": f"mean over all {one.mean_over} of an optimizer step",
-        "rewards": one.rewards or "none",
-        "rows": ROWS[one.rows],
-        "needs": one.all_needs,
-        "use": one.use,
-        "source": one.source,
+    said = {
+        "loss": method.formula,
+        "": f"mean over all {method.items} of an optimizer step",
+        "rewards": method.rewards or "none",
+        "rows": ROWS[method.rows],
+        "needs": _needs(method),
+        "use": method.use,
+        "source": method.source,
     }
-    lines = [one.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items()), ""]
-    lines.append("options, each a flag or --set method.NAME=VALUE" if one.options else "no options")
-    for option in one.options:
-        head = f"  {option.name:<20}{_shown(option.default) + ' ':<8}"
-        lines.append(_wrapped(head, f"{option.help} [{option.values}]"))
+    lines = [method.name, *(_wrapped(f"  {name:<9}", text) for name, text in said.items()), ""]
+    options = describe(method)["options"]
+    lines.append("options, each a flag or --set method.NAME=VALUE" if options else "no options")
+    for one in options:
+        head = f"  {one['name']:<20}{_shown(one['default']) + ' ':<8}"
+        lines.append(_wrapped(head, f"{one['help']} [{one['values']}]"))
     return "\n".join([*lines, "", LEGEND, ""])
 
 
 def markdown_table(methods: Iterable[Method]) -> str:
     """A Markdown table with one line per method."""
     rows = [("method", "loss of a row, completion or token", "reads", "options"), ("---",) * 4]
-    for one in map(describe, methods):
-        rows.append((f"`{one.name}`", f"`{one.formula}`", one.rows, one.defaults))
+    for one in methods:
+        rows.append((f"`{one.name}`", f"`{one.formula}`", one.rows, _defaults(one)))
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
     return "".join(f"| {line} |\n" for line in lines)
 
@@ -170,6 +129,20 @@ def options_of_all(methods: Iterable[Method]) -> dict[str, str]:
         of = ", ".join(names) if len(names) <= NAMED_METHODS else f"{len(names)} methods"
         meanings[name] = f"{text}; of {of})"
     return meanings
+
+
+def _needs(method: Method) -> str:
+    """What it needs of the cache and of the policy, in words."""
+    names = [words for name, words in NEEDS.items() if name in method.needs]
+    if method.head == "score":
+        names.append("a policy that scores instead of writing")
+    return " and ".join(names) or "no reference"
+
+
+def _defaults(method: Method) -> str:
+    """Its options with their defaults, in a line."""
+    fields = method.options.model_fields
+    return ", ".join(f"{name} {_shown(one.default)}" for name, one in fields.items())
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:

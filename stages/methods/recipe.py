@@ -209,7 +209,7 @@ class Recipe:
             parts_of_loss.append(total / (count or 1))
             losses.append(own.detach())
             loss = Mean(total.detach(), branches.once(total.new_full((), count)))
-            told = {self._loss_name(part): loss, **output.metrics}
+            told: dict[str, Metric] = {self._loss_name(part): loss, **output.metrics}
             rewards, others = _rewards_of(part, completions), _rewards_of(part, less)
             if rewards is not None and others is not None:
                 margins, rounding = told.get(MARGINS), (rewards - others).abs()

@@ -8,7 +8,7 @@ from align.pipeline.train.load import one_for_all, shard_columns
 from align.schemas.batches import World
 from align.schemas.errors import FingerprintError
 from align.stages.data.files import digested, open_inputs, require_unchanged
-from align.stages.feed.conversions import ReadSpec
+from align.stages.feed.select import ReadSpec
 from align.stages.feed.train_source import open_source, overlap
 from align.stages.storage.disk import digests
 from align.stages.storage.disk.digests import SETTLED_NS, own_digests, user_folder

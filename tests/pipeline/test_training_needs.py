@@ -109,7 +109,7 @@ def test_rows_without_scores_are_refused_to_who_reads_or_needs_them(training_wor
     for method in ("grpo", "ppo"):
         refused(unscored, method, "2 rows", unscored)
     for method in ("dpo", "kto", "sft"):
-        refused(unscored, method, "2 of 2 scored rows")
+        refused(unscored, method, "2 scored rows", "2 left out")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_reaches_past_the_last_position_is_refused_before_the_first_step(
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": last}))
         job = job_of(training_world.pairs, method, model=str(folder), other_reference=True)
         with joined_world() as world:
-            return session_of(job, world).source.index.longest
+            return session_of(job, world).source.longest
 
     rows = pq.read_table(training_world.pairs / "data").to_pylist()
     own = max(len(row["prompt_ids"]) + max(row["num_tokens"][:2]) for row in rows)

@@ -11,8 +11,8 @@ from align.schemas.columns import Ragged, offsets_of
 from align.schemas.row_table import Rows, sources
 from align.schemas.rows import Role
 from align.stages.feed.cache_index import RowSizes, RowTable, ShardColumns
-from align.stages.feed.conversions import ReadSpec
 from align.stages.feed.loader import CacheFeed
+from align.stages.feed.select import ReadSpec
 from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
 from align.stages.storage.cache import Cache

@@ -129,7 +129,7 @@ WEIGHTS = {"one.jsonl": 2.0, "two": 0.5, "three": 0.0}
 
 def test_steps_draw_by_the_weights_on_any_ranks_and_from_any_step(mixed):
     plain, source = opened(mixed), opened(mixed, file_weights=WEIGHTS)
-    assert (source.train_rows, source.rows_per_epoch) == (120, 100)  # 40 x 2 + 40 x 0.5 + 0
+    assert (source.train_rows, source.train.rows_per_epoch) == (120, 100)  # 40 x 2 + 40 x 0.5 + 0
     steps = drawn(source, epochs=2)
     assert [len(step) for step in steps] == [8] * 12 + [4] + [8] * 12 + [4]
     counts = Counter(row for step in steps for row in step)

@@ -6,11 +6,10 @@ import pytest
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.feed.epoch_order import key_of
-from align.stages.feed.prompt_split import LabelShares
 from support.shard_cache import PAIR, block_of, feed_of, opened, write_cache
 
 MANY = (Role.UNDESIRABLE, Role.DESIRABLE, Role.DESIRABLE)
-SHARES = LabelShares(desirable=0.5, undesirable=0.25, seed=3)
+SHARES = {"label_shares": (0.5, 0.25), "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def expected(cache, *, eval_fraction):
         for row in pq.read_table(folder.data / shard.file).to_pylist():
             if row["split_key"] < eval_fraction * 2**64:
                 continue
-            place = place_of(row["split_key"], SHARES.seed)
+            place = place_of(row["split_key"], SHARES["seed"])
             for role, ids in zip(row["role"], row["completion_ids"], strict=True):
                 is_good = role in {Role.CHOSEN, Role.DESIRABLE}
                 if role != Role.MISMATCHED and (place < 0.5 if is_good else place >= 0.75):
@@ -55,7 +54,7 @@ def learned(source, name="steps"):
 
 
 def test_the_first_prompts_give_desirable_and_the_last_undesirable_completions(cache):
-    source = opened(cache, eval_fraction=0.2, label_shares=SHARES)
+    source = opened(cache, eval_fraction=0.2, **SHARES)
     found, wanted = sorted(learned(source)), sorted(expected(cache, eval_fraction=0.2))
     assert found == wanted
     good, bad = ({row for row, is_good, _ in found if is_good == of} for of in (True, False))
@@ -67,15 +66,13 @@ def test_the_first_prompts_give_desirable_and_the_last_undesirable_completions(c
 
 
 def test_held_out_rows_keep_both_labels(cache):
-    plain, thinned = (
-        opened(cache, eval_fraction=0.2, **way) for way in ({}, {"label_shares": SHARES})
-    )
+    plain, thinned = (opened(cache, eval_fraction=0.2, **way) for way in ({}, SHARES))
     assert sorted(learned(plain, "held out")) == sorted(learned(thinned, "held out")) != []
 
 
 def test_another_seed_draws_other_prompts(cache):
     one, other = (
-        {row for row, *_ in learned(opened(cache, label_shares=LabelShares(0.5, 0.0, seed)))}
+        {row for row, *_ in learned(opened(cache, label_shares=(0.5, 0.0), seed=seed))}
         for seed in (0, 1)
     )
     assert 0.15 < len(one & other) / len(one | other) < 0.6

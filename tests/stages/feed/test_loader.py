@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.rows import Role
-from align.stages.feed.conversions import ScoreRules
+from align.stages.feed.select import ScoreRules
 from support.shard_cache import PAIR, block_of, feed_of, opened, write_cache
 from support.slow_reading import read_slowly
 

@@ -30,7 +30,7 @@ def forty_units(tmp_path):
 def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, check):
     source = opened(forty_units, check=check)
     folder, manifest = forty_units
-    order = shuffled_order(source.index.train.group_offsets, seed=0, epoch=0)
+    order = shuffled_order(source.train.group_offsets, seed=0, epoch=0)
     group = int(order.groups[-1])  # of the last window: it is not read ahead
     path = folder.data / manifest.shards[group].file
     content = bytearray(path.read_bytes())

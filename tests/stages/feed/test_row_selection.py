@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from align.schemas.columns import offsets_of
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
-from align.stages.feed.conversions import ReadSpec, ScoreRules
-from align.stages.feed.row_selection import select
+from align.stages.feed.select import ReadSpec, ScoreRules, select
 from support.refusals import refuses
 from support.slow_reading import read_slowly
 
@@ -56,12 +55,13 @@ def unscored(rows):
     return [[(role, None) for role in row] for row in rows]
 
 
-def rows_of(picked):
+def rows_of(found):
     """Each row that is read: the stored row, and of each branch place, role, score, mismatches."""
+    picked, mismatched, _ = found
     scores = [None if np.isnan(score) else score for score in picked.scores.tolist()]
-    columns = (picked.own.tolist(), picked.roles.tolist(), scores, picked.mismatched.tolist())
+    columns = (picked.indices.tolist(), picked.roles.tolist(), scores, mismatched.tolist())
     branches = list(zip(*columns, strict=True))
-    bounds = picked.branch_offsets.tolist()
+    bounds = picked.offsets.tolist()
     return [
         (row, branches[start:stop])
         for row, start, stop in zip(picked.rows.tolist(), bounds, bounds[1:], strict=False)
@@ -150,7 +150,7 @@ def test_a_bad_branch_without_a_score_of_its_own_gets_what_the_method_wants():
     """Also where a single one is missing: a score and a 1 cannot be compared."""
     rows = [[(C, None), (R, None)], [(C, 8), (R, None)], [(U, None)], [(D, 5), (U, 4)]]
     for bad in (0.0, -1.0):
-        picked = selected(rows, 0, "grouped", ScoreRules(bad_score=bad))
+        picked, *_ = selected(rows, 0, "grouped", ScoreRules(bad_score=bad))
         assert picked.scores.tolist() == [1, bad, 1, bad, bad, 5, 4]
 
 

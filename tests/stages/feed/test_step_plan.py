@@ -26,7 +26,7 @@ def epoch_of(table, epoch=0, **changed):
 def content(plans):
     """What a step is, whoever runs it."""
     return [
-        (plan.cursor, plan.rows.tolist(), [column.tolist() for column in vars(plan.pairs).values()])
+        (plan.step, plan.rows.tolist(), [column.tolist() for column in vars(plan.pairs).values()])
         for plan in plans
     ]
 

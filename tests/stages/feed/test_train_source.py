@@ -8,8 +8,7 @@ from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.feed.cache_index import COLUMNS, read_table, unchecked
-from align.stages.feed.conversions import ReadSpec, ScoreRules
-from align.stages.feed.prompt_split import held_out
+from align.stages.feed.select import ReadSpec, ScoreRules, held_out
 from align.stages.feed.train_source import overlap
 from align.stages.storage.cache import Cache
 from align.stages.storage.shards import to_table
@@ -70,16 +69,15 @@ def test_what_becomes_of_rows_is_told_and_counted(scored_rows, mixed):
         for one, names in zip(found, notes, strict=True):
             require_names(one, *names)
 
-    too_near = ("1 of 3", "train.min_score_gap")
-    told(scored_rows, "paired", ("2 scored rows", "2 pairs"), too_near)
-    told(scored_rows, "paired", ("2 scored rows", "4 pairs"), too_near, rules=ALL)
-    read = (("2 scored",), ("1 of 3",), ("3 completions",))
-    told(scored_rows, "labelled", *read, rules=MEDIAN)
+    too_near = ("3 scored rows", "1 left out", "train.min_score_gap")
+    told(scored_rows, "paired", ("2 pairs", *too_near))
+    told(scored_rows, "paired", ("4 pairs", *too_near), rules=ALL)
+    told(scored_rows, "labelled", ("2 read", "1 left out", "3 completions"), rules=MEDIAN)
     told(scored_rows, "grouped")
     told(scored_rows, "imitated", ("3 scored rows",))
-    unscored = ("5 of 5 scored rows", "align score")
+    unscored = ("5 scored rows", "5 left out", "align score")
     told(mixed, "labelled", ("10 paired rows",), unscored)
-    told(mixed, "paired", ("7 of 22 rows", "unpaired"), unscored)
+    told(mixed, "paired", ("7 rows", "unpaired"), unscored)
     counts = opened(scored_rows).counts
     expected = {"stored": 3, "read": 2, "made": 2, "unscored": 0, "left_out": 2}
     assert counts == {f"rows.scored.{name}": count for name, count in expected.items()}
@@ -94,14 +92,11 @@ def test_labels_are_counted_over_training_rows(scored_rows, mixed, tmp_path):
     assert opened(mixed, kind="labelled").labels == Labels(10 + 14, 10 + 7)
     split = opened(mixed, kind="labelled", eval_fraction=0.4)
     assert 0 < split.eval_rows < 17
-    assert (
-        split.labels.desirable + split.labels.undesirable
-        == split.index.train.sizes.branch_offsets[-1]
-    )
+    assert split.labels.desirable + split.labels.undesirable == split.train.sizes.branch_offsets[-1]
     blocks = [block_of(3, roles=(Role.UNDESIRABLE,)), block_of(2, roles=(Role.DESIRABLE,))]
     source = opened(write_cache(tmp_path / "labels", blocks), kind="imitated")
     assert (source.train_rows, source.labels) == (2, Labels(2, 0))
-    assert any("3 of 5 unpaired rows" in note for note in source.notes)
+    require_names(source.notes[0], "5 unpaired rows", "2 read", "3 left out")
 
 
 def test_a_column_that_is_not_there_or_lacks_numbers_is_refused(mixed, tmp_path):
@@ -130,8 +125,8 @@ def test_no_prompt_stands_on_both_sides_of_a_split(tmp_path):
     ids = np.arange(400) // 7 % 40
     block = block.with_columns(split_key=block.split_key[ids])
     source = opened(write_cache(tmp_path / "cache", [block]), eval_fraction=0.3)
-    train = set(ids[source.index.train.sizes.index_in_group].tolist())
-    kept = set(ids[source.index.held_out.sizes.index_in_group].tolist())
+    train = set(ids[source.train.sizes.index_in_group].tolist())
+    kept = set(ids[source.held_out.sizes.index_in_group].tolist())
     assert train | kept == set(range(40))
     assert not train & kept
     assert source.train_rows + source.eval_rows == 400
@@ -199,9 +194,6 @@ def test_prompts_of_another_cache_that_are_learned_from_are_counted(tmp_path):
     block = with_split_keys(0, 100, 101, 4, 4)
     other = opened(write_cache(tmp_path / "b", [block]), eval_fraction=1.0)
     assert overlap(source, other) == (4, 2)
-
-
-def test_no_prompt_is_on_both_sides_of_a_split(tmp_path):
     keys = [0, 1, 1, 2**63, 2**64 - 1, 2**64 - 1]
-    source = opened(write_cache(tmp_path / "a", [with_split_keys(*keys)]), eval_fraction=0.25)
+    source = opened(write_cache(tmp_path / "c", [with_split_keys(*keys)]), eval_fraction=0.25)
     assert overlap(source, source) == (2, 0)

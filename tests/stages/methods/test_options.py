@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from align.schemas.errors import UsageError
 from align.schemas.methods import Labels
 from align.stages.methods.method import STEP_OPTIONS
-from align.stages.methods.method_docs import plain_table, render_method, render_table
+from align.stages.methods.method_docs import describe, render_method, render_table
 from align.stages.methods.recipe import resolve_weights
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import BY_NAME, MISMATCHED, each, random_branches, take
@@ -115,7 +115,7 @@ def test_a_method_is_told_with_its_source_and_every_option_and_its_default(metho
         assert any(line.split()[:2] == [name, shown] for line in text.splitlines()), name
     assert method.source in text
     assert method.name in render_table([method])
-    (plain,) = json.loads(json.dumps(plain_table([method])))
+    plain = json.loads(json.dumps(describe(method)))
     assert (plain["name"], set(plain["needs"])) == (method.name, method.needs)
     assert [option["name"] for option in plain["options"]] == [*method.options.model_fields]
 
