@@ -1,40 +1,32 @@
-"""The command line: its commands by group, signals, and the end of a command that fails."""
+"""The command line: settings of its process, signals, and the end of a command that fails."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
 import sys
+import warnings
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import typer
-
-from .pipeline.commands import (
-    cache_commands,
-    look_commands,
-    round_commands,
-    setup_commands,
-    train_commands,
-)
-from .pipeline.commands.terminal import SafeGroup, Version, own_process, say
+from .pipeline.commands.commands import app
+from .pipeline.commands.terminal import say
 from .pipeline.jobs.signals import stop_signals, stop_with_launcher
+from .pipeline.workers import HOW_THREADS_WAIT
+from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
+from .schemas.safe_text import mask_secrets_of, safe
+from .stages.tracking.mlflow_silence import WARNING, silence_mlflow
 
-app = typer.Typer(
-    name="align",
-    cls=SafeGroup,
-    help="Preference alignment in two stages: score the reference once, then train at will.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-)
+# A thread that spins takes the core of whatever runs beside it, often of the very thread that it
+# waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
+# of a millisecond or less, are libgomp's own word; other libraries know the policy alone.
+SOON_ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
-    from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
-
-    # transformers would fetch code for some layers from the Hub, and run it.
-    os.environ["USE_HUB_KERNELS"] = "0"
     own_process(sys.argv)
     stop_with_launcher()
     for number in stop_signals():
@@ -66,18 +58,37 @@ def main() -> None:
                 signal.signal(number, _end)
 
 
-@app.callback()
-def about(version: Version = False) -> None:
-    """Takes what is asked of no command."""
+def own_process(arguments: Sequence[str]) -> None:
+    """Applies the settings of the process; a library must not change its host."""
+    # Imports make millions of objects and no garbage; `begin_work` ends this.
+    gc.disable()
+    # transformers would fetch code for some layers from the Hub, and run it.
+    os.environ["USE_HUB_KERNELS"] = "0"
+    # Arrow reads this when it is first imported. Its own pool keeps what was freed, beside what
+    # torch then takes; the C library's gives both the same memory.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    # OpenMP reads this when torch is imported.
+    if not any(name in os.environ for name in HOW_THREADS_WAIT):
+        os.environ.update(SOON_ASLEEP)
+    silence_mlflow()  # DeepSpeed imports MLflow, which reads its settings then
+    # A thread may still send to MLflow when the program ends.
+    for package in WARNING:
+        warnings.filterwarnings("ignore", module=package)
+    for word in arguments:
+        mask_secrets_of(word.partition("=")[2] if "=" in word.partition("://")[0] else word)
+    if logging.lastResort:  # Python's handler for records that no other handler takes
+        logging.lastResort.setFormatter(SafeFormatter())
 
 
-for group in (setup_commands, cache_commands, round_commands, train_commands, look_commands):
-    app.add_typer(group.app)
+class SafeFormatter(logging.Formatter):
+    """Log lines without secrets and terminal control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record, and its traceback."""
+        return safe(super().format(record))
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:
-    from .schemas.errors import Interrupted
-
     # A second signal must end the program at once, in any state.
     signal.signal(signal_number, signal.SIG_DFL)
     raise Interrupted(signal_number)

@@ -22,7 +22,7 @@ class ModelOptions:
         default="", description="folder of the reference model (safetensors, config, tokenizer)"
     )
     adapter: PathStr = Field(
-        default="", description="folder of a PEFT adapter on top of it; empty for none"
+        default="", description="folder of a PEFT adapter on top of it; empty: none"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto: the dtype the weights are stored in"
@@ -43,7 +43,7 @@ class ModelOptions:
     )
     allow_unused_weights: bool = Field(
         default=False,
-        description="take a model folder that stores more tensors than its config.json has use for",
+        description="accept a model folder that stores more tensors than its config.json uses",
     )
 
 
@@ -62,13 +62,13 @@ class CacheOptions:
         default=0,
         ge=0,
         le=4096,
-        description="how many shards; 0: as many as the data ask for, of some 1,000 rows or more",
+        description="number of shards; 0: chosen by the data, of about 1,000 rows or more each",
     )
     reuse: list[PathStr] = Field(
-        default_factory=list, description="further caches whose scores may be reused"
+        default_factory=list, description="other caches whose scores may be reused"
     )
     reuse_known: bool = Field(
-        default=True, description="also reuse from the caches this user made before"
+        default=True, description="also reuse scores of caches that this user made before"
     )
 
 
@@ -88,7 +88,7 @@ class ScoringOptions:
         description="a running Ray cluster; empty: one on this machine, which ends with the run",
     )
     ray_workers: int = Field(
-        default=0, ge=0, description="actors; 0: one per GPU, or per machine without GPUs"
+        default=0, ge=0, description="number of actors; 0: one per GPU, or per machine without GPUs"
     )
     ray_gpus_per_worker: float = Field(
         default=0.0, ge=0, description="GPUs of each actor; 0: one where the model is on cuda"
@@ -113,15 +113,11 @@ class TrackingOptions:
     )
     upload_model: bool = Field(
         default=False,
-        description=(
-            "also upload the trained model, not only its card; the run waits until it is there"
-        ),
+        description=("also upload the trained model, not only its card; the run waits for that"),
     )
     system_metrics: bool = Field(
         default=False,
-        description=(
-            "with each logged step of a training also processor, memory, disk and GPU memory"
-        ),
+        description="also log processor, memory, disk and GPU memory with each training step",
     )
 
     def none(self) -> TrackingOptions:

@@ -20,7 +20,7 @@ class DataOptions:
     )
     map: dict[str, str] = Field(
         default_factory=dict,
-        description="our column: yours, for example prompt: question; prompt: '' leaves yours out",
+        description="our column: yours, as prompt: question (flag: prompt=question); '' drops it",
     )
     split: str = Field(
         default="",
@@ -38,7 +38,7 @@ class DataOptions:
         ),
     )
     max_bad_frac: float = Field(
-        default=0.001, ge=0, le=1, description="stop when more than this share of rows is unusable"
+        default=0.001, ge=0, le=1, description="stop if more than this share of rows is unusable"
     )
     workers: int = Field(
         default=0,
@@ -77,13 +77,13 @@ class TokenOptions:
     learn: Literal["assistant", "last", "all"] = Field(
         default="assistant",
         description=(
-            "what of a completion of several messages is learned: assistant: the assistant's "
-            "turns, but those whose message says loss: false or weight: 0; last: the last of "
-            "them; all: every token, also of tools and users"
+            "what is learned of a completion of several messages: assistant: the assistant's "
+            "turns, except messages with loss: false or weight: 0; last: the last of these "
+            "turns; all: every token, also of tools and users"
         ),
     )
     date: str = Field(
-        default="", description="today (YYYY-MM-DD) for chat templates that ask what day it is"
+        default="", description="today's date (YYYY-MM-DD) for chat templates that print it"
     )
     chat_template: PathStr = Field(
         default="", description="file with a chat template to use instead of the tokenizer's"

@@ -12,19 +12,17 @@ from .option import STRICT, PathStr
 
 @dataclass(frozen=True, config=STRICT)
 class ServerOptions:
-    """A server with OpenAI's interface: vLLM, SGLang, llama.cpp, `transformers serve`."""
+    """A server with OpenAI's interface, such as vLLM or SGLang."""
 
     url: str = Field(
-        default="", description="its address, such as http://HOST:8000/v1; empty: no server"
+        default="", description="address of the server, as http://HOST:8000/v1; empty: no server"
     )
     model: str = Field(
-        default="", description="the name of its model; empty: the only one that it lists"
+        default="", description="name of its model; empty: the only one that it lists"
     )
     revision: str = Field(
         default="",
-        description=(
-            "what you call these weights: a server tells no digest, so answers are kept under it"
-        ),
+        description="your name for its weights, by which answers are kept: it tells no digest",
     )
     key_variable: str = Field(
         default="OPENAI_API_KEY",
@@ -35,12 +33,12 @@ class ServerOptions:
         default=120.0, gt=0, description="seconds without a byte until a request counts as lost"
     )
     retries: int = Field(
-        default=8, ge=0, description="times that one request is sent again, after growing pauses"
+        default=8, ge=0, description="times that a request is sent again, after growing pauses"
     )
     max_tokens: int = Field(
         default=0,
         ge=0,
-        description="stop, to go on later, once so many tokens were read and written; 0: no limit",
+        description="stop, to resume later, after this many tokens read and written; 0: no limit",
     )
 
 
@@ -50,18 +48,18 @@ class SampleOptions:
 
     output: PathStr = Field(default="align-samples", description="folder of the samples")
     answers: PathStr = Field(
-        default="", description="folder that keeps every answer; empty: in the output"
+        default="", description="folder in which every answer is kept; empty: the output"
     )
     n: int = Field(default=8, ge=1, description="samples of each prompt")
-    temperature: float = Field(default=1.0, ge=0, description="0: the likeliest token each time")
+    temperature: float = Field(default=1.0, ge=0, description="0: the most likely token each time")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="draw from the likeliest tokens that add up to this"
+        default=1.0, gt=0, le=1, description="sample from the top tokens that add up to this"
     )
     top_k: int = Field(
-        default=0, ge=0, description="draw from so many of the likeliest tokens; 0: all"
+        default=0, ge=0, description="sample from this many of the most likely tokens; 0: all"
     )
     max_new_tokens: int = Field(default=512, ge=1, description="most tokens of a sample")
-    seed: int = Field(default=0, lt=2**63, description="another seed, other samples")
+    seed: int = Field(default=0, lt=2**63, description="random seed")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -70,7 +68,7 @@ class JudgeOptions:
 
     output: PathStr = Field(default="align-judged", description="folder of the judged samples")
     answers: PathStr = Field(
-        default="", description="folder that keeps every judgment; empty: in the output"
+        default="", description="folder in which every judgment is kept; empty: the output"
     )
     by: Literal["none", "reward", "rubric", "pairwise", "exact", "regex", "function"] = Field(
         default="none",
@@ -82,7 +80,7 @@ class JudgeOptions:
     )
     model: PathStr = Field(default="", description="folder of a language model that judges")
     template: PathStr = Field(
-        default="", description="file with the judge's prompt; empty: the one that align ships"
+        default="", description="file with the judge's prompt; empty: the one of align"
     )
     function: str = Field(
         default="", description="MODULE:FUNCTION(prompt, completion, row) that returns a score"
@@ -121,16 +119,16 @@ class SelectOptions:
         ),
     )
     min_gap: float = Field(
-        default=0.0, ge=0, description="scores of a pair are further apart than this"
+        default=0.0, ge=0, description="least difference between the scores of a pair"
     )
     max_length_ratio: float = Field(
         default=0.0,
         ge=0,
-        description="the longer sample of a pair is at most so many times as long; 0: any",
+        description="the longer sample of a pair is at most this many times as long; 0: any",
     )
     keep_cut: bool = Field(
         default=False,
-        description="also take samples cut at max_new_tokens: training would learn to end there",
+        description="also take samples cut at max_new_tokens; a policy would learn to end there",
     )
 
 
@@ -139,13 +137,13 @@ class RoundsOptions:
     """Rounds of sample, judge, select, precompute-ref and train."""
 
     output: PathStr = Field(default="align-rounds", description="folder of all rounds")
-    count: int = Field(default=3, ge=1, description="rounds in all; more than there are adds some")
+    count: int = Field(default=3, ge=1, description="number of rounds; a higher one adds rounds")
     reference: Literal["fixed", "previous"] = Field(
         default="fixed",
-        description="fixed: the model of the beginning; previous: the policy of the round before",
+        description="fixed: the first model; previous: the policy of the round before",
     )
     prompts_per_round: int = Field(
-        default=0, ge=0, description="a fresh slice of so many for each round; 0: all"
+        default=0, ge=0, description="number of fresh prompts for each round; 0: all"
     )
     eval_fraction: float = Field(
         default=0.1, ge=0, lt=1, description="share of prompts held out, by their hash"
@@ -153,17 +151,15 @@ class RoundsOptions:
     eval_n: int = Field(
         default=1, ge=1, description="samples of each held-out prompt after each round"
     )
-    eval_temperature: float = Field(default=0.0, ge=0, description="of these samples")
+    eval_temperature: float = Field(default=0.0, ge=0, description="temperature of these samples")
     min_win_rate: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="stop where the win rate against the policy before falls below this",
+        description="stop if the win rate against the policy before is below this",
     )
     max_length_growth: float = Field(
         default=0.0,
         ge=0,
-        description=(
-            "stop where samples are longer than this times those of the beginning; 0: never"
-        ),
+        description="stop if samples are longer than this times the first model's; 0: never",
     )

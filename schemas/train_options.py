@@ -14,7 +14,7 @@ from .option import STRICT, PathStr
 class TrainOptions:
     """The policy and how it learns."""
 
-    method: str = Field(default="", description="kto, dpo or orpo; `align methods` lists them")
+    method: str = Field(default="", description="kto, dpo, orpo, …: `align methods` lists all")
     cache: PathStr = Field(
         default="", description="folder of the cache; empty: the one of cache.output"
     )
@@ -29,7 +29,7 @@ class TrainOptions:
         description="times every row is seen; 0.5: half of the rows, in whole steps",
     )
     max_steps: int = Field(
-        default=0, ge=0, description="stop after so many optimizer steps; 0: no limit"
+        default=0, ge=0, description="stop after this many optimizer steps; 0: no limit"
     )
     max_time: str = Field(
         default="", description="save and stop after this long, for example 3h30m; empty: no limit"
@@ -41,26 +41,26 @@ class TrainOptions:
         default=0,
         ge=0,
         description=(
-            "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU, fewer where "
-            "train.memory asks for it"
+            "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU, or fewer by "
+            "train.memory"
         ),
     )
-    lr: float = Field(default=1e-6, ge=0, description="highest learning rate")
+    lr: float = Field(default=1e-6, ge=0, description="peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="how it falls afterwards"
+        default="cosine", description="how the learning rate falls after the warmup"
     )
-    min_lr: float = Field(default=0.0, ge=0, le=1, description="where it ends, as a share of lr")
+    min_lr: float = Field(default=0.0, ge=0, le=1, description="final rate, as a share of lr")
     warmup: float = Field(
-        default=0.1, ge=0, description="steps it takes to rise; below 1: a share of all steps"
+        default=0.1, ge=0, description="steps in which lr rises; below 1: a share of all steps"
     )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled; not of biases and norms")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="of AdamW")
-    beta2: float = Field(default=0.999, ge=0, lt=1, description="of AdamW")
-    epsilon: float = Field(default=1e-8, ge=0, description="of AdamW")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="beta1 of AdamW")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="beta2 of AdamW")
+    epsilon: float = Field(default=1e-8, ge=0, description="epsilon of AdamW")
     max_grad_norm: float = Field(
-        default=1.0, ge=0, description="longer gradients are shortened to this; 0: never"
+        default=1.0, ge=0, description="gradients of a larger norm are scaled down to it; 0: never"
     )
-    seed: int = Field(default=0, lt=2**63, description="orders the rows and draws dropout")
+    seed: int = Field(default=0, lt=2**63, description="seed of row order and dropout")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto: the dtype the policy's weights are stored in"
     )
@@ -70,21 +70,17 @@ class TrainOptions:
     memory: str | int = Field(
         default="",
         description=(
-            "what a GPU, or the process on a CPU, may use, for example 24g, 512m or bytes: every "
-            "setting that is auto is chosen to fit; empty: all of the GPU, and no limit on a CPU"
+            "most memory of a GPU, or of the process on a CPU, as 24g, 512m or bytes: settings "
+            "that are auto are chosen to fit; empty: all of the GPU, and no limit on a CPU"
         ),
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
-        description=(
-            "true: less memory for a third more computing; auto: where train.memory asks for it"
-        ),
+        description="true: less memory, a third more computing; auto: if train.memory needs it",
     )
     checkpoint_offload: bool | Literal["auto"] = Field(
         default="auto",
-        description=(
-            "with gradient_checkpointing: what enters a layer waits in the memory of the CPU"
-        ),
+        description=("with gradient_checkpointing: the inputs of layers are kept in CPU memory"),
     )
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
@@ -92,19 +88,19 @@ class TrainOptions:
     )
     optimizer_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="of master weights and optimizer states, where the policy is in bfloat16",
+        description="dtype of master weights and optimizer states, where the policy is in bfloat16",
     )
     router_loss: float = Field(
         default=0.0,
         ge=0,
-        description="weight of the loss that spreads tokens over the experts of a mixture; 0: none",
+        description="weight of the loss that balances the experts of a mixture; 0: none",
     )
     deepspeed: PathStr = Field(
         default="auto",
         description=(
             "zero0, zero1, zero2, zero3, zero2-offload, zero3-offload, or a DeepSpeed JSON file; "
-            "auto: zero1, and zero0 for a single float32 process, or more where train.memory "
-            "asks for it"
+            "auto: zero1, and zero0 for a single float32 process, or more if train.memory "
+            "needs it"
         ),
     )
     pairs_from_scores: Literal["best_worst", "all"] = Field(
@@ -112,7 +108,7 @@ class TrainOptions:
         description="pairs out of scored rows: the best and the worst of each, or all pairs",
     )
     min_score_gap: float = Field(
-        default=0.0, ge=0, description="scores of such a pair are further apart than this"
+        default=0.0, ge=0, description="least difference between the scores of such a pair"
     )
     label_threshold: float | str = Field(
         default="mean",
@@ -131,10 +127,7 @@ class TrainOptions:
         default=1.0,
         ge=0,
         le=1,
-        description=(
-            "share of prompts whose undesirable ones it does; shares that add up to 1 share no "
-            "prompt"
-        ),
+        description="the same for undesirable ones; two shares that add up to 1 share no prompt",
     )
     file_weights: dict[str, float] = Field(
         default_factory=dict,
@@ -146,41 +139,34 @@ class TrainOptions:
     eval_fraction: float = Field(
         default=0.0, ge=0, le=1, description="share of prompts held out, chosen by their hash"
     )
-    eval_cache: PathStr = Field(default="", description="another cache to evaluate on instead")
+    eval_cache: PathStr = Field(default="", description="evaluate on this cache instead")
     eval_every: int = Field(
-        default=0, ge=0, description="steps between evaluations; 0: only before and after"
+        default=0, ge=0, description="steps between evaluations; 0: only before and after training"
     )
     eval_table: int = Field(
         default=200,
         ge=0,
-        description=(
-            "held-out rows whose completions each evaluation writes down one by one, in "
-            "evaluations/; 0: none"
-        ),
+        description="held-out rows that each evaluation lists in evaluations/; 0: none",
     )
-    eval_text: bool = Field(
-        default=False, description="with the text of prompts and completions; MLflow gets it too"
-    )
+    eval_text: bool = Field(default=False, description="list them with their text, also in MLflow")
     row_margins: bool = Field(
         default=False,
         description=(
-            "write down the margin of each training row at each visit, in rows.parquet: which "
-            "rows are never learned, and which are forgotten"
+            "log the margin of each training row at each visit in rows.parquet: which rows are "
+            "never learned, and which are forgotten"
         ),
     )
     limit_eval_batches: int = Field(
         default=0, ge=0, description="evaluation batches at most; 0: all"
     )
-    log_every: int = Field(default=1, ge=1, description="steps that one line of metrics covers")
+    log_every: int = Field(default=1, ge=1, description="steps between lines of metrics")
     save_every: int = Field(
-        default=0, ge=0, description="steps between checkpoints; 0: by time, and when it ends"
+        default=0, ge=0, description="steps between checkpoints; 0: by time, and at the end"
     )
     save_minutes: float = Field(
-        default=30.0,
-        ge=0,
-        description="minutes after which another one is saved, at any step; 0: never",
+        default=30.0, ge=0, description="minutes between checkpoints, at any step; 0: never"
     )
-    keep_last: int = Field(default=2, ge=1, description="newest checkpoints to keep")
+    keep_last: int = Field(default=2, ge=1, description="number of newest checkpoints to keep")
     best: str = Field(
         default="",
         description=(
@@ -191,17 +177,12 @@ class TrainOptions:
     )
     write_best: bool = Field(
         default=False,
-        description=(
-            "write the model of the best checkpoint (train.best) instead of that of the last step"
-        ),
+        description="write the model of the best checkpoint (train.best), not of the last step",
     )
     patience: int = Field(
         default=0,
         ge=0,
-        description=(
-            "end the run after so many evaluations in a row that were not better than the best one "
-            "before them, by train.best; 0: never"
-        ),
+        description="end the run after this many evaluations without a better train.best; 0: never",
     )
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: continue from the newest checkpoint"
@@ -218,7 +199,7 @@ class TrainOptions:
         ),
     )
     nonfinite_limit: int = Field(
-        default=3, ge=1, description="NaN or infinite steps in a row before it stops"
+        default=3, ge=1, description="NaN or infinite steps in a row that end the run"
     )
 
     @property
@@ -242,14 +223,14 @@ class LoraOptions:
     """Training an adapter instead of the whole policy."""
 
     enabled: bool = Field(default=False, description="train a LoRA adapter by peft")
-    rank: int = Field(default=16, ge=1, description="inner dimension of --lora")
-    alpha: float = Field(default=32.0, ge=0, description="scale of --lora, divided by its rank")
+    rank: int = Field(default=16, ge=1, description="rank of the adapter")
+    alpha: float = Field(default=32.0, ge=0, description="scale of the adapter is alpha / rank")
     dropout: float = Field(
-        default=0.0, ge=0, le=1, description="of the adapter's input; needs train.dropout"
+        default=0.0, ge=0, le=1, description="dropout of the adapter's input; needs train.dropout"
     )
     targets: list[str] = Field(
         default_factory=list,
-        description="layers to adapt, by the end of their names; empty: all linear",
+        description="layers to adapt, by the end of their names; empty: all linear ones",
     )
     quantize: Literal["none", "nf4"] = Field(
         default="none",

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-from align.pipeline.commands.terminal import SOON_ASLEEP
+from align.cli import SOON_ASLEEP
 from align.schemas import safe_text
 from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run.run_folder import RunFolder

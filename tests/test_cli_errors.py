@@ -14,7 +14,7 @@ from align.pipeline.tables.score_rewards import write_rewarded
 from align.schemas.config import ModelOptions, TrackingOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Record, Role
-from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.output_folder import OutputFolder
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.storage.tables import TableFolder
@@ -115,7 +115,7 @@ def test_score_replaces_what_it_wrote_and_nothing_of_a_persons_own(world, reward
 
 
 KINDS = {
-    "cache": Cache,
+    "cache": lambda path: CacheWork(path, "0" * 64),
     "training run": RunFolder,
     "samples": lambda path: TableFolder(path, "samples"),
     **{kind: lambda path, kind=kind: OutputFolder(path, kind) for kind in ("rewards", "sweep")},

@@ -65,20 +65,12 @@ def precompute(
         >>> made.folder, made.manifest.rows, made.tally.scored
     """
     from ...stages.data.given_rows import files_of
-    from ..precompute.opening import require_model
-    from ..precompute.precompute import precompute as run_precompute
+    from ..precompute.precompute import make_cache
 
     flags = {"model.path": model, "cache.output": output}
     with files_of(data) as files:
         loaded = _loaded("precompute-ref", flags, settings, config, data=files)
-        require_model(loaded.config)
-        from ...stages.model.reference import HfReference
-        from ...stages.storage.disk.digests import own_digests
-        from ..jobs.object_inputs import with_local_inputs
-
-        local = with_local_inputs(loaded.config)
-        reference = HfReference(local.model, own_digests())
-        return run_precompute(local, reference, progress=_progress(shown=progress))
+        return make_cache(loaded.config, progress=_progress(shown=progress))
 
 
 def train(
@@ -104,46 +96,12 @@ def train(
         >>> run.metrics["loss"].tail(1)
     """
     from ..train.setup import check
-
-    flags = {
-        "train.method": method,
-        "train.cache": cache,
-        "train.output": output,
-        "train.model": model,
-    }
-    run = check(_loaded("train", flags, settings, config), callbacks)
     from ..train.train import train as run_training
 
-    trained = run_training(run, progress=_progress(shown=progress))
+    named = {"train.cache": cache, "train.output": output, "train.model": model}
+    asked = _loaded("train", {"train.method": method, **named}, settings, config)
+    trained = run_training(check(asked, callbacks), progress=_progress(shown=progress))
     return load_run(trained.folder.root)
-
-
-def load_run(path: AnyPath) -> TrainingRun:
-    """The folder of a training run, read back; it may still be running.
-
-    >>> run = align.load_run("runs/kto")
-    >>> run.evaluations.select("step", "eval/loss", "eval/rewards/margins")
-    """
-    from ...stages.storage.run.run_folder import read_ending
-    from ..options.settings import read_yaml
-    from ..train.run_history import read_history
-    from ..train.run_report import training_folder
-
-    folder = training_folder(Path(path))
-    ending = read_ending(folder)
-    history = read_history(folder.metrics)
-    return TrainingRun(
-        folder=folder.root,
-        ending=ending.ending if ending else None,
-        steps=history.steps,
-        model=folder.model if folder.model.is_dir() else None,
-        metrics=history.learned,
-        evaluations=history.held_out,
-        samples=_samples(folder.evaluations()),
-        answers=_answers(folder.answers),
-        rows=_visits(folder.rows),
-        settings=read_yaml(folder.config),
-    )
 
 
 @dataclass(frozen=True)
@@ -160,6 +118,44 @@ class TrainingRun:
     answers: pl.DataFrame = field(repr=False)  # to held-out prompts, before training and after
     rows: pl.DataFrame = field(repr=False)  # margins of training rows, with train.row_margins
     settings: dict[str, Any] = field(repr=False)  # every one, by its dotted name
+
+
+def load_run(path: AnyPath) -> TrainingRun:
+    """The folder of a training run, read back; it may still be running.
+
+    >>> run = align.load_run("runs/kto")
+    >>> run.evaluations.select("step", "eval/loss", "eval/rewards/margins")
+    """
+    import polars as pl
+
+    from ...stages.report.eval_table import read_samples
+    from ...stages.report.side_by_side import Answered, read_answers
+    from ...stages.report.visited_rows import SCHEMA, read_visits
+    from ...stages.storage.run.run_folder import read_ending
+    from ..options.settings import read_yaml
+    from ..train.run_history import read_history
+    from ..train.run_report import training_folder
+
+    folder = training_folder(Path(path))
+    ending, history = read_ending(folder), read_history(folder.metrics)
+    samples = [
+        read_samples(path).select(pl.lit(step, pl.Int64).alias("step"), pl.all())
+        for step, path in folder.evaluations().items()
+    ]
+    answers = read_answers(folder.answers) if folder.answers.exists() else ()
+    is_logged = folder.rows.exists()
+    return TrainingRun(
+        folder=folder.root,
+        ending=ending.ending if ending else None,
+        steps=history.steps,
+        model=folder.model if folder.model.is_dir() else None,
+        metrics=history.learned,
+        evaluations=history.held_out,
+        samples=pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *samples], how="diagonal"),
+        answers=pl.DataFrame(answers, schema=[one.name for one in fields(Answered)]),
+        rows=read_visits(folder.rows) if is_logged else pl.DataFrame(SCHEMA.empty_table()),
+        settings=read_yaml(folder.config),
+    )
 
 
 def _loaded(
@@ -184,32 +180,3 @@ def _progress(*, shown: bool) -> Progress:
     from ...stages.tracking.progress import NoProgress, make_progress
 
     return make_progress() if shown else NoProgress()
-
-
-def _visits(path: Path) -> pl.DataFrame:
-    import polars as pl
-
-    from ...stages.report.visited_rows import SCHEMA, read_visits
-
-    return read_visits(path) if path.exists() else pl.DataFrame(SCHEMA.empty_table())
-
-
-def _answers(path: Path) -> pl.DataFrame:
-    import polars as pl
-
-    from ...stages.report.side_by_side import Answered, read_answers
-
-    found = read_answers(path) if path.exists() else ()
-    return pl.DataFrame(found, schema=[one.name for one in fields(Answered)])
-
-
-def _samples(evaluations: Mapping[int, Path]) -> pl.DataFrame:
-    import polars as pl
-
-    from ...stages.report.eval_table import read_samples
-
-    frames = [
-        read_samples(path).select(pl.lit(step, pl.Int64).alias("step"), pl.all())
-        for step, path in evaluations.items()
-    ]
-    return pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *frames], how="diagonal")

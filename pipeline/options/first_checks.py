@@ -22,19 +22,13 @@ def asked_recipe(config: Config) -> Recipe:
     return recipe_of(config.train.method, config.method)
 
 
-def require_policy(config: Config, flag: str = "--model") -> None:
-    """Refuses a policy whose folder is not there."""
-    if _is_missing(path := config.train.model):
-        raise UsageError(f"{path}: no such model folder. Pass the policy by {flag} DIR.")
-
-
 def require_training(config: Config) -> None:
     """Refuses a training whose method, cache or policy there is not."""
     asked_recipe(config)
     cache = config.train.cache or config.cache.output
     if not is_remote(cache) and not (Path(cache) / "manifest.json").exists():
         Cache(Path(cache)).manifest()  # which says what there is instead
-    require_policy(config)
+    require_folder(config.train.model, "Pass the policy by --model DIR.")
 
 
 def require_inputs(config: Config) -> None:
@@ -47,9 +41,11 @@ def require_inputs(config: Config) -> None:
     for name in config.data.files:
         if not is_remote(name) and not Path(name).exists():
             raise UsageError(f"{name}: no such file or folder. Check the path.")
-    if config.data.files and _is_missing(path := config.model.path):
-        raise UsageError(f"{path}: no such model folder. Pass --model DIR, or set ALIGN_MODEL.")
+    if config.data.files:
+        require_folder(config.model.path, "Pass --model DIR, or set ALIGN_MODEL.")
 
 
-def _is_missing(folder: str) -> bool:
-    return bool(folder) and not is_remote(folder) and not Path(folder).is_dir()
+def require_folder(model: str, way: str) -> None:
+    """Refuses a model whose folder is not there."""
+    if model and not is_remote(model) and not Path(model).is_dir():
+        raise UsageError(f"{model}: no such model folder. {way}")

@@ -14,81 +14,82 @@ from pydantic.fields import FieldInfo
 from ...schemas.config import Config
 from ...schemas.option import PATH
 
-# The settings that are flags, by section.
+_CONFIG: Any = Config
+SECTIONS: dict[str, Any] = {
+    name: field.annotation for name, field in _CONFIG.__pydantic_fields__.items()
+}
+
+# The settings that are flags, by section, with their words where these are not the names; the
+# options of methods all are.
 FLAGS = {
-    "model": "path adapter dtype device",
+    "model": "path:--model adapter dtype device",
     "data": "map split max_bad_frac",
     "tokens": "max_length max_prompt_length",
     "cache": "output kl_pairs token_logps shards reuse",
-    "scoring": "tokens_per_batch executor ray_address ray_workers ray_gpus_per_worker",
-    "tracking": "mlflow trackers",
+    "scoring": "tokens_per_batch executor ray_address ray_workers "
+    "ray_gpus_per_worker:--ray-worker-gpus",
+    "tracking": "mlflow trackers:--track",
     "train": "method cache model output epochs max_steps max_time batch_size tokens_per_batch lr "
     "schedule min_lr warmup weight_decay max_grad_norm seed dtype memory optimizer deepspeed "
     "eval_fraction eval_cache eval_every save_every keep_last resume",
-    "lora": "enabled rank alpha targets quantize merge",
-    "rewards": "model output",
-    "server": "url model revision concurrency",
-    "sample": "output n temperature top_p top_k max_new_tokens seed",
+    "lora": "enabled:--lora rank:--lora-rank alpha:--lora-alpha targets:--lora-target quantize "
+    "merge",
+    "rewards": "model:--reward-model output",
+    "server": "url:--server model:--server-model revision concurrency",
+    "sample": "output n:-n temperature top_p top_k max_new_tokens seed",
     "judge": "output by model template function pattern answer against pairs",
     "select": "output rows min_gap max_length_ratio keep_cut",
     "rounds": "output count reference",
 }
-# Their words, where these are not the names; and those that `align run` has to tell apart.
-WORDS = {
-    "model.path": "--model",
-    "scoring.ray_gpus_per_worker": "--ray-worker-gpus",
-    "tracking.trackers": "--track",
-    "lora.enabled": "--lora",
-    "lora.rank": "--lora-rank",
-    "lora.alpha": "--lora-alpha",
-    "lora.targets": "--lora-target",
-    "rewards.model": "--reward-model",
-    "server.url": "--server",
-    "server.model": "--server-model",
-    "sample.n": "-n",
-}
+# Those that `align run` has to tell apart.
 WORDS_OF_RUN = {
     "model.dtype": "--reference-dtype",
     "cache.output": "--cache",
     "scoring.tokens_per_batch": "--reference-tokens",
     "train.model": "--policy",
 }
-# What a command has the flags of; the options of methods are all flags.
-TAKES = {
-    "precompute-ref": "model data tokens cache scoring tracking",
-    "score": "model.dtype model.device data tokens.max_length scoring tracking rewards",
-    "train": "model.device tracking train lora method",
-    "sample": "model data scoring.tokens_per_batch tracking server sample",
-    "judge": "model.dtype model.device data.map data.max_bad_frac tracking rewards.model server "
-    "judge",
-    "select": "data.map data.max_bad_frac select",
-    "check": "model.path data tokens",
-    "sweep": "model.device tracking train lora method",
-    "plan": "model.device tracking train lora method",
-    "rounds": "tracking train.method rounds",
-}
-# What it reads besides, from a file, the environment or --set.
-_COMPUTING = "model.attention model.compile model.device model.allow_unused_weights"
+
+_COMPUTING = "model.attention model.compile model.allow_unused_weights"
+_TRACKING = "tracking.mlflow tracking.trackers"
+_REUSE = "cache.reuse cache.reuse_known"
 _RECORD = "tracking.uri tracking.experiment tracking.run_name"
-_TRAINING = f"{_COMPUTING} tokens cache.output tracking train lora method"
-READS = {
-    "precompute-ref": f"model data tokens cache scoring {_RECORD}",
-    "score": f"{_COMPUTING} model.device_map data tokens cache.shards cache.reuse "
-    f"cache.reuse_known scoring {_RECORD} rewards",
-    "train": _TRAINING,
-    "sample": f"model data tokens {_RECORD} server sample",
-    "judge": f"{_COMPUTING} model.device_map data.wrap tokens scoring.tokens_per_batch {_RECORD} "
-    "server judge",
-    "select": "data.wrap select",
-    "check": "data tokens",
-    "verify": "model.compile model.device model.device_map",
-    "sweep": _TRAINING,
-    "plan": f"{_TRAINING} model.path cache.kl_pairs",
+_TRAINING = "train lora method model.device tracking"
+_EVERYTHING = " ".join(SECTIONS)
+# Each command with settings: those it has the flags of, and what it reads besides, from a file,
+# the environment or --set.
+COMMANDS = {
+    "precompute-ref": (f"model data tokens cache scoring {_TRACKING}", _RECORD),
+    "score": (
+        f"rewards data tokens.max_length model.dtype model.device scoring {_TRACKING}",
+        f"{_COMPUTING} model.device_map tokens cache.shards {_REUSE} {_RECORD}",
+    ),
+    "train": (_TRAINING, f"{_COMPUTING} tokens cache.output"),
+    "sample": (
+        f"model sample server data scoring.tokens_per_batch {_TRACKING}",
+        f"tokens {_RECORD}",
+    ),
+    "judge": (
+        "judge rewards.model server model.dtype model.device data.map data.max_bad_frac "
+        f"{_TRACKING}",
+        f"{_COMPUTING} model.device_map data.wrap tokens scoring.tokens_per_batch {_RECORD}",
+    ),
+    "select": ("select data.map data.max_bad_frac", "data.wrap"),
+    "check": ("model.path data tokens", ""),
+    "verify": ("", "model.compile model.device model.device_map"),
+    "sweep": (_TRAINING, f"{_COMPUTING} tokens cache.output"),
+    "plan": (_TRAINING, f"{_COMPUTING} model.path tokens cache.output cache.kl_pairs"),
+    "run": ("model data tokens cache train lora method scoring tracking", ""),
+    "rounds": (f"rounds train.method {_TRACKING}", _EVERYTHING),
+    "config": ("", _EVERYTHING),
 }
-COMMANDS = (*READS, "run", "rounds", "config")
-# What a command sets itself, and the flag or the setting to use instead, if there is one.
-SETS = {
-    "sweep": {"train.method": "--method", "train.output": "--output"},
+# What a command does not read of that: the flag or setting to use instead, if there is one.
+_POLICY = {"model.path": "--model (train.model)", "model.dtype": "train.dtype"}
+INSTEAD = {
+    "train": _POLICY,
+    "sweep": {"train.method": "--method", "train.output": "--output", **_POLICY},
+    "run": {"train.cache": "--cache"},
+    "score": {"model.path": "--reward-model"},
+    "verify": {"model.path": "--model"},
     "rounds": {
         "cache.output": "rounds.output",
         "train.cache": "rounds.output",
@@ -103,19 +104,6 @@ SETS = {
         "judge.against": "",
         "select.output": "rounds.output",
     },
-}
-# What serves in place of a setting that a command does not read.
-_POLICY = (
-    "The policy begins as the reference of the cache. To train another model, pass it by --model "
-    "DIR (train.model), with --set train.other_reference=true where the reference stays"
-)
-INSTEAD = {
-    ("train", "model.dtype"): "Set train.dtype",
-    ("train", "model.path"): _POLICY,
-    ("sweep", "model.path"): _POLICY,
-    ("score", "model.path"): "Pass --reward-model DIR",
-    ("verify", "model.path"): "Pass --model DIR",
-    ("run", "train.cache"): "Pass --cache DIR: it trains on the cache that it makes",
 }
 
 # What binds a finished cache, a run that is resumed, and a round. With another `length` a run is
@@ -148,12 +136,6 @@ _BINDS = {  # and what of that does not
 }
 
 
-_CONFIG: Any = Config
-SECTIONS: dict[str, Any] = {
-    name: field.annotation for name, field in _CONFIG.__pydantic_fields__.items()
-}
-
-
 @cache
 def fields() -> Mapping[str, FieldInfo]:
     """Every setting that is declared, by its dotted name; options of methods are not."""
@@ -178,37 +160,38 @@ def paths() -> frozenset[str]:
 @cache
 def flags_of(command: str) -> Mapping[str, str]:
     """The flag of each setting that has one in this command, by its dotted name, in order."""
-    if command == "run":  # both stages; the cache of the second is that of the first
-        both = {**flags_of("precompute-ref"), **flags_of("train"), **WORDS_OF_RUN}
-        return {name: both[name] for name in fields() if name in both and reads("run", name)}
-    taken = {}
-    for section, keys in FLAGS.items():
-        for name in (f"{section}.{key}" for key in keys.split()):
-            if is_among(name, TAKES.get(command, "")) and name not in SETS.get(command, ()):
-                taken[name] = word_of(name)
-    return {name: taken[name] for name in fields() if name in taken}
-
-
-def word_of(name: str) -> str:
-    """The word of a setting's flag in the commands that have it, but for some of `align run`."""
-    return WORDS.get(name) or f"--{name.partition('.')[2].replace('_', '-')}"
+    taken, _ = COMMANDS.get(command, ("", ""))
+    words = {
+        f"{section}.{key}": word or word_of(key)
+        for section, flags in FLAGS.items()
+        for key, _, word in (flag.partition(":") for flag in flags.split())
+    }
+    if command == "run":
+        words |= WORDS_OF_RUN
+    return {
+        name: words[name]
+        for part in taken.split()
+        for name in fields()
+        if is_among(name, part) and name in words and name not in INSTEAD.get(command, {})
+    }
 
 
 def flag_of(name: str, command: str) -> str:
     """The flag of a setting in this command; empty if it has none there."""
-    if name.startswith("method."):
-        stage = "train" if command == "run" else command
-        return word_of(name) if is_among(name, TAKES.get(stage, "")) else ""
+    section, _, key = name.partition(".")
+    if section == "method":
+        return word_of(key) if is_among(name, COMMANDS.get(command, ("",))[0]) else ""
     return flags_of(command).get(name, "")
+
+
+def word_of(key: str) -> str:
+    """The flag that is called as a setting or an option is."""
+    return f"--{key.replace('_', '-')}"
 
 
 def reads(command: str, name: str) -> bool:
     """Whether a command uses a setting; rounds give theirs to every other command."""
-    if command in ("config", "rounds"):
-        return True
-    if command == "run":
-        return name != "train.cache" and (reads("precompute-ref", name) or reads("train", name))
-    return name in flags_of(command) or is_among(name, READS[command])
+    return name not in INSTEAD.get(command, {}) and is_among(name, " ".join(COMMANDS[command]))
 
 
 def binds(name: str, *keepers: str) -> bool:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-
-from ...schemas.errors import UsageError
-from .table import fields
 
 # The last of them: a number of too many digits.
 UNREADABLE = (yaml.YAMLError, RecursionError, ValueError)
@@ -64,17 +61,3 @@ def to_yaml(value: Any) -> str:
 def in_yaml(value: Any) -> str:
     """A value in one line."""
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=True).replace("...", "").strip()
-
-
-def setting_value(name: str, text: str, *, where: str) -> Any:
-    """The value of a setting that is given as text: itself, where the setting is a text.
-
-    A text that may be true or false as well is read as the others are.
-    """
-    field = fields().get(name)
-    if field and isinstance(field.default, str) and bool not in get_args(field.annotation):
-        return text
-    try:
-        return from_yaml(text)
-    except UNREADABLE as error:
-        raise UsageError(f"{where}: the value is not readable as YAML.") from error

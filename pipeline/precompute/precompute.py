@@ -22,13 +22,16 @@ from ...schemas.errors import (
 from ...schemas.rows import TIE, Reference, Scorer
 from ...stages.data.columns import not_read
 from ...stages.data.preview import lines_of
+from ...stages.model.reference import HfReference
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache_work import unfinished_work
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import try_owner_lock
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.outbox import unsent_runs
 from ...stages.tracking.progress import NoProgress, Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
+from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows
 from ..parts import WHOLE, Part
 from ..ray_actors import RayCluster
@@ -40,12 +43,23 @@ from .opening import (
     may_have_scores,
     open_job,
     register_cache,
+    require_model,
     require_same,
 )
 from .prepare import Slices, encode, make_plan
 from .scoring import Shards, ShardScorer, Tally
 
 PrecomputeResult: TypeAlias = Made[Manifest, Tally]
+
+
+def make_cache(
+    config: Config, *, progress: Progress, part: Part | None = None, shows_row: bool = False
+) -> PrecomputeResult:
+    """Makes a cache with the reference of the config, whose model and data may be in a bucket."""
+    require_model(config, part)
+    local = with_local_inputs(config)
+    reference = HfReference(local.model, own_digests())
+    return precompute(local, reference, progress=progress, part=part, shows_row=shows_row)
 
 
 def precompute(

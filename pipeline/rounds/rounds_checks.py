@@ -14,7 +14,6 @@ from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.settings import Settings, as_absolute
-from ..options.table import SETS
 from ..plan.method_needs import require_own_samples
 from ..precompute.opening import require_model
 from ..tables.judges import KINDS, NAMES, kind_of
@@ -57,13 +56,11 @@ def _require_alone() -> None:
 def _require_free(settings: Settings) -> None:
     """Refuses settings that every round would override."""
     config = as_absolute(settings.config)
-    for name, way in SETS["rounds"].items():
-        is_given = settings.origins.get(name) == "--set"
-        if is_given or (name in REFUSED_IN_FILES and config[name]):
-            instead = f" Set {way}." if way else " Leave it out."
+    for name in REFUSED_IN_FILES:
+        if config[name]:
             raise UsageError(
-                f"{settings.origins.get(name, name)}: {name}: the rounds set it themselves."
-                f"{instead}"
+                f"{settings.origins.get(name, name)}: {name}: the rounds set it themselves. "
+                "Leave it out."
             )
     if config["train.eval_cache"]:
         raise UsageError(

@@ -20,7 +20,7 @@ from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.rounds_folder import OneRound, RoundsFolder
 from ..jobs.differences import differences
 from ..options.settings import Settings, as_absolute
-from ..options.table import SETS, bound
+from ..options.table import INSTEAD, bound
 from ..tables.judges import kind_of
 from ..tables.language_judge import judge_sampler
 from .round_prompts import PromptSplit, content_digest
@@ -118,7 +118,7 @@ class RoundsJob:
         )
         lora = replace(self.config.lora, merge=self.config.lora.enabled)
         config = replace(self.config, model=reference, train=train, lora=lora)
-        given, own = self.settings.origins, SETS["rounds"]
+        given, own = self.settings.origins, INSTEAD["rounds"]
         origins = {name: origin for name, origin in given.items() if name not in own}
         return Settings(config, origins)
 

@@ -11,15 +11,11 @@ from dataclasses import replace
 from ...schemas.errors import AlignError, UsageError
 from ...stages.engine.launchers import world_apart
 from ...stages.methods.recipe import Recipe
-from ...stages.model.reference import HfReference
-from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.run_remote import run_folder_of
 from ...stages.tracking.progress import Progress
 from ...stages.train.memory_backoff import release_cached_memory
-from ..jobs.object_inputs import with_local_inputs
 from ..options.settings import Settings
 from ..precompute.opening import require_model
-from ..precompute.precompute import PrecomputeResult, precompute
 from .run_report import Trained
 from .setup import check, check_settings
 from .train import train as run_training
@@ -47,13 +43,6 @@ def settings_of_both(given: Settings) -> Settings:
         train, cache=config.cache.output, other_reference=train.other_reference or bool(train.model)
     )
     return replace(given, config=replace(config, train=policy))
-
-
-def make_cache(settings: Settings, *, progress: Progress, shows_row: bool) -> PrecomputeResult:
-    """The cache: finished, or as it was; then no reference is loaded."""
-    local = with_local_inputs(settings.config)
-    reference = HfReference(local.model, own_digests())
-    return precompute(local, reference, progress=progress, shows_row=shows_row)
 
 
 def train_on_cache(settings: Settings, *, progress: Progress) -> Trained:

@@ -26,8 +26,8 @@ from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import description, run_name
 from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
 from ..jobs.signals import WAY_ON
-from ..options.settings import Settings, flatten, parse_varied
-from ..options.table import SETS
+from ..options.settings import Settings, flatten
+from ..options.table import INSTEAD
 from ..work import recorded_work
 from .load import identify
 from .records import data_of
@@ -92,11 +92,9 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
 
 def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
     """Refuses a --set that every run would override."""
-    own = SETS["sweep"]
-    for name in (*own, *varied_in(trials)):
+    for name in varied_in(trials):
         if given.origins.get(name) == "--set":
-            way = own.get(name, "--vary")
-            raise UsageError(f"--set {name}: the sweep sets it in every run. Use {way} alone.")
+            raise UsageError(f"--set {name}: the sweep sets it in every run. Use --vary alone.")
 
 
 @contextmanager
@@ -200,14 +198,20 @@ def _compared(result: SweepResult, parent: journaled_run.Run) -> SweepResult:
 
 
 def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parses --vary; refuses a setting given twice, and those that a sweep sets itself."""
-    names = [text.partition("=")[0] for text in texts]
-    for name in names:
-        if way := SETS["sweep"].get(name):
-            raise UsageError(f"--vary {name}: a sweep sets it itself. Use {way}.")
-        if names.count(name) > 1:
+    """Parses `--vary method.beta=0.05,0.1`; refuses what is given twice or set by the sweep."""
+    varied: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if instead := INSTEAD["sweep"].get(name):
+            raise UsageError(f"--vary {name}: a sweep does not take it. Use {instead}.")
+        if name in varied:
             raise UsageError(f"{name} is varied twice. Give all of its values at once.")
-    return parse_varied(texts)
+        if not (name and equals and all(values.split(","))):
+            raise UsageError(
+                f"--vary {text}: expected SETTING=V1,V2, for example method.beta=0.05,0.1."
+            )
+        varied[name] = values.split(",")
+    return varied
 
 
 def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> list[Trial]:

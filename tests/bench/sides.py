@@ -235,7 +235,7 @@ def synchronize():
 
 def as_a_command():
     """What a command does before it imports anything else."""
-    from align.pipeline.commands.terminal import own_process
+    from align.cli import own_process
 
     own_process([])
 

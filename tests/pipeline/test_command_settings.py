@@ -1,72 +1,83 @@
-"""A flag or --set that a command does not use is refused, with what serves in its place."""
+"""What each command takes of the settings: its flags, --set, and what serves in their place."""
 
 import json
 import shutil
 import sys
 
 import pytest
-from typer.main import get_command
+import typer
 
 from align import cli
-from align.pipeline.commands.settings_command import SettingsCommand
+from align.pipeline.commands.flags import SettingsCommand, takes_several
+from align.pipeline.options.other_names import OURS
 from align.pipeline.options.settings import flatten, load_settings
-from align.pipeline.options.table import (
-    COMMANDS,
-    FLAGS,
-    READS,
-    SETS,
-    TAKES,
-    WORDS,
-    bound,
-    reads,
-)
+from align.pipeline.options.table import COMMANDS, FLAGS, INSTEAD, WORDS_OF_RUN, bound, reads
 from align.pipeline.train.setup import check
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
+from align.stages.methods.modifiers import Modifiers
+from align.stages.methods.table import METHODS
 from align.stages.tracking.tracker import TRACKERS, kind_of
 from support.command import align, refusal
-from support.refusals import refuses
+from support.pages import page
+from support.refusals import refuses, require_names
 
 pytestmark = pytest.mark.usefixtures("here")
 
-SETTINGS = [*flatten(Config()), "method.beta"]
-SETTING_COMMANDS = ("precompute-ref", "score", "train", "sweep", "verify")
+GIVEN = typer.main.get_command(cli.app).commands
+OPTIONS = {
+    name
+    for options in (Modifiers, *(method.options for method in METHODS.values()))
+    for name in options.model_fields
+}
+SETTINGS = {*flatten(Config()), *(f"method.{name}" for name in OPTIONS)}
 VALUES = {bool: "true", int: "3", float: "0.5", list: "[a]", dict: "{a: b}"}
 
 
-def test_commands_that_take_settings_are_those_of_the_table():
-    commands = get_command(cli.app).commands.items()
-    taking = {name for name, command in commands if isinstance(command, SettingsCommand)}
+def test_every_name_of_the_tables_is_a_setting_a_section_or_a_command():
+    taking = {name for name, command in GIVEN.items() if isinstance(command, SettingsCommand)}
     assert {*COMMANDS} == taking
+    assert {*INSTEAD} < taking
+    named = {*OURS.values(), *WORDS_OF_RUN}
+    for section, keys in FLAGS.items():
+        named |= {f"{section}.{key.partition(':')[0]}" for key in keys.split()}
+    for names in COMMANDS.values():
+        named |= {*" ".join(names).split()}
+    for instead in INSTEAD.values():
+        named |= {*instead, *(one for one in instead.values() if "." in one and " " not in one)}
+    assert not named - SETTINGS - {name.partition(".")[0] for name in SETTINGS}
+    assert not {*OURS} & {name.partition(".")[2] for name in flatten(Config())}
 
 
-def test_every_name_of_the_table_is_a_setting_or_a_section():
-    sections = {name.partition(".")[0] for name in SETTINGS}
-    named = {f"{section}.{key}" for section, keys in FLAGS.items() for key in keys.split()}
-    for names in (*TAKES.values(), *READS.values()):
-        named |= {*names.split()}
-    named |= {*WORDS, *SETS["sweep"], *SETS["rounds"], *SETS["rounds"].values()} - {""}
-    assert not named - {*SETTINGS} - sections
+def flags_of(command, *words):
+    """The flags of a command, each as often as it is declared."""
+    with GIVEN[command].make_context(command, [*words]) as context:
+        return [word for one in context.command.get_params(context) for word in one.opts]
 
 
-def test_a_mapping_says_the_same_in_any_order():
-    weights = ({"a": 2.0, "b": 0.5}, {"b": 0.5, "a": 2.0})
-    first, second = (
-        bound(flatten(Config()) | {"train.file_weights": one}, "run") for one in weights
-    )
-    assert first == second
-    assert "train.file_weights" in first
+def test_every_option_of_a_method_is_a_flag_of_what_trains_and_a_sweep_takes_what_a_training_does():
+    found = {}
+    for command in ("train", "plan", "sweep"):
+        found[command] = flags_of(command, "--method", "kto")
+        assert len(found[command]) == len({*found[command]})
+        assert {f"--{name.replace('_', '-')}" for name in OPTIONS} <= {*found[command]}
+    assert {*found["train"]} <= {*found["sweep"]}
+    assert not {"--beta", "--kl-use"} & {*flags_of("precompute-ref")}
+    # A path may hold a comma.
+    names = ("train.lr", "train.max_time", "method.beta", "train.cache", "lora.enabled")
+    assert [*map(takes_several, (*names, "lora.targets"))] == [True] * 3 + [False] * 3
 
 
-def test_a_set_is_used_or_refused_by_name():
-    for name in SETTINGS:
-        assert any(reads(command, name) for command in READS) or name.startswith("rounds.")
-        text = f"{name}={value_of(name)}"
-        for command in SETTING_COMMANDS:
+def test_a_set_is_used_or_refused_by_name_and_with_what_serves_in_its_place():
+    for name in flatten(Config()):
+        assert [command for command in COMMANDS if reads(command, name)]
+        for command in ("precompute-ref", "score", "train", "sweep", "verify", "rounds"):
+            text = f"{name}={value_of(name)}"
             if reads(command, name):
                 load_settings({}, [text], file=None, command=command)
                 continue
-            with refuses(UsageError, f"--set: {name} ", f"`align {command}`"):
+            instead = INSTEAD.get(command, {}).get(name, "")
+            with refuses(UsageError, f"--set: {name} ", f"`align {command}`", instead):
                 load_settings({}, [text], file=None, command=command)
 
 
@@ -75,11 +86,38 @@ def value_of(name):
         return "[mlflow]"
     if name == "train.file_weights":
         return "{a: 2}"
-    default = flatten(Config()).get(name, 0.0)
-    if isinstance(default, str):
-        section, _, field = name.partition(".")
-        return getattr(getattr(Config(), section), field) or "x"
-    return VALUES[type(default)]
+    default = flatten(Config())[name]
+    return (default or "x") if isinstance(default, str) else VALUES[type(default)]
+
+
+def test_a_name_of_another_tool_is_answered_with_the_setting_that_is_meant_and_is_on_the_page():
+    own = {"lr": "train.lr", "train.max_length": "tokens.max_length"}
+    for name, setting in (OURS | own).items():
+        with refuses(UsageError, f"'{setting}'"):
+            load_settings({}, [f"{name}=1"], file=None)
+    for command, flag, meant in (
+        ("train", "--learning_rate", "'--lr'"),
+        ("train", "--adam-beta2", "'train.beta2'"),
+        ("precompute-ref", "--learning-rate", "'train.lr'"),
+        ("run", "--output_dir", "'--output'"),
+        ("methods", "--learning-rate", "'train.lr'"),
+        ("train", "--nothing-of-this-kind", ""),
+    ):
+        answer = align(command, flag, "1")
+        assert answer.code == 2, answer
+        require_names(answer.err, flag, meant)
+    lines = page("docs/moving-from-other-tools.md").read_text(encoding="utf-8").splitlines()
+    for name, setting in OURS.items():
+        assert [one for one in lines if f"`{name}`" in one and one.endswith(f"| `{setting}` |")]
+
+
+def test_a_mapping_binds_the_same_in_any_order():
+    weights = ({"a": 2.0, "b": 0.5}, {"b": 0.5, "a": 2.0})
+    first, second = (
+        bound(flatten(Config()) | {"train.file_weights": one}, "run") for one in weights
+    )
+    assert first == second
+    assert "train.file_weights" in first
 
 
 def opened(cache, **flags):

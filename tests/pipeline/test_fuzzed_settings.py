@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.pipeline.options.settings import flatten, load_settings, template
+from align.pipeline.options.settings import as_yaml, flatten, load_settings, template
 from align.schemas.config import Config
 from align.schemas.errors import AlignError
 
@@ -21,6 +21,8 @@ ODD = (
     *("~", "null", "true", "Off", "y", "auto", "'1'", '"true"', "x", "é✓", "a: b", "a #b", ""),
     *("[]", "[a, b]", "[[1]]", "[~]", "{}", "{a: b}", "{a: {b: c}}", "{1: a}", "*a", "&a [*a]"),
     *("!!int '1'", "!!python/name:os.system", "[" * 600, "x" * 9999, '"a\\0b"', "- x", "|", "%x"),
+    *("1e-5,2e-5", "2026-02-30", "0x", ".nan", "9" * 4999, "!!float x", "!c d", "? 1\n: 2"),
+    *("'", '"', '"\\ud800"', "\0", "%YAML 9.9", "---\n---", "~nosuchuser", "\x1b[31m", "\x00a"),
 )
 NOTHING = ("", "~", "null", "Null", "NULL")
 DRAWN = settings(derandomize=True, max_examples=40)
@@ -31,11 +33,10 @@ def is_written(value, text):
     """Whether a value is the one of a text, or a collection of texts, as YAML has them."""
     if isinstance(value, bool):
         return text in BOOLS[value]
-    if isinstance(value, int):
-        base = 0 if text[:2] in {"0x", "0o"} else 10
-        return re.fullmatch(INT, text) is not None and int(text, base) == value
-    if isinstance(value, float):
-        return float(text) == value
+    if isinstance(value, int | float):
+        if re.fullmatch(INT, text):
+            return int(text, 0 if text[:2] in {"0x", "0o"} else 10) == value
+        return isinstance(value, float) and float(text) == value
     if isinstance(value, list):
         return len(value) == len(text) and all(map(is_written, value, text))
     if isinstance(value, dict):
@@ -48,7 +49,9 @@ def require_sound(text, sets=()):
     Path("align.yaml").write_bytes(text)
     refused = ""
     try:
-        found = flatten(load_settings({}, sets, file=Path("align.yaml")).config)
+        config = load_settings({}, sets, file=Path("align.yaml")).config
+        found = flatten(config)
+        as_yaml(config).encode()
     except AlignError as error:
         refused = str(error)
     if refused:
@@ -60,7 +63,9 @@ def require_sound(text, sets=()):
     written = {
         f"{at}.{name}": of for at, one in sections.items() for name, of in (one or {}).items()
     }
-    written |= dict(word.split("=", 1) for word in sets)
+    for name, word in (one.split("=", 1) for one in sets):
+        is_text = isinstance(found[name], str)
+        written[name] = word if is_text else yaml.load(word, yaml.BaseLoader)
     for name, value in written.items():
         if value not in NOTHING:
             assert is_written(found[name], value), (name, found[name], value)
@@ -72,7 +77,10 @@ numbers = st.one_of(st.integers(-(2**65), 2**65), st.floats(width=32)).map(str)
 
 
 @DRAWN
-@given(name=st.sampled_from([*DEFAULTS]), text=st.one_of(st.sampled_from(ODD), numbers))
+@given(
+    name=st.sampled_from([*DEFAULTS, "method.beta", "train"]),
+    text=st.one_of(st.sampled_from(ODD), numbers, st.text(max_size=20)),
+)
 def test_a_value_is_read_as_it_is_written_or_refused(name, text):
     section, _, key = name.partition(".")
     require_sound(f"{section}:\n  {key}: {text}\n".encode())

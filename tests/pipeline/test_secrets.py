@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from align.pipeline.commands.terminal import SafeFormatter
+from align.cli import SafeFormatter
 from align.schemas.safe_text import MASK
 from support.command import align
 from support.planted import contents_below

@@ -1,0 +1,563 @@
+"""Every command: its own words, what is refused before torch is imported, and one call.
+
+A command imports what it needs when it is given, so that --help and a refusal take no second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+from ... import __version__
+from ...schemas.errors import UsageError, closest, counted, did_you_mean
+from .flags import ConfigFile, Data, Part, SettingsCommand, settings_of, takes_several
+from .terminal import SafeGroup, begin_work, recorded_by_first, say, say_once, say_row
+
+if TYPE_CHECKING:
+    from ..options.settings import Settings
+
+GIB = 2**30
+CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
+Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show an example row.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Uri = Annotated[str, typer.Option(help="Another store than that of your settings.")]
+
+app = typer.Typer(
+    name="align",
+    cls=SafeGroup,
+    help="Preference alignment in two stages: score the reference once, then train at will.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def command(panel: str, example: str, cls: type[TyperCommand] = TyperCommand) -> Callable[..., Any]:
+    """Makes a function the command that its example gives, in a panel of `align --help`."""
+    name = example.split()[1]
+    return app.command(name, cls=cls, rich_help_panel=panel, epilog=f"Example: {example}")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        say(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
+
+
+@app.callback()
+def about(version: Version = False) -> None:
+    """Takes what is asked of no command."""
+
+
+@command("Begin", "align init --method kto --schema")
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Also write align.schema.json, for editors.")
+    ] = False,
+    method: Annotated[
+        str,
+        typer.Option("--method", metavar="<name>", help="Set it, with the options that it has."),
+    ] = "",
+) -> None:
+    """Write an align.yaml with every setting, its default and what it means."""
+    from ...schemas.config import Config
+    from ...schemas.json_codec import json_schema
+    from ...stages.storage.disk import fs
+    from ..options.settings import template
+
+    if path.exists():
+        raise UsageError(f"{path} exists. Remove it first, or name another file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
+    chosen = None
+    if method:
+        from ...stages.methods.table import find_method
+
+        chosen = find_method(method)
+    text = template(chosen)
+    if schema:
+        beside = path.with_name("align.schema.json")
+        with fs.new_file(beside, replaces=True) as file:
+            file.write(json.dumps(json_schema(Config), indent=2).encode() + b"\n")
+        text = f"# yaml-language-server: $schema={beside.name}\n{text}"
+    with fs.new_file(path, replaces=False) as file:
+        file.write(text.encode())
+    say(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
+
+
+@command("Begin", "align config --changed", SettingsCommand)
+def config(
+    context: typer.Context,
+    data: Data = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only the settings that are not at their default.")
+    ] = False,
+) -> None:
+    """Print every setting and where its value comes from."""
+    from ...schemas.config import Config
+    from ..options.settings import flatten, without_secrets
+
+    settings = settings_of(context, data=data)
+    if options := settings.config.method:  # else the table of methods is not read
+        from ...stages.methods.method_docs import options_of_all
+        from ...stages.methods.table import METHODS
+
+        known = options_of_all(METHODS.values())
+        for name in options:
+            if (option := name.rpartition(".")[2]) not in known:
+                near = did_you_mean(closest(option, known))
+                raise UsageError(f"method.{name:.60}: no method has such an option.{near}")
+    say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
+    found, defaults = flatten(settings.config), flatten(Config())
+    for name, value in without_secrets(found).items():
+        if not (changed and name in defaults and found[name] == defaults[name]):
+            say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
+
+
+@command("Begin", "align tiny-world world --rows 200")
+def tiny_world(
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    rows: Annotated[int, typer.Option(min=1, help="Preference rows.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Another seed, another world.")] = 0,
+) -> None:
+    """Make a tiny tokenizer, language model and preference data set to try align on."""
+    from ...stages.demo.tiny_world import make_world
+
+    world = make_world(folder, rows=rows, seed=seed)
+    say(f"model  {world.model}\ndata   {world.data.paired}")
+    say(f"next: align precompute-ref {world.data.paired} --model {world.model}")
+
+
+@command(
+    "Data and cache",
+    "align precompute-ref data.jsonl --model DIR --token-logps",
+    SettingsCommand,
+)
+def precompute_ref(
+    context: typer.Context, data: Data = None, part: Part = None, quiet: Quiet = False
+) -> None:
+    """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
+    from ..options.first_checks import require_inputs
+    from ..parts import part_of
+
+    given = recorded_by_first(settings_of(context, data=data).config)
+    require_inputs(given)
+    own_part = part_of(part, os.environ)
+    from ..precompute.precompute import make_cache
+
+    made = make_cache(given, progress=begin_work(), part=own_part, shows_row=not quiet)
+    say_once(made.text(), has_published=made.has_published)
+
+
+@command("Data and cache", "align score data.jsonl --reward-model DIR", SettingsCommand)
+def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
+    """Score completions with a reward model, and write the data with its scores."""
+    from ..parts import part_of
+
+    given = recorded_by_first(settings_of(context, data=data).config)
+    if not given.rewards.model:
+        raise UsageError("No reward model. Pass --reward-model DIR.")
+    own_part = part_of(part, os.environ)
+    from ...stages.model.reward_model import HfReward
+    from ...stages.storage.disk.digests import own_digests
+    from ..tables.score_rewards import rewards_from_model
+
+    made = rewards_from_model(
+        given,
+        lambda options: HfReward(options, own_digests()),
+        progress=begin_work(),
+        part=own_part,
+    )
+    say_once(made.text(), has_published=made.has_published)
+
+
+@command("Data and cache", "align check data.jsonl --model DIR", SettingsCommand)
+def check(context: typer.Context, data: Data = None) -> None:
+    """Show how data are read: their format, rows as a model reads them, and rows to be dropped."""
+    from ..jobs.object_inputs import with_local_inputs
+    from ..precompute.check_data import check_data
+
+    local = with_local_inputs(settings_of(context, data=data).config)
+    for line in check_data(local, progress=begin_work()).lines():
+        say_row(line)
+
+
+@command("Data and cache", "align verify align-cache --rescore 64", SettingsCommand)
+def verify(
+    context: typer.Context,
+    cache: CacheDir,
+    model: Model = None,
+    rescore: Annotated[int, typer.Option(min=0, help="Rows to score again; 0: none.")] = 16,
+) -> None:
+    """Check every digest of a cache, and score a sample of its rows again."""
+    from ...stages.model.reference import HfReference
+    from ..precompute.verify import verify as run_verify
+
+    options = settings_of(context, near=[cache]).config.model
+    say(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
+
+
+@command("Data and cache", "align inspect align-cache --row data.jsonl:17")
+def inspect(
+    cache: CacheDir,
+    as_json: Json = False,
+    row: Annotated[
+        str | None, typer.Option("--row", help="Show this row: FILE:ROW, or an id's beginning.")
+    ] = None,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="List the rows that could not be used, and why.")
+    ] = False,
+    model: Model = None,
+) -> None:
+    """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
+    from ..jobs.object_inputs import cache_at
+    from ..precompute.inspect_rows import lines_of_inspection
+
+    for line in lines_of_inspection(
+        cache_at(cache), row=row, rejected=rejected, as_json=as_json, model=model
+    ):
+        say_row(line)
+
+
+@command("Data and cache", "align export align-cache --output pairs.parquet")
+def export(
+    cache: CacheDir,
+    to: Annotated[Literal["trl"], typer.Option(help="Whose column names to use.")] = "trl",
+    output: Annotated[
+        Path | None, typer.Option(help="File (default: CACHE/../CACHE-trl.parquet).")
+    ] = None,
+    model: Model = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
+
+    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
+    columns before you pass precompute_ref_log_probs.
+    """
+    from ..jobs.object_inputs import cache_at
+    from ..precompute.export import beside
+    from ..precompute.export import export as run_export
+
+    folder = cache_at(cache)
+    target = output or beside(folder, to)
+    rows = run_export(folder.root, target, model=model, overwrite=overwrite)
+    say(f"{target}: {counted(rows, 'rows')}")
+
+
+@command("Rounds", "align sample prompts.jsonl --model DIR -n 4", SettingsCommand)
+def sample(
+    context: typer.Context,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Files or folders with prompts.")
+    ] = None,
+    part: Part = None,
+) -> None:
+    """Sample completions of prompts from a policy; what was sampled before is not sampled again."""
+    from ..parts import part_of
+    from ..tables.sample import sample as run_sample
+
+    given = recorded_by_first(settings_of(context, data=prompts).config)
+    own_part = part_of(part, os.environ)
+    made = run_sample(given, progress=begin_work(), part=own_part)
+    say_once(made.text(), has_published=made.has_published)
+
+
+@command("Rounds", "align judge align-samples --by reward --reward-model DIR", SettingsCommand)
+def judge(
+    context: typer.Context,
+    samples: Annotated[
+        str | None, typer.Argument(help="A folder made by `align sample`; none with --calibrate.")
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option("--calibrate", help="Preference data: only measure how often it agrees."),
+    ] = None,
+    part: Part = None,
+) -> None:
+    """Judge samples: by a reward model, a language model, or a check of their answers."""
+    from ..parts import part_of
+    from ..tables.judge import calibrate as run_calibrate
+    from ..tables.judge import judge as run_judge
+
+    if (samples is None) == (calibrate is None):
+        raise UsageError("Name a folder of samples to judge, or data by --calibrate: one of them.")
+    given = settings_of(context, near=[samples or calibrate or ""]).config
+    if samples is not None:
+        own_part = part_of(part, os.environ)
+        given = recorded_by_first(given)
+        made = run_judge(given, samples, progress=begin_work(), part=own_part)
+        say_once(made.text(), has_published=made.has_published)
+    elif calibrate is not None:
+        if part:
+            raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")
+        say(run_calibrate(given, calibrate, progress=begin_work()).text())
+
+
+@command("Rounds", "align select align-judged --rows labels", SettingsCommand)
+def select(
+    context: typer.Context,
+    judged: Annotated[
+        str, typer.Argument(help="A folder made by `align judge`, or a file with scores.")
+    ],
+) -> None:
+    """Make preference data from judged samples: pairs, labels, or groups with scores."""
+    from ..tables.select_rows import select as run_select
+
+    say(run_select(settings_of(context, near=[judged]).config, judged).text())
+
+
+@command("Rounds", "align rounds align.yaml", SettingsCommand)
+def rounds(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="An align.yaml with the settings of all rounds.")],
+) -> None:
+    """Repeat sample, judge, select, precompute-ref and train, each round on the last policy."""
+    from ..rounds.rounds import run_rounds
+
+    say(run_rounds(settings_of(context, file=config), progress=begin_work()).text())
+
+
+@command(
+    "Training",
+    "align run data.jsonl --model DIR --method kto --lora --lr 1e-5",
+    SettingsCommand,
+)
+def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None:
+    """Score the reference over preference data and train on it: both stages in one command.
+
+    --model is the reference, and where the policy begins unless --policy names another.
+
+    The cache stays: the next run on the same data scores nothing.
+    """
+    from ..options.first_checks import asked_recipe, require_folder, require_inputs
+
+    given = settings_of(context, data=data)
+    asked_recipe(given.config)
+    require_inputs(given.config)
+    require_folder(given.config.train.model, "Pass the policy by --policy DIR.")
+    from ..precompute.precompute import make_cache
+    from ..train.both_stages import settings_of_both, train_on_cache
+
+    settings = settings_of_both(given)
+    progress = begin_work()
+    made = make_cache(settings.config, progress=progress, shows_row=not quiet)
+    # The command that would be next is this one's own second half.
+    say("\n".join(line for line in made.text().splitlines() if not line.startswith("next: ")))
+    say(train_on_cache(settings, progress=progress).text())
+
+
+@command(
+    "Training",
+    "align train --method dpo --beta 0.1 --lr 1e-6 --eval-fraction 0.05",
+    SettingsCommand,
+)
+def train(context: typer.Context) -> None:
+    """Train a policy on the shards of a cache; the reference is never loaded."""
+    from ..options.first_checks import require_training
+
+    settings = settings_of(context)
+    require_training(settings.config)
+    from ..train.setup import check as check_training
+
+    checked = check_training(settings)
+    from ..train.train import train as run_training
+
+    say_once(run_training(checked, progress=begin_work()).text())
+
+
+@command("Training", "align plan --method kto --gpu 24g --lora", SettingsCommand)
+def plan(
+    context: typer.Context,
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="Memory of a GPU: 24g, 48g, 80g, or bytes.")
+    ] = "",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, metavar="<int>", help="How many (default 1).")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, metavar="<int>", help="Without a cache: pairs to train on.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="<int>", help="With --rows: tokens of a prompt (default 300)."),
+    ] = None,
+    completion_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="<int>", help="With --rows: tokens of a completion (default 300)."
+        ),
+    ] = None,
+) -> None:
+    """Estimate what a training needs: steps, tokens, and memory of each GPU."""
+    from ..plan.plan_text import plan_text
+    from ..plan.planned_rows import GivenRows
+    from ..plan.run_plan import PlanRequest, plan_run
+    from ..plan.setting_checks import bytes_of
+
+    settings = settings_of(context)
+    if (prompt_tokens or completion_tokens) and not rows:
+        raise UsageError("--prompt-tokens and --completion-tokens are of --rows: add --rows N.")
+    asked = PlanRequest(
+        gpu_bytes=bytes_of(gpu, name="--gpu", least=GIB),
+        gpus=gpus or 1,
+        is_for_gpu=bool(gpu or gpus),
+        rows=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
+    )
+    say_once(plan_text(plan_run(settings, asked)))
+
+
+@command("Training", "align sweep --method dpo --method kto --lr 1e-6,1e-5", SettingsCommand)
+def sweep(
+    context: typer.Context,
+    methods: Annotated[list[str], typer.Option("--method", help="A method to train; repeatable.")],
+    vary: Annotated[
+        list[str] | None, typer.Option(help="SETTING=V1,V2,… to try; repeatable.")
+    ] = None,
+    output: Annotated[
+        str, typer.Option(help="Each run gets a folder in it.", metavar="<path>")
+    ] = "align-sweep",
+) -> None:
+    """Train many methods and settings on one cache, and compare them in one table.
+
+    A flag with several values, as --lr 1e-6,1e-5, tries each of them.
+    """
+    from ...stages.methods.table import recipe_of
+    from ..options.settings import load_settings
+
+    for method in methods:
+        recipe_of(method, {})
+    from ..train.sweep import sweep as run_sweep
+    from ..train.sweep import trials_of, varied_by
+
+    # Options of methods are varied with one value too: each method takes those it has.
+    flags, file, sets = context.meta["flags"], context.meta["file"], context.meta["sets"]
+    varied = {
+        name: value
+        for name, value in flags.items()
+        if takes_several(name) and ("," in value or name.startswith("method."))
+    }
+    fixed = {name: value for name, value in flags.items() if name not in varied}
+
+    def load(more: Sequence[str]) -> Settings:
+        # A sweep refuses by hand what it sets itself in each of its trainings.
+        command = "train" if more else "sweep"
+        return load_settings(fixed, [*sets, *more], file=file, command=command)
+
+    texts = [f"{name}={value}" for name, value in varied.items()]
+    trials = trials_of(methods, varied_by([*texts, *(vary or [])]))
+    result = run_sweep(load, trials, output, progress=begin_work())
+    say_once(result.text())
+    if result.failures:
+        raise UsageError(f"{len(result.failures)} of {len(result.ended)} runs failed.")
+
+
+@command("Look", "align methods kto")
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One of them, to be explained.")] = None,
+    as_json: Json = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as the README has it.")
+    ] = False,
+) -> None:
+    """List the methods with their losses and options, or explain one."""
+    from ...stages.methods import method_docs
+    from ...stages.methods.table import METHODS, find_method
+
+    chosen = [find_method(name)] if name else list(METHODS.values())
+    if as_json:
+        say(json.dumps([*map(method_docs.describe, chosen)], indent=2, ensure_ascii=False))
+    elif markdown:
+        say(method_docs.markdown_table(chosen).rstrip())
+    elif name:
+        say(method_docs.render_method(chosen[0]).rstrip())
+    else:
+        say(method_docs.render_table(chosen).rstrip())
+
+
+@command("Look", "align report align-run")
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    answers: Annotated[
+        int, typer.Option(min=0, help="Prompts to answer before and after; 0: none.")
+    ] = 0,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    config: ConfigFile = None,
+) -> None:
+    """Write report.html of a training run: curves, held-out completions, lineage.
+
+    With --answers the policy as it began and the trained one are loaded, one after the other.
+    """
+    if answers:
+        from ..train.run_answers import answer_again
+
+        page = answer_again(
+            run, count=answers, most_tokens=answer_tokens, config=config, progress=begin_work()
+        )
+    else:
+        from ..train.run_report import training_folder, write_report
+
+        write_report(run)
+        page = training_folder(run).report
+    say(f"{page} written. It needs no network: open it in any browser.")
+
+
+@command("Look", "align diff runs/dpo runs/kto")
+def diff(
+    run_a: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    run_b: Annotated[Path, typer.Argument(help="Folder of another one.")],
+    step: Annotated[
+        int | None, typer.Option(help="Compare after this step (default: each one's last).")
+    ] = None,
+) -> None:
+    """Compare two runs row by row: which held-out rows flip, and whether chance explains it."""
+    from ..train.run_diff import diff_runs
+
+    say(diff_runs(run_a, run_b, step).text())
+
+
+@command("Look", "align register align-run prefs --alias champion")
+def register(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished training run.")],
+    name: Annotated[str, typer.Argument(help="Name of the model in MLflow's registry.")],
+    alias: Annotated[
+        str, typer.Option(help="Alias to give to this version, for example champion.")
+    ] = "",
+    uri: Uri = "",
+    config: ConfigFile = None,
+) -> None:
+    """Register the trained model of a run in MLflow, as a new version of a model."""
+    from ..jobs.tracker_sync import own_options
+    from ..train.register import register as register_model
+
+    made = register_model(run, own_options(run, config), name=name, alias=alias, uri=uri)
+    known = "" if made.is_new else ", as it was before"
+    named = f"; {alias} is this version" if alias else ""
+    say(f"{run} is version {made.number} of {made.name}{known}{named}.")
+
+
+@command("Look", "align mlflow-sync align-run")
+def mlflow_sync(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run, sweep, scores or cache.")],
+    uri: Uri = "",
+    config: ConfigFile = None,
+) -> None:
+    """Send MLflow and other trackers what they missed of a run; sending it twice is harmless."""
+    from ..jobs.tracker_sync import own_options, sync_runs
+
+    for synced in sync_runs(run, own_options(run, config), uri=uri):
+        sent = f"{counted(synced.points_sent, 'numbers')} sent"
+        say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")

@@ -1,0 +1,153 @@
+"""A command with settings: its flags, --config and --set, and the settings that they give."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from ..options.settings import Settings
+
+Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
+Part = Annotated[
+    str | None,
+    typer.Option("--part", metavar="<i/n>", help="Do part I of N; other processes do the rest."),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="Config file (default: align.yaml, here or beside the data)."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="<name=value>", help="Any setting, as train.lr=1e-6; repeatable."
+    ),
+]
+
+
+class SettingsCommand(TyperCommand):
+    """A command with a flag for each of its settings, --config and --set.
+
+    The models are imported for the command that is given, and not for the help of all commands.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters in the order of the help."""
+        own = super().get_params(ctx)
+        arguments = [one for one in own if one.param_type_name == "argument"]
+        names = {f"--{one.name}" for one in arguments}
+        of_settings = [one for one in _parameters(str(self.name)) if one.name not in names]
+        return [*arguments, *of_settings, *own[len(arguments) :]]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Gives the command; what its flags are is kept for `settings_of`."""
+        given = {name: ctx.params.pop(name) for name in [*ctx.params] if not name.isidentifier()}
+        ctx.meta["file"] = given.pop("--config", None)
+        ctx.meta["sets"] = given.pop("--set") or []
+        ctx.meta["flags"] = {
+            name: [*value] if isinstance(value, tuple) else value
+            for name, value in given.items()
+            if value not in (None, ())  # which a flag is that was not given
+        }
+        return super().invoke(ctx)
+
+
+def settings_of(
+    context: typer.Context,
+    *,
+    data: Sequence[str] | None = None,
+    near: Sequence[str] = (),
+    file: Path | None = None,
+) -> Settings:
+    """The settings of a command, of its files and of the environment."""
+    from ..options.settings import load_settings
+
+    return load_settings(
+        context.meta["flags"],
+        context.meta["sets"],
+        file=file or context.meta["file"],
+        data=data or [],
+        near=near,
+        command=str(context.command.name),
+    )
+
+
+def takes_several(name: str) -> bool:
+    """Whether a sweep takes several values behind the flag; a path may hold a comma."""
+    from ..options.table import fields, paths
+
+    if name.startswith("method."):
+        return True
+    kind = fields()[name].annotation
+    return kind is not bool and get_origin(kind) not in (list, dict) and name not in paths()
+
+
+@cache
+def _parameters(command: str) -> Sequence[Any]:
+    """A parameter for each setting and option of a method, by its name, for --config and --set."""
+    from ..options.table import flag_of, flags_of, word_of
+
+    flags = {name: _flag(name, word, command) for name, word in flags_of(command).items()}
+    flags |= {"--config": ConfigFile, "--set": Sets}
+    if flag_of("method.*", command):  # for others the table of methods is not read
+        from ...stages.methods.method_docs import options_of_all
+        from ...stages.methods.table import METHODS
+
+        for name, meaning in options_of_all(METHODS.values()).items():
+            option = typer.Option(
+                word_of(name),
+                help=meaning.replace("[", r"\["),  # else it is a style of the terminal
+                metavar="<value>",
+                rich_help_panel="method: Options of methods; `align methods NAME` explains them",
+            )
+            flags[f"method.{name}"] = Annotated[str | None, option]
+
+    # Typer makes them of the annotations of a function, where no name has a dot or a dash.
+    def holder(**_: Any) -> None: ...
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    holder.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(f"flag_{number}", kind, default=None, annotation=one)
+            for number, one in enumerate(flags.values())
+        ]
+    )
+    app = typer.Typer(add_completion=False)
+    app.command(add_help_option=False)(holder)
+    made = typer.main.get_command(app).params
+    for parameter, name in zip(made, flags, strict=True):
+        parameter.name = name
+    return made
+
+
+def _flag(name: str, word: str, command: str) -> Any:
+    """What typer makes the flag of; a value is text, which is checked with all other settings."""
+    from ..options.table import SECTIONS, fields, paths
+
+    field = fields()[name]
+    kind: Any = field.annotation
+    text, default = field.description, field.get_default(call_default_factory=True)
+    if default not in ("", [], {}) and not isinstance(default, bool):
+        text = f"{text} (default {default})"
+    if get_origin(kind) is Literal:
+        *others, last = get_args(kind)
+        text = f"{', '.join(others)} or {last}; {text}"
+    section = name.partition(".")[0]
+    panel = f"{section}: {SECTIONS[section].__doc__.rstrip('.')}"
+    if kind is bool:
+        switch = typer.Option(f"{word}/--no-{word[2:]}", help=text, rich_help_panel=panel)
+        return Annotated[bool | None, switch]
+    placeholder = {int: "<int>", float: "<float>"}.get(kind, "<text>")
+    if name in paths():
+        placeholder = "<path>"
+    if command == "sweep" and takes_several(name):
+        placeholder = "<value,…>"
+    typed = list[str] if get_origin(kind) in (list, dict) else str
+    option = typer.Option(word, help=text, metavar=placeholder, rich_help_panel=panel)
+    return Annotated[typed | None, option]
