@@ -37,7 +37,7 @@ from support.pages import (
     page,
 )
 from support.programs import said_by
-from support.rooms import ROOMS, ROOT
+from support.rooms import ROOT
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
@@ -136,16 +136,6 @@ def test_no_link_is_dead_and_every_file_that_is_named_exists():
     assert not dead
     named = {text for path in PAGES for text in codes(path) if PLACE.fullmatch(text)}
     assert not [name for name in named - TO_BE_WRITTEN if not page(name).exists()]
-
-
-def test_a_file_of_the_tour_is_there():
-    """It is named without its folder."""
-    files = {path.name for room in ROOMS for path in (ROOT / room).rglob("*")}
-    named = [
-        text for text in codes(page("docs/tour.md")) if re.fullmatch(r"\w[\w.]*\.(py|j2)", text)
-    ]
-    assert len(named) > 20
-    assert not {*named} - files
 
 
 def is_alive(path, file, anchor):
