@@ -188,14 +188,6 @@ class Policy(nn.Module):
         recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
 
 
-DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
 RANDOM = ("drop", "jitter")  # as in attention_dropout, resid_pdrop, layerdrop, router_jitter_noise
 
 
@@ -210,7 +202,7 @@ def turn_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         if module in drawing:
             continue
-        if isinstance(module, DROPOUTS):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         _set_to_zero(module)
         if (config := getattr(module, "config", None)) is not None:

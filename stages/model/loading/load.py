@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from .adapters import with_adapter
 from .library_errors import refused_as
 from .model_folder import (
     CONFIG,
-    StoredTensor,
     model_config,
     model_tensors,
     require_own_weights,
@@ -93,18 +92,12 @@ def resolve(options: ModelOptions) -> Resolved:
     with quiet():
         config = _config(options, settings)
     tensors = model_tensors(Path(options.path))
-    of_text = config.get_text_config(decoder=True)
-    return Resolved(
-        dtype=_dtype(options, tensors),
-        attention=_attention(config, options),
-        device=chosen_device(options),
-        hidden_size=int(of_text.hidden_size),
-        context=getattr(of_text, "max_position_embeddings", None),
-    )
-
-
-def _attention(config: Any, options: ModelOptions) -> str:
-    """`model.attention`; auto is sdpa where transformers has it for the architecture."""
+    dtype = stored_dtype(options.path, tensors) if options.dtype == "auto" else options.dtype
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"{options.path}: the weights are stored as {dtype}. "
+            f"Set model.dtype to one of {', '.join(DTYPES)}."
+        )
     cannot = f"{Path(options.path) / CONFIG}: cannot be built as a causal language model"
     with refused_as(cannot, f"Use a causal model. {OTHER_CONFIG}"):
         has_sdpa = supports_sdpa(config)
@@ -113,9 +106,15 @@ def _attention(config: Any, options: ModelOptions) -> str:
             f"{options.path}: transformers has no sdpa for this architecture. "
             "Set model.attention to auto or eager."
         )
-    if options.attention == "auto":
-        return "sdpa" if has_sdpa else "eager"
-    return options.attention
+    of_text = config.get_text_config(decoder=True)
+    best = "sdpa" if has_sdpa else "eager"
+    return Resolved(
+        dtype=dtype,
+        attention=best if options.attention == "auto" else options.attention,
+        device=chosen_device(options),
+        hidden_size=int(of_text.hidden_size),
+        context=getattr(of_text, "max_position_embeddings", None),
+    )
 
 
 def text_config(options: ModelOptions) -> Any:
@@ -209,13 +208,3 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
             "model.allow_unused_weights=true."
         )
     return unused
-
-
-def _dtype(options: ModelOptions, tensors: Sequence[StoredTensor]) -> str:
-    dtype = stored_dtype(options.path, tensors) if options.dtype == "auto" else options.dtype
-    if dtype not in DTYPES:
-        raise UsageError(
-            f"{options.path}: the weights are stored as {dtype}. "
-            f"Set model.dtype to one of {', '.join(DTYPES)}."
-        )
-    return dtype

@@ -93,28 +93,28 @@ def test_a_patch_of_a_library_scores_nothing_again_and_another_minor_does(saved_
     assert identity("5.23.0") == identity("5.23.9") != identity("5.24.0")
 
 
-def test_volatile_config_keys_do_not_count_and_others_do(saved_llama, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "digest", "volatile", "counted"),
+    [
+        ("config.json", config_digest, "transformers_version", {"rms_norm_eps": 0.1}),
+        ("config.json", config_digest, "_name_or_path", {"vocab_size": 9}),
+        ("adapter_config.json", adapter_digest, "base_model_name_or_path", {"r": 16}),
+    ],
+)
+def test_settings_that_are_written_anew_each_time_do_not_count_and_others_do(
+    saved_llama, tmp_path, file, digest, volatile, counted
+):
     folder = shutil.copytree(saved_llama, tmp_path / "copy")
-    before = config_digest(str(folder))
-    amend(folder / "config.json", transformers_version="0.0", _name_or_path="elsewhere")
-    assert config_digest(str(folder)) == before
-    amend(folder / "config.json", rms_norm_eps=0.1)
-    assert config_digest(str(folder)) != before
-
-
-def test_an_adapter_is_named_by_its_settings_and_tensors(tmp_path, saved_llama):
-    tensors = load_file(saved_llama / WEIGHTS)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    settings, digests = tmp_path / "adapter_config.json", []
-    settings.write_text("{}")
-    for change in ({"r": 8}, {"base_model_name_or_path": "b"}, {"r": 16}, {}):
-        amend(settings, **change)
-        if not change:
-            tensors.pop("lm_head.weight")
-            save_file(tensors, tmp_path / "adapter_model.safetensors")
-        digests.append(adapter_digest(str(tmp_path)))
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
+    saved_adapter(folder, saved_llama)
+    before = digest(str(folder))
+    amend(folder / file, **{volatile: "0.0"})
+    assert digest(str(folder)) == before
+    amend(folder / file, **counted)
+    after = digest(str(folder))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.popitem()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    assert len({before, after, digest(str(folder))}) == (3 if digest is adapter_digest else 2)
 
 
 def test_what_is_no_folder_of_a_model_is_refused_with_a_way_on(saved_llama, tmp_path):

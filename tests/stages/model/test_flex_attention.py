@@ -23,7 +23,7 @@ from align.stages.model.layouts.flex_attention import (
 from align.stages.model.layouts.tree_attention import tree_batch, tree_mask
 from align.stages.model.loading.adapters import add_lora
 from align.stages.model.logprobs import own_attention
-from align.stages.model.path_search import PATHS, PathOptions, choose_path
+from align.stages.model.path_search import PATHS, PathOptions
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import num_tokens, slopes_of
@@ -41,7 +41,6 @@ pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 TREES = tuple(mixed_trees())
-REFUSED = {"gptj"}  # its attention cannot be replaced
 
 
 @settings(max_examples=30)
@@ -112,19 +111,30 @@ def as_on_gpu(monkeypatch, flex_on_cpu):
     monkeypatch.setattr(path_search, "paths_for", lambda *_: tried)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", *REFUSED])
-def test_where_it_serves_it_is_chosen_and_other_models_are_scored_as_before(
-    name, as_on_gpu, caplog
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("gemma3", "auto"),
+        ("gpt_oss", "auto"),
+        ("gptj", "auto"),
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+    ],
+)
+def test_where_it_serves_it_is_chosen_and_else_a_model_is_scored_as_before(
+    name, attention, as_on_gpu, caplog
 ):
-    model = tiny_model(*TREE_FAMILIES[name])
+    model = tiny_model(*TREE_FAMILIES[name]).requires_grad_(False)
     caplog.set_level("INFO")
     before = own_attention(model)
-    scorer = TreeScorer(model)
-    assert scorer.pads == (name in REFUSED)
+    scorer = TreeScorer(model, options=PathOptions(why_no_flex(attention)))
+    # The attention of GPT-J cannot be replaced.
+    assert scorer.pads == (name == "gptj" or attention != "auto")
     assert scorer.path.layout == scorer.describe()["layout"] == ("tree" if scorer.pads else "flex")
-    if name in REFUSED:
+    if scorer.pads:
         assert own_attention(model) == before == model.config._attn_implementation
         assert "flex rows" in caplog.text
+        assert attention == "auto" or "model.attention" in caplog.text
 
 
 def test_it_comes_first_on_one_gpu_and_is_tried_neither_on_a_cpu_nor_over_several(monkeypatch):
@@ -137,15 +147,6 @@ def test_it_comes_first_on_one_gpu_and_is_tried_neither_on_a_cpu_nor_over_severa
     assert tried() == ["flex", "tree", "plain", "tree"]
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     assert tried() == ["tree", "plain", "tree"]
-
-
-def test_the_setting_keeps_to_another_attention_and_says_so(as_on_gpu, caplog):
-    assert why_no_flex("auto") == ""
-    caplog.set_level("INFO")
-    for attention in ("sdpa", "eager"):
-        model = tiny_model(*TREE_FAMILIES["llama"]).requires_grad_(False)
-        assert choose_path(model, options=PathOptions(why_no_flex(attention))).layout == "tree"
-        assert "model.attention" in caplog.text
 
 
 def test_dropout_inside_the_attention_speaks_against_it_where_a_policy_learns_with_it(

@@ -87,7 +87,7 @@ def test_recomputing_keeps_less_and_gives_the_same_gradient(saved_llama):
         policy.recompute_activations()
 
 
-def test_an_adapter_learns_alone_and_on_every_linear_layer_but_the_head(saved_llama):
+def test_an_adapter_learns_alone_on_its_targets_or_on_every_linear_layer_but_the_head(saved_llama):
     policy = loaded(saved_llama, LoraOptions(enabled=True))
     assert policy.path.layout == "packed"
     assert len(learning_names(policy)) == 2 * 2 * 7  # A and B; layers; q k v o gate up down
@@ -96,6 +96,12 @@ def test_an_adapter_learns_alone_and_on_every_linear_layer_but_the_head(saved_ll
     assert causal_model(policy.model).get_output_embeddings().weight.grad is None
     assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    policy = loaded(saved_llama, LoraOptions(enabled=True, rank=3, targets=["q_proj", "v_proj"]))
+    assert len(learning_names(policy)) == 2 * 2 * 2
+    assert all(min(p.shape) == 3 for p in policy.parameters() if p.requires_grad)
+    for target in ("lm_head", "c_attn"):
+        with refuses(UsageError, "lora.targets", target):
+            loaded(saved_llama, LoraOptions(enabled=True, targets=[target]))
 
 
 def test_a_fresh_adapter_changes_nothing_and_is_drawn_by_the_seed_alone(saved_llama):
@@ -111,15 +117,6 @@ def test_a_fresh_adapter_changes_nothing_and_is_drawn_by_the_seed_alone(saved_ll
     for policy, is_noisy in ((first, False), (other, True)):
         rates = [m.p for m in policy.modules() if isinstance(m, torch.nn.Dropout)]
         assert (0.5 in rates) == is_noisy
-
-
-def test_the_adapters_targets_are_those_asked_for(saved_llama):
-    policy = loaded(saved_llama, LoraOptions(enabled=True, rank=3, targets=["q_proj", "v_proj"]))
-    assert len(learning_names(policy)) == 2 * 2 * 2
-    assert all(min(p.shape) == 3 for p in policy.parameters() if p.requires_grad)
-    for target in ("lm_head", "c_attn"):
-        with refuses(UsageError, "lora.targets", target):
-            loaded(saved_llama, LoraOptions(enabled=True, targets=[target]))
 
 
 def test_a_reference_with_an_adapter_is_where_the_policy_starts(saved_llama, tmp_path):
