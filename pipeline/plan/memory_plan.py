@@ -264,7 +264,7 @@ class TracedPolicy:
     @property
     def _path(self) -> ScoringPath:
         layout: Any = self._planned.layout
-        return ScoringPath(layout, "score" if self._planned.head == "score" else "fused", 0.0)
+        return ScoringPath(layout, "score" if self._planned.head == "score" else "fused")
 
 
 def elements_of(

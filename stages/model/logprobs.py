@@ -34,11 +34,10 @@ EXACT_ELEMENTS = 1 << 26  # logits in memory at once in the exact head, unless a
 
 @dataclass(frozen=True)
 class ScoringPath:
-    """The layout and head a model is scored with, and the difference from its own logits."""
+    """The layout and head a model is scored with."""
 
     layout: Literal["flex", "packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
-    worst_difference: float  # as the probe measures it for the dtype
 
     def __str__(self) -> str:
         """The path in words, as it is printed and logged."""

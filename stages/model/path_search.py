@@ -15,9 +15,10 @@ The bound is about three times the first two, and lies between.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -47,13 +48,13 @@ logger = logging.getLogger("align")
 
 # Fastest first; DEFINITION is what they are compared with.
 PATHS = (
-    ScoringPath("flex", "fused", 0.0),
-    ScoringPath("packed", "fused", 0.0),
-    ScoringPath("tree", "fused", 0.0),
-    ScoringPath("plain", "fused", 0.0),
-    ScoringPath("tree", "exact", 0.0),
+    ScoringPath("flex", "fused"),
+    ScoringPath("packed", "fused"),
+    ScoringPath("tree", "fused"),
+    ScoringPath("plain", "fused"),
+    ScoringPath("tree", "exact"),
 )
-DEFINITION = ScoringPath("plain", "exact", 0.0)
+DEFINITION = ScoringPath("plain", "exact")
 # float32: nats per completion. Half precision: mean nats per token of a tree.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -62,8 +63,7 @@ LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
 PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 
 Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
-# The difference of a path from the model's own numbers, or the error of the path.
-Measure: TypeAlias = Callable[[ScoringPath], float | Exception]
+Measure: TypeAlias = Callable[[ScoringPath], float]  # how far a path is off
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,17 @@ def choose_path(
     trees = probe_trees(inner.config)
     exact, fused = _own_logps(model, trees)
     dtype, refused = inner.dtype, list[str]()
-    off = fused if isinstance(fused, Exception) else _difference(fused, exact, trees, dtype)
+    off = math.inf if isinstance(fused, str) else _difference(fused, exact, trees, dtype)
     expected = {"exact": exact}
-    if agree(isinstance(off, float) and off <= TOLERANCE[dtype]):
+    if agree(off <= TOLERANCE[dtype]):
         assert isinstance(fused, Tensor), "it holds here too"
         expected["fused"] = fused
     else:
-        refused.append(f"the fused head: {_reason(off)}")
+        why = fused if isinstance(fused, str) else f"off by {off:.2g}"
+        refused.append(f"the fused head: {why}")
 
-    def difference(path: ScoringPath) -> float | Exception:
-        try:
-            return _difference(tree_logps(model, trees, path), expected[path.head], trees, dtype)
-        except Exception as error:  # model code refuses a mask in any way it likes
-            return error
+    def difference(path: ScoringPath) -> float:
+        return _difference(tree_logps(model, trees, path), expected[path.head], trees, dtype)
 
     paths = [path for path in PATHS if path.head in expected]
     found, others = fastest(model, paths, difference, TOLERANCE[dtype], options, agree)
@@ -125,12 +123,15 @@ def fastest(
     for path in paths_for(paths, model):
         if options.compile and path.layout == "packed":
             continue  # a compiler would have to know the lengths in each batch
-        barred = options.no_flex if path.layout == "flex" else ""
-        found = ValueError(barred) if barred else difference(path)
-        if agree(isinstance(found, float) and found <= allowed):
-            assert isinstance(found, float), "it holds here too"
-            return replace(path, worst_difference=found), refused
-        refused.append(f"{path}: {_reason(found)}")
+        off, why = math.inf, options.no_flex if path.layout == "flex" else ""
+        if not why:
+            try:
+                off = difference(path)
+            except Exception as error:  # model code refuses a mask in any way it likes
+                why = _reason(error)
+        if agree(off <= allowed):
+            return path, refused
+        refused.append(f"{path}: {why or f'off by {off:.2g}'}")
     return None, refused
 
 
@@ -143,7 +144,7 @@ def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPat
     return [path for path in paths if tried.get(path.layout, True)]
 
 
-def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor | Exception]:
+def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor | str]:
     """Log-probs of one completion at a time, without padding.
 
     By the model's own logits; and by the fused head of the same hidden states, or why not.
@@ -152,12 +153,12 @@ def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor 
     rows = [DEFINITION.batch([row], device) for row in single_branches(trees)]
     if output_head(inner) is None:
         exact = [branch_logps(model, row, DEFINITION) for row in rows]
-        return torch.cat(exact), ValueError("the head is not a plain projection")
+        return torch.cat(exact), "the head is not a plain projection"
     layer = inner.get_output_embeddings()
     with layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
         exact = [branch_logps(model, row, DEFINITION) for row in rows]
     if len(states) != len(rows):
-        return torch.cat(exact), ValueError("the model does not call its head")
+        return torch.cat(exact), "the model does not call its head"
     fused = []
     for row, hidden, own in zip(rows, states, exact, strict=True):
         # The states of a spread model are not where its token ids are.
@@ -210,12 +211,10 @@ def naming_the_way_out() -> Iterator[None]:
         ) from error
 
 
-def _reason(difference: float | Exception) -> str:
-    """The reason that a path is not used, in a few words."""
-    difference = getattr(difference, "inner_exception", difference)  # of a compiler's own
-    if isinstance(difference, float):
-        return f"off by {difference:.2g}"
-    return str(difference).split("\n", maxsplit=1)[0] or type(difference).__name__
+def _reason(error: Exception) -> str:
+    """The first line of an error."""
+    error = getattr(error, "inner_exception", error)  # of a compiler's own
+    return str(error).split("\n", maxsplit=1)[0] or type(error).__name__
 
 
 def probe_trees(config: Any) -> list[Tree]:

@@ -30,7 +30,7 @@ from align.stages.model.memory.memory_trace import Moment, Trace, trace
 from align.stages.model.transformers_compat import recompute_activations
 from support.planned_shapes import TINY, WITHIN
 
-PACKED = ScoringPath("packed", "fused", 0.0)
+PACKED = ScoringPath("packed", "fused")
 PLAIN, ADAPTER = LoraOptions(), LoraOptions(enabled=True)
 HALF = Setting(stage=1, ranks=4, itemsize=2, device="cuda", bucket=10)
 

@@ -77,7 +77,6 @@ def test_no_pass_keeps_keys_for_another(name):
 def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
     scorer = TreeScorer(tiny_model("llama", {"initializer_range": 0.1}).to(dtype))
     assert (scorer.path.layout, scorer.path.head) == ("packed", "fused")
-    assert scorer.path.worst_difference < 0.1
     for head in ("fused", "exact"):  # either takes its softmax in float32
         scorer.path = replace(scorer.path, layout="tree", head=head)
         logps = torch.from_numpy(scorer.score(TREES))
