@@ -1,1 +1,1 @@
-"""DeepSpeed behind a small protocol."""
+"""DeepSpeed as the trainer's engine, and the ranks that it runs on."""
