@@ -76,9 +76,9 @@ def open_training_run(
     names = [one for one in TRACKERS if one in wanted or folder.ledger(one).exists()]
     ledgers = [_open_ledger(one, options, folder, name, wanted.get(one, "")) for one in names]
     for ledger in ledgers:
-        # No store takes a number back. One run would show two futures: the true one gets its own.
-        if journal.dropped or ledger.record.metrics_sent > folder.metrics.stat().st_size:
-            ledger.begin_again()
+        size = folder.metrics.stat().st_size
+        if journal.dropped or ledger.record.metrics_sent > size:
+            ledger.cut_back(size)
         _add_tags(ledger, tags)
     senders = Senders(ledgers, wanted, folder.metrics, folder.root) if wanted else None
     return Run(folder.root, journal, ledgers, senders, uploads=options.upload_model)

@@ -30,7 +30,6 @@ from .mlflow_sqlite import artifacts_beside, make_store, require_whole, sqlite_f
 from .mlflow_tables import TAG as TABLES_TAG
 from .mlflow_tables import table_of, with_table
 from .tracker import (
-    GOES_ON_TAG,
     KEY_TAG,
     DatasetNote,
     ModelLink,
@@ -71,7 +70,7 @@ class MlflowTracker:
         self._params: set[tuple[str, str]] = set()  # sent, as are the next two
         self._tags: set[tuple[str, str]] = set()
         self._datasets: set[DatasetNote] = set()
-        self._known: dict[str, set[tuple[int, int]]] | None = None  # None: to be asked for
+        self._known: dict[str, set[int]] | None = None  # None: to be asked for
         self._ceiling = -1
         self._end = 0  # of the last line that was tried
 
@@ -114,7 +113,7 @@ class MlflowTracker:
         return bool(self.client.get_run(self._run_id).data.tags.get(NOTE_TAG))
 
     def log(self, entries: Sequence[Entry]) -> int:
-        """The numbers that the store lacks; MLflow keeps one as often as it is sent."""
+        """The numbers that the store lacks: of a step that was trained again it keeps the first."""
         points = [point for entry in entries for point in entry.points]
         if entries[0].end <= self._end:
             self._known = None  # what was sent last may have arrived
@@ -177,8 +176,6 @@ class MlflowTracker:
         experiment = self._experiment_id(record.experiment)
         if found := self._find_run(experiment, key=record.key):
             return found
-        if before := record.tags.get(GOES_ON_TAG):
-            self._end_if_running(before)
         context = importlib.import_module("mlflow.tracking.context.registry")
         own = {key_of(name): value for name, value in record.tags.items()}
         tags = context.resolve_tags({**own, KEY_TAG: record.key})  # and who made it
@@ -223,12 +220,6 @@ class MlflowTracker:
             return False
         return bool(found.info.lifecycle_stage == "active")
 
-    def _end_if_running(self, run_id: str) -> None:
-        """Ends a run as killed if MLflow believes that it still runs."""
-        found = self._run(run_id)
-        if found is not None and found.info.status == "RUNNING":
-            self.client.set_terminated(run_id, "KILLED", None)
-
     def _run(self, run_id: str) -> Any:
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
@@ -268,18 +259,16 @@ class MlflowTracker:
     def _learn_what_is_known(self, points: Sequence[MetricPoint]) -> None:
         if self._known is None and points:
             self._known = self._points_known(least=min(point.step for point in points))
-            self._ceiling = max(
-                (step for known in self._known.values() for step, _ in known), default=-1
-            )
+            self._ceiling = max((max(steps) for steps in self._known.values() if steps), default=-1)
         if points and points[0].step > self._ceiling:
             self._known = {}  # all from here on is new
 
-    def _points_known(self, *, least: int) -> dict[str, set[tuple[int, int]]]:
-        """Metric -> step and time of each number that the store has, from step `least` on."""
+    def _points_known(self, *, least: int) -> dict[str, set[int]]:
+        """Metric -> step of each number that the store has, from step `least` on."""
         keys = self.client.get_run(self._run_id).data.metrics
         return {
             key: {
-                (point.step, point.timestamp)
+                point.step
                 for point in self.client.get_metric_history(self._run_id, key)
                 if point.step >= least
             }
@@ -288,7 +277,7 @@ class MlflowTracker:
 
     def _is_known(self, point: MetricPoint) -> bool:
         assert self._known is not None, "asked for before"
-        return (point.step, point.time_ms) in self._known.get(point.key, ())
+        return point.step in self._known.get(point.key, ())
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -25,7 +25,7 @@ from ..storage.disk.locks import try_owner_lock
 from ..storage.output_folder import make_place
 from ..storage.records import Records
 from ..storage.run.run_folder import RunFolder
-from .tracker import GOES_ON_TAG, TRACKERS, ModelLink, RunRecord, TrackerKind, kind_of
+from .tracker import GOES_ON_TAG, MAIN, TRACKERS, ModelLink, RunRecord, TrackerKind, kind_of
 
 FORMAT_VERSION = 1
 RECORD_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
@@ -97,9 +97,16 @@ class Ledger:
                 metrics_sent=0,
             )
 
-    def begin_again(self) -> None:
-        """The store may have numbers of a future that was given up: the rest is another run's."""
+    def cut_back(self, size: int) -> None:
+        """Continues after metrics.jsonl was cut back to so many bytes.
+
+        MLflow takes no number back, and the steps that are trained again have the same ones. What
+        other trackers show is made of the file, so it is made anew.
+        """
         with self._lock:
+            if self.kind.name == MAIN:
+                self.change(metrics_sent=min(self.record.metrics_sent, size))
+                return
             before = self.record.run_id
             origin = {GOES_ON_TAG: before} if before else {}
             self.forget_run()
