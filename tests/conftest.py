@@ -192,7 +192,7 @@ def journey(server, world, tmp_path_factory):
     lines = ["model:", f"  path: {world.model}", "cache:", "  shards: 8", "  output: cache"]
     (folder / "align.yaml").write_text("\n".join(lines))
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    alone = {"ALIGN_HOME": str(elsewhere / "home"), "ALIGN_FAILPOINTS": ""}
+    alone = {"ALIGN_HOME": str(elsewhere / "home"), "DISK_FAULTS": ""}
     answer = server.fork(("precompute-ref", folder / "data.parquet"), elsewhere, alone).answer()
     return Journey(folder, elsewhere, answer, folder / "cache")
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from ...schemas.errors import AlignError, UsageError
 from ...stages.engine.launchers import world_apart
-from ...stages.methods.recipe import Recipe
 from ...stages.storage.run.run_remote import run_folder_of
 from ...stages.tracking.progress import Progress
 from ...stages.train.memory_backoff import release_cached_memory
@@ -35,7 +32,16 @@ def settings_of_both(given: Settings) -> Settings:
             f"on the cache that it makes: {config.cache.output}. Leave train.cache out."
         )
     require_model(config)
-    _require_scores(check_settings(given), given)
+    needs = check_settings(given).needs
+    if "token_reference" in needs and not config.cache.token_logps:
+        raise UsageError(
+            f"{train.method} needs the reference's log-prob of every token. Add --token-logps."
+        )
+    if "mismatched" in needs and not config.cache.kl_pairs:
+        raise UsageError(
+            f"{train.method} needs mismatched completions, and cache.kl_pairs is 0. Pass "
+            "--kl-pairs 1."
+        )
     if train.resume == "never":
         run_folder_of(train.output).require_new()
     # A policy that is named beside the reference is meant to be another model.
@@ -49,27 +55,9 @@ def train_on_cache(settings: Settings, *, progress: Progress) -> Trained:
     """The policy, trained on the cache; what goes wrong tells that the cache is there."""
     gc.collect()  # the reference
     release_cached_memory()
-    with _naming_cache(settings.config.train.cache):
-        return run_training(check(settings), progress=progress)
-
-
-def _require_scores(recipe: Recipe, settings: Settings) -> None:
-    """Refuses a cache that the method could not be trained on."""
-    cache, method = settings.config.cache, settings.config.train.method
-    if "token_reference" in recipe.needs and not cache.token_logps:
-        raise UsageError(
-            f"{method} needs the reference's log-prob of every token. Add --token-logps."
-        )
-    if "mismatched" in recipe.needs and not cache.kl_pairs:
-        raise UsageError(
-            f"{method} needs mismatched completions, and cache.kl_pairs is 0. Pass --kl-pairs 1."
-        )
-
-
-@contextmanager
-def _naming_cache(cache: str) -> Iterator[None]:
     try:
-        yield
+        return run_training(check(settings), progress=progress)
     except AlignError as error:
+        cache = settings.config.train.cache
         told = f"{error}\nThe cache in {cache} is finished: `align run` scores nothing of it again."
         raise type(error)(told) from error

@@ -20,7 +20,7 @@ from ...stages.data.tokenizer import decoder
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.report.eval_table import Decode, Kind, evaluation_csv
 from ...stages.report.signs import Sign
-from ...stages.report.visited_rows import PendingVisits
+from ...stages.report.visited_rows import cut_visits, visits_line
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
@@ -32,7 +32,7 @@ from ...stages.tracking.journaled_run import inherited, open_training_run
 from ...stages.tracking.progress import NoProgress, Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ...stages.tracking.tracker import ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
-from ...stages.train.throughput import Machine
+from ...stages.train.throughput import system_metrics
 from ..options.settings import flatten, without_secrets
 from ..plan.best_metric import BestMetric
 from .checkpoint import add_evaluation, require_disk_space, save_state
@@ -59,7 +59,9 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
     if run.world.rank == 0:
         keep_through = state.step if state else -1
         folder.drop_evaluations(after=keep_through)
-        folder.drop_rows(after=keep_through)
+        fs.unlink(folder.rows)
+        for path in folder.rows_written():
+            cut_visits(path, keep_through)
         tracked = open_training_run(
             run.config.tracking,
             folder,
@@ -90,6 +92,7 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         raise
     finally:
         progress.end()
+        records.close()
         tracked.finish(status)
 
 
@@ -100,9 +103,10 @@ class RunRecords:
         self._run = run
         self._tracked = tracked
         self._progress = progress
-        is_watched = run.config.tracking.system_metrics and run.world.rank == 0
-        self._machine = Machine(run.folder.root) if is_watched else None
-        self._visits = PendingVisits()
+        self._is_watched = run.config.tracking.system_metrics and run.world.rank == 0
+        if self._is_watched:
+            system_metrics(run.folder.root)  # the next call measures from here on
+        self._visits: Lines | None = None  # the margins of this rank's rows
         self._decode: Decode | None = None
         self._best = BestMetric(run.config.train)
         self._last_line = 0.0
@@ -149,7 +153,7 @@ class RunRecords:
         self._tracked.begin_sending()
         self._require_best(state, metrics)
         if line is not None:
-            seen = self._machine.now() if self._machine else {}
+            seen = system_metrics(self._run.folder.root) if self._is_watched else {}
             self._tracked.log_metrics({**line, **seen}, step=state.step)
         padded = metrics["tokens"] / (1 - metrics["padding"])
         padding = round(padded - metrics["tokens"])
@@ -197,12 +201,22 @@ class RunRecords:
         self.say(f"step {step:,} gave NaN or infinity and was not applied")
 
     def visited(self, step: int, epoch: int, visits: Visits) -> None:
-        """Keeps the margins of this rank's rows until the next checkpoint."""
-        self._visits.add(visits, epoch=epoch, step=step)
+        """Records the margins of this rank's rows."""
+        if not self._visits:
+            folder = self._run.folder.row_parts
+            fs.make_folder(folder)
+            self._visits = Lines(folder / f"{self._run.world.rank}.jsonl")
+        if visits.row_ids:
+            self._visits.append(visits_line(visits, epoch=epoch, step=step))
+
+    def close(self) -> None:
+        """Closes the file of margins, if there is one."""
+        if self._visits:
+            self._visits.close()
 
     def save(self, state: State) -> None:
         """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
-        run, folder = self._run, self._run.folder
+        run = self._run
         if self._saved == (state.step, state.evaluated):
             return
         self._tracked.sync()  # a checkpoint must not know of more steps than the journal
@@ -210,11 +224,8 @@ class RunRecords:
             add_evaluation(run, state)
             self._saved = (state.step, state.evaluated)
             return
-        if self._visits:  # before the checkpoint: a run that resumes drops those of later steps
-            with log_failure("Margins of training rows are kept for the next checkpoint"):
-                fs.make_folder(folder.row_parts)
-                self._visits.write(folder.row_part(state.step, run.world.rank))
-                self._visits = PendingVisits()
+        if self._visits:
+            self._visits.sync()
         failure = save_state(run, state)
         if not failure:
             self._failures, self._saved = 0, (state.step, state.evaluated)

@@ -8,8 +8,8 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from ...stages.storage.disk.locks import lock_of, owner_lock
 from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
 from ...stages.storage.run.run_folder import ENDINGS, RunFolder, read_ending
 from ..jobs.differences import differences
-from ..options.settings import as_absolute, as_yaml, read_yaml
+from ..options.settings import as_absolute, as_yaml
 from ..options.table import binds, bound
 from .memory_at_start import begun_preset
 
@@ -73,10 +73,14 @@ def open_folder(run: Run) -> Iterator[None]:
         run.run_id, run.is_finished = run_on_rank_zero(world, enter)
         if not run.is_finished:
             run_on_all_ranks(world, lambda: require_shared(folder, run.run_id))
-            if resumes:
-                run.checkpoint = _whole_checkpoint(world, folder)
-                run.changes = run.checkpoint.changes if run.checkpoint else ()
-                run_on_rank_zero(world, lambda: _require_same_settings(run))
+            if resumes and (checkpoint := _whole_checkpoint(world, folder)):
+                run.checkpoint, run.changes = checkpoint, checkpoint.changes
+                lengths = run_on_rank_zero(
+                    world, lambda: require_same_run(checkpoint.identity, run)
+                )
+                for name, line in lengths.items() if world.rank == 0 else ():
+                    follows = "; the learning rate follows the new length from here on"
+                    logger.warning("%s%s.", line, follows if binds(name, "length") else "")
         if run.remote and world.rank == 0:
             stack.enter_context(run.remote.pushed_at_end())
         yield
@@ -85,7 +89,10 @@ def open_folder(run: Run) -> Iterator[None]:
 def require_shared(folder: RunFolder, run_id: str) -> None:
     """Refuses a folder that is not the one that rank zero owns: all ranks save into one."""
     began = time.monotonic()
-    while not _is_owned_by(folder, run_id):
+    while True:
+        with suppress(StorageError):  # a network file system may show a new file late
+            if run_id.encode() in fs.read_bytes(lock_of(folder.root)):
+                return
         if time.monotonic() - began > SHARED_SECONDS:
             raise UsageError(
                 f"{folder.root.resolve()} on {socket.gethostname()} is not the folder that rank 0 "
@@ -93,13 +100,6 @@ def require_shared(folder: RunFolder, run_id: str) -> None:
                 "every machine sees under the same path."
             )
         time.sleep(0.2)
-
-
-def _is_owned_by(folder: RunFolder, run_id: str) -> bool:
-    try:
-        return run_id.encode() in fs.read_bytes(lock_of(folder.root))
-    except StorageError:  # a network file system may show a new file late
-        return False
 
 
 def _is_finished(run: Run) -> bool:
@@ -133,17 +133,6 @@ def damage_on_ranks(world: World, path: Path, checkpoint: Checkpoint) -> str:
 
 
 # Whether it is the same run: first by its settings, then, once loaded, by what it computes.
-
-
-def _require_same_settings(run: Run) -> None:
-    if run.checkpoint:
-        for name, line in require_same_run(run.checkpoint.identity, run).items():
-            follows = "; the learning rate follows the new length from here on"
-            logger.warning("%s%s.", line, follows if binds(name, "length") else "")
-    elif run.folder.config.exists() and run.folder.metrics.exists():
-        # No checkpoint is left, but the folder may be of a run with other settings.
-        begun = binding(read_yaml(run.folder.config))
-        _require_same(begun, binding(as_absolute(run.config)))
 
 
 def require_same_run(begun: RunIdentity, run: Run) -> dict[str, str]:
@@ -256,25 +245,17 @@ def _options(recipe: Recipe) -> dict[str, str]:
 
 def made_with(run: Run) -> dict[str, str]:
     """Facts that may change the last bits of a number, and are allowed to differ."""
+    on_gpu = run.policy.device.type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    found = {"align": __version__, **versions(), "device": device}
+    if run.config.model.compile:
+        found["layers"] = "compiled"
+    if run.config.lora.enabled:
+        found["peft"] = version("peft")
     path = run.policy.path
-    parts = _parts(run, run.policy.device)
-    return {**parts, "layout": path.layout, "log-prob head": path.head}
+    return {**found, "layout": path.layout, "log-prob head": path.head}
 
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that compute."""
     return {package: version(package) for package in PACKAGES}
-
-
-def _parts(run: Run, device: torch.device) -> dict[str, str]:
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
-    found = {"align": __version__, **versions(), "device": name}
-    if run.config.model.compile:
-        found["layers"] = "compiled"
-    if run.config.lora.enabled:
-        try:
-            found["peft"] = version("peft")
-        except PackageNotFoundError:  # the import says what to install
-            found["peft"] = "none"
-    return found

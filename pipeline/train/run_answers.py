@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,30 +50,41 @@ def answer_again(
         identify(run, World(rank=0, size=1, local_rank=0))
         require_same_run(ending.identity, run)  # its cache and the files of its policy are there
 
-        # Each model in turn is all that memory holds.
         began = replace(run.begins_as, dtype=run.config.train.dtype)
         trained = replace(began, path=str(folder.model), adapter="")
         if run.config.lora.enabled:
             trained = replace(began, adapter=str(folder.model))
         tokens, budget = run.config.tokens, run.config.scoring.tokens_per_batch
-        before, after = (LocalSampler(model, tokens, budget) for model in (began, trained))
-        prompts = _prompts(run, before.context, count, most_tokens)
+        samplers = [LocalSampler(model, tokens, budget) for model in (began, trained)]
+        prompts = _prompts(run, samplers[0].context, count, most_tokens)
         progress.say(
             f"{len(prompts)} held-out prompts are answered by the policy as it began and as it "
             f"was trained, with {most_tokens:,} tokens at most"
         )
-        first, second = (_answers(one, [*prompts.values()], most_tokens) for one in (before, after))
+        answers = []
+        for sampler in samplers:  # each in turn is all that memory holds
+            gc.collect()
+            release_cached_memory()
+            try:
+                answers.append(sampler.likeliest([*prompts.values()], most_tokens))
+            except AlignError:
+                raise
+            except Exception as error:  # a model's code may raise anything
+                lack = "there is no memory for it" if is_out_of_memory(error) else repr(error)
+                raise UsageError(f"{sampler.model.path} gives no answers: {lack}.") from error
         decode = decoder(run.begins_as.path, Stops.of(run.manifest.fingerprint).tokens)
         answered = [
             Answered(
                 row_id=row_id,
                 prompt=decode(ids, False),
-                before=old[0],
-                after=new[0],
-                before_ended=old[1],
-                after_ended=new[1],
+                before=before,
+                after=after,
+                before_ended=before_ended,
+                after_ended=after_ended,
             )
-            for (row_id, ids), old, new in zip(prompts.items(), first, second, strict=True)
+            for (row_id, ids), (before, before_ended), (after, after_ended) in zip(
+                prompts.items(), *answers, strict=True
+            )
         ]
         owe_again(folder, folder.pages)
         fs.publish(folder.answers, answers_jsonl(answered))
@@ -107,18 +117,3 @@ def _prompts(run: Run, context: int | None, count: int, most_tokens: int) -> dic
             f"{context or 0:,} in all. Lower --answer-tokens."
         )
     return {row_id: [*prompt] for prompt, row_id in [*wanted.items()][:count]}
-
-
-def _answers(
-    sampler: LocalSampler, prompts: Sequence[Sequence[int]], most: int
-) -> list[tuple[str, bool]]:
-    """The answers of one of the models, once nothing else holds memory."""
-    gc.collect()
-    release_cached_memory()
-    try:
-        return sampler.likeliest(prompts, most)
-    except AlignError:
-        raise
-    except Exception as error:  # a model's code may raise anything
-        lack = "there is no memory for it" if is_out_of_memory(error) else repr(error)
-        raise UsageError(f"{sampler.model.path} gives no answers: {lack}.") from error

@@ -1,35 +1,31 @@
-"""A run's journal as tables and curves, and its first and last measurements."""
+"""A run's metrics as tables and curves, and its first and last measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...stages.tracking.journal import EVAL, RESERVED, entry_batches
 
 if TYPE_CHECKING:
     import polars as pl
 
-Curves: TypeAlias = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
-
-MeasuredOn = Literal["held out", "training", ""]
-
 
 @dataclass(frozen=True)
 class Measured:
-    """Two moments of a run, their metrics named as in its journal."""
+    """The metrics of two moments of a run, named as in metrics.jsonl."""
 
-    rows: MeasuredOn = ""
+    rows: Literal["held out", "training", ""] = ""
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)  # empty unless of a later step
 
 
 @dataclass(frozen=True)
 class History:
-    """A run's journal: step, time and a column per metric, null where a line lacks it."""
+    """Lines of metrics.jsonl: step, time and a column per metric, null where a line lacks it."""
 
     learned: pl.DataFrame
     held_out: pl.DataFrame  # the names of its metrics begin with eval/
@@ -50,21 +46,30 @@ class History:
 
         `model_step`: the step whose model was written, if that is not the last.
         """
-        kinds: tuple[tuple[MeasuredOn, pl.DataFrame, str], ...] = (
-            ("held out", self.held_out, f"{EVAL}loss"),
-            ("training", self.learned, "loss"),
+        is_held_out = f"{EVAL}loss" in self.held_out.columns
+        rows: Literal["held out", "training"] = "held out" if is_held_out else "training"
+        lines, loss = (self.held_out, f"{EVAL}loss") if is_held_out else (self.learned, "loss")
+        if loss not in lines.columns:
+            return Measured(rows)
+        known = lines.drop_nulls(loss)
+        if model_step is not None:
+            known = known.filter(known["step"] <= model_step)
+        if known.is_empty():
+            return Measured(rows)
+        first, last = known.row(0, named=True), known.row(-1, named=True)
+        return Measured(
+            rows, _metrics(first), _metrics(last) if last["step"] > first["step"] else {}
         )
-        for rows, lines, loss in kinds:
-            if loss in lines.columns:
-                known = lines.drop_nulls(loss)
-                if model_step is not None:
-                    known = known.filter(known["step"] <= model_step)
-                return Measured(rows, *_ends(known)) if len(known) else Measured(rows)
-        return Measured("training")
+
+
+def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: value for name, value in line.items() if name not in RESERVED and value is not None
+    }
 
 
 def read_history(metrics: Path) -> History:
-    """Reads the journal of a run, some lines at a time."""
+    """Reads metrics.jsonl, some lines at a time."""
     import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report can do without
 
     kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
@@ -80,33 +85,19 @@ def read_history(metrics: Path) -> History:
         ]
         frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
     lines = pl.concat(frames, how="diagonal")
-
-    def of(names: Sequence[str]) -> pl.DataFrame:
-        holds_one = pl.any_horizontal(
-            pl.lit(False), *(pl.col(name).is_not_null() for name in names)
-        )
-        return lines.filter(holds_one).select(*kinds, *names)
-
-    held_out = [name for name in lines.columns if name.startswith(EVAL)]
-    learned = [name for name in lines.columns if name not in {*kinds, *held_out}]
-    return History(of(learned), of(held_out))
+    parts = []
+    for is_held_out in (False, True):
+        names = [one for one in lines.columns if one.startswith(EVAL) == is_held_out]
+        names = [one for one in names if one not in kinds]
+        holds_one = pl.any_horizontal(pl.lit(False), *(pl.col(one).is_not_null() for one in names))
+        parts.append(lines.filter(holds_one).select(*kinds, *names))
+    return History(*parts)
 
 
-def curves(lines: pl.DataFrame) -> Curves:
-    """Every metric's points, by its name without eval/."""
+def curves(lines: pl.DataFrame) -> Mapping[str, list[tuple[float, float]]]:
+    """Every metric's points, (step, value) with rising steps, by its name without eval/."""
     return {
         name.removeprefix(EVAL): lines.select("step", name).drop_nulls().rows()
         for name in lines.columns
         if name not in RESERVED
-    }
-
-
-def _ends(lines: pl.DataFrame) -> tuple[dict[str, float], dict[str, float]]:
-    first, last = lines.row(0, named=True), lines.row(-1, named=True)
-    return _metrics(first), _metrics(last) if last["step"] > first["step"] else {}
-
-
-def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: value for name, value in line.items() if name not in RESERVED and value is not None
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,9 @@ from ...stages.report.charts import Best
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, spread_charts
 from ...stages.report.html_page import render_page
 from ...stages.report.run_curves import BEST, further_curves, learning_curves
-from ...stages.report.side_by_side import Answered, read_answers
+from ...stages.report.side_by_side import read_answers
 from ...stages.report.signs import Evidence, Sign, look_for_signs
-from ...stages.report.visited_rows import join_parts, learned_rows, read_visits
+from ...stages.report.visited_rows import join_visits, learned_rows, read_visits
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
@@ -52,70 +52,6 @@ HOW = {
 MOST_NAMED = 20  # rows of a kind
 MOST_SHOWN = 4000  # characters of an answer
 STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
-
-
-def write_report(root: Path) -> tuple[Sign, ...]:
-    """Writes the page of a run, finished or not; returns what stands out in it."""
-    folder = training_folder(root)
-    with log_failure("No table of training rows"):
-        if parts := folder.rows_written():
-            join_parts([*parts], folder.rows)
-    settings, history = read_yaml(folder.config), read_history(folder.metrics)
-    ending = read_ending(folder)
-    learned, held_out = curves(history.learned), curves(history.held_out)
-    tables = {step: read_samples(path) for step, path in folder.evaluations().items()}
-    plain_tables = {step: table.drop(TEXTS, strict=False) for step, table in tables.items()}
-    signs = look_for_signs(Evidence(learned, held_out, plain_tables))
-
-    # The metric of train.best is marked beside the loss, where it is of held-out rows.
-    best: dict[str, Best] = dict(BEST)
-    asked = wanted(settings["train.best"])
-    if asked.metric.startswith(EVAL):
-        best[asked.metric.removeprefix(EVAL)] = "lowest" if asked.is_lowest else "highest"
-
-    # What the reference's log-probs are of, as far as the cache still has it.
-    given = settings["train.cache"] or settings["cache.output"]
-    manifest: Manifest | None = None
-    lost = ""
-    try:
-        manifest = _manifest_of(folder, given)
-    except (UsageError, CorruptionError, StorageError) as error:
-        lost = str(error)
-    policy = settings["train.model"] or (manifest.model if manifest else "")
-    data = data_name([entry.name for entry in manifest.inputs]) if manifest else ""
-
-    measured = history.measured(ending.model_step if ending else None)
-    spread, note = "", ""
-    if tables:
-        spread = spread_charts({step: tables[step] for step in {min(tables), max(tables)}})
-        note = _note_on(tables[max(tables)].columns, len(tables[max(tables)]), max(tables))
-    page = render_page(
-        "run.html.j2",
-        title=folder.root.resolve().name,
-        sentences=list(_sentences(folder, ending, history, settings["train.method"])),
-        trouble=_trouble(folder, ending, history),
-        signs=signs,
-        answers=_answers(folder),
-        facts=_head_facts(settings, history, model=model_name(policy), data=data),
-        headlines=dict(_headlines(measured)),
-        learning=learning_curves(learned, held_out, best),
-        completions={"charts": spread, "note": note},
-        rows=_rows(folder),
-        cache={
-            "data": _data(manifest) if manifest else {"cache": lost},
-            "lineage": _lineage(given, manifest, settings) if manifest else {},
-            "fingerprint": manifest.fingerprint if manifest else {},
-        },
-        settings={
-            name: str(value)
-            for name, value in without_secrets(settings).items()
-            if name.partition(".")[0] in ("train", "method", "lora", "model")
-        },
-        further=further_curves(learned, held_out, best),
-    )
-    fs.drop_drafts(folder.report)
-    fs.publish(folder.report, page.encode())
-    return signs
 
 
 def training_folder(root: Path) -> RunFolder:
@@ -148,67 +84,138 @@ def method_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# The head: what was trained on what, when, how it ended, and what to do next.
+def write_report(root: Path) -> tuple[Sign, ...]:
+    """Writes the page of a run, finished or not; returns what stands out in it."""
+    folder = training_folder(root)
+    with log_failure("No table of training rows"):
+        if parts := folder.rows_written():
+            join_visits(parts, folder.rows)
+    settings, history = read_yaml(folder.config), read_history(folder.metrics)
+    ending = read_ending(folder)
+    learned, held_out = curves(history.learned), curves(history.held_out)
+    tables = {step: read_samples(path) for step, path in folder.evaluations().items()}
+    plain_tables = {step: table.drop(TEXTS, strict=False) for step, table in tables.items()}
+    signs = look_for_signs(Evidence(learned, held_out, plain_tables))
 
+    # The metric of train.best is marked beside the loss, where it is of held-out rows.
+    best: dict[str, Best] = dict(BEST)
+    asked = wanted(settings["train.best"])
+    if asked.metric.startswith(EVAL):
+        best[asked.metric.removeprefix(EVAL)] = "lowest" if asked.is_lowest else "highest"
 
-def _head_facts(
-    settings: Mapping[str, Any], history: History, *, model: str, data: str
-) -> dict[str, str]:
-    """What tells a run from others, by name; what is not known is left out."""
-    options = recipe_of(settings["train.method"], method_options(settings)).values
-    first, last = history.times
-    facts = {
-        "model": model,
-        "method": settings["train.method"],
-        "data": data,
-        "first step": f"{first:%Y-%m-%d %H:%M} UTC" if first else "",
-        "duration": duration((last - first).total_seconds()) if first and last else "",
-        "learning rate": plain(settings["train.lr"]),
-        **{name: plain(value) for name, value in options.items() if name.endswith("beta")},
-        "rows in a step": f"{settings['train.batch_size']:,}",
-    }
-    return {name: value for name, value in facts.items() if value}
+    # The main metrics, before and after.
+    measured = history.measured(ending.model_step if ending else None)
+    prefix, headlines = EVAL if measured.rows == "held out" else "", dict[str, str]()
+    for name, said in HEADLINES.items():
+        before, after = (
+            moment.get(f"{prefix}{name}") for moment in (measured.before, measured.after)
+        )
+        if before is not None:
+            came_to = "" if after is None else f" → {plain(after)}"
+            headlines[f"{said}, {MEASURED_ON[measured.rows]}"] = f"{plain(before)}{came_to}"
+
+    # The cache, as far as it is still there.
+    given = settings["train.cache"] or settings["cache.output"]
+    manifest: Manifest | None = None
+    try:
+        manifest = _manifest_of(folder, given)
+    except (UsageError, CorruptionError, StorageError) as error:
+        data = {"cache": str(error)}
+    else:
+        data = _data(manifest)
+
+    # Held-out completions one by one.
+    spread, note = "", ""
+    if tables:
+        first, last = min(tables), max(tables)
+        spread = spread_charts({step: tables[step] for step in {first, last}})
+        note = (
+            f"{counted(len(tables[last]), 'completions')} of the first rows held out, in the order "
+            f"of the cache, which is shuffled; after step {last:,}."
+        )
+        if kind_of(tables[last].columns) == "log-ratios":
+            note += " A log-ratio is log(policy / reference), summed over a completion."
+        if REWARD in tables[last].columns:
+            note += " A reward is what the method's loss compares."
+
+    page = render_page(
+        "run.html.j2",
+        title=folder.root.resolve().name,
+        sentences=_sentences(folder, ending, history, settings["train.method"]),
+        trouble=_trouble(folder, ending, history),
+        signs=signs,
+        answers=[
+            replace(
+                one,
+                prompt=beginning(one.prompt, MOST_SHOWN),
+                before=beginning(one.before, MOST_SHOWN),
+                after=beginning(one.after, MOST_SHOWN),
+            )
+            for one in (read_answers(folder.answers) if folder.answers.exists() else ())
+        ],
+        facts=_head(settings, history, manifest),
+        headlines=headlines,
+        learning=learning_curves(learned, held_out, best),
+        completions={"charts": spread, "note": note},
+        rows=_rows(folder) if folder.rows.exists() else {},
+        cache={
+            "data": data,
+            "lineage": _lineage(given, manifest, settings) if manifest else {},
+            "fingerprint": manifest.fingerprint if manifest else {},
+        },
+        settings={
+            name: str(value)
+            for name, value in without_secrets(settings).items()
+            if name.partition(".")[0] in ("train", "method", "lora", "model")
+        },
+        further=further_curves(learned, held_out, best),
+    )
+    fs.drop_drafts(folder.report)
+    fs.publish(folder.report, page.encode())
+    return signs
 
 
 def _sentences(
     folder: RunFolder, ending: RunEnding | None, history: History, method: str
-) -> Iterator[str]:
+) -> list[str]:
     """How far the run came and how it ended."""
     how = HOW[ending.ending] if ending else "not finished"
-    yield f"{method}, {counted(history.steps, 'steps')}, {how}."
-    yield from _ended_how(ending)
-    for change in ending.changes if ending else ():
-        yield f"Resumed with a change: {change}."
+    lines = [f"{method}, {counted(history.steps, 'steps')}, {how}.", *_notes_on(ending)]
+    lines += [f"Resumed with a change: {change}." for change in (ending.changes if ending else ())]
     # Steps that were run again after a resume may have been applied.
     applied = curves(history.learned).get("step_applied", ())
-    if failed := sorted(_steps_named_in(folder.nonfinite) - {s for s, one in applied if one == 1}):
+    if failed := sorted(_not_applied(folder) - {s for s, one in applied if one == 1}):
         shown = ", ".join(f"{step:,}" for step in failed[:10])
         more = f" and {len(failed) - 10:,} more" if len(failed) > 10 else ""
-        yield f"NaN or infinity: steps {shown}{more} were not applied (nonfinite.jsonl)."
+        lines.append(f"NaN or infinity: steps {shown}{more} were not applied (nonfinite.jsonl).")
+    return lines
 
 
-def _ended_how(ending: RunEnding | None) -> Iterator[str]:
+def _notes_on(ending: RunEnding | None) -> list[str]:
     """Sentences on an end before the last step, and on a model that is not the last step's."""
+    lines = []
     if ending and ending.ending == "finished" and ending.reason:
-        yield f"It ended before its {counted(ending.total_steps, 'steps')}: {ending.reason}."
+        lines = [f"It ended before its {counted(ending.total_steps, 'steps')}: {ending.reason}."]
     if ending and ending.model_step is not None:
-        yield f"Its model is that of step {ending.model_step:,}, the best (train.write_best)."
+        lines.append(
+            f"Its model is that of step {ending.model_step:,}, the best (train.write_best)."
+        )
+    return lines
 
 
 def _trouble(folder: RunFolder, ending: RunEnding | None, history: History) -> list[str]:
-    """Of a run that is not finished: why, its last good step, and what to do."""
+    """For a run that is not finished: the reason, its last good step, and how to resume."""
     if ending is None and is_owned(folder.root):
         return ["It is running, or a process still holds its folder."]
     if ending is None:
         lines = [
-            "No end was recorded: the run was killed (out of the machine's memory, by a scheduler, "
-            "by kill -9), or its machine stopped.",
-            f"The last step with a line is {history.steps:,}.",
+            "No end was recorded: the run was killed, or its machine stopped. The last step with a "
+            f"line is {history.steps:,}."
         ]
     elif ending.ending == "finished":
         return []
     elif ending.ending == "failed":
-        failed, step = _steps_named_in(folder.nonfinite), ending.step
+        failed, step = _not_applied(folder), ending.step
         while step in failed:
             step -= 1
         lines = [
@@ -220,36 +227,37 @@ def _trouble(folder: RunFolder, ending: RunEnding | None, history: History) -> l
     saved = folder.steps()
     if not saved:
         return [*lines, f"No checkpoint is there. {WAY_ON}: it begins again at the first step."]
-    lines.append(f"The last checkpoint is of step {saved[-1]:,}. {WAY_ON}: it goes on from there.")
-    if ending and ending.ending == "failed":
-        lines.append(
-            "It has to keep its settings for that. With another learning rate, dtype or batch "
-            "size it is another run: give it an --output of its own."
-        )
-    return lines
+    last = f"The last checkpoint is of step {saved[-1]:,}. {WAY_ON}: it goes on from there."
+    return [*lines, last]
 
 
-def _steps_named_in(file: Path) -> set[int]:
-    """The steps that a file with the rows of some of them names."""
+def _not_applied(folder: RunFolder) -> set[int]:
+    """The steps that were not applied when they were first run."""
+    file = folder.nonfinite
     return {int(step) for step in STEP.findall(fs.read_bytes(file))} if file.exists() else set()
 
 
-def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
-    prefix = EVAL if measured.rows == "held out" else ""
-    for name, said in HEADLINES.items():
-        before, after = (one.get(f"{prefix}{name}") for one in (measured.before, measured.after))
-        if before is not None:
-            came_to = "" if after is None else f" → {plain(after)}"
-            yield f"{said}, {MEASURED_ON[measured.rows]}", f"{plain(before)}{came_to}"
-
-
-# The sections below it.
+def _head(
+    settings: Mapping[str, Any], history: History, manifest: Manifest | None
+) -> dict[str, str]:
+    """What tells a run from others, by name; what is not known is left out."""
+    options = recipe_of(settings["train.method"], method_options(settings)).values
+    first, last = history.times
+    facts = {
+        "model": model_name(settings["train.model"] or (manifest.model if manifest else "")),
+        "method": settings["train.method"],
+        "data": data_name([entry.name for entry in manifest.inputs]) if manifest else "",
+        "first step": f"{first:%Y-%m-%d %H:%M} UTC" if first else "",
+        "duration": duration((last - first).total_seconds()) if first and last else "",
+        "learning rate": plain(settings["train.lr"]),
+        **{name: plain(value) for name, value in options.items() if name.endswith("beta")},
+        "rows in a step": f"{settings['train.batch_size']:,}",
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
 def _rows(folder: RunFolder) -> dict[str, str]:
-    """What became of the training rows, if that was written down."""
-    if not folder.rows.exists():
-        return {}
+    """The training rows that were learned, forgotten, and never right."""
     found = learned_rows(read_visits(folder.rows))
 
     def named(ids: tuple[str, ...]) -> str:
@@ -266,33 +274,6 @@ def _rows(folder: RunFolder) -> dict[str, str]:
     }
 
 
-def _answers(folder: RunFolder) -> list[Answered]:
-    if not folder.answers.exists():
-        return []
-    return [
-        replace(
-            one,
-            prompt=beginning(one.prompt, MOST_SHOWN),
-            before=beginning(one.before, MOST_SHOWN),
-            after=beginning(one.after, MOST_SHOWN),
-        )
-        for one in read_answers(folder.answers)
-    ]
-
-
-def _note_on(columns: list[str], count: int, step: int) -> str:
-    """A note on the rows of a table of single completions."""
-    note = (
-        f"{counted(count, 'completions')} of the first rows held out, in the order of the cache, "
-        f"which is shuffled; after step {step:,}."
-    )
-    if kind_of(columns) == "log-ratios":
-        note += " A log-ratio is log(policy / reference), summed over a completion."
-    if REWARD in columns:
-        note += " A reward is what the method's loss compares."
-    return note
-
-
 def _manifest_of(folder: RunFolder, given: str) -> Manifest:
     """The manifest of the run's cache; refused where another cache is there now."""
     manifest = Cache(manifest_folder(given)).manifest()
@@ -305,23 +286,25 @@ def _manifest_of(folder: RunFolder, given: str) -> Manifest:
 
 
 def _data(manifest: Manifest) -> dict[str, str]:
-    files = {
-        entry.name: f"{counted(entry.rows, 'rows')}, sha256 {entry.sha256}"
-        for entry in manifest.inputs
-    }
-    reasons = manifest.reasons.items()
-    dropped = {f"left out: {why}": counted(rows, "rows") for why, rows in reasons}
-    notes = {f"counted: {what}": f"{number:,}" for what, number in manifest.notes.items()}
+    """The data files of the cache, and how many of their rows are in it."""
     kept = f"{counted(manifest.rows, 'rows')} of {manifest.rows_in:,} read"
-    completions = counted(manifest.branches, "completions")
-    return {**files, "in the cache": f"{kept}, {completions}", **dropped, **notes}
+    left_out = {f"left out: {why}": counted(rows, "rows") for why, rows in manifest.reasons.items()}
+    return {
+        **{
+            entry.name: f"{counted(entry.rows, 'rows')}, sha256 {entry.sha256}"
+            for entry in manifest.inputs
+        },
+        "in the cache": f"{kept}, {counted(manifest.branches, 'completions')}",
+        **left_out,
+        **{f"counted: {what}": f"{number:,}" for what, number in manifest.notes.items()},
+    }
 
 
-def _lineage(cache: str, manifest: Manifest, settings: dict[str, Any]) -> dict[str, str]:
-    began = settings["train.model"] or f"{manifest.model}, the reference"
+def _lineage(cache: str, manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The models and the cache that the policy comes from."""
     adapter = {"its adapter": manifest.adapter} if manifest.adapter else {}
     return {
-        "policy began as": began,
+        "policy began as": settings["train.model"] or f"{manifest.model}, the reference",
         "reference": manifest.model,
         **adapter,
         "cache": cache,
@@ -330,14 +313,12 @@ def _lineage(cache: str, manifest: Manifest, settings: dict[str, Any]) -> dict[s
     }
 
 
-# Worth a line of its own, where a method reports it.
+# The same in a few lines for the terminal, once a run has ended.
+
+# Metrics that have a line each, where a method reports them.
 SUMMARIZED = (
-    "loss",
-    "rewards/accuracies",
-    "rewards/ties",
-    "rewards/margins",
-    "log_odds/accuracy",
-    "log_odds/ratio",
+    *("loss", "rewards/accuracies", "rewards/ties", "rewards/margins"),
+    *("log_odds/accuracy", "log_odds/ratio"),
 )
 
 
@@ -354,31 +335,29 @@ class Trained:
     signs: tuple[Sign, ...] = ()
 
     def text(self) -> str:
-        """A few lines for a person."""
+        """The metrics before and after, the warnings, and where the model and its report are."""
         already = " already: this run is finished, nothing was trained" if self.is_old else ""
-        lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}"]
-        lines += self.ended
+        lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}", *self.ended]
         if self.ending == "finished":
             lines.append(f"model in {self.folder.model}")
         else:
             lines.append("stopped by train.max_time; the same command with --resume auto continues")
-        told = [f"{one.name}: {one.said} {one.hint}" for one in self.signs]
-        rows = before_and_after(self.measured)
-        table = grid(("held-out rows", "before", "after"), rows) if rows else []
-        return "\n".join([*lines, *table, *told, *self._looks()])
-
-    def _looks(self) -> Iterator[str]:
-        """Where the run can be looked at, and the command that asks the trained model."""
+        before, after = self.measured.before, self.measured.after
+        names = [name for name in SUMMARIZED if {EVAL + name} <= before.keys() & after.keys()]
+        rows = [[name, *(f"{one[EVAL + name]:z.4f}" for one in (before, after))] for name in names]
+        lines += grid(("held-out rows", "before", "after"), rows) if rows else []
+        lines += [f"{one.name}: {one.said} {one.hint}" for one in self.signs]
         if self.folder.report.exists():
-            yield f"report in {self.folder.report}"
+            lines.append(f"report in {self.folder.report}")
         whole = self.folder.loadable
         config = whole / "config.json"
-        if self.ending != "finished" or not config.exists():  # an adapter alone
-            return
-        if "Classification" in str(read_json(config).get("architectures")):  # a reward model
-            yield f"next: align score data.parquet --reward-model {whole}"
-        else:
-            yield f"next: align sample prompts.jsonl --model {whole}"
+        if self.ending == "finished" and config.exists():  # else it is an adapter alone
+            is_reward = "Classification" in str(read_json(config).get("architectures"))
+            command = (
+                "score data.parquet --reward-model" if is_reward else "sample prompts.jsonl --model"
+            )
+            lines.append(f"next: align {command} {whole}")
+        return "\n".join(lines)
 
 
 def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
@@ -393,17 +372,10 @@ def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
 def outcome(folder: RunFolder, ending: Ending, signs: tuple[Sign, ...] = ()) -> Trained:
     """Reads the number of steps of a run, and its metrics; its report has found the signs."""
     known = read_ending(folder)
-    ended = tuple(_ended_how(known))
+    ended = tuple(_notes_on(known))
     if not folder.metrics.exists():
         logger.warning("%s is missing: what was measured is lost.", folder.metrics)
         return Trained(folder, ending, known.step if known else 0, Measured(), ended=ended)
     history = read_history(folder.metrics)
     measured = history.measured(known.model_step if known else None)
     return Trained(folder, ending, history.steps, measured, signs=signs, ended=ended)
-
-
-def before_and_after(measured: Measured) -> list[list[str]]:
-    """The main metrics of the held-out rows; none where nothing was measured twice."""
-    before, after = measured.before, measured.after
-    names = [name for name in SUMMARIZED if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
-    return [[name, *(f"{one[EVAL + name]:z.4f}" for one in (before, after))] for name in names]

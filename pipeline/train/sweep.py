@@ -8,32 +8,31 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import AlignError, Interrupted, UsageError, counted, log_failure
+from ...schemas.errors import AlignError, UsageError, counted, log_failure
 from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
 from ...stages.methods.table import recipe_of
 from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.output_folder import OutputFolder
+from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking import journaled_run
 from ...stages.tracking.journaled_run import tagged
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import description, run_name
 from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
-from ..jobs.signals import WAY_ON
 from ..options.settings import Settings, flatten
 from ..options.table import INSTEAD
 from ..work import recorded_work
 from .load import identify
 from .records import data_of
-from .run_diff import standing
+from .run_diff import ranking
 from .setup import Run, check
-from .sweep_result import PAGES, SweepResult, Trial, TrialResult, varied_in
+from .sweep_result import PAGE, Sweep, Trial, page_of, varied_in
 from .train import train_in
 
 Load = Callable[[Sequence[str]], Settings]
@@ -41,60 +40,61 @@ Load = Callable[[Sequence[str]], Settings]
 MOST_TRIALS = 10_000
 
 
-def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progress) -> SweepResult:
+def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progress) -> Sweep:
     """Trains one run after another; `load` gives the settings of a run from further --set texts.
 
     A single process continues after a run that failed; ranks may not agree that it failed.
     """
     output = require_on_disk(folder, "a sweep is")
-    given = load(())
-    _require_free(given, trials)
-    runs: list[Run] = []
-    for trial in trials:
-        with _naming(trial):
-            runs.append(check(load((*trial.settings, f"train.output={output / trial.name}"))))
-    require_different(runs)
+    tracking, runs = load(()).config.tracking, _checked(load, trials, output)
     policies, data = {run.begins_as.path for run in runs}, {data_of(run) for run in runs}
     facts = {
         "policy": policies.pop() if len(policies) == 1 else "",
         "data": data.pop() if len(data) == 1 else "",
     }
-    result = SweepResult(output, tuple(trials), facts=facts)
+    result = Sweep(output, trials, facts)
     with joined_world() as world:
         for trial, run in zip(trials, runs, strict=True):
             with naming_lost_peers(world), _naming(trial):
                 identify(run, world)
         run_on_rank_zero(world, partial(_prepare, output, runs))
-        tracking = given.config.tracking if world.rank == 0 else given.config.tracking.none()
+        tracking = tracking if world.rank == 0 else tracking.none()
         name = run_name(facts["policy"], "sweep", facts["data"])
         with recorded_work(tracking, output, "sweep", name=name) as parent:
             _describe(parent, result, runs)
             for number, trial in enumerate(trials, 1):
                 progress.say(f"run {number} of {len(trials)}: {trial.name}")
-                # Taken out of the list: a run that is over must not keep its policy.
-                with (
-                    tagged({GROUP_TAG: str(output.resolve()), TRIAL_TAG: trial.name}, parent),
-                    _add_resume_hint(result),
-                ):
-                    ended = _try(trial, runs.pop(0), progress)
-                result = replace(result, ended=(*result.ended, ended))
-                if world.size == 1 or not ended.error:
-                    run_on_rank_zero(world, partial(_publish, result, parent))
-                    continue
-                if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
-                    _publish(result, parent)
-                raise ended.error
-            result = run_on_rank_zero(world, partial(_compared, result, parent))
+                tags = {GROUP_TAG: str(output.resolve()), TRIAL_TAG: trial.name}
+                try:
+                    with tagged(tags, parent):
+                        # Taken out of the list: a run that is over must not keep its policy.
+                        _train(trial, runs.pop(0), progress)
+                except AlignError as error:
+                    progress.say(f"{trial.name} failed: {error}")
+                    trial.ending, trial.failure = "failed", str(error)
+                    if world.size > 1:
+                        if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
+                            _publish(result, parent)
+                        raise
+                run_on_rank_zero(world, partial(_publish, result, parent))
+            run_on_rank_zero(world, partial(_compare, result, parent))
             if result.failures:
                 parent.finish("FAILED")
     return result
 
 
-def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
-    """Refuses a --set that every run would override."""
+def _checked(load: Load, trials: Sequence[Trial], output: Path) -> list[Run]:
+    """The runs; refuses a --set that every run would override, and two equal runs."""
+    origins = load(()).origins
     for name in varied_in(trials):
-        if given.origins.get(name) == "--set":
+        if origins.get(name) == "--set":
             raise UsageError(f"--set {name}: the sweep sets it in every run. Use --vary alone.")
+    runs: list[Run] = []
+    for trial in trials:
+        with _naming(trial):
+            runs.append(check(load((*trial.settings, f"train.output={output / trial.name}"))))
+    require_different(runs)
+    return runs
 
 
 @contextmanager
@@ -121,41 +121,25 @@ def require_different(runs: Sequence[Run]) -> None:
 
 def _prepare(output: Path, runs: Sequence[Run]) -> None:
     OutputFolder(output, "sweep").prepare()
-    for name in PAGES:
-        fs.drop_drafts(output / name)
+    fs.drop_drafts(output / PAGE)
     for run in runs:
         if run.config.train.resume == "never":
             run.folder.require_new()
 
 
-@contextmanager
-def _add_resume_hint(result: SweepResult) -> Iterator[None]:
-    try:
-        yield
-    except Interrupted as stop:
-        over = f"{len(result.ended)} of {len(result.planned)} runs of the sweep"
-        said = f"{over} in {result.folder} are over. {WAY_ON}"
-        raise Interrupted(stop.signal_number, said, at=stop.at) from None
-
-
-def _try(trial: Trial, run: Run, progress: Progress) -> TrialResult:
+def _train(trial: Trial, run: Run, progress: Progress) -> None:
     began = time.monotonic()
-    try:
-        trained = train_in(run, progress)
-    except AlignError as error:
-        progress.say(f"{trial.name} failed: {error}")
-        return TrialResult(trial, error=error)
+    trained = train_in(run, progress)
     if trained.is_old:
         progress.say(f"{trial.name} is finished already and is not changed")
-        return TrialResult(trial, trained)
-    return TrialResult(trial, trained, seconds=time.monotonic() - began)
+    else:
+        trial.seconds = time.monotonic() - began
+    trial.ending, trial.steps, trial.measured = trained.ending, trained.steps, trained.measured
 
 
-# What is recorded of a sweep, beside its runs.
-
-
-def _describe(parent: journaled_run.Run, result: SweepResult, runs: Sequence[Run]) -> None:
-    varied = varied_in(result.planned)
+def _describe(parent: journaled_run.Run, result: Sweep, runs: Sequence[Run]) -> None:
+    """Records what is varied, and the caches that the runs are trained on."""
+    varied = varied_in(result.trials)
     group = str(result.folder.resolve())
     texts = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
     parent.set_tags({GROUP_TAG: group, "align.varied": texts})
@@ -169,29 +153,25 @@ def _describe(parent: journaled_run.Run, result: SweepResult, runs: Sequence[Run
         parent.log_dataset(cache.name, digest=root, source=source, context="training")
 
 
-def _publish(result: SweepResult, parent: journaled_run.Run) -> None:
-    result.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in PAGES.items():
-        with log_failure(f"No {name}"):
-            fs.publish(result.folder / name, f"{text(result)}\n".encode())
-            parent.log_artifact(result.folder / name)
+def _publish(result: Sweep, parent: journaled_run.Run) -> None:
+    with log_failure(f"No {PAGE}"):
+        fs.publish(result.folder / PAGE, page_of(result).encode())
+        parent.log_artifact(result.folder / PAGE)
     if result.failures:
-        failures = "\n".join(f"{one.trial.name}: {one.error}" for one in result.failures)
+        failures = "\n".join(f"{trial.name}: {trial.failure}" for trial in result.failures)
         parent.set_tags({"align.failed": failures})
 
 
-def _compared(result: SweepResult, parent: journaled_run.Run) -> SweepResult:
-    """Publishes the results of all runs, and which of them is ahead."""
-    trained = [one for one in result.ended if one.trained]
+def _compare(result: Sweep, parent: journaled_run.Run) -> None:
+    """Publishes which of the runs is ahead."""
+    trained = {trial.name: trial for trial in result.ended if not trial.failure}
     with log_failure("No comparison of the runs"):
-        found = standing({one.trial.name: one.trained.folder for one in trained if one.trained})
-        result = replace(result, standing=found.said)
+        folders = {name: RunFolder(result.folder / name) for name in trained}
+        best, result.ranking = ranking(folders)
         _publish(result, parent)
-        for one in trained:
-            if one.trained and one.trial.name == found.best:
-                parent.set_tags({"align.ahead": found.best})
-                parent.log_metrics(one.measured.after, step=one.trained.steps)
-    return result
+        if best:
+            parent.set_tags({"align.ahead": best})
+            parent.log_metrics(trained[best].measured.after, step=trained[best].steps)
 
 
 # The trials that follow from what is varied.
@@ -222,7 +202,7 @@ def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> li
         has_it = (option in recipe.option_names for recipe in recipes.values())
         if section == "method" and not any(has_it):
             raise UsageError(f"{key}: none of {', '.join(methods)} has it. See `align methods`.")
-    trials: list[Trial] = []
+    trials: dict[str, Trial] = {}  # by names without their case, which some file systems ignore
     for method, recipe in recipes.items():
         own = {
             key: values
@@ -236,13 +216,10 @@ def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> li
         for values in itertools.product(*own.values()):
             chosen = [f"{key}={value}" for key, value in zip(own, values, strict=True)]
             name = re.sub(r"[^\w.+-]", "_", "-".join((recipe.name, *values)))
-            trials.append(Trial(name, (f"train.method={method}", *chosen)))
-    known: dict[str, Trial] = {}
-    for trial in trials:
-        other = known.setdefault(trial.name.casefold(), trial)  # some file systems ignore the case
-        if other is not trial:
-            raise UsageError(
-                f"{' '.join(other.settings)} and {' '.join(trial.settings)} would both be the "
-                f"run {trial.name}. Leave one of them out."
-            )
-    return trials
+            trial = Trial(name, (f"train.method={method}", *chosen))
+            if (other := trials.setdefault(name.casefold(), trial)) is not trial:
+                raise UsageError(
+                    f"{' '.join(other.settings)} and {' '.join(trial.settings)} would both be the "
+                    f"run {name}. Leave one of them out."
+                )
+    return [*trials.values()]

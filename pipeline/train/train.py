@@ -19,7 +19,6 @@ from ...stages.engine.distributed import (
 )
 from ...stages.methods.recipe import LOSS
 from ...stages.model.memory.live_memory import is_out_of_memory
-from ...stages.storage.disk.failpoints import reach
 from ...stages.storage.run.checkpoints import wanted
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.progress import Progress
@@ -126,9 +125,7 @@ def advance(run: Run, state: State, batch: StepBatch) -> State:
     options, per_epoch = run.config.train, run.feed.steps_per_epoch
     lr = learning_rate(state.step, run.total_steps, options)
     run.engine.set_lr(lr)
-    reach("step.started")
     result = step_that_fits(run, state, batch)
-    reach("step.updated")
     step = state.step + 1
     run.failures = 0 if result.applied else run.failures + 1
     if run.failures:
@@ -255,7 +252,6 @@ def measure(run: Run, state: State) -> tuple[State, Ending | None]:
         state, evaluated=True, metrics={**state.metrics, **known}, best=best, fits=run.fits
     )
     run.records.evaluated(state, metrics, samples.gather(run.world))
-    reach("evaluation.done")
     run.meter.restart()  # its time counts for no step
     return state, None
 

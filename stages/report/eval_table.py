@@ -1,7 +1,8 @@
 """`evaluations/step-<n>.csv`: single held-out completions, a line each.
 
-row counts the rows as the method reads them; row_id names the stored row; log_ratio is
-log(policy / reference), and reward what the loss compares. A reward model has no log-probs: there
+row counts the rows as the method reads them; row_id names the stored row; rows with the same
+prompt_key have the same prompt. log_ratio is log(policy / reference), and reward what the loss
+compares. A reward model has no log-probs: there
 is its score instead. What is asked for by words the reference never saw has no log-ratio.
 """
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
 
-NAMES = ("row", "row_id", "role", "tokens")
+NAMES = ("row", "row_id", "prompt_key", "role", "tokens")
 TEXTS = ("prompt", "completion")
 Kind = Literal["log-ratios", "log-probs", "scores"]
 REWARD = "reward"
@@ -53,6 +54,7 @@ def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode 
         cells = [
             one.row,
             one.row_id,
+            one.prompt_key,
             one.role.name.lower(),
             one.num_tokens,
             *map(repr, numbers),
@@ -67,7 +69,7 @@ def read_samples(path: Path) -> pl.DataFrame:
 
     numbers = {REWARD, *(name for names in COLUMNS.values() for name in names)}
     kinds = {
-        **dict.fromkeys(("row_id", "role", *TEXTS), pl.String),
+        **dict.fromkeys(("row_id", "prompt_key", "role", *TEXTS), pl.String),
         **dict.fromkeys(("row", "tokens"), pl.Int64),
         **dict.fromkeys(numbers, pl.Float64),
     }

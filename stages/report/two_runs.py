@@ -74,20 +74,15 @@ def unit_of(tables: Sequence[pl.DataFrame]) -> str:
     return next((name for name in ("log_ratio", "logp") if name in shared), "")
 
 
-def compare(
-    first: pl.DataFrame,
-    second: pl.DataFrame,
-    measure: str = REWARD,
-    prompts: Mapping[str, str] | None = None,
-) -> TwoRuns:
+def compare(first: pl.DataFrame, second: pl.DataFrame, measure: str = REWARD) -> TwoRuns:
     """Compares two tables of single held-out completions, row by row.
 
-    Rows of one prompt are drawn together; one that is not in `prompts` has a prompt of its own.
+    Rows of one prompt are drawn together.
     """
-    unit, prompts = unit_of((first, second)), prompts or {}
+    unit = unit_of((first, second))
     both, left_out = _joined(first, second, {"right": measure, "gap": unit or measure})
     ids = both["row_id"].to_list()
-    units = _numbered([prompts.get(one, one) for one in ids])
+    units = _numbered(both["prompt_key"].to_list())
     right = [_is_right(both[name].to_numpy()) for name in ("right", "right_second")]
     flips = right[1] - right[0]
     gaps = [both[name].to_numpy() for name in ("gap", "gap_second")]
@@ -141,10 +136,12 @@ def rows_of(samples: pl.DataFrame, told: Mapping[str, str]) -> pl.DataFrame:
             "or wrong. Compare runs on pairs or on labelled rows."
         )
     means = samples.group_by("row_id", pl.col("role").is_in(GOOD).alias("is_good")).agg(
+        pl.col("prompt_key").first(),
         *(pl.col(column).mean().alias(name) for name, column in told.items()),
     )
     sign = pl.when("is_good").then(1.0).otherwise(-1.0)
     rows = means.group_by("row_id").agg(
+        pl.col("prompt_key").first(),
         (pl.col("is_good").sum() * 2 + pl.len()).alias("sides"),
         *((pl.col(name) * sign).sum() for name in told),
     )

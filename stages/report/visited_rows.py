@@ -1,17 +1,17 @@
 """`rows.parquet`: the margin of each training row at each visit, and which rows are not learned.
 
-Ranks write parts of it as they train, one for each checkpoint; at the end they become one table.
-A margin is the reward of a row's good completions less that of its bad ones, before the update of
-its step. Of a row with one side only it is above 0 where the reward is on the side of its label.
+Each rank appends a line for each step as it trains; the report joins them to one table. A margin is
+the reward of a row's good completions less that of its bad ones, before the update of its step. Of
+a row with one side only it is above 0 where the reward is on the side of its label.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from ...schemas.batches import Visits
 from ...schemas.errors import CorruptionError
 from ..storage.disk import fs
+from ..storage.disk.lines import Line, keep_lines, read_lines
 
 if TYPE_CHECKING:
     import polars as pl
@@ -34,56 +35,53 @@ SCHEMA = pa.schema(
 )
 
 
-class PendingVisits:
-    """Visits that are not written down yet."""
-
-    def __init__(self) -> None:
-        self._steps: list[pa.Table] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._steps)
-
-    def add(self, visits: Visits, *, epoch: int, step: int) -> None:
-        """Adds the rows of one step."""
-        count = len(visits.row_ids)
-        columns = {
-            "row_id": visits.row_ids,
-            "epoch": [epoch] * count,
-            "step": [step] * count,
-            "margin": visits.margins,
-            "is_tie": visits.are_ties,
-        }
-        self._steps.append(pa.table(columns, SCHEMA))
-
-    def write(self, path: Path) -> None:
-        """Writes them as one file."""
-        sink = io.BytesIO()
-        pq.write_table(pa.concat_tables(self._steps), sink, compression="zstd")
-        fs.publish(path, sink.getvalue())
+def visits_line(visits: Visits, *, epoch: int, step: int) -> bytes:
+    """The line of a rank's rows of one step."""
+    count = len(visits.row_ids)
+    columns = (visits.row_ids, [epoch] * count, [step] * count, visits.margins, visits.are_ties)
+    return json.dumps(dict(zip(SCHEMA.names, columns, strict=True))).encode()
 
 
-def join_parts(parts: Sequence[Path], path: Path) -> None:
+def cut_visits(path: Path, keep_through: int) -> None:
+    """Drops the lines of steps after that one; -1: all."""
+    keep_lines(path, [line for line, part in _parts(path) if part["step"][0] <= keep_through])
+
+
+def join_visits(paths: Sequence[Path], path: Path) -> None:
     """Writes the whole table, in the order of the steps."""
-    table = pa.concat_tables([_read(part) for part in parts])
+    parts = [pa.table(part, SCHEMA) for one in paths for _, part in _parts(one)]
+    table = pa.concat_tables([SCHEMA.empty_table(), *parts])
     whole = table.sort_by([("step", "ascending"), ("row_id", "ascending")])
     fs.drop_drafts(path)
     with fs.new_file(path, replaces=True) as sink:
         pq.write_table(whole, sink, compression="zstd")
 
 
-def _read(path: Path) -> pa.Table:
+def _parts(path: Path) -> Iterator[tuple[Line, dict[str, list[Any]]]]:
+    for line in read_lines(path):
+        try:
+            part = json.loads(line.text)
+            if [*part] != SCHEMA.names or not part["step"]:
+                raise ValueError("it has other columns")
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
+        yield line, part
+
+
+def _damaged(path: Path, said: str) -> CorruptionError:
+    return CorruptionError(f"{path} is damaged ({said}). Remove it: the report does without.")
+
+
+def read_visits(path: Path) -> pl.DataFrame:
+    """The table of a run."""
+    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report does not need
+
     try:
         with fs.open_file(path) as source:
             table = pq.ParquetFile(source, page_checksum_verification=True).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, str(error).partition("\n")[0]) from error
-    if table.schema.remove_metadata() != SCHEMA or any(one.null_count for one in table.columns):
-        raise _damaged(path, "it has other columns, or values are missing")
-    return table
-
-
-def _damaged(path: Path, said: str) -> CorruptionError:
-    return CorruptionError(f"{path} is damaged ({said}). Remove it: the report does without.")
+    return pl.DataFrame(table)
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,6 @@ class Learned:
     right: int  # rows whose margin was above 0 at their last visit
     never: tuple[str, ...]  # whose margin was above 0 at no visit
     forgotten: tuple[str, ...]  # above 0 at one visit and below 0 at a later one; ties are neither
-
-
-def read_visits(path: Path) -> pl.DataFrame:
-    """The table of a run."""
-    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report does not need
-
-    return pl.DataFrame(_read(path))
 
 
 def learned_rows(visits: pl.DataFrame) -> Learned:

@@ -13,7 +13,7 @@ from .journal import MAX_TAG
 TAG = "mlflow.loggedArtifacts"  # by which MLflow's pages know which files are tables
 ANSWERS, EVALUATIONS = "answers.jsonl", "evaluations"
 BESIDE = ("prompt", "before", "after")
-TEXTS = {"row_id", "role", "prompt", "completion"}
+TEXTS = {"row_id", "prompt_key", "role", "prompt", "completion"}
 
 
 def table_of(path: Path) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ Before the first step the policy's log-probs are compared with those of the cach
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,10 @@ from ...schemas.batches import EvalSample, MicroBatch, StepBatch, StepSize, Worl
 from ...schemas.columns import Ragged
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
-from ...schemas.row_table import Rows
+from ...schemas.row_table import Rows, digest_of
 from ...schemas.rows import Rescored, Role
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
-from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
 from .step import Sums, branches_of, step_of
 
@@ -40,10 +39,7 @@ def whole_step(
     engine: DeepSpeedEngine, recipe: Recipe, batches: Iterable[StepBatch], size: StepSize
 ) -> Step:
     """The held-out rows as one step, with the values that its loss needs beforehand."""
-    steps = []
-    for batch in batches:
-        reach("evaluation.batch")
-        steps.append(step_of(engine, recipe, batch))
+    steps = [step_of(engine, recipe, batch) for batch in batches]
     names = steps[0].pre_pass if steps else ()
     return Step(
         rows=size.rows,
@@ -66,19 +62,19 @@ def means_of_held_out(
     samples: EvalSamples,
 ) -> dict[str, float]:
     """Means over all items of all batches, without an update."""
-    sums, branches_before = Sums(), 0
+    sums, rows_before, branches_before = Sums(), 0, 0
     for batch in batches:
-        reach("evaluation.batch")
-        samples.begin(batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
             with catching_out_of_memory(micro):
                 branches = branches_of(engine, recipe, micro)
-                samples.add(micro, branches, recipe)
+                if rows_before < samples.most_rows:
+                    samples.add(micro, branches, recipe.rewards(branches), before=branches_before)
                 indices = branches.step_indices + branches_before
                 here = replace(branches, step_indices=indices)
                 outcome = recipe.outcome(here, step, state)
             sums.add(outcome.metrics)
+        rows_before += batch.rows
         branches_before += batch.branches
     means, _ = sums.read(engine, {})
     return recipe.reported(means)
@@ -88,72 +84,51 @@ def _joined(values: list[Tensor]) -> Tensor:
     return torch.cat(values) if values else torch.empty(0, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    batch: int
-    index: int  # of the branch in its batch, over all ranks
-    row_index: int  # of its row's first branch
-    sample: EvalSample  # its row is not counted yet
-
-
 class EvalSamples:
-    """The first rows of an evaluation, the same on any number of ranks."""
+    """The completions of the first rows of an evaluation, the same on any number of ranks."""
 
     def __init__(self, *, most_rows: int, keeps_ids: bool) -> None:
-        self._most_rows = most_rows
+        self.most_rows = most_rows
         self._keeps_ids = keeps_ids
-        self._batch = -1
-        self._rows = 0  # of the batches before this one
-        self._next_rows = 0
-        self._seen: list[_Seen] = []
+        # Each with its index in the evaluation, and that of its row's first completion.
+        self._seen: list[tuple[int, int, EvalSample]] = []
 
-    def begin(self, batch: StepBatch) -> None:
-        """Starts the next batch of the evaluation."""
-        self._batch += 1
-        self._rows = self._next_rows
-        self._next_rows += batch.rows
-
-    def add(self, micro: MicroBatch, branches: Branches, recipe: Recipe) -> None:
-        """Adds the samples of a micro-batch."""
-        if self._rows < self._most_rows:
-            self._seen += self._of(micro, branches, recipe.rewards(branches))
+    def add(
+        self, micro: MicroBatch, branches: Branches, rewards: Tensor | None, *, before: int
+    ) -> None:
+        """Adds the completions of a micro-batch; so many are in the batches before its own."""
+        logps = iter(branches.logps.detach().cpu().tolist())
+        found = repeat(None) if rewards is None else iter(rewards.cpu().tolist())
+        counts = iter(branches.num_tokens.long().cpu().tolist())
+        indices = (micro.step_indices + before).tolist()
+        block, at = micro.block, 0
+        for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
+            first = indices[at]
+            for completion in tree.branches:
+                sample = EvalSample(
+                    row=-1,  # until the completions of all ranks are together
+                    row_id=row_id,
+                    prompt_key=digest_of(tree.prompt.tobytes()).hex(),
+                    role=Role(int(block.roles[at])),
+                    num_tokens=next(counts),
+                    logp=next(logps),
+                    reference_logp=float(block.logps[at]),
+                    reward=next(found),
+                    prompt=tree.prompt.copy() if self._keeps_ids else None,
+                    completion=completion.copy() if self._keeps_ids else None,
+                )
+                self._seen.append((indices[at], first, sample))
+                at += 1
 
     def gather(self, world: World) -> tuple[EvalSample, ...]:
         """The samples of all ranks in the order of the evaluation; a collective."""
         every = [one for part in gathered(world, self._seen) for one in part]
-        every.sort(key=lambda one: (one.batch, one.index))
-        rows: dict[tuple[int, int], int] = {}
+        every.sort(key=lambda one: one[0])
+        rows: dict[int, int] = {}
         numbered = [
-            replace(one.sample, row=rows.setdefault((one.batch, one.row_index), len(rows)))
-            for one in every
+            replace(sample, row=rows.setdefault(first, len(rows))) for _, first, sample in every
         ]
-        return tuple(one for one in numbered if one.row < self._most_rows)
-
-    def _of(
-        self, micro: MicroBatch, branches: Branches, compared: Tensor | None
-    ) -> Iterator[_Seen]:
-        logps = iter(branches.logps.detach().cpu().tolist())
-        rewards = repeat(None) if compared is None else iter(compared.cpu().tolist())
-        counts = iter(branches.num_tokens.long().cpu().tolist())
-        block, index = micro.block, 0
-        for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
-            first = index
-            prompt = tree.prompt.copy() if self._keeps_ids else None
-            for completion in tree.branches:
-                sample = EvalSample(
-                    row=0,
-                    row_id=row_id,
-                    role=Role(int(block.roles[index])),
-                    num_tokens=next(counts),
-                    logp=next(logps),
-                    reference_logp=float(block.logps[index]),
-                    reward=next(rewards),
-                    prompt=prompt,
-                    completion=completion.copy() if self._keeps_ids else None,
-                )
-                indices = int(micro.step_indices[index]), int(micro.step_indices[first])
-                yield _Seen(self._batch, *indices, sample)
-                index += 1
+        return tuple(one for one in numbered if one.row < self.most_rows)
 
 
 def largest_gap(

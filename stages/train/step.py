@@ -19,7 +19,6 @@ from ..methods.metrics import is_tie
 from ..methods.recipe import LOSS, MethodState, Recipe, StepState, reads
 from ..methods.tensors import sums_of
 from ..model.copies import on_device
-from ..storage.disk.failpoints import reach
 from .memory_backoff import catching_out_of_memory
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ def train_step(
         engine.skip()
         suspects = _suspects(batch, step, losses)
         return StepResult(False, means=means, suspects=suspects, visits=visits, state=state)
-    reach("step.before_update")
     update = engine.step()
     means["grad_norm"] = Mean(update.grad_norm, 1.0)
     if not update.applied:
@@ -111,15 +109,13 @@ def _suspects(batch: StepBatch, step: Step, losses: list[Tensor]) -> tuple[str, 
     # If a value of the whole step is not finite, no single row is to blame.
     if all(bool(value.isfinite().all()) for value in shared):
         values += zip(batch.own, losses, strict=True)
-    return tuple(row for micro, one in values for row in _not_finite(micro, one))
-
-
-def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
-    """The rows with a value, per row or per branch, that is not finite."""
-    sizes = [len(tree.branches) if len(values) > len(micro.trees) else 1 for tree in micro.trees]
-    owners = np.repeat(np.array(micro.row_ids, dtype=np.str_), sizes)
-    wrong = owners[~values.isfinite().cpu().numpy()]
-    return tuple(dict.fromkeys(wrong.tolist()))
+    found: dict[str, None] = {}
+    for micro, one in values:
+        # There is a value per row, or per branch.
+        sizes = [len(tree.branches) if len(one) > len(micro.trees) else 1 for tree in micro.trees]
+        owners = np.repeat(np.array(micro.row_ids, dtype=np.str_), sizes)
+        found |= dict.fromkeys(owners[~one.isfinite().cpu().numpy()].tolist())
+    return tuple(found)
 
 
 def _draw(*parts: int) -> int:
@@ -154,49 +150,42 @@ def branches_of(engine: DeepSpeedEngine, recipe: Recipe, batch: MicroBatch) -> B
     )
 
 
+@torch.no_grad()
 def step_of(
     engine: DeepSpeedEngine, recipe: Recipe, batch: StepBatch, *, balances: bool = False
 ) -> Step:
     """The values that all micro-batches of a step share, computed without gradients."""
-    mismatched = _mismatched_ratios(engine, recipe, batch)
-    own = _run(engine, recipe, batch.own) if recipe.has_pre_pass or balances else []
+    mismatched, routing = torch.empty(0, dtype=torch.float64), None
+    pre_pass: dict[str, Tensor] = {}
+    if "mismatched" in recipe.needs:
+        found = _run(engine, recipe, batch.mismatched)
+        ratios = _of_each(recipe.ratios, batch.mismatched, found)
+        mismatched = _in_step_order(engine, ratios, found, batch.mismatched_branches)
+    if recipe.has_pre_pass or balances:
+        found = _run(engine, recipe, batch.own)
+        if recipe.has_pre_pass:
+            values = _of_each(recipe.pre_pass, batch.own, found)
+            pre_pass = {
+                name: _in_step_order(engine, [one[name] for one in values], found, batch.branches)
+                for name in values[0]
+            }
+        if balances:
+            sums = [branches.routing for branches in found if branches.routing is not None]
+            routing = engine.total(torch.stack(sums).sum(dim=0))
     return Step(
         rows=batch.rows,
         branches=batch.branches,
         tokens=batch.tokens,
         chosen_tokens=batch.chosen_tokens,
         mismatched=mismatched,
-        pre_pass=_pre_pass(engine, recipe, batch, own) if recipe.has_pre_pass else {},
-        routing=_routing(engine, own) if balances else None,
+        pre_pass=pre_pass,
+        routing=routing,
     )
 
 
-@torch.no_grad()
 def _run(engine: DeepSpeedEngine, recipe: Recipe, batches: Sequence[MicroBatch]) -> list[Branches]:
     engine.learn_mode(dropout_seed=None)
     return [branches_of(engine, recipe, micro) for micro in batches]
-
-
-@torch.no_grad()
-def _mismatched_ratios(engine: DeepSpeedEngine, recipe: Recipe, batch: StepBatch) -> Tensor:
-    """Log-ratios of all mismatched branches of the step."""
-    if "mismatched" not in recipe.needs:
-        return torch.empty(0, dtype=torch.float64)
-    found = _run(engine, recipe, batch.mismatched)
-    ratios = _of_each(recipe.ratios, batch.mismatched, found)
-    return _in_step_order(engine, ratios, found, batch.mismatched_branches)
-
-
-@torch.no_grad()
-def _pre_pass(
-    engine: DeepSpeedEngine, recipe: Recipe, batch: StepBatch, found: list[Branches]
-) -> dict[str, Tensor]:
-    """The recipe's pre-pass values of every own branch of the step."""
-    values = _of_each(recipe.pre_pass, batch.own, found)
-    return {
-        name: _in_step_order(engine, [value[name] for value in values], found, batch.branches)
-        for name in values[0]
-    }
 
 
 def _of_each(
@@ -207,12 +196,6 @@ def _of_each(
         with catching_out_of_memory(micro):
             values.append(compute(branches))
     return values
-
-
-def _routing(engine: DeepSpeedEngine, found: list[Branches]) -> Tensor:
-    """The sums of a mixture's routers over all tokens of the step."""
-    sums = [branches.routing for branches in found if branches.routing is not None]
-    return engine.total(torch.stack(sums).sum(dim=0))
 
 
 def partial_router_loss(own: Tensor, step: Tensor) -> Tensor:

@@ -85,25 +85,14 @@ def peak_mib() -> float:
 MEGA = 1e6
 
 
-class Machine:
-    """The load of rank zero's machine; CPU utilization is measured since the last call."""
+def system_metrics(folder: Path) -> dict[str, float]:
+    """The load of this machine and of this rank's GPU; empty if the system does not provide it.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with suppress(OSError, psutil.Error):
-            psutil.cpu_percent()
-
-    def now(self) -> dict[str, float]:
-        """The system metrics now; empty if the system does not provide them."""
-        try:
-            seen = {**self._seen(), **dict(_device())}
-        except (OSError, psutil.Error):
-            return {}
-        return {f"system/{name}": float(value) for name, value in seen.items()}
-
-    def _seen(self) -> dict[str, float]:
-        memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(self._folder))
-        return {
+    CPU utilization is measured since the last call.
+    """
+    try:
+        memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(folder))
+        seen = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / MEGA,
             "system_memory_usage_percentage": memory.percent,
@@ -111,12 +100,12 @@ class Machine:
             "disk_usage_percentage": disk.percent,
             "disk_available_megabytes": disk.free / MEGA,
         }
-
-
-def _device() -> Iterator[tuple[str, float]]:
-    """The GPU of this rank; a query of another would allocate memory there."""
+    except (OSError, psutil.Error):
+        return {}
+    # A query of another rank's GPU would allocate memory there.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device()
         free, total = torch.cuda.mem_get_info(index)
-        yield f"gpu_{index}_memory_usage_megabytes", (total - free) / MEGA
-        yield f"gpu_{index}_memory_usage_percentage", 100 * (total - free) / total
+        seen[f"gpu_{index}_memory_usage_megabytes"] = (total - free) / MEGA
+        seen[f"gpu_{index}_memory_usage_percentage"] = 100 * (total - free) / total
+    return {f"system/{name}": float(value) for name, value in seen.items()}

@@ -39,7 +39,7 @@ def main():
     options = parser.parse_args()
     if options.numbers:
         known = {play.__name__: play for play in PLAYS if play is not words}
-    for name in ("ALIGN_MODEL", "ALIGN_HOME", "ALIGN_FAILPOINTS"):
+    for name in ("ALIGN_MODEL", "ALIGN_HOME"):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="align-golden-") as name:
         folder = options.keep.resolve() if options.keep else Path(name)

@@ -213,17 +213,20 @@ def begun_trainings(side):
     """Trainings and a sweep that were killed, and a run whose numbers MLflow has in part."""
     side.align("precompute-ref", PAIRED, "--model", MODEL, "--output", "pairs", *QUIET)
     again = ("--resume", "auto")
-    at = ("step.updated@3", "checkpoint.before_rename@2", "model.before_rename", "step.started@2")
+    at = (
+        *("after:update@3", "before:rename:checkpoints/step-*@2"),
+        *("before:rename:model", "before:update@2"),
+    )
     for number, point in enumerate(at):
         run = ("train", "--method", "kto", "--cache", "pairs", "--output", f"run-{number}")
         side.begin(*run, *STEPS, at=point)
         side.align(*run, *STEPS, *again)
     sweep = ("sweep", "--method", "dpo", "--method", "kto", "--cache", "pairs", *QUIET)
     settings = ("--set", "train.max_steps=3", "--set", "train.eval_fraction=0.1")
-    side.begin(*sweep, *settings, at="step.updated@5")
+    side.begin(*sweep, *settings, at="after:update@5")
     side.align(*sweep, *settings, *again)
     told = ("train", "--method", "dpo", "--cache", "pairs", "--output", "told", *TRAINING)
-    side.begin(*told, "--save-every", "2", at="step.updated@4")
+    side.begin(*told, "--save-every", "2", at="after:update@4")
     side.align(*told, "--save-every", "2", *again)
     side.align("mlflow-sync", "told")
 

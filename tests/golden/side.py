@@ -11,6 +11,7 @@ from pathlib import Path
 PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
 RANKS = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "align")
 KILLED = -signal.SIGKILL
+TESTS = Path(__file__).parent.parent
 
 
 class PlayError(Exception):
@@ -40,10 +41,14 @@ class Side:
         return self._python(self.link, ("-c", program), {}).stdout
 
     def begin(self, *words, at):
-        """A command of the older tree on both sides, killed at a failpoint."""
+        """A command of the older tree on both sides, killed at a place of support.disk_faults."""
         name, _, visit = at.partition("@")
-        points = {"ALIGN_FAILPOINTS": f"{name}=kill@{visit or 1}"}
-        return self._run(self.beginner, ("align", *words), KILLED, points)
+        program = (
+            f"import sys; sys.path.append({str(TESTS)!r}); sys.argv = {['align', *words]!r}; "
+            f"from support.disk_faults import arm; arm('{name}=kill@{visit or 1}'); "
+            "from align.cli import main; main()"
+        )
+        return self._run(self.beginner, ("align", *words), KILLED, {}, program)
 
     def write(self, name, text):
         """A file in the folder."""
@@ -52,8 +57,9 @@ class Side:
         path.write_text(text)
         return path
 
-    def _run(self, link, words, code, variables):
-        done = self._python(link, ("-m", *map(str, words)), variables)
+    def _run(self, link, words, code, variables, program=""):
+        given = ("-c", program) if program else ("-m", *map(str, words))
+        done = self._python(link, given, variables)
         self.said.append(
             f"$ {' '.join(map(str, words))}\n{done.stdout}exit code {done.returncode}\n"
         )

@@ -94,7 +94,7 @@ def mlflow_server(shared_mlflow_server, no_mlflow_settings, monkeypatch):
 def broken_off(course, tmp_path_factory):
     """A run that was killed in step 6, with checkpoints of steps 2 and 4."""
     run = tmp_path_factory.mktemp("broken") / "run"
-    (answer,) = course.start(run, failpoints=["step.started=kill@6"]).answers()
+    (answer,) = course.start(run, faults=["before:update=kill@6"]).answers()
     assert answer.code == KILLED
     return run
 

@@ -17,13 +17,13 @@ LONG = ("--max-steps", 10, "--set", "train.dropout=false", "--eval-every", 5)
 FAR = {"losses": NATS, "weights": apart(10 * 1e-3)}
 
 
-def part(course, run, *more, ranks, failpoint="", launcher=None):
-    """One part of a run, from its newest checkpoint; all ranks are killed at a failpoint."""
+def part(course, run, *more, ranks, fault="", launcher=None):
+    """One part of a run, from its newest checkpoint; all ranks are killed by a fault."""
     words = (*LONG, *more, "--resume", "auto")
-    how = {"ranks": ranks, "failpoints": [failpoint] * ranks, "launcher": launcher}
+    how = {"ranks": ranks, "faults": [fault] * ranks, "launcher": launcher}
     answers = course.start(run, *words, **how).answers()
-    assert (answers[0].code == KILLED) == bool(failpoint), answers
-    assert failpoint or {answer.code for answer in answers} == {0}, answers
+    assert (answers[0].code == KILLED) == bool(fault), answers
+    assert fault or {answer.code for answer in answers} == {0}, answers
     return answers[0]
 
 
@@ -34,11 +34,11 @@ def require_near(run, whole):
 def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
     """Left at auto, the run keeps the ZeRO stage in which two ranks began it."""
     whole, run = course.whole(*LONG, ranks=2), tmp_path / "run"
-    part(course, run, ranks=2, failpoint="step.started=kill@5")
+    part(course, run, ranks=2, fault="before:update=kill@5")
     # Killed within the first save after the change: the state of two ranks is cut once more.
-    part(course, run, ranks=1, failpoint="checkpoint.before_rename=kill@1")
+    part(course, run, ranks=1, fault="before:rename:checkpoints/step-*=kill@1")
     assert saved(run) == (4, 2, 1)
-    answer = part(course, run, ranks=1, failpoint="step.started=kill@4")
+    answer = part(course, run, ranks=1, fault="before:update=kill@4")
     assert saved(run) == (6, 1, 1)
     require_names(answer.err, "after step 4: ranks 2 → 1")
     part(course, run, ranks=2)
@@ -59,8 +59,8 @@ def uneven(rank, port):
 def test_a_policy_that_is_created_in_parts_goes_on_in_other_parts(course, tmp_path):
     words = ("--deepspeed", "zero3")
     whole, run = course.whole(*LONG, ranks=2), tmp_path / "run"
-    part(course, run, *words, ranks=1, failpoint="step.started=kill@5")
-    part(course, run, *words, ranks=2, failpoint="step.started=kill@3", launcher=uneven)
+    part(course, run, *words, ranks=1, fault="before:update=kill@5")
+    part(course, run, *words, ranks=2, fault="before:update=kill@3", launcher=uneven)
     assert saved(run) == (6, 2, 3)
     # The second rank computes with other threads than the checkpoint was saved with.
     answer = part(course, run, *words, ranks=2, launcher=uneven)
@@ -74,8 +74,8 @@ def test_a_policy_that_is_created_in_parts_goes_on_in_other_parts(course, tmp_pa
 def test_every_stage_goes_on_in_one_rank_and_again_in_two(course, tmp_path, preset, lora):
     words = ("--deepspeed", preset, *lora, "--set", "train.weight_decay=0.1")
     whole, run = course.whole(*LONG, *words, ranks=2), tmp_path / "run"
-    part(course, run, *words, ranks=2, failpoint="step.started=kill@5")
-    part(course, run, *words, ranks=1, failpoint="step.started=kill@4")
+    part(course, run, *words, ranks=2, fault="before:update=kill@5")
+    part(course, run, *words, ranks=1, fault="before:update=kill@4")
     assert saved(run) == (6, 1, int(preset[-1]))
     part(course, run, *words, ranks=2)
     assert all(far <= 1e-5 for far in distances(run, whole).values())

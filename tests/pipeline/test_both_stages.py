@@ -51,13 +51,13 @@ def test_a_stopped_run_tells_what_is_kept_and_goes_on_where_it_was(server, world
     words = ("run", world.data.paired, "--model", world.model, "--method", "dpo", *small)
 
     def answer(*more, stop=""):
-        home = {"ALIGN_HOME": str(here / "home"), **disk_faults.variables(stop)}
+        home = {"ALIGN_HOME": str(here / "home"), disk_faults.VARIABLE: stop}
         return server.fork((*words, *more), here, home).answer()
 
     first = answer(stop="after:fsync_folder:commits=term@2")
     assert first.code == 143, first
     assert "same command" in first.err
-    second = answer(stop="step.before_update=term")
+    second = answer(stop="before:update=term")
     assert second.code == 143, second
     assert "reused " in second.out
     require_names(second.err, "step 1", "align-run/checkpoints/step-00000001", "--resume auto")

@@ -16,7 +16,7 @@ class Step:
     """A command, and where it is killed: at one place after the other, in one folder."""
 
     words: tuple
-    kills: tuple  # failpoints or operations on the disk, and at which visit
+    kills: tuple  # before or after which operation on the disk, and at which visit
     needs: str = ""  # the step before it
 
 
@@ -156,8 +156,8 @@ def test_a_command_that_is_killed_and_given_again_ends_as_one_that_is_not(table,
     whole, given = table.whole(name), words(name, tmp_path / "out")
     assert whole
     for place in STEPS[name].kills:
-        failpoint, _, visit = place.partition("@")
-        answer = table.person.tries(*given, failpoints=f"{failpoint}=kill@{visit or 1}")
+        moment, _, visit = place.partition("@")
+        answer = table.person.tries(*given, faults=f"{moment}=kill@{visit or 1}")
         assert answer.code == KILLED, (place, answer)
     said = table.person.gives(*given).out
     assert published(tmp_path / "out") == whole
@@ -179,7 +179,7 @@ KILLS_A_PART = {
 @pytest.mark.parametrize("name", KILLS_A_PART)
 def test_the_whole_command_ends_what_a_killed_part_has_begun(table, name, tmp_path):
     whole, given = table.whole(name), words(name, tmp_path / "out")
-    killed = table.person.tries(*given, "--part", "1/2", failpoints=f"{KILLS_A_PART[name]}=kill")
+    killed = table.person.tries(*given, "--part", "1/2", faults=f"{KILLS_A_PART[name]}=kill")
     assert killed.code == KILLED, killed
     said = table.person.gives(*given, "--part", "2/2").out
     require_names(said, "part 2/2", tmp_path / "out", "--part")

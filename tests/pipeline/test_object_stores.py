@@ -76,7 +76,7 @@ def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_anothe
 
     person.gives("train", "--cache", cache_on_disk.root, "--output", "run", *RUN)
     stored = ("train", "--cache", f"{bucket}/cache", "--output", f"{bucket}/run", *RUN)
-    assert person.tries(*stored, failpoints="step.started=kill@6").code == KILLED
+    assert person.tries(*stored, faults="before:update=kill@6").code == KILLED
     stored_steps = lambda: {name.split("/")[2] for name in place.list("run/checkpoints")}  # noqa: E731
     assert stored_steps() == {"step-00000002", "step-00000004"}
     shutil.rmtree(person.home)
@@ -107,8 +107,8 @@ def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_anothe
 def test_a_cache_whose_maker_is_killed_ends_as_one_on_a_disk(person, bucket, world, cache_on_disk):
     """Each time it goes on on a machine that has nothing of the one before."""
     words = making(world, f"{bucket}/cache")
-    for failpoint in ("after:put:*/commits/*.json=kill@2", "before:put:*/manifest.json=kill"):
-        assert person.tries(*words, failpoints=failpoint).code == KILLED
+    for fault in ("after:put:*/commits/*.json=kill@2", "before:put:*/manifest.json=kill"):
+        assert person.tries(*words, faults=fault).code == KILLED
         shutil.rmtree(person.home)
     person.gives(*words)
     require_clean(bucket, cache_on_disk.manifest().root)

@@ -150,13 +150,13 @@ def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
 
 
 # In the middle of a training, and in the second round when only its record is missing.
-KILLS = ("step.updated=kill@2", "before:link:round.json=kill@2")
+KILLS = ("after:update=kill@2", "before:link:round.json=kill@2")
 
 
 def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path):
     path = write_settings(tmp_path, world)
-    for failpoint in KILLS:
-        answer = server.run("rounds", path, failpoints=(failpoint,), cwd=tmp_path)
+    for place in KILLS:
+        answer = server.run("rounds", path, faults=(place,), cwd=tmp_path)
         assert answer.code == KILLED, answer
     assert server.run("rounds", path, cwd=tmp_path).code == 0
     assert records(tmp_path / "out") == played.records[0]

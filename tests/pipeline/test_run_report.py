@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.train import records
-from align.pipeline.train.run_diff import AheadOfAll, diff_runs, known_prompts, standing
+from align.pipeline.train.run_diff import diff_runs, ranking
 from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import outcome, write_report
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import UsageError
-from align.stages.report.eval_table import REWARD
+from align.stages.report.eval_table import COLUMNS, NAMES, REWARD
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import ENDINGS, RunFolder
 from support.command import align
@@ -55,8 +55,11 @@ def test_every_evaluation_writes_down_completions_of_the_cache_that_add_up(whole
             assert len(own) > 2
             mean = sum(float(line["logp"]) for line in own) / len(own)
             assert mean == pytest.approx(metrics[f"eval/logps/{name}"], abs=1e-9)
+        prompts = {line["prompt_key"]: bytes(rows[line["row_id"]]["prompt_key"]) for line in lines}
+        assert len({*prompts.values()}) == len(prompts) > 1
         for line in lines:
             row = rows[line["row_id"]]
+            assert prompts[line["prompt_key"]] == row["prompt_key"]
             known = zip(map(len, row["completion_ids"]), map(str, row["ref_logp"]), strict=True)
             assert (int(line["tokens"]), line["reference_logp"]) in list(known)
             assert step or float(line["log_ratio"]) == pytest.approx(0, abs=1e-4)
@@ -157,7 +160,7 @@ def test_a_page_shows_no_cache_but_that_of_its_run_and_names_steps_that_were_not
 def test_a_table_or_a_page_that_cannot_be_written_costs_only_itself(course, tmp_path):
     run = tmp_path / "run"
     full = "before:rename:evaluations/*.csv=enospc@2,before:rename:report.html=enospc"
-    (answer,) = course.start(run, failpoints=[full]).answers()
+    (answer,) = course.start(run, faults=[full]).answers()
     assert answer.code == 0
     require_names(answer.err, "No table", "No report")
     assert list(RunFolder(run).evaluations()) == [0, 6]
@@ -207,13 +210,13 @@ def test_text_is_written_where_it_is_asked_for_and_no_log_ratio_without_a_refere
 def with_margins(run, folder, margins):
     """A copy of a run whose last table has these margins of rewards, by the ids of rows."""
     path = RunFolder(shutil.copytree(run, folder)).evaluation(6)
-    head = ("row", "row_id", "role", "tokens", "logp", "reference_logp", "log_ratio", "reward")
+    head = (*NAMES, *COLUMNS["log-ratios"], REWARD)
     with path.open("w", newline="") as sink:
         writer = csv.writer(sink, lineterminator="\n")
         writer.writerow(head)
         for number, (row_id, margin) in enumerate(margins.items()):
             for role, reward in (("chosen", margin), ("rejected", 0.0)):
-                writer.writerow([number, row_id, role, 5, -1.0, -2.0, 1.0, reward])
+                writer.writerow([number, row_id, row_id, role, 5, -1.0, -2.0, 1.0, reward])
     return folder
 
 
@@ -257,20 +260,9 @@ def test_the_best_of_several_runs_is_named_with_those_that_may_be_as_good(whole_
     for name, wrong in names.items():
         margins = {f"r{number}": -1.0 if number < wrong else 1.0 for number in range(40)}
         folders[name] = RunFolder(with_margins(whole_run, tmp_path / name, margins))
-    found = standing(folders)
-    best, alike, apart, *_ = found.said
-    assert found.best == "top"
-    assert best.startswith("top ")
-    assert "0.95" in best
+    best, (top, alike, apart, *_) = ranking(folders)
+    assert best == "top"
+    require_names(top, "top", "0.95")
     assert ("near" in alike, "far" in alike) == (True, False)
     assert ("near" in apart, "far" in apart) == (False, True)
-    assert standing({"top": folders["top"]}) == AheadOfAll()
-
-
-def test_the_prompt_of_each_row_is_that_of_the_cache(course, tmp_path):
-    rows = pq.read_table(course.cache / "data").to_pylist()
-    prompts = {row["row_id"]: str(row["prompt_key"]) for row in rows}
-    settings = {"train.eval_cache": "", "train.cache": str(course.cache)}
-    assert known_prompts(settings, [*prompts, "another"]) == prompts
-    assert known_prompts(settings, [min(prompts)]).keys() == {min(prompts)}
-    assert known_prompts({"train.eval_cache": str(tmp_path / "gone")}, prompts) == {}
+    assert ranking({"top": folders["top"]}) == ("", ())

@@ -1,5 +1,6 @@
 """Many runs over one cache: which ones are made, and what is left of them."""
 
+import html
 import json
 import re
 from types import SimpleNamespace
@@ -7,17 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from align.pipeline.jobs.tracker_sync import sync_runs
-from align.pipeline.train.run_diff import diff_runs, standing
-from align.pipeline.train.run_history import Measured
+from align.pipeline.train.run_diff import diff_runs, ranking
+from align.pipeline.train.run_history import Measured, read_history
 from align.pipeline.train.sweep import require_different, trials_of, varied_by
-from align.pipeline.train.sweep_result import (
-    SweepResult,
-    Trial,
-    TrialResult,
-    as_page,
-    head,
-    rows_of,
-)
+from align.pipeline.train.sweep_result import HEAD, Sweep, Trial, page_of, rows_of
 from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
@@ -35,8 +29,9 @@ def sets(*settings):
 
 
 def made(folder):
-    """The rows of sweep.json."""
-    return json.loads((folder / "sweep.json").read_text())
+    """The rows of the page in the order of their names, by the head of the table."""
+    head, *rows = table_of((folder / "sweep.html").read_text())
+    return sorted((dict(zip(head, row, strict=True)) for row in rows), key=lambda row: row["run"])
 
 
 def test_every_combination_is_one_run_and_lacks_the_options_that_its_method_lacks():
@@ -68,17 +63,10 @@ def test_no_two_runs_have_one_folder():
 def test_the_table_has_each_figure_before_and_after():
     before = {"loss": 0.7, "rewards/accuracies": 0.5, "rewards/margins": 0.0}
     after = {"loss": 0.6, "rewards/accuracies": 0.9, "rewards/margins": 0.2}
-    trained = SimpleNamespace(measured=Measured("training", before, after), ending="finished")
-    figures = dict(zip(head(), *rows_of([TrialResult(Trial("dpo", ()), trained)]), strict=True))
+    trial = Trial("dpo", (), "finished", measured=Measured("training", before, after))
+    figures = dict(zip(HEAD, *rows_of([trial]), strict=True))
     expected = {"loss from": 0.7, "loss to": 0.6, "acc. from": 0.5, "acc. to": 0.9}
     assert {name: float(figures[name]) for name in expected} == expected
-
-
-def measured(accuracy):
-    """A run that ended with this accuracy on held-out rows."""
-    before, after = ({"eval/loss": 0.7, "eval/rewards/accuracies": one} for one in (0.5, accuracy))
-    rows = Measured("held out", before, after)
-    return SimpleNamespace(measured=rows, ending="finished", steps=5)
 
 
 def table_of(page):
@@ -93,13 +81,12 @@ def test_the_page_has_the_best_run_first_and_says_how_many_are_left(tmp_path):
     """Of five runs two took 10 minutes each, one failed, and one was done before."""
     trials = trials_of(["dpo", "orpo"], {"method.beta": ["0.1", "0.3"], "train.lr": ["1e-5"]})
     trials += trials_of(["kto", "sft"], {})
-    ended = (
-        TrialResult(trials[0], measured(0.6), seconds=600),
-        TrialResult(trials[1], error=UsageError("no")),
-        TrialResult(trials[2], measured(0.9), seconds=600),
-        TrialResult(trials[3], measured(0.7)),
-    )
-    page = as_page(SweepResult(tmp_path, tuple(trials), ended))
+    for at, accuracy, seconds in ((0, 0.6, 600), (2, 0.9, 600), (3, 0.7, 0)):
+        moments = ({"eval/rewards/accuracies": one} for one in (0.5, accuracy))
+        trials[at].measured = Measured("held out", *moments)
+        trials[at].ending, trials[at].seconds = "finished", seconds
+    trials[1].ending, trials[1].failure = "failed", "no"
+    page = page_of(Sweep(tmp_path, trials, {}))
     columns, *rows = table_of(page)
     names = ("run", "ending", "acc. from", "acc. to", "duration")
     shown = [[row[columns.index(name)] for name in names] for row in rows]
@@ -150,27 +137,27 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
     assert "2 of 4" in answer.err
     assert "dpo-1e30 failed" in answer.out
     rows = made(folder)
-    assert [(one["name"], one["ending"], bool(one["failure"])) for one in rows] == [
-        ("dpo-1e-3", "finished", False),
-        ("dpo-1e30", "failed", True),
-        ("orpo-1e-3", "finished", False),
-        ("orpo-1e30", "failed", True),
+    assert [(one["run"], one["ending"]) for one in rows] == [
+        ("dpo-1e-3", "finished"),
+        ("dpo-1e30", "failed"),
+        ("orpo-1e-3", "finished"),
+        ("orpo-1e30", "failed"),
     ]
     for one in rows[::2]:
         assert one["rows"] == "held out"
-        assert one["before"]["eval/loss"] != one["after"]["eval/loss"]
-        assert (folder / one["name"] / "model" / "config.json").is_file()
+        assert one["loss from"] != one["loss to"]
+        assert (folder / one["run"] / "model" / "config.json").is_file()
 
-    good = [folder / one["name"] for one in rows[::2]]
-    stands = standing({run.name: RunFolder(run) for run in good})
-    ahead = stands.said[0]
+    good = [folder / one["run"] for one in rows[::2]]
+    ahead, (sentence, *_) = ranking({run.name: RunFolder(run) for run in good})
     found = diff_runs(*good).found.accuracy
-    assert ahead.startswith(stands.best)
-    assert stands.best == good[found.second > found.first].name
-    assert ahead in (folder / "sweep.txt").read_text()
-    assert ahead.partition(":")[0] in " ".join(answer.out.split())
+    assert ahead in sentence
+    assert ahead == good[found.second > found.first].name
+    page = (folder / "sweep.html").read_text()
+    for text in (html.unescape(page), " ".join(answer.out.split())):
+        assert sentence.partition(":")[0] in text
 
-    links = set(re.findall(r'href="([^"]*)"', (folder / "sweep.html").read_text()))
+    links = set(re.findall(r'href="([^"]*)"', page))
     assert links == {f"{name}/report.html" for name in ("dpo-1e-3", "dpo-1e30", "orpo-1e-3")}
 
     broken = (folder / "dpo-1e30" / "report.html").read_text()
@@ -191,9 +178,9 @@ def test_runs_that_fail_are_reported_and_the_others_are_made(journey, tmp_path):
     assert parent.info.status == "FAILED"
     assert parent.data.params == {"train.method": "dpo, orpo", "train.lr": "1e-3, 1e30"}
     assert "\norpo-1e30: " in parent.data.tags["align.failed"]
-    assert parent.data.tags["align.ahead"] == stands.best
-    (best,) = [one for one in rows if one["name"] == stands.best]
-    assert parent.data.metrics == best["after"]
+    assert parent.data.tags["align.ahead"] == ahead
+    last = read_history(folder / ahead / "metrics.jsonl").measured().after
+    assert parent.data.metrics == last
     (given,) = parent.inputs.dataset_inputs
     digest = {tag.key: tag.value for tag in given.tags}["align.digest"]
     assert digest == Cache(journey.cache).manifest().root
@@ -218,28 +205,29 @@ def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, t
     """Killed as it marks its folder; asked to stop, and killed, in the step after its first run."""
     folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/mlflow.db"
     tracked = sets(f"tracking.uri={uri}")
-    (killed,) = try_out(failpoints=["before:rename:_align/sweep=kill"])
+    (killed,) = try_out(faults=["before:rename:_align/sweep=kill"])
     assert killed.code == KILLED, killed
     (draft,) = (folder / "_align").iterdir()
-    (stopped,) = try_out(*tracked, failpoints=["step.started=term@3"])
+    (stopped,) = try_out(*tracked, faults=["before:update=term@3"])
     assert stopped.code == 143, stopped
     assert not draft.exists()
-    assert [(one["name"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
-    page = (folder / "sweep.html").read_text()
-    assert [row[0] for row in table_of(page)[1:]] == ["dpo"]
-    assert "1 of 2" in page
+    assert [(one["run"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
+    assert "1 of 2" in (folder / "sweep.html").read_text()
     assert "1 of 2" in (folder / "orpo" / "report.html").read_text()
     before = (folder / "dpo" / "metrics.jsonl").read_bytes()
     (again,) = try_out()
     assert again.code == 2, again
     assert "--resume auto" in again.err
-    (killed,) = try_out(*tracked, "--resume", "auto", failpoints=["step.started=kill"])
+    (killed,) = try_out(*tracked, "--resume", "auto", faults=["before:update=kill"])
     assert killed.code == KILLED, killed
     (resumed,) = try_out(*tracked, "--resume", "auto")
     assert resumed.code == 0, resumed
     assert "after step 1" in resumed.err
     assert (folder / "dpo" / "metrics.jsonl").read_bytes() == before
-    assert [(one["name"], one["steps"]) for one in made(folder)] == [("dpo", 2), ("orpo", 2)]
+    assert [(one["run"], one["ending"]) for one in made(folder)] == [
+        ("dpo", "finished"),
+        ("orpo", "finished"),
+    ]
     runs = open_store(uri).search_runs(["1"], order_by=["attributes.start_time"])
     first, second, third = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
     assert [one.info.status for one in (first, second, third)] == ["KILLED", "KILLED", "FINISHED"]
@@ -251,7 +239,7 @@ def test_ranks_that_end_at_a_failing_run_keep_what_was_done(try_out, tmp_path):
     more = ("--lr", "1e-3,1e30", *sets("train.nonfinite_limit=1", "train.max_steps=3"))
     answers = try_out(*more, ranks=2)
     assert [answer.code for answer in answers] == [6, 6], answers
-    rows = [(one["name"], one["ending"]) for one in made(tmp_path / "sweep")]
+    rows = [(one["run"], one["ending"]) for one in made(tmp_path / "sweep")]
     assert rows == [("dpo-1e-3", "finished"), ("dpo-1e30", "failed")]
 
 

@@ -131,9 +131,9 @@ def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
     assert not folder.outbox.exists()
 
 
-def kill_at(config, failpoint):
+def kill_at(config, fault):
     """Stage 1 as a SIGKILL leaves it."""
-    process = child(config, failpoint)
+    process = child(config, fault)
     process.join(PATIENCE)
     assert process.exitcode == -9
 

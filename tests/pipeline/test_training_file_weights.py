@@ -44,7 +44,7 @@ def test_a_killed_run_goes_on_with_the_same_rows_and_a_plan_counts_them(course, 
     assert read_ending(RunFolder(whole)).total_steps == 10  # 75 rows are five steps
     planned = align("plan", *map(str, (*words, "--method", "kto"))).out
     assert "10 steps" in planned
-    (answer,) = course.start(run, *words, failpoints=["step.started=kill@8"]).answers()
+    (answer,) = course.start(run, *words, faults=["before:update=kill@8"]).answers()
     assert answer.code == KILLED
     other = ("--set", "train.file_weights={first: 2}")
     refused(course, 4, run, *words, *other, *RESUME, names=("train.file_weights: ",))

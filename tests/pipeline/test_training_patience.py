@@ -38,8 +38,12 @@ def endless(course):
 
 # Three evaluations that are no better than the first: killed before, in and after the third.
 KILLS = {
-    1: ("step.updated=kill@2", "evaluation.done=kill@4", "checkpoint.before_rename=kill@1"),
-    2: ("evaluation.batch=kill@4", "before:rename:ending.json=kill@1"),
+    1: (
+        "after:update=kill@2",
+        "after:rename:evaluations/*.csv=kill@4",
+        "before:rename:checkpoints/step-*=kill@1",
+    ),
+    2: ("before:held_out=kill@4", "before:rename:ending.json=kill@1"),
 }
 
 
@@ -50,7 +54,7 @@ def test_a_run_ends_at_the_same_step_wherever_it_is_killed(course, endless, tmp_
     ended = ending_of(whole)
     assert (ended.ending, ended.step, ended.total_steps) == ("finished", 3, 6)
     for place in KILLS[ranks]:
-        answers = course.start(run, *words, ranks=ranks, failpoints=[place]).answers()
+        answers = course.start(run, *words, ranks=ranks, faults=[place]).answers()
         assert answers[0].code == KILLED, (place, answers)
     last = course.run(run, *words, ranks=ranks)
     require_same(run, whole)
@@ -84,7 +88,7 @@ def test_the_model_of_the_best_checkpoint_is_written(course, tmp_path):
     best = ("--set", "train.write_best=true")
     first = course.whole(*two, "--set", "train.patience=1")
     assert ending_of(first).step == 2
-    (answer,) = course.start(run, *two, *best, failpoints=["model.before_rename=kill@1"]).answers()
+    (answer,) = course.start(run, *two, *best, faults=["before:rename:model=kill@1"]).answers()
     assert answer.code == KILLED
     course.run(run, *two, *best, *RESUME)
     found = losses(run)

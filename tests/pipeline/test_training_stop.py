@@ -34,7 +34,7 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
     assert ended() == ("time", 0, 6)
     assert steps_saved(run) == [0]
 
-    (asked,) = course.start(run, *words, failpoints=["step.before_update=term@3"]).answers()
+    (asked,) = course.start(run, *words, faults=["before:update=term@3"]).answers()
     assert asked.code == 143, asked
     place = run / "checkpoints" / "step-00000003"  # the step is finished first
     require_names(asked.err, "signal 15", "step 3", place)
@@ -44,7 +44,7 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
     assert steps_saved(run) == [0, 3]
     assert not (run / "model").exists()
 
-    (killed,) = course.start(run, *words, failpoints=["step.started=kill@1"]).answers()
+    (killed,) = course.start(run, *words, faults=["before:update=kill@1"]).answers()
     assert killed.code == KILLED, killed
     assert read_ending(RunFolder(run)) is None
 
@@ -60,7 +60,7 @@ def test_a_stop_in_an_evaluation_saves_the_step_without_it_and_it_is_made_first_
     run, words = tmp_path / "run", ("--save-every", 0, *RESUME)
     for step in (3, 6):
         # The fifth batch: the evaluation before it, which is made anew or at the start, has four.
-        (asked,) = course.start(run, *words, failpoints=["evaluation.batch=term@5"]).answers()
+        (asked,) = course.start(run, *words, faults=["before:held_out=term@5"]).answers()
         assert asked.code == 143, asked
         state = read_checkpoint(run / "checkpoints" / f"step-{step:08d}").state
         assert (state.step, state.evaluated, state.best) == (step, False, None)
@@ -77,13 +77,13 @@ def test_ranks_save_by_time_alike_and_stop_together_when_one_is_asked_to(course,
     The signal comes in the second batch of the last evaluation, which is made when it goes on.
     """
     run, often = tmp_path / "run", ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)
-    failpoints = ["", "step.before_update=kill@5"]
-    answers = course.start(run, *SOME, *often, ranks=2, failpoints=failpoints).answers()
+    faults = ["", "before:update=kill@5"]
+    answers = course.start(run, *SOME, *often, ranks=2, faults=faults).answers()
     assert answers[-1].code == KILLED, answers
     assert steps_saved(run) == [0, 1, 2, 3, 4]
     assert "Rank 0" in (run / "report.html").read_text()
     # Each evaluation runs its batches twice.
-    how = {"ranks": 2, "failpoints": ["", "evaluation.batch=term@2"]}
+    how = {"ranks": 2, "faults": ["", "before:held_out=term@2"]}
     answers = course.start(run, *SOME, *RESUME, **how).answers()
     assert [answer.code for answer in answers] == [143, 143], answers
     assert steps_saved(run)[-1] == 6
@@ -100,8 +100,8 @@ def srun(rank, port):
 
 
 def test_a_second_signal_ends_it_at_once(course, tmp_path):
-    twice = "step.started=term@3,step.before_update=term@3"
-    (answer,) = course.start(tmp_path / "run", failpoints=[twice]).answers()
+    twice = "before:backward=term@3,before:update=term@3"
+    (answer,) = course.start(tmp_path / "run", faults=[twice]).answers()
     assert answer.code == -signal.SIGTERM
     assert steps_saved(tmp_path / "run") == [2]
 

@@ -220,7 +220,7 @@ def test_two_ranks_that_are_killed_end_in_the_same_bytes(course, world, tmp_path
     words += ("--shards", 8, "--set", "cache.reuse_known=false", "--output", tmp_path)
 
     def run_all(fates):
-        answers = course.server.start(*words, ranks=2, failpoints=fates).answers()
+        answers = course.server.start(*words, ranks=2, faults=fates).answers()
         return [answer.code for answer in answers]
 
     strike(run_all, 2, strikes)

@@ -2,11 +2,13 @@
 
     DISK_FAULTS="before:rename:samples.parquet=kill@2"    # as the second such file gets its name
     DISK_FAULTS="after:put:commits/*.json=kill"           # once a bucket has the first
+    DISK_FAULTS="before:update=term@3"                    # in the third step of a training
 
 `watch` calls a function before each operation; an OSError that it raises is the disk's answer.
 """
 
 import errno
+import importlib
 import os
 import shutil
 import signal
@@ -34,6 +36,14 @@ PATCHED = {
     (shutil, "rmtree"): "remove_tree",
     (obstore, "put"): "put",
 }
+# What a training does between two changes of the disk, and the method of a library that does it.
+COMPAT = "align.stages.engine.deepspeed_compat"  # which imports it quietly
+CALLS = {
+    "backward": (COMPAT, "deepspeed.DeepSpeedEngine.backward"),
+    "update": (COMPAT, "deepspeed.DeepSpeedEngine.step"),
+    "save": ("torch", "save"),
+}
+HELD_OUT = ("align.stages.feed.loader", "CacheFeed.held_out")  # gives batches one by one
 # Where a command of stage 1 changes what is there, in this order.
 OF_STAGE_ONE = (
     *("before:rename:*.arrow", "after:rename:*.arrow"),
@@ -108,17 +118,60 @@ def _is_asked_by_align():
 def arm(text):
     """Lets this process meet the faults that a text names, from now on."""
     moments = {"before": [], "after": []}
+    names = set()
     for one in filter(None, text.split(",")):
         where, _, what = one.partition("=")
-        moment, name, glob = where.split(":")
+        moment, name, *glob = where.split(":")
         action, _, visit = what.partition("@")
-        meets = partial(_meet, name, glob, count(1), int(visit or 1), action)
+        meets = partial(_meet, name, *(glob or ["*"]), count(1), int(visit or 1), action)
         moments[moment].append(meets)
-    if any(moments.values()):
-        _stays.enter_context(watch(*(partial(_each, moments[one]) for one in moments)))
+        names.add(name)
+    before, after = (partial(_each, moments[one]) for one in moments)
+    for name in names & CALLS.keys():
+        _patch(CALLS[name], lambda real, name=name: _called(real, name, before, after))
+    if "held_out" in names:
+        _patch(HELD_OUT, lambda real: _counted(real, before))
+    if names - {*CALLS, "held_out"}:
+        _stays.enter_context(watch(before, after))
 
 
 _stays = ExitStack()
+
+
+def _patch(place, watched):
+    owner = importlib.import_module(place[0])
+    *owners, attribute = place[1].split(".")
+    for name in owners:
+        owner = getattr(owner, name)
+    real = getattr(owner, attribute)
+    _stays.enter_context(mock.patch.object(owner, attribute, watched(real)))
+
+
+def _called(real, name, before, after):
+    @wraps(real)
+    def call(*given, **how):
+        op = Op(name, Path(given[1]) if name == "save" else Path(name))
+        before(op)
+        done = real(*given, **how)
+        after(op)
+        return done
+
+    return call
+
+
+def _counted(real, before):
+    @wraps(real)
+    @contextmanager
+    def held_out(feed):
+        def batches(stream):
+            for batch in stream:
+                before(Op("held_out", Path("held_out")))
+                yield batch
+
+        with real(feed) as stream:
+            yield batches(stream)
+
+    return held_out
 
 
 def _each(faults: list[Callable], op):
@@ -135,10 +188,3 @@ def _meet(name, glob, visits, visit, action, op):
         else:
             number = getattr(errno, action.upper())
             raise OSError(number, os.strerror(number), str(op.path))
-
-
-def variables(faults):
-    """The environment of a process that meets these: failpoints in the code, and of the disk."""
-    ours = [one for one in filter(None, faults.split(",")) if ":" in one]
-    others = [one for one in filter(None, faults.split(",")) if ":" not in one]
-    return {"ALIGN_FAILPOINTS": ",".join(others), VARIABLE: ",".join(ours)}

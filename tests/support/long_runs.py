@@ -70,6 +70,7 @@ def _write_table(folder, step):
         EvalSample(
             row=row,
             row_id=f"row{row}",
+            prompt_key=f"prompt{row}",
             role=role,
             num_tokens=int(drawn.integers(5, 200)),
             logp=-20.0 + sign * 1e-3 * step * drawn.random() + drawn.normal(),

@@ -57,9 +57,9 @@ def contents(folder):
     }
 
 
-def child(config, failpoints="", *, part=None, reference=None, stderr=os.devnull, environment=()):
+def child(config, faults="", *, part=None, reference=None, stderr=os.devnull, environment=()):
     """Starts stage 1 in a process of its own, ready to be killed."""
-    arguments = (config, failpoints, part, reference, str(stderr), dict(environment))
+    arguments = (config, faults, part, reference, str(stderr), dict(environment))
     process = CHILDREN.Process(target=_child, args=arguments)
     process.start()
     return process
@@ -91,10 +91,9 @@ class GatedReference:
         return StubReference().open()
 
 
-def _child(config, failpoints, part, reference, stderr, environment):
-    faults = disk_faults.variables(failpoints)
-    os.environ.update(environment, **faults)
-    disk_faults.arm(faults[disk_faults.VARIABLE])
+def _child(config, faults, part, reference, stderr, environment):
+    os.environ.update(environment, **{disk_faults.VARIABLE: faults})
+    disk_faults.arm(faults)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stopped)
     sys.stderr = open(stderr, "w")  # noqa: SIM115, PTH123 - lives as long as the process

@@ -41,8 +41,8 @@ class Server:
         )
         self._answer()
 
-    def start(self, *arguments, cwd=None, ranks=1, failpoints=(), launcher=None, **more):
-        """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …
+    def start(self, *arguments, cwd=None, ranks=1, faults=(), launcher=None, **more):
+        """Begins a command on so many ranks; `faults` are those of rank 0, rank 1, …
 
         `launcher` gives the environment of a rank, from its number and a free port; torchrun's is
         the usual one. What more there is, train_server reads.
@@ -57,7 +57,7 @@ class Server:
             if launcher:
                 environment = launcher(rank, port)
             plain = {name: str(value) for name, value in environment.items()}
-            plain |= disk_faults.variables(dict(enumerate(failpoints)).get(rank, ""))
+            plain[disk_faults.VARIABLE] = dict(enumerate(faults)).get(rank, "")
             processes.append(self.fork(arguments, cwd, plain, **more))
         return Training(tuple(processes))
 
@@ -149,13 +149,13 @@ class Person:
     def home(self):
         return self.folder / "home"
 
-    def tries(self, *words, failpoints=""):
+    def tries(self, *words, faults=""):
         """A command in a process of its own."""
-        return self.starts(*words, failpoints=failpoints).answer()
+        return self.starts(*words, faults=faults).answer()
 
-    def starts(self, *words, failpoints=""):
+    def starts(self, *words, faults=""):
         """A command that may still be at work."""
-        more = {"ALIGN_HOME": str(self.home), **disk_faults.variables(failpoints)}
+        more = {"ALIGN_HOME": str(self.home), disk_faults.VARIABLE: faults}
         return self.server.fork(words, self.folder, {**self.environment, **more})
 
     def gives(self, *words):

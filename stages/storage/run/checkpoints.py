@@ -22,7 +22,6 @@ from ....schemas.checkpoint import Checkpoint, CheckpointFile, State
 from ....schemas.errors import AlignError, CorruptionError, StorageError
 from ....schemas.json_codec import to_signed_json
 from ..disk import fs
-from ..disk.failpoints import reach
 from ..records import Records
 from .run_folder import RECORD_NAME, RunFolder, trash_name
 
@@ -51,7 +50,6 @@ def save_checkpoint(
     try:
         fs.make_folder(draft)
         names = sorted(write(draft))
-        reach("checkpoint.written")
         for name in names:
             fs.fsync(draft / name)
         mine = [_described(draft, name) for name in names], ""
@@ -99,7 +97,6 @@ def _commit(
     if odd := sorted({*reported} ^ written):
         raise StorageError(f"{draft} differs from what the ranks wrote: {odd[0][0]}.")
 
-    reach("checkpoint.before_json")
     whole = dataclasses.replace(record, files=tuple(files))
     fs.write_new(draft / RECORD_NAME, to_signed_json(whole).encode())
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
@@ -107,9 +104,7 @@ def _commit(
     final = folder.step(record.state.step)
     if final.exists():  # of a run that then resumed from an older checkpoint
         fs.rename(final, trash_name(final))
-    reach("checkpoint.before_rename")
     fs.rename(draft, final)
-    reach("checkpoint.after_rename")
     fs.fsync(folder.checkpoints)
     fs.publish(folder.latest, f"{final.name}\n".encode())
 
@@ -210,7 +205,6 @@ def best_checkpoint(folder: RunFolder, best: str) -> Checkpoint | None:
 
 def prune(folder: RunFolder, *, newest: int, keep_last: int, best: str) -> None:
     """Removes checkpoints but the last few, the best, the newest and that of `latest`."""
-    reach("prune.started")
     past = [step for step in folder.steps() if step <= newest]
     kept = {*past[-keep_last:], newest, folder.latest_step()}
     if best:
@@ -226,4 +220,3 @@ def prune(folder: RunFolder, *, newest: int, keep_last: int, best: str) -> None:
             # Renamed first: a half-removed folder must not look like a checkpoint.
             fs.rename(folder.step(step), trash_name(folder.step(step)))
     folder.empty_trash()
-    reach("prune.done")

@@ -16,7 +16,7 @@ _align/LOCK                     locked by the process that trains here
 _align/ending.json              how the run ended; missing while it runs, or after a kill
 _align/mlflow.json              what MLflow has to be sent
 _align/trackers/<name>.json     what another tracker has to be sent
-_align/rows/                    parts of rows.parquet, by the last step and the rank of each
+_align/rows/<rank>.jsonl        the lines that rows.parquet is made of
 _align/artifacts/               copies of files from elsewhere that trackers have to be sent
 """
 
@@ -31,13 +31,11 @@ from pathlib import Path
 from ....schemas.checkpoint import Ending
 from ....schemas.errors import StorageError, UsageError
 from ..disk import fs
-from ..disk.failpoints import reach
 from ..output_folder import is_output, make_place, refuse_foreign
 from ..records import Records
 
 RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
-ROW_PART_NAME = re.compile(r"step-([0-9]{8,})-[0-9]{1,9}\.parquet")
 EVALUATION_NAME = re.compile(r"step-([0-9]{8,})\.csv")
 ENDINGS = Records(
     Ending,
@@ -102,21 +100,9 @@ class RunFolder:
             if step > after:
                 fs.unlink(path)
 
-    def row_part(self, number: int, rank: int) -> Path:
-        """Where a rank writes the margins of its rows up to a step."""
-        return self.row_parts / f"step-{number:08d}-{rank}.parquet"
-
-    def rows_written(self) -> dict[Path, int]:
-        """The parts of the table of rows, and the last step of each."""
-        found = {path: ROW_PART_NAME.fullmatch(path.name) for path in self.row_parts.glob("*")}
-        return {path: int(name[1]) for path, name in sorted(found.items()) if name}
-
-    def drop_rows(self, *, after: int) -> None:
-        """Removes the table of rows, and the parts that end at later steps; -1: all."""
-        fs.unlink(self.rows)
-        for path, step in self.rows_written().items():
-            if step > after:
-                fs.unlink(path)
+    def rows_written(self) -> list[Path]:
+        """The files of the margins of rows, one of each rank."""
+        return sorted(self.row_parts.glob("*.jsonl"))
 
     # Checkpoints
 
@@ -193,7 +179,6 @@ class RunFolder:
     def empty_trash(self) -> None:
         """Removes for good what was renamed to be removed."""
         fs.fsync(self.checkpoints)  # first the renames, as above
-        reach("prune.forgotten")
         for path in sorted(self.checkpoints.glob(".trash-*")):
             fs.remove_tree(path)
 
@@ -234,9 +219,7 @@ def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> No
     trash = trash_name(target)
     if target.exists():
         fs.rename(target, trash)
-    reach("model.before_rename")
     fs.rename(draft, target)
-    reach("model.after_rename")
     fs.fsync(target.parent)
     if trash.exists():  # only now: a power loss can no longer bring its old name back
         fs.remove_tree(trash)

@@ -156,7 +156,7 @@ class RunRemote:
         apart = tuple(f"{name}/" for name in ("checkpoints", *MODELS))
         targets = {name: folder.root / name for name in stored if not name.startswith(apart)}
         self.remote.fetch_all(targets)
-        for path in folder.rows_written().keys() - {*targets.values()}:
+        for path in {*folder.rows_written()} - {*targets.values()}:
             fs.unlink(path)  # of steps that another machine has trained anew
 
     def _pull_checkpoint(self, name: str) -> bool:

@@ -91,7 +91,7 @@ def test_names_from_data_cannot_steer_the_terminal(pairs):
 
 
 def sample(row, role, tokens, logp, reference, reward=None):
-    return EvalSample(row, f"{row:032x}", role, tokens, logp, reference, reward, None, None)
+    return EvalSample(row, f"{row:032x}", "p", role, tokens, logp, reference, reward, None, None)
 
 
 PAIRS = [
@@ -172,9 +172,9 @@ def test_a_damaged_file_is_told(tmp_path):
     path = tmp_path / "step-00000001.csv"
     for text in (
         "row,role\n1,chosen\n",
-        "row,row_id,role,tokens,log_ratio\nx,,,,\n",
-        "row,row_id,role,tokens,logp\n1,a,chosen\n",
-        "row,row_id,role,tokens,logp\n1,a,chosen,2,-1.0,9\n",
+        "row,row_id,prompt_key,role,tokens,log_ratio\nx,,,,,\n",
+        "row,row_id,prompt_key,role,tokens,logp\n1,a,p,chosen\n",
+        "row,row_id,prompt_key,role,tokens,logp\n1,a,p,chosen,2,-1.0,9\n",
         "",
         "caf\xe9",
     ):

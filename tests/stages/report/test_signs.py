@@ -46,6 +46,7 @@ def table(lengths, start, ratios):
         {
             "row": row,
             "row_id": f"row {row:03}",
+            "prompt_key": f"prompt {row:03}",
             "role": role,
             "tokens": lengths[row, side],
             "logp": start[row, side] + ratios[row, side],
@@ -147,7 +148,7 @@ def test_numbers_in_words_are_those_of_the_rows():
 def test_rows_that_cannot_tell_spoil_no_other_sign():
     """Single labels without a reference, as csft has them."""
     seen = PLANTED["saturation"](clean(1))
-    kept = ["row", "row_id", "role", "tokens", "logp"]
+    kept = ["row", "row_id", "prompt_key", "role", "tokens", "logp"]
     single = {
         step: rows.filter((pl.col("row") % 2 == 0) == (pl.col("role") == "chosen")).select(kept)
         for step, rows in seen.tables.items()

@@ -9,19 +9,19 @@ from align.stages.report.two_runs import compare, measure_of
 from support.refusals import refuses
 
 
-def table(rows, roles=("chosen", "rejected"), **others):
+def table(rows, roles=("chosen", "rejected"), prompts=None):
     """A table of completions; each row has an id and the reward of each of its sides."""
     lines = [
         {
             "row": number,
             "row_id": name,
+            "prompt_key": (prompts or {}).get(name, name),
             "role": role,
             "tokens": 10 + number,
             "logp": reward * 10 - 3,
             "reference_logp": -3.0,
             "log_ratio": reward * 10,
             "reward": float(reward),
-            **others,
         }
         for number, (name, *rewards) in enumerate(rows)
         for role, reward in zip(roles, rewards, strict=True)
@@ -90,16 +90,15 @@ def test_two_losses_are_compared_by_what_they_have_in_common():
 
 def test_a_clear_difference_is_told():
     names = [f"r{number:03}" for number in range(120)]
-    wrong = table([(name, 0, 1) for name in names])
-    better = table(
-        [(name, *((1, 0) if number % 3 else (0, 1))) for number, name in enumerate(names)]
-    )
     prompts = {name: name[:3] for name in names}
-    found = compare(wrong, better, prompts=prompts)
+    wrong = table([(name, 0, 1) for name in names], prompts=prompts)
+    sides = [(name, *((1, 0) if number % 3 else (0, 1))) for number, name in enumerate(names)]
+    better = table(sides, prompts=prompts)
+    found = compare(wrong, better)
     assert found.are_told_apart
     assert (len(found.gained), len(found.lost)) == (80, 0)
     assert found.accuracy.low > 0.5
-    reversed_ = compare(better, wrong, prompts=prompts)
+    reversed_ = compare(better, wrong)
     assert (reversed_.accuracy.low, reversed_.gained) == (-found.accuracy.high, ())
 
 
@@ -111,9 +110,9 @@ def test_candidates_have_no_good_and_no_bad_side():
 def test_a_prompt_counts_once_however_many_of_its_rows_flip():
     names = [f"r{number}" for number in range(24)]
     prompts = {name: f"p{number % 3}" for number, name in enumerate(names)}
-    wrong, right = (table([(name, one, 0) for name in names]) for one in (-1, 1))
-    assert compare(wrong, right).are_told_apart
-    found = compare(wrong, right, prompts=prompts)
+    rows = [[(name, one, 0) for name in names] for one in (-1, 1)]
+    assert compare(*map(table, rows)).are_told_apart
+    found = compare(*(table(one, prompts=prompts) for one in rows))
     assert found.chance == mcnemar(0, 3)
     assert not found.are_told_apart
 

@@ -100,15 +100,15 @@ def test_a_bucket_keeps_no_answers_of_an_earlier_model_and_no_rows_of_steps_trai
     prepared_run, run_remote, bucket, other
 ):
     fs.make_folder(prepared_run.row_parts)
-    made = (prepared_run.answers, prepared_run.rows, prepared_run.row_part(30, 1))
+    made = (prepared_run.answers, prepared_run.rows, prepared_run.row_parts / "1.jsonl")
     for path in made:
         path.write_text("{}\n")
     run_remote.push()
     fs.make_folder(other.row_parts)
-    other.row_part(40, 1).write_text("of a machine that was killed then")
+    (other.row_parts / "2.jsonl").write_text("of a machine that was killed then")
     RunRemote(Remote(bucket), other).pull()
     assert other.answers.exists()
-    assert [*other.rows_written()] == [other.row_part(30, 1)]
+    assert other.rows_written() == [other.row_parts / "1.jsonl"]
     for path in made:
         path.unlink()
     run_remote.push()

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from align.schemas.checkpoint import State
-from align.stages.train import evaluation as evaluation_module
-from align.stages.train import throughput
+from align.stages.train import evaluation, throughput
 from align.stages.train.together import StopConditions
 from support.training_world import START, Recorded, job_of, learn, session_of, through
 
@@ -114,16 +113,17 @@ def test_a_step_is_measured_before_it_is_saved_and_saved_without_it_where_that_f
 @pytest.mark.parametrize("before", [0, 3])
 def test_an_evaluation_is_stopped_between_two_batches(run, monkeypatch, before):
     """Somebody asks in the first batch of the evaluation after that many steps."""
-    recorded, batches = Recorded(), []
+    recorded, batches, branches_of = Recorded(), [], evaluation.branches_of
 
-    def note(name):
-        if name == "evaluation.batch" and len(recorded.steps) == before:
-            batches.append(name)
+    def noted(*given):
+        if len(recorded.steps) == before:
+            batches.append(given)
+        return branches_of(*given)
 
-    monkeypatch.setattr(evaluation_module, "reach", note)
+    monkeypatch.setattr(evaluation, "branches_of", noted)
     stop = StopConditions(lambda: bool(batches))
     _, place, ending = run(recorded, stop=stop, eval_every=3, batch_size=2, **HELD_OUT)
-    assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
+    assert (place.step, ending, len(batches)) == (before, "signal", 1)
     assert not place.evaluated
     assert steps(recorded.evaluations) == [step for step in (0, 3, 6) if step < before]
     assert recorded.saves == [before]

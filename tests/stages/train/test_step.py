@@ -13,7 +13,7 @@ from align.schemas.methods import Mean
 from align.schemas.train_options import TrainOptions
 from align.stages.train import throughput as meter_module
 from align.stages.train.step import Sums, added, finite, learning_rate, warmup_steps
-from align.stages.train.throughput import MEGA, Machine, Meter, forget_peak, peak_mib
+from align.stages.train.throughput import MEGA, Meter, forget_peak, peak_mib, system_metrics
 from align.stages.train.together import StopConditions, Together
 
 ALONE = SimpleNamespace(total=lambda values: values)
@@ -172,11 +172,10 @@ def test_a_run_does_not_answer_for_the_memory_of_an_earlier_one(tmp_path, monkey
 
 
 def test_it_sees_this_machine_and_what_this_process_takes(tmp_path):
-    machine = Machine(tmp_path)
-    before = machine.now()
+    before = system_metrics(tmp_path)
     assert 0 <= before["system/cpu_utilization_percentage"] <= 100
     total = psutil.virtual_memory().total / MEGA
     assert 0 < before["system/system_memory_usage_megabytes"] < total
     held, name = np.ones(25_000_000), "system/process_memory_usage_megabytes"
     assert held.nbytes / MEGA == 200
-    assert 150 < machine.now()[name] - before[name] < 250
+    assert 150 < system_metrics(tmp_path)[name] - before[name] < 250

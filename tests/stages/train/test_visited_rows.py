@@ -1,8 +1,6 @@
 """The margin of each training row at each visit, and what is said of the rows by them."""
 
 import polars as pl
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,7 +8,13 @@ from transformers import AutoModelForCausalLM
 from align.schemas.batches import Visits
 from align.schemas.errors import CorruptionError
 from align.stages.engine.distributed import joined_world
-from align.stages.report.visited_rows import PendingVisits, join_parts, learned_rows, read_visits
+from align.stages.report.visited_rows import (
+    cut_visits,
+    join_visits,
+    learned_rows,
+    read_visits,
+    visits_line,
+)
 from support import plain_loop
 from support.refusals import refuses
 from support.rounding import NATS
@@ -86,22 +90,21 @@ def test_rows_are_never_learned_or_forgotten_by_what_they_were_at_their_visits()
     assert (lost.right, lost.never, lost.forgotten) == (0, ("nan",), ())
 
 
-def test_parts_of_ranks_become_one_table_and_a_damaged_one_is_named(tmp_path):
-    paths = []
+def test_lines_of_ranks_become_one_table_and_a_damaged_one_is_named(tmp_path):
+    paths, whole = [], tmp_path / "rows.parquet"
     for rank, names in enumerate((("b", "d"), ("a",))):
-        part = PendingVisits()
-        for step in (2, 1):
-            values = (1.5,) * len(names)
-            part.add(Visits(names, values, (False,) * len(names)), epoch=0, step=step)
-        paths.append(tmp_path / f"step-00000002-{rank}.parquet")
-        part.write(paths[-1])
-    join_parts(paths, tmp_path / "rows.parquet")
-    whole = read_visits(tmp_path / "rows.parquet")
-    assert whole.select("step", "row_id").rows() == [(s, one) for s in (1, 2) for one in "abd"]
-    for damage in (b"PAR1", paths[0].read_bytes()[:-9]):
+        paths.append(tmp_path / f"{rank}.jsonl")
+        visits = Visits(names, (1.5,) * len(names), (False,) * len(names))
+        lines = [visits_line(visits, epoch=0, step=step) for step in (1, 2, 3)]
+        paths[-1].write_bytes(b"\n".join(lines) + b'\n{"row_id": ["cut')
+        cut_visits(paths[-1], 2)
+    join_visits(paths, whole)
+    rows = read_visits(whole).select("step", "row_id").rows()
+    assert rows == [(step, one) for step in (1, 2) for one in "abd"]
+    for damage in (b"{\n", b'{"row_id": ["a"]}\n'):
         paths[0].write_bytes(damage)
         with refuses(CorruptionError, paths[0]):
-            join_parts(paths, tmp_path / "rows.parquet")
-    pq.write_table(pa.table({"row_id": ["a"]}), paths[0])
-    with refuses(CorruptionError, paths[0]):
-        join_parts(paths, tmp_path / "rows.parquet")
+            join_visits(paths, whole)
+    whole.write_bytes(whole.read_bytes()[:-9])
+    with refuses(CorruptionError, whole):
+        read_visits(whole)
