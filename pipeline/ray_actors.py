@@ -18,7 +18,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -60,80 +59,73 @@ def require_executor(options: ScoringOptions, part: Part | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class RayCluster:
-    """A cluster, and the actors that work in it."""
+def run_on_ray(
+    function: Callable[[int], Result],
+    items: Sequence[int],
+    noun: str,
+    address: str,
+    workers: int | None,
+    gpus: float,
+) -> Generator[tuple[int, Result]]:
+    """Each item with what the function makes of it, as they are done; `noun` names an item.
 
-    address: str  # empty: a cluster on this machine, for this run
-    actors: int = 0  # 0: one for each GPU, or for each machine
-    gpus: float = 0.0  # of each actor
-    is_per_core: bool = False  # without a number, an actor for each core instead
+    The function is sent to each actor once, so what it opens it may keep for the next item. Without
+    an address they are of a cluster on this machine, for this run. Each of the workers has so many
+    GPUs; 0 workers are one for each GPU or machine, None is one for each core.
+    """
+    with _connected(address) as ray:
+        make = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_Actor)
+        waiting, deaths = deque(items), Counter[int | None]()
+        idle: list[Any] = []
+        pending: dict[Any, tuple[Any, int | None]] = {}  # by what Ray calls their result
 
-    @staticmethod
-    def of(options: ScoringOptions, *, on_gpu: bool) -> RayCluster:
-        """As the options ask; without a number, an actor has a GPU where the model needs one."""
-        gpus = options.ray_gpus_per_worker or float(on_gpu)
-        return RayCluster(options.ray_address, options.ray_workers, gpus)
+        def begin() -> None:
+            actor = make.remote(function)
+            pending[actor.ready.remote()] = actor, None
 
-    def run(
-        self, function: Callable[[int], Result], items: Sequence[int], noun: str
-    ) -> Generator[tuple[int, Result]]:
-        """Each item with what the function makes of it, as they are done; `noun` names an item.
+        for _ in range(min(workers or _count(ray, workers, gpus), len(items))):
+            begin()
+        while waiting or any(item is not None for _, item in pending.values()):
+            # An actor for which the cluster has no room is never ready, and gets no item.
+            while waiting and idle:
+                actor, number = idle.pop(), waiting.popleft()
+                pending[actor.make.remote(number)] = actor, number
+            done, _ = ray.wait([*pending], timeout=SECONDS_PER_LOOK)
+            for result in done:
+                actor, item = pending.pop(result)
+                try:
+                    made = ray.get(result)
+                except ray.exceptions.RayActorError as error:
+                    deaths[item] += 1
+                    if deaths[item] == DEATHS:
+                        why = (
+                            f"no actor can begin ({_in_short(error)})."
+                            if item is None
+                            else f"{DEATHS} actors died at {noun} {item}. If for want of "
+                            "memory, lower --max-length; the same command continues."
+                        )
+                        raise ServerError(f"--executor ray: {why}") from error
+                    logger.warning("An actor of Ray died: another one does its work.")
+                    waiting.extend([] if item is None else [item])
+                    begin()
+                    continue
+                idle.append(actor)
+                if item is None:
+                    deaths[None] = 0
+                else:
+                    yield item, _taken(made)
 
-        The function is sent to each actor once, so what it opens it may keep for the next item.
-        """
-        with _connected(self.address) as ray:
-            make = ray.remote(num_cpus=1, num_gpus=self.gpus, max_restarts=0)(_Actor)
-            waiting, deaths = deque(items), Counter[int | None]()
-            idle: list[Any] = []
-            pending: dict[Any, tuple[Any, int | None]] = {}  # by what Ray calls their result
 
-            def begin() -> None:
-                actor = make.remote(function)
-                pending[actor.ready.remote()] = actor, None
-
-            for _ in range(min(self._count(ray), len(items))):
-                begin()
-            while waiting or any(item is not None for _, item in pending.values()):
-                # An actor for which the cluster has no room is never ready, and gets no item.
-                while waiting and idle:
-                    actor, number = idle.pop(), waiting.popleft()
-                    pending[actor.make.remote(number)] = actor, number
-                done, _ = ray.wait([*pending], timeout=SECONDS_PER_LOOK)
-                for result in done:
-                    actor, item = pending.pop(result)
-                    try:
-                        made = ray.get(result)
-                    except ray.exceptions.RayActorError as error:
-                        deaths[item] += 1
-                        if deaths[item] == DEATHS:
-                            why = (
-                                f"no actor can begin ({_in_short(error)})."
-                                if item is None
-                                else f"{DEATHS} actors died at {noun} {item}. If for want of "
-                                "memory, lower --max-length; the same command continues."
-                            )
-                            raise ServerError(f"--executor ray: {why}") from error
-                        logger.warning("An actor of Ray died: another one does its work.")
-                        waiting.extend([] if item is None else [item])
-                        begin()
-                        continue
-                    idle.append(actor)
-                    if item is None:
-                        deaths[None] = 0
-                    else:
-                        yield item, _taken(made)
-
-    def _count(self, ray: Any) -> int:
-        """As many actors as are asked for, or have a GPU, a core or a machine each."""
-        resources = ray.cluster_resources()
-        if self.gpus:
-            found = int(resources.get("GPU", 0) / self.gpus)
-        elif self.is_per_core:
-            found = int(resources.get("CPU", 1))
-        else:
-            found = sum(node["Alive"] for node in ray.nodes())
-        return self.actors or max(1, found)
+def _count(ray: Any, workers: int | None, gpus: float) -> int:
+    """How many actors there are where no number is asked for."""
+    resources = ray.cluster_resources()
+    if workers is None:
+        found = int(resources.get("CPU", 1))
+    elif gpus:
+        found = int(resources.get("GPU", 0) / gpus)
+    else:
+        found = sum(node["Alive"] for node in ray.nodes())
+    return max(1, found)
 
 
 class _Actor:

@@ -34,7 +34,7 @@ from ...stages.tracking.run_texts import data_name, description, model_name, quo
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows
 from ..parts import WHOLE, Part
-from ..ray_actors import RayCluster
+from ..ray_actors import run_on_ray
 from ..work import Made, send_earlier, working
 from .opening import (
     STAGE_ONE,
@@ -279,8 +279,9 @@ def _scored(
                 yield shard
 
     if scoring.executor == "ray":
-        cluster = RayCluster.of(scoring, on_gpu=job.device == "cuda")
-        made = cluster.run(ShardScorer(shards, NoProgress()), [*missing()], "shard")
+        gpus = scoring.ray_gpus_per_worker or float(job.device == "cuda")
+        scorer, todo = ShardScorer(shards, NoProgress()), [*missing()]
+        made = run_on_ray(scorer, todo, "shard", scoring.ray_address, scoring.ray_workers, gpus)
         with closing(made):
             for shard, done in made:
                 progress.advance(rows[shard])

@@ -44,7 +44,7 @@ from ...stages.storage.tables import drawing_of
 from ...stages.tracking.progress import Progress
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 from ..parts import WHOLE, Part
-from ..ray_actors import RayCluster
+from ..ray_actors import run_on_ray
 from ..workers import run_in_processes, usable_cores
 from .opening import CacheJob, candidates
 
@@ -206,7 +206,7 @@ def encode(slices: Slices, options: Config, part: Part | None, *, progress: Prog
     processes = options.data.workers or (0 if is_small else cores)
     made: Generator[tuple[int, int]] = ((number, function(number)) for number in todo)
     if scoring.executor == "ray" and scoring.ray_address and not is_small:
-        made = RayCluster(scoring.ray_address, is_per_core=True).run(function, todo, "slice")
+        made = run_on_ray(function, todo, "slice", scoring.ray_address, None, 0.0)
     elif processes and len(todo) > 1:
         made = run_in_processes(function, todo, processes)
     try:

@@ -76,13 +76,13 @@ def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, cluster, tmp_pa
 
 KILLS = """
 import os, sys
-from align.pipeline.ray_actors import RayCluster
+from align.pipeline.ray_actors import run_on_ray
 from align.schemas.errors import ServerError
 from support.deadly import Squares
 
 made = []
 try:
-    for item, _ in RayCluster(sys.argv[1], actors=2).run(Squares(kills=7), range(9), "shard"):
+    for item, _ in run_on_ray(Squares(kills=7), range(9), "shard", sys.argv[1], 2, 0.0):
         made.append(item)
 except ServerError as error:
     print(sorted(made), error)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple
+from functools import cache, partial
 from pathlib import Path
 
 from ....schemas.file_version import FileVersion, Remember
@@ -33,45 +34,38 @@ def user_folder() -> Path:
     return Path(named) if named else Path(base) / "align"
 
 
-class Digests:
-    """The digests that a user's commands have made; a call returns those of one file."""
+def own_digests() -> Remember:
+    """What returns the digests of a file that a command of this user has made, or makes them."""
+    return partial(remembered, user_folder() / "digests")
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._has_warned = False
 
-    def __call__(self, file: Path, compute: Callable[[], list[str]]) -> list[str]:
-        """The digests of this version of a file: remembered, or as `compute` makes them now."""
-        name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
-        kept = self._folder / f"{name}.json"
-        before, now_ns = FileVersion.of(file), time.time_ns()
-        version = [*astuple(before)]
-        with suppress(OSError, ValueError, KeyError, TypeError):  # nothing is remembered
-            known = json.loads(kept.read_bytes())
-            if known["version"] == version:
-                remembered: list[str] = known["digests"]
-                return remembered
-        digests = compute()
-        is_settled = now_ns - max(before.modified_ns, before.changed_ns) >= SETTLED_NS
-        if is_settled and FileVersion.of(file) == before:
-            self._keep(kept, json.dumps({"version": version, "digests": digests}))
-        return digests
-
-    def _keep(self, kept: Path, text: str) -> None:
+def remembered(folder: Path, file: Path, compute: Callable[[], list[str]]) -> list[str]:
+    """The digests of this version of a file: those in the folder, or as `compute` makes them."""
+    name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
+    kept = folder / f"{name}.json"
+    before, now_ns = FileVersion.of(file), time.time_ns()
+    version = [*astuple(before)]
+    with suppress(OSError, ValueError, KeyError, TypeError):  # nothing is remembered
+        known = json.loads(kept.read_bytes())
+        if known["version"] == version:
+            stored: list[str] = known["digests"]
+            return stored
+    digests = compute()
+    is_settled = now_ns - max(before.modified_ns, before.changed_ns) >= SETTLED_NS
+    if is_settled and FileVersion.of(file) == before:
         draft = kept.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(text)  # one that is lost costs a digest: it is not synced
-            draft.replace(kept)
+            folder.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps({"version": version, "digests": digests}))
+            draft.replace(kept)  # one that is lost costs a digest: it is not synced
         except OSError as error:
-            if not self._has_warned:
-                logger.warning("%s: digests are not remembered: %s", kept.parent, error)
-            self._has_warned = True
+            _warn_once(folder, error.strerror or "")
+    return digests
 
 
-def own_digests() -> Digests:
-    """The digests that all commands of this user share."""
-    return Digests(user_folder() / "digests")
+@cache
+def _warn_once(folder: Path, why: str) -> None:
+    logger.warning("%s: digests are not remembered: %s", folder, why)
 
 
 def remembered_sha256(path: Path, remember: Remember) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from align.schemas.errors import CorruptionError
 from align.stages.storage.disk import digests
-from align.stages.storage.disk.digests import SETTLED_NS, Digests, own_digests
+from align.stages.storage.disk.digests import SETTLED_NS, own_digests, remembered
 from support.shard_cache import block_of, write_cache
 
 
@@ -20,9 +20,9 @@ class Home:
         self.folder = folder
         self.made = 0
 
-    def digests(self, file, memory=None):
-        """As the next command of this user gets them, or one that goes on."""
-        return (memory or Digests(self.folder))(file, lambda: self.digest(file))
+    def digests(self, file):
+        """As the next command of this user gets them."""
+        return remembered(self.folder, file, lambda: self.digest(file))
 
     def digest(self, file):
         self.made += 1
@@ -120,7 +120,7 @@ def test_a_file_that_may_change_unseen_is_not_remembered(own_folder, weights, tm
         os.utime(weights)
         return own_folder.digest(weights)
 
-    Digests(own_folder.folder)(weights, digest_and_change)
+    remembered(own_folder.folder, weights, digest_and_change)
     own_folder.digests(weights)
     assert own_folder.made == 4
 
@@ -140,10 +140,8 @@ def test_a_damaged_file_of_digests_is_made_again(own_folder, weights, damaged):
 def test_a_home_that_cannot_be_written_costs_one_warning(weights, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     own_folder = Home(tmp_path / "file" / "home")
-    memory = Digests(own_folder.folder)
-    assert own_folder.digests(weights, memory) == own_folder.digest(weights)
-    other = shutil.copy(weights, weights.with_name("other"))
-    own_folder.digests(other, memory)
+    for _ in range(2):
+        assert own_folder.digests(weights) == own_folder.digest(weights)
     assert [str(own_folder.folder) in one.getMessage() for one in caplog.records] == [True]
 
 
