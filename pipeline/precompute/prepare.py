@@ -63,14 +63,14 @@ class Slices:
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]
-    slices: list[list[Slice]]  # one, or small whole files of data
+    slices: list[list[Slice]]  # its pieces: one, or small whole files of data
     ranges: int
 
     @staticmethod
     def of(job: CacheJob) -> Slices:
         """The slices of the data of a job."""
         options, slices = job.config, slices_of(job.inputs, job.shape.columns)
-        total = sum(part.bytes for parts in slices for part in parts)
+        total = sum(piece.bytes for pieces in slices for piece in pieces)
         known = tokenizer_fingerprint(job.tokenizer)
         return Slices(
             job.cache,
@@ -84,7 +84,7 @@ class Slices:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each slice, about."""
-        return tuple(sum(part.bytes for part in parts) for parts in self.slices)
+        return tuple(sum(piece.bytes for piece in pieces) for pieces in self.slices)
 
     def file(self, number: int) -> Path:
         """The file of a slice; its record is beside it."""
@@ -120,20 +120,20 @@ class Encode:
         if slices.find(number):
             return slices.sizes[number]
         encoder = self._encoder = self._encoder or slices.encoding.open()
-        path, parts, counts = slices.file(number), slices.slices[number], InputCounts()
+        path, pieces, counts = slices.file(number), slices.slices[number], InputCounts()
         with fs.new_file(path, replaces=True) as sink:
             rows = (
                 keyed
-                for part in parts
-                for keyed in slices.encoding.rows(encoder, slices.inputs, part, counts)
+                for piece in pieces
+                for keyed in slices.encoding.rows(encoder, slices.inputs, piece, counts)
             )
             facts = write_slice(sink, rows, slices.ranges)
-            for part in parts:
-                require_unchanged([slices.inputs[part.file]], [slices.digested[part.file]])
+            for piece in pieces:
+                require_unchanged([slices.inputs[piece.file]], [slices.digested[piece.file]])
         record = EncodedSlice(
             **facts,
             bytes=path.stat().st_size,
-            rows_in=tuple(counts.rows_per_file[part.file] for part in parts),
+            rows_in=tuple(counts.rows_per_file[piece.file] for piece in pieces),
             notes=dict(counts.notes),
             reasons=dict(counts.reasons),
             rejected=tuple(replace(one, detail=printable(one.detail)) for one in counts.rejected),
@@ -154,9 +154,9 @@ class Encoded:
         """The counts of all rows, and the first of the rejected ones."""
         counts = InputCounts()
         found = zip(self.slices.slices, self._first_rows, self.records, strict=True)
-        for parts, first_row, one in found:
-            for part, rows in zip(parts, one.rows_in, strict=True):
-                counts.rows_per_file[part.file] += rows
+        for pieces, first_row, one in found:
+            for piece, rows in zip(pieces, one.rows_in, strict=True):
+                counts.rows_per_file[piece.file] += rows
             counts.notes.update(one.notes)
             counts.reasons.update(one.reasons)
             counts.keep(replace(bad, row=bad.row + first_row) for bad in one.rejected)
@@ -186,10 +186,10 @@ class Encoded:
         """How many rows its file of data has ahead of each slice."""
         first_rows: list[int] = []
         first, file = 0, 0
-        for (part, *_), one in zip(self.slices.slices, self.records, strict=True):
-            first = first if part.file == file else 0
+        for (piece, *_), one in zip(self.slices.slices, self.records, strict=True):
+            first = first if piece.file == file else 0
             first_rows.append(first)
-            first, file = first + one.rows_in[0], part.file
+            first, file = first + one.rows_in[0], piece.file
         return first_rows
 
 
