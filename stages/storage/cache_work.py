@@ -131,7 +131,10 @@ class CacheWork(Cache):
     def put_plan(self, plan: Plan) -> Plan:
         """Stores the plan; returns that of another process if it was first."""
         kept = PLANS.put(self.plan, plan)
-        return PLANS.read(self.plan) if self._share(self.plan) else kept
+        if self.url:
+            self._share(self.plan)
+            kept = PLANS.read(self.plan)
+        return kept
 
     def find_plan(self) -> Plan | None:
         """The plan; None if there is none, or if another process completes the cache just now."""
@@ -306,7 +309,8 @@ class CacheWork(Cache):
     def finish(self, manifest: Manifest) -> bool:
         """Finishes the cache, which readers then see; False if it was finished as another one."""
         kept = MANIFESTS.put(self.manifest_file, manifest)
-        if self._share(self.manifest_file):
+        if self.url:
+            self._share(self.manifest_file)
             kept = MANIFESTS.read(self.manifest_file)
         return kept.root == manifest.root
 
@@ -417,21 +421,16 @@ class CacheWork(Cache):
         self._share(self.record(shard.number))
         fs.unlink(path)
 
-    def _share(self, path: Path) -> bool:
-        """Creates a record in the bucket, if there is one; another that was first replaces it here.
-
-        Returns whether there is a bucket, and the record has to be read again.
-        """
-        if not self.url:
-            return False
+    def _share(self, path: Path) -> None:
+        """Creates a record in the bucket; one that is there already replaces it here."""
         remote, name = self.remote, self._name(path)
-        if not remote.put_new(name, fs.read_bytes(path)):
-            first = remote.get(name)
-            fs.unlink(path)
-            if first is None:
-                raise StorageError(f"{self.shown(path)} was removed. Run the same command again.")
-            fs.publish(path, first)
-        return True
+        if remote.put_new(name, fs.read_bytes(path)):
+            return
+        first = remote.get(name)
+        fs.unlink(path)
+        if first is None:
+            raise StorageError(f"{self.shown(path)} was removed. Run the same command again.")
+        fs.publish(path, first)
 
 
 def unfinished_work(cache: Cache, url: str = "") -> list[CacheWork]:
