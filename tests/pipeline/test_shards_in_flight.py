@@ -60,8 +60,8 @@ def test_a_shard_is_scored_while_its_neighbours_are_read_and_written(config, cle
     begun, read, build = defaultdict(threading.Event), defaultdict(threading.Event), build_shard
     built, committed = [], []
 
-    def noted(*given):
-        built.append(build(*given))
+    def noted(*given, **how):
+        built.append(build(*given, **how))
         read[len(built)].set()
         return built[-1]
 
