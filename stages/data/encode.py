@@ -42,7 +42,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rendered:
+class _RecordTexts:
     """A record as text; each tuple has an entry per completion."""
 
     record: Record
@@ -64,7 +64,7 @@ class Encoder:
 
     def encode(self, found: Iterable[Record | Rejected]) -> Iterator[EncodedRow | Rejected]:
         """A row of tokens for each record, or why it cannot be used; what is rejected stays so."""
-        batch, characters = list[_Rendered](), 0
+        batch, characters = list[_RecordTexts](), 0
         for one in found:
             if isinstance(one, Rejected):
                 yield one
@@ -81,7 +81,7 @@ class Encoder:
                 batch, characters = [], 0
         yield from self._tokenize(batch)
 
-    def _tokenize(self, batch: Sequence[_Rendered]) -> Iterator[EncodedRow | Rejected]:
+    def _tokenize(self, batch: Sequence[_RecordTexts]) -> Iterator[EncodedRow | Rejected]:
         texts = [text for rendered in batch for text in rendered.texts]
         encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
         for rendered in batch:
@@ -91,7 +91,7 @@ class Encoder:
             except BadRow as bad:
                 yield bad.at(rendered.record.file, rendered.record.row)
 
-    def _render(self, record: Record) -> _Rendered:
+    def _render(self, record: Record) -> _RecordTexts:
         """The texts of a record, where completions start, and the turns that are learned."""
         record = self._tokenizer.fitted(record)
         conversation, prompt, texts = _texts_of(record, self._tokenizer)
@@ -112,9 +112,9 @@ class Encoder:
             and not conversation.chat.shows_reasoning,
         }
         notes = tuple(note for note, is_so in is_odd.items() if is_so)
-        return _Rendered(record, texts, boundaries, turns, notes)
+        return _RecordTexts(record, texts, boundaries, turns, notes)
 
-    def _row(self, rendered: _Rendered, encodings: Sequence[Encoding]) -> EncodedRow:
+    def _row(self, rendered: _RecordTexts, encodings: Sequence[Encoding]) -> EncodedRow:
         """The row: the prompt is truncated first, the completions to what room it leaves."""
         record, texts, limit = rendered.record, rendered.texts, self._options.max_length
         # Every completion begins at the same token of its text: the first that holds a character
@@ -170,7 +170,7 @@ class Encoder:
         return EncodedRow(record, prompt, num_cut, completions, cut, learned, notes)
 
     def _learned(
-        self, rendered: _Rendered, number: int, encoding: Encoding, tail: list[int], length: int
+        self, rendered: _RecordTexts, number: int, encoding: Encoding, tail: list[int], length: int
     ) -> NDArray[np.int16] | None:
         """Mask of a completion's tokens that are learned; the last of `length` may be its stop."""
         turns, text = rendered.turns[number], rendered.texts[number]

@@ -87,29 +87,56 @@ def read(tmp_path):
     return of_files
 
 
-def texts(rows):
-    return [prompt.text for prompt in rows.prompts]
+SHP = {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1}
+BARE = {"chosen": "a b", "rejected": "a c"}
+FORKED = BARE | {"margin": 1, "x": 1, "answer": "b"}
+CHATS = {name: [user("hi"), bot(name)] for name in ("chosen", "rejected")}
+PAST = [user("Hello."), bot("Good day.")]
+TOLD = {name: [*PAST, user("hi"), bot(name)] for name in ("chosen", "rejected")}
+LATE = {"answer": "b", "number": 3, "score_chosen": 2}
+NAMED = {"prompt": "a", "number": 3, "finish": "stop", "x": 1, "y": 2}
+# Files of rows, and what is left out; the texts of prompts, what they carry, and may not carry.
+READ = {
+    "a prompt alone": ([[{"prompt": "a"}]], {}, ["a"], [{}]),
+    "a pair": ([[{"prompt": "a", "chosen": "b", "rejected": "c"}]], {}, ["a"], [{}]),
+    "a label": ([[{"prompt": "a", "completion": "b", "label": True}]], {}, ["a"], [{}]),
+    "scores": ([[{"prompt": "a", "completions": ["b", "c"], "scores": [1, 2]}]], {}, ["a"], [{}]),
+    "a score": ([[{"prompt": "a", "completion": "b", "score": 1}]], {}, ["a"], [{}]),
+    "an answer": ([[{"prompt": "a", "completion": "b"}]], {}, ["a"], [{}]),
+    "an empty pair": ([[{"prompt": "a", "chosen": None, "rejected": ""}]], {}, ["a"], [{}]),
+    "answers of its own": (
+        *([[{"prompt": "a", "answers": ["4", "four"]}]], {}, ["a"]),
+        [{"answers": ["4", "four"]}],
+    ),
+    "a set that stage 1 reads": (
+        *([[SHP | {"system": "be kind"}]], {}, [(SYSTEM, user("a"))]),
+        [{"human_ref_A": "b", "human_ref_B": "c", "labels": 1}],
+    ),
+    "two files": (
+        *([[NAMED], [{"prompt": "b", "z": 3}]], {"x": ""}, ["a", "b"]),
+        *([{"y": 2}, {"z": 3}], ("number", "finish")),
+    ),
+    "pairs without a prompt": ([[FORKED, FORKED]], {"x": ""}, ["a"] * 2, [{"answer": "b"}] * 2),
+    "conversations without a prompt": ([[CHATS]], {}, [(user("hi"),)], [{}]),
+    "a prompt said in them": ([[{"prompt": "hi"} | TOLD]], {}, [(*PAST, user("hi"))], [{}]),
+    "a key that the first rows lack": (
+        *([[*[{"prompt": "a"}] * 200, {"prompt": "a"} | LATE]], {}, ["a"] * 201),
+        *([{}] * 200 + [{"answer": "b"}], ("number",)),
+    ),
+    "a key that the first pairs lack": (
+        *([[*[BARE] * 200, BARE | LATE]], {}, ["a"] * 201),
+        *([{}] * 200 + [{"answer": "b"}], ("number",)),
+    ),
+}
 
 
-def carried(rows):
-    return [prompt.carried for prompt in rows.prompts]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"chosen": "b", "rejected": "c"},
-        {"completion": "b", "label": True},
-        {"completions": ["b", "c"], "scores": [1, 2]},
-        {"completion": "b", "score": 1},
-        {"completion": "b"},
-        {"chosen": None, "rejected": ""},
-    ],
-)
-def test_a_row_with_a_prompt_gives_it_and_carries_nothing_of_preference_data(read, more):
-    rows = read([{"prompt": "a"} | more])
-    assert (texts(rows), carried(rows)) == (["a"], [{}])
+@pytest.mark.parametrize("name", READ)
+def test_a_row_gives_its_prompt_and_carries_what_is_no_preference_data(read, name):
+    files, columns, texts, carried, *not_carried = READ[name]
+    found = read(*files, **columns)
+    assert [prompt.text for prompt in found.prompts] == texts
+    assert [prompt.carried for prompt in found.prompts] == carried
+    assert (found.not_carried, found.rejected) == (not_carried[0] if not_carried else (), [])
 
 
 def test_a_prompt_keeps_its_system_message_tools_and_options(read):
@@ -123,48 +150,15 @@ def test_a_prompt_keeps_its_system_message_tools_and_options(read):
         assert prompt.carried == {"answer": 4}
 
 
-def test_a_prompt_carries_what_is_no_part_of_it_whatever_other_columns_may_mean(read):
-    rows = read([{"prompt": "a", "answers": ["4", "four"]}])
-    assert (texts(rows), carried(rows)) == (["a"], [{"answers": ["4", "four"]}])
-    shp = {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1}
-    rows = read([shp | {"system": "be kind"}])
-    assert texts(rows) == [(SYSTEM, user("a"))]
-    assert carried(rows) == [{"human_ref_A": "b", "human_ref_B": "c", "labels": 1}]
-
-
 def test_rows_that_cannot_be_used_are_rejected_with_their_place_and_reason(read):
-    rows = read([{"prompt": "a"}, {"prompt": " "}, {"prompt": None}, {"prompt": 3}])
-    assert (texts(rows), rows.rows_in) == (["a"], 4)
-    assert [(bad.row, bad.reason) for bad in rows.rejected] == [
-        (1, "empty_prompt"),
-        (2, "schema"),
-        (3, "schema"),
-    ]
-
-
-def test_files_carry_what_any_of_them_has_but_what_is_left_out_or_the_tables_own(read):
-    row = {"prompt": "a", "number": 3, "finish": "stop", "x": 1, "y": 2}
-    rows = read([row], [{"prompt": "b", "z": 3}], x="")
-    assert carried(rows) == [{"y": 2}, {"z": 3}]
-    assert rows.not_carried == ("number", "finish")
-
-
-def test_pairs_without_a_prompt_give_what_both_begin_with_and_carry_the_rest(read):
-    row = {"chosen": "a b", "rejected": "a c", "margin": 1, "x": 1, "answer": "b"}
-    found = read([row, row, row | {"answer": "\ud800"}], x="")
-    assert (texts(found), carried(found)) == (["a"] * 2, [{"answer": "b"}] * 2)
-    assert [(bad.row, bad.reason) for bad in found.rejected] == [(2, "schema")]
-    chats = {name: [user("hi"), bot(name)] for name in ("chosen", "rejected")}
-    assert texts(read([chats])) == [(user("hi"),)]
-
-
-@pytest.mark.parametrize("start", [{"prompt": "a"}, {"chosen": "a b", "rejected": "a c"}])
-def test_a_key_that_the_first_rows_lack_is_carried_too(read, start):
-    late = {"answer": "b", "number": 3, "score_chosen": 2}
-    found = read([*[start] * 200, start | late])
-    assert texts(found) == ["a"] * 201
-    assert carried(found) == [{}] * 200 + [{"answer": "b"}]
-    assert found.not_carried == ("number",)
+    for rows, reasons in (
+        ([{"prompt": "a"}, {"prompt": " "}, {"prompt": None}], {1: "empty_prompt", 2: "schema"}),
+        ([{"prompt": "a"}, {"prompt": 3}], {1: "schema"}),
+        ([FORKED, FORKED | {"answer": "\ud800"}], {1: "schema"}),
+    ):
+        found = read(rows)
+        assert ([prompt.text for prompt in found.prompts], found.rows_in) == (["a"], len(rows))
+        assert {bad.row: bad.reason for bad in found.rejected} == reasons
 
 
 @pytest.mark.parametrize(
@@ -173,12 +167,6 @@ def test_a_key_that_the_first_rows_lack_is_carried_too(read, start):
 def test_a_file_without_a_column_of_prompts_is_refused_with_its_columns(read, row):
     with pytest.raises(UsageError, match=rf"0\.jsonl.*'{next(iter(row))}'.*--map prompt="):
         read([row])
-
-
-def test_a_prompt_of_text_is_the_conversation_that_both_answers_have_of_it(read):
-    past = [user("Hello."), bot("Good day.")]
-    chats = {name: [*past, user("hi"), bot(name)] for name in ("chosen", "rejected")}
-    assert texts(read([{"prompt": "hi"} | chats])) == [(*past, user("hi"))]
 
 
 @pytest.mark.parametrize(
