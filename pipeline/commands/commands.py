@@ -17,9 +17,10 @@ from typer.core import TyperCommand
 from ... import __version__
 from ...schemas.errors import UsageError, closest, counted, did_you_mean
 from .flags import ConfigFile, Data, Part, SettingsCommand, settings_of, takes_several
-from .terminal import SafeGroup, begin_work, recorded_by_first, say, say_once, say_row
+from .terminal import SafeGroup, begin_work, recorded_by_first, say, say_made, say_once, say_row
 
 if TYPE_CHECKING:
+    from ...schemas.config import ModelOptions
     from ..options.settings import Settings
 
 GIB = 2**30
@@ -159,8 +160,7 @@ def precompute_ref(
     own_part = part_of(part, os.environ)
     from ..precompute.precompute import make_cache
 
-    made = make_cache(given, progress=begin_work(), part=own_part, shows_row=not quiet)
-    say_once(made.text(), has_published=made.has_published)
+    say_made(make_cache(given, progress=begin_work(), part=own_part, shows_row=not quiet))
 
 
 @command("Data and cache", "align score data.jsonl --reward-model DIR", SettingsCommand)
@@ -176,13 +176,10 @@ def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
     from ...stages.storage.disk.digests import own_digests
     from ..tables.score_rewards import rewards_from_model
 
-    made = rewards_from_model(
-        given,
-        lambda options: HfReward(options, own_digests()),
-        progress=begin_work(),
-        part=own_part,
-    )
-    say_once(made.text(), has_published=made.has_published)
+    def reward(options: ModelOptions) -> HfReward:
+        return HfReward(options, own_digests())
+
+    say_made(rewards_from_model(given, reward, progress=begin_work(), part=own_part))
 
 
 @command("Data and cache", "align check data.jsonl --model DIR", SettingsCommand)
@@ -272,8 +269,7 @@ def sample(
 
     given = recorded_by_first(settings_of(context, data=prompts).config)
     own_part = part_of(part, os.environ)
-    made = run_sample(given, progress=begin_work(), part=own_part)
-    say_once(made.text(), has_published=made.has_published)
+    say_made(run_sample(given, progress=begin_work(), part=own_part))
 
 
 @command("Rounds", "align judge align-samples --by reward --reward-model DIR", SettingsCommand)
@@ -299,8 +295,7 @@ def judge(
     if samples is not None:
         own_part = part_of(part, os.environ)
         given = recorded_by_first(given)
-        made = run_judge(given, samples, progress=begin_work(), part=own_part)
-        say_once(made.text(), has_published=made.has_published)
+        say_made(run_judge(given, samples, progress=begin_work(), part=own_part))
     elif calibrate is not None:
         if part:
             raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...schemas.config import Config
+    from ..tables.score_rewards import Rewarded
+    from ..work import Made
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -29,10 +31,16 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(safe(text), err=err)
 
 
-def say_once(text: str, *, has_published: bool = False) -> None:
-    """Prints a result on the first rank, or on the one that published what all of them make."""
-    if has_published or is_first_rank():
+def say_once(text: str) -> None:
+    """Prints a result on the first rank."""
+    if is_first_rank():
         say(text)
+
+
+def say_made(made: Made[Any, Any] | Rewarded) -> None:
+    """Prints what all ranks make: the one that published it does, or else the first."""
+    if made.has_published or is_first_rank():
+        say(made.text())
 
 
 def say_row(line: str | Text) -> None:

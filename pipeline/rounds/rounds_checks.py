@@ -8,11 +8,11 @@ from dataclasses import replace
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.methods.recipe import Recipe
-from ...stages.methods.table import recipe_of
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
+from ..options.first_checks import asked_recipe
 from ..options.settings import Settings, as_absolute
 from ..plan.method_needs import require_own_samples
 from ..precompute.opening import require_model
@@ -77,9 +77,7 @@ def _require_free(settings: Settings) -> None:
 
 def _recipe(config: Config) -> Recipe:
     train, select = config.train, config.select
-    if not train.method:
-        raise UsageError("No method. Pass --method kto (or dpo, …), or set train.method.")
-    recipe = recipe_of(train.method, config.method)
+    recipe = asked_recipe(config)
     is_meant = train.other_sampling
     drawn = sampling_of(config.sample).drawing
     require_own_samples(recipe, "the rounds", [drawn], may_differ=is_meant)
