@@ -35,7 +35,7 @@ def is_written(value, text):
         return text in BOOLS[value]
     if isinstance(value, int | float):
         if re.fullmatch(INT, text):
-            return int(text, 0 if text[:2] in {"0x", "0o"} else 10) == value
+            return type(value)(int(text, 0 if text[:2] in {"0x", "0o"} else 10)) == value
         return isinstance(value, float) and float(text) == value
     if isinstance(value, list):
         return len(value) == len(text) and all(map(is_written, value, text))
@@ -64,8 +64,7 @@ def require_sound(text, sets=()):
         f"{at}.{name}": of for at, one in sections.items() for name, of in (one or {}).items()
     }
     for name, word in (one.split("=", 1) for one in sets):
-        is_text = isinstance(found[name], str)
-        written[name] = word if is_text else yaml.load(word, yaml.BaseLoader)
+        written[name] = word if found[name] == word else yaml.load(word, yaml.BaseLoader)
     for name, value in written.items():
         if value not in NOTHING:
             assert is_written(found[name], value), (name, found[name], value)
