@@ -98,7 +98,9 @@ class Generator:
         self, prompts: Sequence[PromptTokens], batch: Sequence[tuple[int, int]]
     ) -> list[Drawn]:
         """The samples of these prompts and streams."""
-        ids, mask = left_padded([prompts[prompt].ids for prompt, _ in batch], self._device)
+        ids, mask = left_padded(
+            [prompts[prompt].ids for prompt, _ in batch], input_device(self._model)
+        )
         streams = [prompts[prompt].streams[stream] for prompt, stream in batch]
         try:
             with quiet(), torch.inference_mode():
@@ -115,10 +117,6 @@ class Generator:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise OutOfMemory(f"no memory for a batch of {counted(len(batch), 'samples')}")
-
-    @property
-    def _device(self) -> torch.device:
-        return input_device(self._model)
 
     def _generated(self, ids: Tensor, mask: Tensor, streams: Sequence[int]) -> Tensor:
         """New tokens of each row: (rows, T)."""
@@ -173,20 +171,18 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
 
 def own_stops(options: ModelOptions) -> frozenset[int]:
     """The stop tokens of the model's folder."""
-    return frozenset(
-        token
-        for name in ("generation_config.json", "config.json")
-        for token in _tokens_in(options.path, name)
-    )
-
-
-def _tokens_in(folder: str, name: str) -> list[int]:
-    file = Path(folder) / name
-    given = text_settings(read_json(file)).get("eos_token_id") if file.is_file() else None
-    tokens = given if isinstance(given, list) else [given]
-    if any(token is not None and not (type(token) is int and token >= 0) for token in tokens):
-        raise UsageError(
-            f"{file}: eos_token_id is {given!r:.100}, and must be a token's number or a list of "
-            "them. Correct the entry, or take it out."
-        )
-    return [token for token in tokens if token is not None]
+    stops = set[int]()
+    for name in ("generation_config.json", "config.json"):
+        file = Path(options.path) / name
+        given = text_settings(read_json(file)).get("eos_token_id") if file.is_file() else None
+        tokens = given if isinstance(given, list) else [given]
+        for token in tokens:
+            if token is None:
+                continue
+            if type(token) is not int or token < 0:
+                raise UsageError(
+                    f"{file}: eos_token_id is {given!r:.100}, and must be a token's number or a "
+                    "list of them. Correct the entry, or take it out."
+                )
+            stops.add(token)
+    return frozenset(stops)
