@@ -16,13 +16,15 @@ from numpy.linalg import norm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from align.pipeline.plan.memory_plan import MemoryPlanner, Planned
-from align.schemas.config import ModelOptions
+from align.pipeline.plan.memory import PlanFacts, planned
+from align.pipeline.plan.workload import RowShape, even_rows
+from align.schemas.config import Config, ModelOptions
 from align.schemas.rows import Tree, allowed_gaps
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
+from align.stages.methods.table import recipe_of
 from align.stages.model.policy import load_policy
 from support.command import launch
 from support.engine_ranks import OPTIONS, Run, global_tokens, rows_of
@@ -245,18 +247,27 @@ WAYS = {
 def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, way, lora):
     """Beside what PyTorch's allocator counts of 32 rows of 512 tokens."""
     require_gpu(device)
-    random = np.random.default_rng(0)
+    random, shape = np.random.default_rng(0), RowShape(200, (156, 156))
     prompt, *branches = (
-        random.integers(0, SHAPE.vocab_size, size).astype(np.int32) for size in (200, 156, 156)
+        random.integers(0, SHAPE.vocab_size, size).astype(np.int32)
+        for size in (shape.prompt, *shape.completions)
     )
     trees = [Tree(prompt, tuple(branches))] * 32
     model = ModelOptions(path=half_billion, device="cuda")
-    train = TrainOptions(**({"deepspeed": "zero1", "dtype": "bfloat16"} | WAYS[way]))
+    options = {"deepspeed": "zero1", "dtype": "bfloat16", "batch_size": 64} | WAYS[way]
+    train = TrainOptions(tokens_per_batch=32 * shape.tokens, **options)
     adapter = LoraOptions(enabled=lora)
-    of_run = {"model": model, "train": train, "lora": adapter, "dtype": "bfloat16"}
-    of_step = {"head": "none", "layout": "flex", "trees": trees, "micro_batches": 2}
-    planner = MemoryPlanner(Planned(**of_run, device="cuda", ranks=1, **of_step))
-    planned = planner.components(planner.own_way)
+    facts = PlanFacts(
+        model,
+        "bfloat16",
+        recipe_of("dpo", {}),
+        even_rows(64, shape, num_partners=0),
+        rows=64,
+        held_out=0,
+        device="cuda",
+        ranks=1,
+    )
+    found = planned(Config(train=train, lora=adapter), facts).estimate
     policy = load_policy(model, train, adapter)
     engine, _ = open_engine(policy, train, lone_rank, hidden_size=SHAPE.hidden_size)
     for _ in range(3):
@@ -267,7 +278,7 @@ def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, way, lora)
             engine.backward(loss, is_last=index == 1)
             del loss
         engine.step()
-    assert planned.peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15), planned
+    assert found.peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15), found
 
 
 METHODS = ("kto", "dpo", "orpo")

@@ -398,21 +398,21 @@ def plan(
     ] = None,
 ) -> None:
     """Estimate what a training needs: steps, tokens, and memory of each GPU."""
-    from ..plan.plan_text import plan_text
-    from ..plan.planned_rows import GivenRows
-    from ..plan.run_plan import PlanRequest, plan_run
+    from ..plan.run_plan import plan_run, plan_text
     from ..plan.setting_checks import bytes_of
+    from ..plan.workload import GivenRows
 
     settings = settings_of(context)
     if (prompt_tokens or completion_tokens) and not rows:
         raise UsageError("--prompt-tokens and --completion-tokens are of --rows: add --rows N.")
-    asked = PlanRequest(
+    plan = plan_run(
+        settings,
         gpu_bytes=bytes_of(gpu, name="--gpu", least=GIB),
-        gpus=gpus or 1,
+        ranks=gpus or 1,
         is_for_gpu=bool(gpu or gpus),
-        rows=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
+        given=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
     )
-    say_once(plan_text(plan_run(settings, asked)))
+    say_once(plan_text(plan))
 
 
 @command("Training", "align sweep --method dpo --method kto --lr 1e-6,1e-5", SettingsCommand)

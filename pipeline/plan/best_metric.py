@@ -1,4 +1,4 @@
-"""The metric of `train.best`: held-out rows have to be measured for it, and it has to exist."""
+"""The metric of `train.best` has to exist."""
 
 from __future__ import annotations
 
@@ -8,33 +8,6 @@ from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import TrainOptions
 from ...stages.storage.run.checkpoints import wanted
 from ...stages.tracking.journal import EVAL
-
-
-def require_measured(train: TrainOptions) -> None:
-    """Refuses a `best` metric of held-out rows if the run does not measure them."""
-    if not wanted(train.best).metric.startswith(EVAL):
-        if train.patience:
-            raise UsageError(
-                f"train.patience is {train.patience}, and counts evaluations on held-out rows. Set "
-                "train.best to the metric that has to get better, such as eval/loss."
-            )
-        return
-    if not train.holds_rows_out:
-        raise UsageError(
-            f"train.best is {train.best}, but no rows are held out to measure it on. Set "
-            "train.eval_fraction or train.eval_cache, or name a metric of the training steps."
-        )
-    if not train.eval_every:
-        raise UsageError(
-            f"train.best is {train.best}, but train.eval_every is 0: no checkpoint on the way is "
-            "measured. Set it, best to train.save_every."
-        )
-    if train.write_best and (not train.save_every or train.eval_every % train.save_every):
-        raise UsageError(
-            "train.write_best needs a checkpoint of every evaluation: train.eval_every is "
-            f"{train.eval_every}, and train.save_every {train.save_every}. Set the latter to the "
-            "same number."
-        )
 
 
 class BestMetric:

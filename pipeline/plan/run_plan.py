@@ -1,139 +1,85 @@
-"""The plan of a training: what it runs over, and what it needs of a GPU.
+"""`align plan`: what a training runs over, what it needs of each rank, and its command.
 
 From the settings, a cache's lengths or given ones, and config.json; no weight is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
+from textwrap import wrap
 
-from ...schemas.config import Config
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, counted
+from ...stages.engine.deepspeed_config import PRESETS
 from ...stages.engine.engine_memory import Elements
-from ...stages.methods.recipe import Recipe
 from ...stages.methods.table import recipe_of
-from ...stages.model.loading.load import DTYPES
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.model.loading.placement import chosen_device, device_bytes
-from ..options.settings import Settings
-from .memory_choice import Budget, Choice, PlanFacts, chosen
-from .memory_plan import Components, MemoryPlanner, Way
-from .memory_search import Tried
-from .planned_rows import GivenRows, PlannedRows, known_dtype, planned_rows
-from .remedies import changed
+from ...stages.report.cache_tables import facts as named
+from ...stages.report.cache_tables import grid, heading
+from ..options.settings import BY_HAND, Settings, flatten, without_secrets
+from ..options.table import reads
+from .memory import (
+    INPUTS,
+    RECOMPUTE,
+    ZERO,
+    Budget,
+    Changes,
+    Choice,
+    PlanFacts,
+    Planned,
+    amount,
+    chosen,
+    flags_of,
+    measured_policy,
+    planned,
+)
 from .setting_checks import learning_rate_note, require_effect
-from .workload import Workload
+from .workload import GivenRows, PlannedRows, Workload, known_dtype, planned_rows
 
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The command's options besides the settings."""
-
-    gpu_bytes: int = 0
-    gpus: int = 1
-    is_for_gpu: bool = False
-    rows: GivenRows | None = None
-
-
-@dataclass(frozen=True)
-class ReferenceCost:
-    """Extra memory of a trainer that keeps the reference beside the policy."""
-
-    copy: int  # bytes of its weights; none with an adapter, which can be switched off
-    logits: int  # bytes of logits and their gradient, without a fused head
+WIDTH = 80
+COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "buffers", "process")
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """A training that has not begun."""
 
-    method: str
-    policy: str
-    own_way: Way
-    elements: Elements
-    workload: Workload
+    settings: Settings
+    facts: PlanFacts
     rows: PlannedRows
-    reference: ReferenceCost
-    planner: MemoryPlanner
-    own: Components  # what the settings need
-    choice: Choice  # of the settings that are `auto`
-    request: PlanRequest
-    given_by_set: frozenset[str]
-    note: str  # on the learning rate; empty: none
+    choice: Choice
 
     @property
-    def remedy(self) -> Tried | None:
-        """Where what was chosen does not fit: what does, or comes nearest."""
-        return self.choice.remedy
+    def own(self) -> Planned:
+        """What a training with these settings would do."""
+        return self.choice.found
 
     @property
-    def dtype(self) -> str:
-        """The dtype of the policy's weights."""
-        return self.planner.planned.dtype
-
-    @property
-    def device(self) -> str:
-        """The kind of device that is planned for."""
-        return self.planner.planned.device
-
-    @cached_property
-    def memory(self) -> tuple[tuple[Way, Components], ...]:
-        """The memory of every way to train."""
-        ways = [way for way in self.planner.ways() if self.planner.is_possible(way)]
-        ways = ways if self.own_way in ways else [self.own_way, *ways]
-        return tuple((way, self.planner.components(way)) for way in ways)
-
-    def fits(self, components: Components) -> bool:
-        """Whether it fits into the memory that was asked for."""
-        return self.choice.budget.holds(components)
+    def best(self) -> Planned:
+        """What would fit, or comes nearest, where the settings do not."""
+        return self.choice.advice or self.choice.nearest
 
 
-def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
-    """Plans the training of these settings."""
-    asked, recipe = settings.config, _recipe(settings)
-    device = "cuda" if request.is_for_gpu else chosen_device(asked.model)
-    rows = planned_rows(asked, recipe, request.rows)
-    here = 0 if request.is_for_gpu else device_bytes(device)
-    request = replace(request, gpu_bytes=request.gpu_bytes or here)
-    budget = Budget.of(asked.train, request.gpu_bytes)
-    choice = chosen(asked, _facts(rows, recipe, asked, device, request.gpus, budget))
-    config = choice.config
-    planner, workload = choice.planning.planner(config), choice.planning.workload(config.train)
-    own, remedy = planner.own_way, choice.remedy
-    advised = changed(asked, remedy.changes) if remedy else config
-    origins = settings.origins.items()
-    return RunPlan(
-        method=recipe.name,
-        policy=rows.policy.path,
-        own_way=own,
-        elements=planner.elements(own.learning),
-        workload=workload,
-        rows=rows,
-        reference=_reference(planner, own, workload),
-        planner=planner,
-        own=choice.found.components,
-        choice=choice,
-        request=request,
-        given_by_set=frozenset(name for name, origin in origins if origin == "--set"),
-        note=learning_rate_note(advised.train, advised.lora),
-    )
-
-
-def _recipe(settings: Settings) -> Recipe:
+def plan_run(
+    settings: Settings,
+    *,
+    gpu_bytes: int = 0,
+    ranks: int = 1,
+    is_for_gpu: bool = False,
+    given: GivenRows | None = None,
+) -> RunPlan:
+    """Plans the training of these settings, for the device that is here unless it is for a GPU."""
     config = settings.config
     if not config.train.method:
         raise UsageError("No method. Pass --method kto (or dpo, orpo, …; `align methods`).")
     require_effect(settings)
     if config.lora.enabled:
         require_peft()
-    return recipe_of(config.train.method, config.method)
-
-
-def _facts(
-    rows: PlannedRows, recipe: Recipe, config: Config, device: str, ranks: int, budget: Budget
-) -> PlanFacts:
-    return PlanFacts(
+    recipe = recipe_of(config.train.method, config.method)
+    device = "cuda" if is_for_gpu else chosen_device(config.model)
+    rows = planned_rows(config, recipe, given)
+    facts = PlanFacts(
         rows.policy,
         known_dtype(rows.policy.path, config.train.dtype),
         recipe,
@@ -142,17 +88,152 @@ def _facts(
         held_out=rows.held_out,
         device=device,
         ranks=ranks,
-        budget=budget,
+        budget=Budget.of(config.train, gpu_bytes or (0 if is_for_gpu else device_bytes(device))),
     )
+    return RunPlan(settings, facts, rows, chosen(config, facts))
 
 
-def _reference(planner: MemoryPlanner, way: Way, workload: Workload) -> ReferenceCost:
-    planned, total = planner.planned, planner.elements("full").total
-    itemsize = DTYPES[planned.dtype].itemsize
-    share = planned.ranks if planner.setting(way).stage == 3 else 1
-    trees = workload.trees()
-    tokens = sum(len(tree.prompt) + len(one) for tree in trees for one in tree.branches)
-    return ReferenceCost(
-        copy=0 if way.learning != "full" else itemsize * total // share,
-        logits=2 * itemsize * tokens * planner.vocabulary,
-    )
+def plan_text(plan: RunPlan) -> str:
+    """The verdict, what there is to do, the memory, other ways, and the command to copy."""
+    choice, best = plan.choice, plan.best
+    note = learning_rate_note(best.config.train, best.config.lora)
+    device = "one GPU" if plan.facts.device == "cuda" else "each process"
+    blocks = [
+        list(_verdict(plan)),
+        *([wrap(note, WIDTH)] if note else []),
+        [_title("Training"), *named(list(_work(plan)))],
+        [_title(f"Memory of {device} at its peak, in GiB"), *_components(plan)],
+        [_title("Other ways, with these micro-batches, in GiB"), *_ways(plan)],
+        [f"Run it{'' if choice.fits else ', changed so that it fits or comes nearest'}:"],
+        [command(plan)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _title(text: str) -> str:
+    return heading(text)[:WIDTH]
+
+
+def _verdict(plan: RunPlan) -> Iterator[str]:
+    """Whether it fits, on what, and if not, what would."""
+    choice, needs = plan.choice, amount(plan.own.estimate.peak)
+    where = f"on {counted(plan.facts.ranks, 'ranks')} of {plan.facts.device}"
+    if not choice.budget.size:
+        yield f"Needs {needs}, {where}; --gpu 24g or --memory 24g says how much there is."
+        return
+    yield f"{'Fits' if choice.fits else 'Does not fit'}: {needs} of the {choice.budget}, {where}."
+    if choice.fits and choice.found.changes:
+        without = amount(choice.given.estimate.peak)
+        yield from wrap(
+            f"auto chooses {flags_of(choice.found.changes)}; without, {without} would be needed.",
+            WIDTH,
+        )
+    for line in () if choice.fits else choice.what_else():
+        yield from wrap(line, WIDTH, break_on_hyphens=False)
+
+
+def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    own, facts = plan.own, plan.facts
+    work, rows = own.workload, plan.rows
+    elements = measured_policy(own.config, facts, work.row).elements(own.config.lora.quantize)
+    yield "method", facts.recipe.name
+    yield "policy", rows.policy.path
+    yield "", f"{parameters_text(elements)}, {facts.dtype}"
+    yield "rows", f"{work.rows:,} to learn from, {work.held_out:,} held out"
+    yield "steps", steps_text(work)
+    yield "tokens", tokens_text(work)
+    yield "micro-batch", micro_batches_text(work)
+    yield "stage 1", f"{rows.own_tokens:,} tokens of prompts and completions"
+    if rows.mismatched_tokens:
+        share = rows.mismatched_tokens / (rows.own_tokens + rows.mismatched_tokens)
+        yield "KL pairs", f"{rows.mismatched_tokens:,} more ({share:.0%}), read by KTO alone"
+        yield "", "without: align precompute-ref … --kl-pairs 0"
+
+
+def parameters_text(elements: Elements) -> str:
+    """The number of parameters, and of trainable ones."""
+    share = elements.trained / elements.total
+    learn = "all learn" if not elements.frozen else f"{elements.trained:,} learn ({share:.2%})"
+    return f"{elements.total:,} parameters, {learn}"
+
+
+def steps_text(work: Workload) -> str:
+    """The numbers of steps, rows and epochs."""
+    epochs = f"{work.epochs:,.15g} {'epoch' if work.epochs == 1 else 'epochs'}"
+    return f"{counted(work.steps, 'steps')} of {work.batch_size:,} rows, {epochs}"
+
+
+def tokens_text(work: Workload) -> str:
+    """The tokens that the policy runs over."""
+    if not work.mismatched_tokens:
+        return f"{work.learned_tokens:,}"
+    return f"{work.learned_tokens:,} to learn from, {work.mismatched_tokens:,} of KL pairs"
+
+
+def micro_batches_text(work: Workload) -> str:
+    """The micro-batches of a step."""
+    return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
+
+
+def _components(plan: RunPlan) -> list[str]:
+    """What makes up the peak, of the settings and of what is chosen or advised beside them."""
+    shown = {"as given": plan.choice.given}
+    if plan.choice.fits and plan.own.changes:
+        shown["chosen"] = plan.own
+    if not plan.choice.fits and plan.best.changes:
+        shown["changed"] = plan.best
+    names = {**{name: name for name in COLUMNS}, "peak": "peak", "host": "on the CPU"}
+    rows = [
+        [title, *(gib(getattr(one.estimate, name)) for one in shown.values())]
+        for name, title in names.items()
+    ]
+    return grid(("", *shown), rows)
+
+
+def _ways(plan: RunPlan) -> list[str]:
+    """The peak of each ZeRO stage and kind of adapter, with activations kept or recomputed."""
+    ways: dict[str, Changes] = {
+        "": {"lora.enabled": False, "lora.quantize": "none"},
+        ", lora": {"lora.enabled": True, "lora.quantize": "none"},
+        ", qlora": {"lora.enabled": True, "lora.quantize": "nf4"},
+    }
+    budget, rows = plan.choice.budget, list[list[str]]()
+    for name, adapter in ways.items():
+        for preset, zero in PRESETS.items():
+            if name == ", qlora" and zero.stage == 3:  # which would cut packed weights
+                continue
+            cells, host = list[str](), 0
+            for recomputes in (False, True):
+                changes = adapter | {ZERO: preset, RECOMPUTE: recomputes, INPUTS: False}
+                try:
+                    found = planned(plan.own.config, plan.facts, changes).estimate
+                except UsageError:
+                    cells += ["-", *([""] if budget.size else [])]
+                    continue
+                host = max(host, found.host)
+                fits = ["yes" if budget.holds(found) else "no"] if budget.size else []
+                cells += [gib(found.peak), *fits]
+            rows.append([f"{preset}{name}", *cells, gib(host)])
+    fits = ["fits"] if budget.size else []
+    return grid(("activations", "kept", *fits, "recomputed", *fits, "on the CPU"), rows)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / 2**30:,.1f}" if size >= 0.05 * 2**30 or not size else f"{size / 2**30:.2f}"
+
+
+def command(plan: RunPlan) -> str:
+    """The command of the training, with what is decided or advised in it."""
+    known, origins = without_secrets(flatten(plan.settings.config)), plan.settings.origins
+    given = {
+        name: known[name]
+        for name, origin in origins.items()
+        if origin in BY_HAND and origin != "ALIGN_MODEL" and reads("train", name)
+    }
+    by_set = {name for name, origin in origins.items() if origin == "--set"}
+    flags = flags_of(given | plan.best.changes, by_set)
+    cache = "--cache CACHE " if plan.rows.is_given else ""
+    ranks = plan.facts.ranks
+    program = f"torchrun --nproc-per-node {ranks} -m align" if ranks > 1 else "align"
+    return f"{program} train {cache}{flags}"

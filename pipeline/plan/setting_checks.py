@@ -9,50 +9,88 @@ from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.quantized_base import require_bitsandbytes
+from ...stages.storage.run.checkpoints import wanted
+from ...stages.tracking.journal import EVAL
 from ..options.settings import Settings
 
 
 def require_effect(settings: Settings) -> None:
-    """Refuses settings that would have no effect."""
-    train, lora = settings.config.train, settings.config.lora
-    if train.cache and settings.origins.get("cache.output") == "--set":
-        raise UsageError("cache.output and train.cache are both set. Name the cache once.")
-    if train.eval_cache and train.eval_fraction:
-        raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
-    if not lora.enabled and (given := [*settings.given("lora")]):
-        raise UsageError(f"{given[0]} is set, but no adapter is trained. Add --lora, or unset it.")
-    if lora.dropout and not train.dropout:
-        raise UsageError(
+    """Refuses settings that would have no effect, or that need another one."""
+    train, lora, best = settings.config.train, settings.config.lora, settings.config.train.best
+    of_adapter = [] if lora.enabled else [*settings.given("lora")]
+    is_measured_apart = bool(best) and wanted(best).metric.startswith(EVAL)
+    wrong = (
+        (
+            train.cache and settings.origins.get("cache.output") == "--set",
+            "cache.output and train.cache are both set. Name the cache once.",
+        ),
+        (
+            train.eval_cache and train.eval_fraction,
+            "train.eval_cache and train.eval_fraction are both set. Choose one.",
+        ),
+        (
+            of_adapter,
+            f"{', '.join(of_adapter[:1])} is set, but no adapter is trained. Add --lora, or unset "
+            "it.",
+        ),
+        (
+            lora.dropout and not train.dropout,
             f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
-            "off. Set train.dropout, or leave lora.dropout at 0."
-        )
-    _require_held_out(train)
-    if train.min_lr and train.schedule == "constant":
-        raise UsageError(
-            f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
-            "train.schedule, or unset it."
-        )
-    if train.offloads_inputs and not train.recomputes:
-        raise UsageError(
-            "train.checkpoint_offload is on, but train.gradient_checkpointing is not: nothing "
-            "would be kept that could wait on the CPU. Set the latter, or unset the former."
-        )
-    bytes_of(train.memory, name="train.memory")
-    _require_best(train)
-
-
-def _require_held_out(train: TrainOptions) -> None:
-    """Refuses text of held-out rows where there are none, or no table of them."""
-    if train.eval_text and not train.holds_rows_out:
-        raise UsageError(
+            "off. Set train.dropout, or leave lora.dropout at 0.",
+        ),
+        (
+            train.eval_text and not train.holds_rows_out,
             "train.eval_text is set, but no rows are held out for it. Set train.eval_fraction or "
-            "train.eval_cache, or unset it."
-        )
-    if train.eval_text and not train.eval_table:
-        raise UsageError(
+            "train.eval_cache, or unset it.",
+        ),
+        (
+            train.eval_text and not train.eval_table,
             "train.eval_text is set, but train.eval_table is 0: no held-out row is written down. "
-            "Say how many are to be."
-        )
+            "Say how many are to be.",
+        ),
+        (
+            train.min_lr and train.schedule == "constant",
+            f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
+            "train.schedule, or unset it.",
+        ),
+        (
+            train.offloads_inputs and not train.recomputes,
+            "train.checkpoint_offload is on, but train.gradient_checkpointing is not: nothing "
+            "would be kept that could wait on the CPU. Set the latter, or unset the former.",
+        ),
+        (
+            (train.write_best or train.patience) and not best,
+            f"train.{'write_best' if train.write_best else 'patience'} is set, and train.best is "
+            "not. Name the metric by which the best is chosen, such as train.best=eval/loss.",
+        ),
+        (
+            train.patience and not is_measured_apart,
+            f"train.patience is {train.patience}, and counts evaluations on held-out rows. Set "
+            "train.best to the metric that has to get better, such as eval/loss.",
+        ),
+        (
+            is_measured_apart and not train.holds_rows_out,
+            f"train.best is {best}, but no rows are held out to measure it on. Set "
+            "train.eval_fraction or train.eval_cache, or name a metric of the training steps.",
+        ),
+        (
+            is_measured_apart and not train.eval_every,
+            f"train.best is {best}, but train.eval_every is 0: no checkpoint on the way is "
+            "measured. Set it, best to train.save_every.",
+        ),
+        (
+            train.write_best
+            and is_measured_apart
+            and (not train.save_every or train.eval_every % train.save_every),
+            "train.write_best needs a checkpoint of every evaluation: train.eval_every is "
+            f"{train.eval_every}, and train.save_every {train.save_every}. Set the latter to the "
+            "same number.",
+        ),
+    )
+    for is_wrong, sentence in wrong:
+        if is_wrong:
+            raise UsageError(sentence)
+    bytes_of(train.memory, name="train.memory")
 
 
 def require_margins(recipe: Recipe) -> None:
@@ -61,16 +99,6 @@ def require_margins(recipe: Recipe) -> None:
         raise UsageError(
             f"train.row_margins is on, but rows of {recipe.name} have no margin: it compares no "
             "rewards of good and bad completions. Unset it."
-        )
-
-
-def _require_best(train: TrainOptions) -> None:
-    """Refuses what is about the best evaluation or checkpoint where nothing says which is best."""
-    needs = {"write_best": train.write_best, "patience": train.patience > 0}
-    for name in (name for name, is_set in needs.items() if is_set and not train.best):
-        raise UsageError(
-            f"train.{name} is set, and train.best is not. Name the metric by which the best is "
-            "chosen, such as train.best=eval/loss."
         )
 
 

@@ -1,83 +1,40 @@
-"""Workload of a training: steps, tokens and micro-batches, from the lengths of its rows."""
+"""Workload of a training: steps, tokens and micro-batches, from the lengths of its rows.
+
+They are planned as the feed plans them, and the rows are those of a cache or are not there yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...schemas.batches import World
+from ...schemas.config import Config, ModelOptions
+from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from ...schemas.train_options import TrainOptions
-from ...stages.feed.cache_index import RowSizes, RowTable
+from ...stages.feed.cache_index import RowSizes, RowTable, ShardColumns, unchecked
 from ...stages.feed.step_plan import (
-    BatchAssignment,
     FeedSettings,
-    Pass,
-    StepPlan,
     num_steps,
     rows_seen,
     steps_in,
+    training_pass,
 )
-from ...stages.feed.step_plan import training_pass as whole_pass
+from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
+from ...stages.model.loading.load import DTYPES
+from ...stages.model.loading.model_folder import model_config, stored_dtype, text_settings
+from ..jobs.object_inputs import cache_at, local_model
+from .method_needs import read_spec_of
 
-SAMPLED_STEPS = 32  # of the first epoch, planned as the feed plans them
+SAMPLED_STEPS = 32  # of the first epoch
+MOST_MADE_ROWS = 100_000
 # A GPU, or the like, wants large products. On a CPU more at once are no faster and take memory.
 _ON_GPU, _ON_CPU = 16_384, 2048
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """A row of the mean lengths."""
-
-    prompt: int
-    completions: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the prompt and all completions."""
-        return self.prompt + sum(self.completions)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A whole training, over all ranks."""
-
-    rows: int  # to learn from
-    held_out: int
-    epochs: float
-    steps: int
-    batch_size: int
-    learned_tokens: int
-    mismatched_tokens: int  # run without gradients, for KTO's KL term
-    micro_batches: int  # of each rank in a step, those without gradients left out
-    micro_tokens: int  # of the largest, padding included
-    row: RowShape
-
-    @property
-    def tokens(self) -> int:
-        """All that the policy runs over."""
-        return self.learned_tokens + self.mismatched_tokens
-
-    def trees(self) -> list[Tree]:
-        """Rows of the mean lengths that fill the largest micro-batch."""
-        most = self.micro_tokens
-        blank = [np.zeros(size, np.int32) for size in (self.row.prompt, *self.row.completions)]
-        tree = Tree(blank[0], tuple(blank[1:]))
-        count = max(1, most // self.row.tokens)
-        longest = most // count - self.row.prompt
-        stretched = self._stretched(longest) if longest > sum(self.row.completions) else tree
-        return [stretched] * count
-
-    def _stretched(self, completions: int) -> Tree:
-        count = len(self.row.completions)
-        sizes = [len(part) for part in np.array_split(np.arange(completions), count)]
-        prompt = np.zeros(self.row.prompt, np.int32)
-        return Tree(prompt, tuple(np.zeros(size, np.int32) for size in sizes))
 
 
 def planned_tokens(train: TrainOptions, device: str) -> int:
@@ -102,21 +59,47 @@ def feed_settings(
     )
 
 
-def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
-    """Rows of one shape, each completion with so many mismatched partners of its length."""
-    branches = len(shape.completions)
-    lengths = np.tile(np.array(shape.completions, np.int32), count)
-    own = np.full(count, sum(shape.completions), np.int32)
-    sizes = RowSizes(
-        index_in_group=np.arange(count, dtype=np.int32),
-        prompt_tokens=np.full(count, shape.prompt, np.int32),
-        own_tokens=own,
-        learned_tokens=own,
-        chosen_tokens=np.full(count, shape.completions[0], np.int32),
-        branch_offsets=np.arange(count + 1) * branches,
-        mismatched_tokens=np.repeat(lengths[:, None], num_partners, axis=1),
-    )
-    return RowTable(np.array([0, count]), sizes)
+@dataclass(frozen=True)
+class RowShape:
+    """A prompt and its completions, in tokens."""
+
+    prompt: int
+    completions: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt and all completions."""
+        return self.prompt + sum(self.completions)
+
+    @staticmethod
+    def mean(table: RowTable) -> RowShape:
+        """A row of the mean lengths of a table."""
+        count = max(1, round(len(table.sizes.mismatched_tokens) / len(table)))
+        tokens = max(count, round(float(table.sizes.own_tokens.mean())))
+        sizes = tuple(len(part) for part in np.array_split(np.arange(tokens), count))
+        return RowShape(max(1, round(float(table.sizes.prompt_tokens.mean()))), sizes)
+
+    def rows(self, tokens: int) -> list[Tree]:
+        """As many rows as fill so many tokens, at least one."""
+        blank = [np.zeros(size, np.int32) for size in (self.prompt, *self.completions)]
+        return [Tree(blank[0], tuple(blank[1:]))] * max(1, round(tokens / self.tokens))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A whole training, over all ranks."""
+
+    rows: int  # to learn from
+    held_out: int
+    epochs: float
+    steps: int
+    batch_size: int
+    learned_tokens: int
+    mismatched_tokens: int  # run without gradients, for KTO's KL term
+    micro_batches: int  # of each rank in a step, those without gradients left out
+    micro_tokens: int  # of the largest, padding included
+    predicted: float  # share of its tokens that belong to completions
+    row: RowShape  # of the mean lengths
 
 
 def workload_of(
@@ -125,54 +108,134 @@ def workload_of(
     """The training on `rows` rows, of which the table holds all or the first."""
     steps = steps_in(settings.epochs, num_steps(rows, settings.batch_size))
     steps = min(steps, train.max_steps) if train.max_steps else steps
-    one_pass = whole_pass(table, settings, epoch=0)
-    plans = list(islice(one_pass.plans(0, min(one_pass.num_steps, SAMPLED_STEPS)), SAMPLED_STEPS))
-    own = [table.sizes.tokens(plan.rows) for plan in plans]
-    loads = [_loads(plan.own, sizes, settings) for plan, sizes in zip(plans, own, strict=True)]
-    seen = sum(len(plan.rows) for plan in plans)
+    one_pass = training_pass(table, settings, epoch=0)
+    sampled = min(one_pass.num_steps, SAMPLED_STEPS)
+    learned = mismatched = seen = turns = largest = 0
+    for plan in islice(one_pass.plans(0, sampled), sampled):
+        lengths = table.sizes.tokens(plan.rows)
+        learned, seen = learned + int(lengths.sum()), seen + len(plan.rows)
+        turns = max(turns, plan.own.num_turns)
+        of = plan.own.ranks * plan.own.num_turns + plan.own.turns  # the micro-batch of each row
+        loads = np.zeros(of.max() + 1, np.int64)
+        if settings.pads:
+            np.maximum.at(loads, of, lengths)
+            loads *= np.bincount(of)
+        else:
+            np.add.at(loads, of, lengths)
+        largest = max(largest, int(loads.max()))
+        if len(plan.pairs):
+            prompts = table.sizes.prompt_tokens[plan.rows[plan.paired_rows]]
+            mismatched += int(prompts.sum(dtype=np.int64))
+            mismatched += int(plan.pairs.tokens(table.sizes, plan.rows).sum(dtype=np.int64))
     share = rows_seen(steps, rows, settings.batch_size) / seen
+    row = RowShape.mean(table)
     return Workload(
         rows=rows,
         held_out=held_out,
         epochs=settings.epochs,
         steps=steps,
         batch_size=settings.batch_size,
-        learned_tokens=_scaled([int(sizes.sum()) for sizes in own], share),
-        mismatched_tokens=_scaled([_mismatched(one_pass, plan) for plan in plans], share),
-        micro_batches=max(plan.own.num_turns for plan in plans),
-        micro_tokens=max(int(load.max()) for load in loads),
-        row=_mean_row(table),
+        learned_tokens=round(learned * share),
+        mismatched_tokens=round(mismatched * share),
+        micro_batches=turns,
+        micro_tokens=largest,
+        predicted=1 - row.prompt / row.tokens,
+        row=row,
     )
 
 
-def _loads(
-    assignment: BatchAssignment, lengths: NDArray[np.int64], settings: FeedSettings
-) -> NDArray[np.int64]:
-    """Tokens of each micro-batch."""
-    bins = assignment.ranks * assignment.num_turns + assignment.turns
-    loads = np.zeros(bins.max() + 1, dtype=np.int64)
-    if settings.pads:
-        np.maximum.at(loads, bins, lengths)
-        return loads * np.bincount(bins, minlength=len(loads))
-    np.add.at(loads, bins, lengths)
-    return loads
+@dataclass(frozen=True)
+class GivenRows:
+    """Rows that are not there yet: pairs of a prompt and two completions."""
+
+    count: int
+    prompt: int
+    completion: int
 
 
-def _mismatched(one_pass: Pass, plan: StepPlan) -> int:
-    sizes, pairs = one_pass.table.sizes, plan.pairs
-    if not len(pairs):
-        return 0
-    prompts = sizes.prompt_tokens[plan.rows[plan.paired_rows]].sum(dtype=np.int64)
-    return int(prompts + pairs.tokens(sizes, plan.rows).sum(dtype=np.int64))
+@dataclass(frozen=True)
+class PlannedRows:
+    """The rows to learn from, the policy, and the tokens that stage 1 scores."""
+
+    table: RowTable
+    count: int
+    held_out: int
+    policy: ModelOptions
+    own_tokens: int  # of prompts and completions
+    mismatched_tokens: int  # of mismatched completions
+    is_given: bool = False  # by their number, as they are not there yet
 
 
-def _scaled(tokens: Sequence[int], share: float) -> int:
-    """The sum over all rows, scaled up from the sampled ones."""
-    return round(sum(tokens) * share)
+def planned_rows(config: Config, recipe: Recipe, given: GivenRows | None) -> PlannedRows:
+    """The given rows, or those of the cache."""
+    if given and config.train.cache:
+        raise UsageError("--rows is for rows that are not there yet. Leave out --cache or --rows.")
+    if given:
+        return _given_rows(config, recipe, given)
+    cache = cache_at(config.train.cache or config.cache.output)
+    manifest = cache.manifest()
+    path = local_model(config.train.model or manifest.model)
+    read_spec = read_spec_of(recipe, config.train, path)
+    source = open_source(cache, manifest, read_spec, ShardColumns(unchecked))
+    sizes = [table.sizes for table in (source.train, source.held_out)]
+    prompts = sum(int(one.prompt_tokens.sum(dtype="int64")) for one in sizes)
+    completions = sum(int(one.own_tokens.sum(dtype="int64")) for one in sizes)
+    return PlannedRows(
+        table=source.train,
+        count=source.train.rows_per_epoch,
+        held_out=len(source.held_out),
+        policy=replace(config.model, path=path, adapter="", device_map=""),
+        own_tokens=prompts + completions,
+        mismatched_tokens=source.num_partners * completions,
+    )
 
 
-def _mean_row(table: RowTable) -> RowShape:
-    count = max(1, round(len(table.sizes.mismatched_tokens) / len(table)))
-    whole = max(count, round(float(table.sizes.own_tokens.mean())))
-    sizes = tuple(len(part) for part in np.array_split(np.arange(whole), count))
-    return RowShape(max(1, round(float(table.sizes.prompt_tokens.mean()))), sizes)
+def _given_rows(config: Config, recipe: Recipe, rows: GivenRows) -> PlannedRows:
+    path = config.train.model or config.model.path
+    if not path:
+        raise UsageError("No policy. Pass --model DIR: a folder with its config.json is enough.")
+    completions = (rows.completion,) * (1 if recipe.rows == "imitated" else 2)
+    learned = round(rows.count * (1 - config.train.eval_fraction))
+    partners = max(1, config.cache.kl_pairs) if "mismatched" in recipe.needs else 0
+    made = max(1, min(learned, MOST_MADE_ROWS))
+    return PlannedRows(
+        table=even_rows(made, RowShape(rows.prompt, completions), num_partners=partners),
+        count=max(1, learned),
+        held_out=rows.count - learned,
+        policy=replace(config.model, path=local_model(path), adapter="", device_map=""),
+        # Stage 1 stores both completions, whatever a method reads of them.
+        own_tokens=rows.count * (rows.prompt + 2 * rows.completion),
+        mismatched_tokens=rows.count * 2 * rows.completion * config.cache.kl_pairs,
+        is_given=True,
+    )
+
+
+def even_rows(count: int, shape: RowShape, *, num_partners: int) -> RowTable:
+    """Rows of one shape, each completion with so many mismatched partners of its length."""
+    lengths = np.tile(np.array(shape.completions, np.int32), count)
+    own = np.full(count, sum(shape.completions), np.int32)
+    sizes = RowSizes(
+        index_in_group=np.arange(count, dtype=np.int32),
+        prompt_tokens=np.full(count, shape.prompt, np.int32),
+        own_tokens=own,
+        learned_tokens=own,
+        chosen_tokens=np.full(count, shape.completions[0], np.int32),
+        branch_offsets=np.arange(count + 1) * len(shape.completions),
+        mismatched_tokens=np.repeat(lengths[:, None], num_partners, axis=1),
+    )
+    return RowTable(np.array([0, count]), sizes)
+
+
+def known_dtype(folder: str, asked: str) -> str:
+    """The dtype of the settings, else of the weights, else of config.json."""
+    if asked != "auto":
+        return asked
+    if any(Path(folder).glob("*.safetensors")):
+        return stored_dtype(folder)
+    config = text_settings(model_config(folder))
+    dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"{folder}: neither weights nor config.json say the dtype. Pass --dtype bfloat16."
+        )
+    return dtype

@@ -38,8 +38,8 @@ from ..plan.cache_checks import (
     require_same_model,
     require_same_reference,
 )
+from ..plan.memory import memory_savers
 from ..plan.method_needs import sampling_note
-from ..plan.remedies import Situation, memory_savers
 from ..plan.setting_checks import learning_rate_note
 from ..plan.short_plan import short_plan
 from ..plan.workload import feed_settings
@@ -134,15 +134,15 @@ def load(run: Run, progress: Progress) -> None:
     pads = not policy.path.packs
     settings = feed_settings(config.train, run.recipe, world, tokens=fits or planned, pads=pads)
     run.feed = CacheFeed(run.source, held_out, settings)
-    situation = Situation(
-        config,
-        stage_of(run.engine_config),
-        world.size,
-        settings.tokens_per_batch,
-        policy.device.type,
-        can_recompute(model),
+    advice = tuple(
+        memory_savers(
+            config,
+            stage=stage_of(run.engine_config),
+            ranks=world.size,
+            device=policy.device.type,
+            can_recompute=can_recompute(model),
+        )
     )
-    advice = tuple(memory_savers(situation))
     run.memory = MemoryBackoff(pads=pads, ranks=world.size, advice=advice, budget=fits)
     run.meter = Meter(pads=pads)
     if world.rank == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from typing import TYPE_CHECKING
 
 from ...schemas.batches import World
@@ -12,12 +11,11 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.engine.deepspeed_config import preset_of
 from ...stages.engine.distributed import gathered, run_on_rank_zero
-from ...stages.model.loading.placement import chosen_device, device_bytes, host_bytes
-from ...stages.model.memory.memory_trace import UntracedError
+from ...stages.model.loading.placement import chosen_device, device_bytes
+from ...stages.model.memory.micro_batch import UntracedError
 from ...stages.tracking.progress import Progress
-from ..plan.memory_choice import Budget, PlanFacts, chosen, decided
-from ..plan.planned_rows import known_dtype
-from ..plan.remedies import Changes, changed
+from ..plan.memory import OPEN, ZERO, Budget, Changes, PlanFacts, changed, chosen, decided
+from ..plan.workload import known_dtype
 
 if TYPE_CHECKING:
     from .setup import Run
@@ -30,11 +28,7 @@ def facts_of_run(run: Run) -> PlanFacts:
     train, policy, world = run.config.train, run.begins_as, run.world
     device = chosen_device(policy)
     # The GPUs of a training may differ: all ranks choose for the smallest.
-    every = gathered(world, (device_bytes(device), host_bytes(), socket.gethostname()))
-    machines = [machine for *_, machine in every]
-    host = min(size // machines.count(machine) for _, size, machine in every)
-    smallest = min(size for size, *_ in every)
-    begun = run.checkpoint.identity if run.checkpoint else None
+    smallest = min(gathered(world, device_bytes(device)))
     return PlanFacts(
         policy,
         known_dtype(policy.path, train.dtype),
@@ -45,18 +39,16 @@ def facts_of_run(run: Run) -> PlanFacts:
         device=device,
         ranks=world.size,
         budget=Budget.of(train, smallest).within(smallest),
-        host=host,
-        begun=begun_preset(begun) if begun else "",
-        is_resumed=begun is not None,
+        begun=begun_preset(run.checkpoint.identity) if run.checkpoint else "",
     )
 
 
 def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Progress) -> Config:
     """The settings with what is `auto` in them decided, the same on every rank."""
-    if world.rank == 0 and facts.budget.size:  # a large model is traced for some time
+    if facts.begun and config.train.deepspeed == OPEN[ZERO]:
+        config = changed(config, {ZERO: facts.begun})
+    if world.rank == 0 and facts.budget.size:  # a large model takes some time
         progress.say("memory: planning what fits, before weights are loaded")
-    if facts.begun and config.train.deepspeed == "auto":
-        config = changed(config, {"train.deepspeed": facts.begun})
     changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
     if world.rank == 0:
         for note in notes:
@@ -70,7 +62,6 @@ def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[s
         return decided(config.train), ()
     try:
         choice = chosen(config, facts)
-        lines = tuple(choice.lines())
     except UntracedError as error:
         if facts.budget.is_asked:
             raise UsageError(
@@ -79,7 +70,7 @@ def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[s
         logger.warning("%s What is auto is as without a plan.", error)
         return decided(config.train), ()
     choice.require_fitting()
-    return choice.changes, lines
+    return choice.changes, tuple(choice.lines())
 
 
 def begun_preset(begun: RunIdentity) -> str:

@@ -30,7 +30,6 @@ from ...stages.train.together import StopConditions
 from ..jobs.object_inputs import cache_at, local_model
 from ..options.first_checks import asked_recipe
 from ..options.settings import Settings
-from ..plan.best_metric import require_measured
 from ..plan.cache_checks import require_same_making, require_same_text
 from ..plan.method_needs import read_spec_of, require_own_samples, require_token_logps
 from ..plan.setting_checks import (
@@ -124,7 +123,6 @@ def check_settings(settings: Settings) -> Recipe:
     recipe = asked_recipe(settings.config)
     seconds_of(train.max_time, name="train.max_time")
     require_effect(settings)
-    require_measured(train)
     if train.row_margins:
         require_margins(recipe)
     return recipe

@@ -21,7 +21,7 @@ from .keyed_noise import KeyedNoise
 from .loading.model_folder import read_json, text_settings
 from .loading.quiet import quiet
 from .logprobs import causal_model, input_device
-from .memory.live_memory import is_out_of_memory
+from .memory.out_of_memory import is_out_of_memory
 
 _public: Any = transformers  # its stub names few of its classes
 

@@ -42,7 +42,7 @@ from .logprobs import (
     own_attention,
     tree_logps,
 )
-from .memory.live_memory import is_out_of_memory
+from .memory.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("align")
 

@@ -29,7 +29,7 @@ from .logprobs import (
     require_known_ids,
     tree_logps,
 )
-from .memory.live_memory import is_out_of_memory
+from .memory.out_of_memory import is_out_of_memory
 from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
 
 

@@ -175,9 +175,9 @@ def settings_of(folder, method, sets, flags):
 
 def planned_gib(folder, method, sets, flags):
     """The peak that `align plan` says, on the device that is here."""
-    from align.pipeline.plan.run_plan import PlanRequest, plan_run
+    from align.pipeline.plan.run_plan import plan_run
 
-    return plan_run(settings_of(folder, method, sets, flags), PlanRequest()).own.peak / 2**30
+    return plan_run(settings_of(folder, method, sets, flags)).own.estimate.peak / 2**30
 
 
 def with_align(folder, method, sets, flags):

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from align.pipeline.plan.planned_rows import known_dtype
+from align.pipeline.plan.workload import known_dtype
 from align.schemas.config import ModelOptions
 from align.stages.model.loading.load import load_causal_lm
 from align.stages.model.save import save_whole

@@ -12,7 +12,7 @@ import yaml
 
 from align.pipeline.options.settings import as_absolute, as_yaml, flatten, load_settings
 from align.pipeline.options.yaml_values import from_yaml
-from align.pipeline.plan.memory_choice import Budget
+from align.pipeline.plan.memory import Budget
 from align.pipeline.plan.setting_checks import require_effect
 from align.schemas.config import Config
 from align.schemas.errors import UsageError

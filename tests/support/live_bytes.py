@@ -1,34 +1,47 @@
 """How many bytes of tensors a process holds at once."""
 
+import weakref
+
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations made and that are still alive, and keeps the most.
+    """Counts the storages on a device that operations made and that are still alive.
 
     Those of `held` are not counted: an operation may give a part of one of them.
     """
 
-    def __init__(self, held=()):
+    def __init__(self, held=(), device="cpu"):
         super().__init__()
-        self.most = 0
-        # Bytes of each storage, by a weak reference to it.
-        self._live = {StorageWeakRef(one.untyped_storage()): 0 for one in held}
+        self.now = self.most = 0
+        self._device = device
+        self._known = {one.untyped_storage()._cdata: one for one in held}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        made = [
-            one
-            for one in tree_leaves(result)
-            if isinstance(one, torch.Tensor) and one.device.type != "meta"
-        ]
-        if made:
-            self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
-        for one in made:
-            storage = one.untyped_storage()
-            self._live.setdefault(StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, sum(self._live.values()))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
+                self.count(leaf)
         return result
+
+    def count(self, tensor):
+        """Counts the storage of a tensor, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget(_):
+            del self._known[key]
+            self.now -= size
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def restart(self):
+        """The peak since the last restart; a new peak is measured from here on."""
+        most, self.most = self.most, self.now
+        return most

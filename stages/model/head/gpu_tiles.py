@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory.live_memory import is_out_of_memory
+from ..memory.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("align")
 

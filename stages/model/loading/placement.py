@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,30 +34,6 @@ def device_bytes(device: str) -> int:
     if device != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-
-
-def host_bytes(root: Path = Path("/")) -> int:
-    """The memory of this machine's CPU, or what a container or a job is allowed of it."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    texts = [file.read_text().strip() for file in _limits(root) if file.is_file()]
-    return min([whole, *(int(text) for text in texts if text.isdigit())])  # or "max"
-
-
-def _limits(root: Path) -> Iterator[Path]:
-    """The files with the limits of this process' cgroups and of those around them.
-
-    A container may see its own cgroup as the outermost one, under a path that is not there.
-    """
-    groups, mounted = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        folders, name = [mounted, mounted / "unified"], "memory.max"
-        if controllers:  # version 1, where each has a tree of its own
-            folders, name = [mounted / "memory"], "memory.limit_in_bytes"
-        if not controllers or "memory" in controllers.split(","):
-            inside = Path(path.lstrip("/"))
-            for folder in folders:
-                yield from (folder / one / name for one in (inside, *inside.parents))
 
 
 def without_cudnn_attention() -> None:

@@ -9,7 +9,7 @@ import torch
 from align.schemas.errors import MemoryLimitError
 from align.stages.methods.recipe import Recipe
 from align.stages.model.logprobs import causal_model
-from align.stages.model.memory.live_memory import is_out_of_memory
+from align.stages.model.memory.out_of_memory import is_out_of_memory
 from align.stages.train.memory_backoff import (
     MemoryBackoff,
     MicroBatchTooLarge,

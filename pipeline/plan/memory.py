@@ -1,0 +1,490 @@
+"""The memory that a training needs on each rank, and values of `auto` by which it fits.
+
+`align train` and `align plan` choose here, from the same facts, and only what leaves the numbers
+of a training as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ...schemas.batches import World
+from ...schemas.config import Config, ModelOptions
+from ...schemas.errors import UsageError
+from ...schemas.train_options import LoraOptions, TrainOptions
+from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
+from ...stages.engine.engine_memory import Elements, engine_memory
+from ...stages.feed.cache_index import RowTable
+from ...stages.methods.recipe import Recipe
+from ...stages.model.head.fused_head_backward import BUFFER_BYTES
+from ...stages.model.loading.load import DTYPES, empty_model
+from ...stages.model.loading.model_folder import model_config
+from ...stages.model.logprobs import ScoringPath, causal_model
+from ...stages.model.memory.micro_batch import Kept, UntracedError, head_bytes, kept, untraced
+from ...stages.model.policy import as_it_learns
+from ..options.settings import flatten
+from ..options.table import flag_of
+from .setting_checks import bytes_of
+from .workload import RowShape, Workload, feed_settings, planned_tokens, workload_of
+
+logger = logging.getLogger("align")
+
+USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
+PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in nf4, its quantized scales included
+MEASURED_TOKENS = 2048  # what a micro-batch keeps grows with its tokens
+IN_FLIGHT = 3  # gradients of the largest activation at once, while a layer runs backward
+# What a process on a CPU holds beside tensors: libraries, and freed blocks of activations, which
+# the C library keeps, and between which there are gaps.
+LIBRARIES, GAPS = 600 << 20, 0.35
+FEWEST_TOKENS = {"cpu": 256}  # in a micro-batch; of another device, whose products then idle, 2048
+
+TOKENS, RECOMPUTE = "train.tokens_per_batch", "train.gradient_checkpointing"
+INPUTS, ZERO = "train.checkpoint_offload", "train.deepspeed"
+# The settings that may be chosen, by the value that leaves them open.
+OPEN = {TOKENS: 0, RECOMPUTE: "auto", INPUTS: "auto", ZERO: "auto"}
+Changes: TypeAlias = dict[str, Any]  # settings by their dotted names
+# What takes less memory, the gentlest first; each is tried with ever smaller micro-batches.
+LADDER: tuple[Changes, ...] = (
+    {},
+    {ZERO: "zero2"},
+    {RECOMPUTE: True},
+    {ZERO: "zero2", RECOMPUTE: True},
+    {ZERO: "zero3", RECOMPUTE: True},
+    {RECOMPUTE: True, INPUTS: True},
+    {ZERO: "zero2", RECOMPUTE: True, INPUTS: True},
+    {ZERO: "zero3", RECOMPUTE: True, INPUTS: True},
+)
+# What takes less still, but makes a step much slower or trains other numbers: it is only named.
+ADVICE: tuple[Changes, ...] = (
+    {ZERO: "zero2-offload"},
+    {ZERO: "zero3-offload"},
+    {ZERO: "zero2", "train.optimizer_dtype": "bfloat16"},
+    {"lora.enabled": True},
+    {"lora.enabled": True, "lora.quantize": "nf4"},
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory of a GPU, or of a process on a CPU; 0 bytes: no limit."""
+
+    size: int = 0
+    is_asked: bool = False  # by train.memory, and not just what the device has
+
+    @staticmethod
+    def of(train: TrainOptions, device_bytes: int) -> Budget:
+        """The one of train.memory, or else of the device."""
+        asked = bytes_of(train.memory, name="train.memory")
+        return Budget(asked or device_bytes, bool(asked))
+
+    def within(self, device_bytes: int) -> Budget:
+        """No more than the device has, where that is known: more cannot be allowed."""
+        if not 0 < device_bytes < self.size:
+            return self
+        logger.warning(
+            "train.memory is %s, and the GPU has %s: no more is planned with.",
+            amount(self.size),
+            amount(device_bytes),
+        )
+        return replace(self, size=device_bytes)
+
+    @property
+    def usable(self) -> int:
+        """The bytes that a training can fill."""
+        return int(USABLE * self.size)
+
+    def holds(self, estimate: Estimate) -> bool:
+        """Whether a training that needs so much fits into it."""
+        return not self.size or estimate.peak <= self.usable
+
+    def __str__(self) -> str:
+        return f"{amount(self.usable)} that can be used ({USABLE:.0%} of {amount(self.size)})"
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a plan follows from besides the settings."""
+
+    policy: ModelOptions
+    dtype: str
+    recipe: Recipe
+    table: RowTable  # of all rows to learn from, or of the first
+    rows: int
+    held_out: int
+    device: str
+    ranks: int
+    budget: Budget = Budget()
+    begun: str = ""  # the preset of a run that resumes, which it keeps
+    workloads: dict[Any, Workload] = field(default_factory=dict)  # by settings of the feed
+
+    def workload(self, train: TrainOptions) -> Workload:
+        """The steps and micro-batches under these settings."""
+        tokens, world = planned_tokens(train, self.device), World(0, self.ranks, 0)
+        feed = feed_settings(train, self.recipe, world, tokens=tokens, pads=False)
+        if (key := (feed, train.max_steps)) not in self.workloads:
+            self.workloads[key] = workload_of(
+                self.table, feed, train, rows=self.rows, held_out=self.held_out
+            )
+        return self.workloads[key]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank at the moment when the most are used; `host`: in the CPU's memory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    buffers: int
+    process: int  # on a CPU: what is no tensor
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """All of them on the device."""
+        total: int = sum(getattr(self, one.name) for one in fields(self)) - self.host
+        return total
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Settings with the changes that were made to them, and what they need."""
+
+    config: Config
+    changes: Changes
+    workload: Workload
+    estimate: Estimate
+
+
+def planned(config: Config, facts: PlanFacts, changes: Changes | None = None) -> Planned:
+    """The plan of these settings; what is `auto` in them is as without a limit."""
+    config = changed(config, changes or {})
+    work = facts.workload(config.train)
+    return Planned(config, changes or {}, work, estimate(config, facts, work))
+
+
+def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
+    """The memory of the largest moment of a step."""
+    train, device = config.train, facts.device
+    policy = measured_policy(config, facts, work.row)
+    context = EngineContext(facts.dtype, policy.hidden_size, facts.ranks, device)
+    engine = engine_memory(
+        policy.elements(config.lora.quantize),
+        engine_config(train, context),
+        train,
+        ranks=facts.ranks,
+        itemsize=DTYPES[facts.dtype].itemsize,
+        device=device,
+    )
+    keeps = policy.recomputing if train.recomputes else policy.keeping
+    if keeps is None:
+        raise UsageError(
+            "train.gradient_checkpointing: this architecture does not support it. Set it to false."
+        )
+    times = work.micro_tokens / keeps.tokens
+    activations = round(keeps.whole * times)
+    in_layer = round((keeps.in_layer + IN_FLIGHT * keeps.largest) * times)
+    host = 0
+    if train.offloads_inputs and device != "cpu":
+        activations, host = 0, activations
+    head = of_weight = buffer = 0
+    if policy.head is not None:
+        head = head_bytes(policy.head, round(work.micro_tokens * work.predicted), device=device)
+        of_weight = policy.head.nbytes if policy.head.requires_grad else 0
+        buffer = BUFFER_BYTES
+    # (gradients, activations, head): the head and then the layers run backward, where the gradient
+    # of the head's weight is in memory besides, unless it is cut into parts at once.
+    last = engine.arriving + policy.largest * DTYPES[facts.dtype].itemsize
+    moments = [
+        (engine.first, activations, head),
+        (engine.first + engine.arriving_first + of_weight, activations + in_layer, 0),
+        (engine.gradients + last, 0, 0),
+    ]
+    if work.micro_batches > 1:  # a later one meets the gradients of those before
+        more = engine.arriving + of_weight if engine.arriving else 0
+        moments += [
+            (engine.gradients, activations, head),
+            (engine.gradients + more, activations + in_layer, 0),
+        ]
+    found = [(*moment, engine.gathered) for moment in moments] + [(engine.update, 0, 0, 0)]
+    gradients, activations, head, gathered = max(found, key=sum)
+    process = 0
+    if device == "cpu":
+        held = max(one[1] for one in moments)
+        process = LIBRARIES + round((1 + GAPS) * held) - activations
+    return Estimate(
+        weights=engine.weights,
+        gradients=gradients,
+        optimizer=engine.optimizer,
+        activations=activations,
+        head=head + buffer,
+        buffers=engine.buffers + gathered,
+        process=process,
+        host=engine.host + host,
+    )
+
+
+@dataclass(frozen=True)
+class MeasuredPolicy:
+    """A policy without weights: its parameters, and what its layers keep of a micro-batch."""
+
+    trained: Elements
+    packed: int  # elements of frozen layers, which 4 bits hold
+    hidden_size: int
+    head: Tensor | None  # weight of the fused head; none of a model that scores
+    keeping: Kept
+    recomputing: Kept | None  # with gradient checkpointing, where the model can
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest parameter that is trained."""
+        return self.trained.largest
+
+    def elements(self, quantize: str) -> Elements:
+        """Counts of the parameters, frozen ones in 4 bits where they are quantized."""
+        if quantize == "none":
+            return self.trained
+        return replace(
+            self.trained, packed=self.packed, packed_bytes=round(self.packed * PACKED_BYTES)
+        )
+
+
+_measured: dict[str, MeasuredPolicy | UntracedError] = {}
+
+
+def measured_policy(config: Config, facts: PlanFacts, row: RowShape) -> MeasuredPolicy:
+    """The policy of these settings; the runs of a sweep in one process share it."""
+    train, lora = config.train, replace(config.lora, quantize="none")
+    of_model = facts.policy, model_config(facts.policy.path), facts.dtype, facts.recipe.head
+    key = repr((of_model, facts.device, row, train.dropout, lora if lora.enabled else None))
+    if key not in _measured:
+        try:
+            _measured[key] = _measure(train, lora, facts, row)
+        except UntracedError as error:
+            _measured[key] = error
+    found = _measured[key]
+    if isinstance(found, UntracedError):
+        raise found
+    return found
+
+
+def _measure(
+    train: TrainOptions, lora: LoraOptions, facts: PlanFacts, row: RowShape
+) -> MeasuredPolicy:
+    scores = facts.recipe.head == "score"
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    with untraced():
+        model = as_it_learns(empty_model(facts.policy, facts.dtype, kind), train, lora)
+    inner = causal_model(model)
+    head = None if scores else inner.get_output_embeddings().weight
+    layers = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
+    packed = sum(one.numel() for one in layers if one is not head and not one.requires_grad)
+    path = ScoringPath(
+        "packed" if facts.device == "cpu" else "flex", "score" if scores else "fused"
+    )
+    keeping, recomputing = kept(model, row.rows(MEASURED_TOKENS), path)
+    size = inner.config.get_text_config(decoder=True).hidden_size
+    return MeasuredPolicy(elements_of(model), packed, size, head, keeping, recomputing)
+
+
+def elements_of(model: nn.Module, numel: Callable[[Tensor], int] = Tensor.numel) -> Elements:
+    """Counts each parameter once, those in 4 bits by what they stand for."""
+    trained = [numel(one) for one in model.parameters() if one.requires_grad]
+    frozen = sum(numel(one) for one in model.parameters() if not one.requires_grad)
+    packed = packed_bytes = 0
+    for one in model.parameters():
+        if (state := getattr(one, "quant_state", None)) is not None:  # two elements in a byte
+            packed, packed_bytes = packed + math.prod(state.shape), packed_bytes + one.nbytes
+            frozen += math.prod(state.shape) - one.numel()
+    return Elements(sum(trained), frozen, max(trained, default=0), packed, packed_bytes)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of a training whose `auto` is decided, and why."""
+
+    budget: Budget
+    given: Planned  # as without a limit
+    nearest: Planned  # of what `auto` may choose: the first that fits, or else the smallest
+    advice: Planned | None  # where none of it fits: what else does, or comes nearest
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, as far as a limit is known."""
+        return self.budget.holds(self.nearest.estimate)
+
+    @property
+    def found(self) -> Planned:
+        """What to train by: where nothing fits the settings as they are, as a plan may be high."""
+        return self.nearest if self.fits else self.given
+
+    @property
+    def changes(self) -> Changes:
+        """The settings that are decided."""
+        return {**decided(self.given.config.train), **self.found.changes}
+
+    def require_fitting(self) -> None:
+        """Refuses what does not fit into the memory that train.memory allows."""
+        if self.budget.is_asked and not self.fits:
+            raise UsageError(f"train.memory: {'; '.join(self.lines())}.")
+
+    def lines(self) -> Iterator[str]:
+        """What was chosen and why, and what else would fit."""
+        if not self.budget.size:
+            return
+        peak, flags = self.found.estimate.peak, flags_of(self.found.changes)
+        needs = f"{amount(peak)} planned of the {self.budget}"
+        if not self.fits:
+            yield f"does not fit: {needs}, {amount(peak - self.budget.usable)} too much"
+            yield from self.what_else()
+        elif flags:
+            without = amount(self.given.estimate.peak)
+            yield f"chosen to fit: {flags}: {needs}; without, {without}"
+        else:
+            yield f"fits: {needs}"
+
+    def what_else(self) -> Iterator[str]:
+        """Where nothing that `auto` may choose fits: the nearest of it, and what would."""
+        for start, one in (("auto comes nearest by", self.nearest), ("", self.advice)):
+            if one and one.changes:
+                peak = one.estimate.peak
+                over = peak - self.budget.usable
+                verdict = "fits" if over <= 0 else f"{amount(over)} too large"
+                yield f"{start or 'with'} {flags_of(one.changes)}: {amount(peak)}, {verdict}"
+        if not (self.advice and self.budget.holds(self.advice.estimate)):
+            yield "use larger GPUs or more of them, a smaller model, or shorter rows"
+
+
+def chosen(config: Config, facts: PlanFacts) -> Choice:
+    """Decides what is `auto`: the first rung of the ladder by which it fits, or the nearest."""
+    budget, given = facts.budget, planned(config, facts)
+    if budget.holds(given.estimate):
+        return Choice(budget, given, given, None)
+    known = flatten(config)
+    nearest = _climbed(facts, given, {name for name in OPEN if known[name] == OPEN[name]})
+    if budget.holds(nearest.estimate):
+        return Choice(budget, given, nearest, None)
+    advice = nearest
+    for changes in ({}, *(() if facts.begun else ADVICE)):
+        if changes and not is_useful(changes, config, ranks=facts.ranks, device=facts.device):
+            continue
+        try:
+            start = planned(config, facts, changes)
+        except UsageError:  # DeepSpeed, or this architecture, has no such combination
+            continue
+        is_open = {*OPEN} - changes.keys() - ({ZERO} if facts.begun else set())
+        best = _climbed(facts, start, is_open)
+        advice = min(advice, best, key=lambda one: one.estimate.peak)
+        if budget.holds(advice.estimate):
+            break
+    return Choice(budget, given, nearest, None if advice is nearest else advice)
+
+
+def _climbed(facts: PlanFacts, start: Planned, is_open: set[str]) -> Planned:
+    """The first rung that fits on top of a plan, by settings that are open; else the smallest."""
+    config, known = start.config, flatten(start.config)
+    if config.train.dropout:  # which is drawn anew for each micro-batch
+        is_open = is_open - {TOKENS}
+    best, least = start, FEWEST_TOKENS.get(facts.device, 2048)
+    for rung in LADDER:
+        new = {name: value for name, value in rung.items() if known[name] != value}
+        is_right = is_useful(rung, config, ranks=facts.ranks, device=facts.device)
+        if new.keys() - is_open or (new and not is_right):
+            continue
+        try:
+            one = planned(config, facts, new)
+        except UsageError:
+            continue
+        top = (one.workload.micro_tokens - 1).bit_length() if TOKENS in is_open else 0
+        sizes = [1 << power for power in range(top - 1, 0, -1) if 1 << power >= least]
+        for tokens in (0, *sizes):
+            if tokens:
+                one = planned(config, facts, {**new, TOKENS: tokens})
+            if one.estimate.peak < best.estimate.peak or facts.budget.holds(one.estimate):
+                best = replace(one, changes={**start.changes, **one.changes})
+            if facts.budget.holds(best.estimate):
+                return best
+    return best
+
+
+def is_useful(
+    changes: Changes, config: Config, *, ranks: int, device: str, stage: int | None = None
+) -> bool:
+    """Whether these settings are not in use yet, and can take less memory here.
+
+    `stage` is that of ZeRO, where it is known.
+    """
+    known = flatten(config)
+    preset, now = PRESETS.get(changes.get(ZERO, "")), PRESETS.get(config.train.deepspeed)
+    offloaded = len(now.offloads) if now else 0
+    is_whole = config.lora.quantize != "none" or config.model.compile
+    if all(known[name] == value for name, value in changes.items()):
+        return False
+    if device == "cpu" and (INPUTS in changes or (preset and preset.offloads)):
+        return False  # it would move within the same memory
+    if preset is None:
+        return True
+    if preset.offloads:
+        return len(preset.offloads) > offloaded and not (preset.stage == 3 and is_whole)
+    if preset.stage == 3:
+        return ranks > 1 and not is_whole and not offloaded and stage != 3
+    return stage is None or stage == 1 or (stage == 0 and ranks > 1) or len(changes) > 1
+
+
+def memory_savers(
+    config: Config, *, stage: int, ranks: int, device: str, can_recompute: bool
+) -> Iterator[str]:
+    """Flags for a run that has already tried smaller micro-batches."""
+    resumable: list[Changes] = [{RECOMPUTE: True}, {RECOMPUTE: True, INPUTS: True}]
+    resumable = resumable if can_recompute else []
+    anew = "in a new run, with another --output, "
+    for changes in (*resumable, {ZERO: "zero2"}, {ZERO: "zero3"}, *ADVICE):
+        if is_useful(changes, config, ranks=ranks, device=device, stage=stage):
+            yield f"{'' if changes in resumable else anew}{flags_of(changes)}"
+    yield f"{anew}a cache with a shorter tokens.max_length"
+
+
+def decided(train: TrainOptions) -> Changes:
+    """What no micro-batch shows: an `auto` of gradient checkpointing without a plan is no."""
+    return {RECOMPUTE: train.recomputes, INPUTS: train.offloads_inputs}
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """The config with other values of some settings."""
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        options = replace(getattr(config, section), **{key: value})
+        config = replace(config, **{section: options})
+    return config
+
+
+def flags_of(changes: Changes, given_by_set: Collection[str] = ()) -> str:
+    """The words of `align train` for them; one that was given by --set is only changed by --set."""
+    words = []
+    for name, value in changes.items():
+        flag = "" if name in given_by_set else flag_of(name, "train")
+        text = str(value) if isinstance(value, str | float) else json.dumps(value)
+        if flag and isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif flag:
+            each = value if isinstance(value, list) else [text]
+            words += [f"{flag} {shlex.quote(str(one))}" for one in each]
+        else:
+            words.append(f"--set {shlex.quote(f'{name}={text}')}")
+    return " ".join(words)
+
+
+def amount(size: float) -> str:
+    """Bytes as GiB, or as MiB where that is little."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

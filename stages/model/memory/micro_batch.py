@@ -1,0 +1,164 @@
+"""Bytes that a micro-batch takes: what its layers keep for the backward pass, and the head.
+
+A model without weights runs forward once on the meta device, where tensors have a size and no
+content, and autograd hands over what it keeps: there is no formula for each family. Attention,
+whose kernels differ between devices, is stood in for by a function that keeps what they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from ....schemas.errors import AlignError, UsageError
+from ....schemas.rows import Tree
+from ..head.fused_head import TILE_ROWS, TILE_VOCABULARY
+from ..layouts.tree_attention import TreeBatch
+from ..loading.library_errors import in_short
+from ..logprobs import ScoringPath, causal_model, last_states
+from ..transformers_compat import AttentionInterface, can_recompute, recompute_activations
+
+FLOAT = 4  # bytes
+KERNEL = "align_kernel_on_meta"  # the attention of a model that is measured for a GPU
+# 126 layers keep 5,000 tensors, and ten times as many where attention goes completion by
+# completion. A model whose layers go over positions one by one would run for minutes.
+MOST_TENSORS = 500_000
+
+
+class UntracedError(UsageError):
+    """The memory of a model is not known: its layers do not run without weights, or too long."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that stay from the forward to the backward pass of so many tokens."""
+
+    tokens: int
+    whole: int
+    largest: int  # tensor of them
+    in_layer: int  # what one layer takes while it runs again in the backward pass; 0: none does
+
+
+def kept(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> tuple[Kept, Kept | None]:
+    """What one micro-batch keeps, as it is and with recomputed activations if the model can.
+
+    The model is on the meta device, and recomputes from here on.
+    """
+    inner = causal_model(model)
+    with untraced():
+        batch = path.batch(trees, torch.device("cpu"))
+        on_meta: dict[str, Any] = {
+            name: one.to("meta") for name, one in vars(batch).items() if isinstance(one, Tensor)
+        }
+        batch = replace(batch, **on_meta)
+        tokens = batch.token_ids.numel()
+        whole, largest = _forward(model, batch, path)
+        plain = Kept(tokens, whole, largest, 0)
+        if not can_recompute(inner):
+            return plain, None
+        recompute_activations(inner)
+        inputs, _ = _forward(model, batch, path)
+    layers = inner.config.get_text_config(decoder=True).num_hidden_layers
+    return plain, Kept(tokens, inputs, largest, -(-(whole - inputs) // layers))
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Raises UntracedError for anything that layers raise where tensors have no numbers."""
+    try:
+        yield
+    except AlignError:
+        raise
+    except Exception as error:
+        why = in_short(error)
+        raise UntracedError(f"The memory of this model cannot be planned ({why}).") from error
+
+
+def _forward(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> tuple[int, int]:
+    """Bytes of all tensors that a forward pass keeps, weights left out, and of the largest."""
+    inner = causal_model(model)
+    weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    found: dict[int, Any] = {}  # storages by address: no other has it while they are held
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage
+        if len(found) > MOST_TENSORS:
+            raise UntracedError(f"A micro-batch of this model keeps over {MOST_TENSORS:,} tensors.")
+        return tensor
+
+    model.train()
+    with _KeepingAttention(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        if path.layout == "packed":
+            states = last_states(inner, batch, path)
+        else:  # the kernel of a GPU, which reads no mask
+            inner.set_attn_implementation(KERNEL)
+            ids = {"input_ids": batch.token_ids, "position_ids": batch.positions}
+            states = inner.base_model(**ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        keep(states[batch.predictors])  # as the head does
+    sizes = [storage.nbytes() for storage in found.values()]
+    return sum(sizes), max(sizes)
+
+
+class _KeepingAttention(TorchFunctionMode):
+    """Replaces torch's attention by one that keeps what its kernels keep and computes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            return KeptAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+class KeptAttention(torch.autograd.Function):
+    """The memory of flash attention: queries, keys, values, outputs and a number per query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Outputs in the layout of the kernels: the heads of one token are contiguous."""
+        rows, heads, length, _ = query.shape
+        output = value.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty((rows, heads, length), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: no head's keys are repeated."""
+    output: Tensor = KeptAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(KERNEL, _attend)
+
+
+def head_bytes(weight: Tensor, positions: int, *, device: str) -> int:
+    """Most bytes that the fused head takes in a backward pass, its buffer of logits left out.
+
+    `weight` is the head's, (vocabulary, hidden), and may be without numbers.
+    """
+    (vocabulary, width), is_gpu = weight.shape, device == "cuda"
+    operand = weight.itemsize if is_gpu else FLOAT  # a CPU multiplies in float32
+    rows = min(TILE_ROWS.get(device, 2048), positions)
+    columns = min(TILE_VOCABULARY.get(device, 2048), vocabulary)
+    # The gradient of the states, and the states times a slope, as the products read them.
+    of_states = positions * width * (FLOAT + operand)
+    tiles = rows * columns * (FLOAT + operand)  # logits, and their gradient
+    of_tile = columns * width * FLOAT  # the gradient of its weights
+    converted = 0
+    if is_gpu:
+        converted = max(rows, columns) * width * FLOAT  # a product before it is added
+    elif weight.itemsize < FLOAT:
+        converted = (positions + columns) * width * FLOAT
+    of_weight = weight.nbytes if weight.requires_grad else 0
+    return of_states + tiles + of_tile + converted + of_weight
