@@ -14,7 +14,7 @@ from ...schemas.file_version import Remember
 from ...stages.engine.deepspeed_config import EngineContext, stage_of
 from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import agreed, gathered, run_on_all_ranks
-from ...stages.engine.zero3_loading import freeing_large_blocks, loading_config
+from ...stages.engine.zero3_loading import loading_config
 from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
@@ -24,6 +24,7 @@ from ...stages.model.loading.load import load_model, resolve
 from ...stages.model.loading.model_folder import ModelFiles, model_identity
 from ...stages.model.loading.sharded_load import load_sharded
 from ...stages.model.logprobs import causal_model
+from ...stages.model.memory.freed_blocks import giving_more_blocks_back
 from ...stages.model.policy import Policy, load_policy
 from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.storage.cache import Cache
@@ -200,7 +201,7 @@ def _load_policy(run: Run) -> Policy:
     if zero3:
         together = partial(run_on_all_ranks, world)
         load_weights = partial(load_sharded, config=zero3, together=together)
-    with freeing_large_blocks() if zero3 else nullcontext():
+    with giving_more_blocks_back() if zero3 else nullcontext():
         policy = load_policy(
             run.begins_as,
             train,

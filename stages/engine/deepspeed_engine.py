@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...schemas.batches import Update, World
 from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
+from ..model.memory.freed_blocks import giving_more_blocks_back
 from . import deepspeed_state, distributed
 from .deepspeed_compat import (
     CONFIG_ERROR,
@@ -31,7 +32,6 @@ from .deepspeed_compat import (
 from .deepspeed_config import EngineContext, engine_config, stage_of
 from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
-from .zero3_loading import freeing_large_blocks
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -62,7 +62,7 @@ def open_engine(
         params["lr"] = 0.0
     make = own_optimizer(theirs)
     try:
-        with quietly(), freeing_large_blocks() if is_partitioned else nullcontext():
+        with quietly(), giving_more_blocks_back() if is_partitioned else nullcontext():
             engine, *_ = deepspeed.initialize(
                 model=policy,
                 optimizer=make,

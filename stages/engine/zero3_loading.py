@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ...schemas.batches import World
@@ -36,24 +32,3 @@ def loading_config(
     if reasons and world.rank == 0:
         logger.info("The policy is loaded whole on every rank, then sharded: %s.", reasons[0])
     return None if reasons else config
-
-
-M_MMAP_THRESHOLD = -3
-SMALLEST, LARGEST = 1 << 20, 32 << 20  # blocks that glibc returns to the system when freed
-
-
-@contextmanager
-def freeing_large_blocks() -> Iterator[None]:
-    """Makes glibc return freed parameters to the system, instead of fragmenting their memory.
-
-    glibc raises its threshold with the first large block that is freed, so it ends at the largest.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if set_option is None:
-        yield
-        return
-    set_option(M_MMAP_THRESHOLD, SMALLEST)
-    try:
-        yield
-    finally:
-        set_option(M_MMAP_THRESHOLD, LARGEST)

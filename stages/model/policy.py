@@ -32,6 +32,7 @@ from .logprobs import (
     input_device,
     require_known_ids,
 )
+from .memory.cheap_again import cheap_computed_again, drops_cheap
 from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
@@ -113,6 +114,7 @@ class Policy(nn.Module):
         self.device = input_device(model)
         self.is_sharded = any(hasattr(one, "ds_id") for one in model.parameters())
         self._head, self._paths = head, paths
+        self._recomputes = False
         if paths.compile:
             compile_layers(causal_model(model))
         self._routers = RouterWatch(causal_model(model)) if balanced else None
@@ -162,7 +164,16 @@ class Policy(nn.Module):
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)
         nothing: AbstractContextManager[list[Any]] = nullcontext([])
-        with self._routers.watching() if self._routers else nothing as seen:
+        drops = torch.is_grad_enabled() and not self._recomputes
+        drops = drops and drops_cheap(
+            self.device.type,
+            compiles=self._paths.compile,
+            is_partitioned=any(hasattr(one, "ds_id") for one in self.model.parameters()),
+        )
+        with (
+            self._routers.watching() if self._routers else nothing as seen,
+            cheap_computed_again() if drops else nullcontext(),
+        ):
             if self.path.head == "score":
                 outputs = batch_scores(self.model, laid_out, batch, self.path)[None]
             else:
@@ -186,6 +197,7 @@ class Policy(nn.Module):
     def recompute_activations(self, *, on_host: bool = False) -> None:
         """Turns gradient checkpointing on; `on_host` keeps the inputs of layers on the CPU."""
         recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
+        self._recomputes = True
 
 
 RANDOM = ("drop", "jitter")  # as in attention_dropout, resid_pdrop, layerdrop, router_jitter_noise

@@ -253,7 +253,8 @@ def attend_in_pieces(
     are_prompts = [at == 0 for edges in pieces.edges for at in range(len(edges) - 1)]
     for (queries, keys, values), is_prompt in zip(parts, are_prompts, strict=True):
         if is_prompt:
-            prompt_keys, prompt_values = seen = keys, values
+            # Views would keep the keys and values of the whole batch for the backward pass.
+            prompt_keys, prompt_values = seen = keys.clone(), values.clone()
         else:
             seen = torch.cat([prompt_keys, keys], 2), torch.cat([prompt_values, values], 2)
         is_causal = is_prompt and window is None

@@ -9,7 +9,7 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.model.logprobs import causal_model
+from align.stages.model.logprobs import branch_logps, causal_model
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference, TreeScorer
 from support.families import TREE_FAMILIES, learning_names, mixed_trees, saved_adapter, tiny_model
@@ -77,7 +77,8 @@ def test_recomputing_keeps_less_and_gives_the_same_gradient(saved_llama):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor, kept=kept: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
         ):
-            logps = policy(TREES)[0]
+            batch = policy.path.batch(TREES, policy.device)
+            logps = branch_logps(policy.model, batch, policy.path)
         logps.sum().backward()
         found[recomputes] = sum(kept), [p.grad for p in policy.parameters()]
     assert found[True][0] < found[False][0] / 3

@@ -1,0 +1,138 @@
+"""Activations that take little to compute are dropped, and computed again in the backward pass.
+
+Autograd keeps the input of every product. Where a cheap operation made that input (a norm's
+scaling, an activation function and its gate, the joining of the attention's pieces), the input is
+dropped: the same operation makes it again, of the numbers that autograd keeps for that operation
+anyway, so every gradient has the same bits. A Llama then keeps half as much of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# Kernels that keep their output: the CPU's, and the stand-in by which a plan counts what is kept.
+ATTENTION = {"ScaledDotProductFlashAttentionForCpuBackward0", "KeptAttentionBackward"}
+
+
+def drops_cheap(device: str, *, compiles: bool, is_partitioned: bool) -> bool:
+    """Whether a policy's forward pass drops what is cheap; without gradient checkpointing only.
+
+    Under ZeRO-3 hooks would keep gathered weights. On a GPU it is not measured.
+    """
+    return device == "cpu" and not compiles and not is_partitioned
+
+
+@contextmanager
+def cheap_computed_again(keep: Callable[[Tensor], Any] = lambda tensor: tensor) -> Iterator[None]:
+    """Drops inside what is cheap; `keep` is called with each tensor that autograd keeps."""
+    activations = _Activations(keep)
+    with saved_tensors_hooks(activations.pack, activations.unpack), activations:
+        try:
+            yield
+        finally:
+            activations.forward_is_done()
+
+
+class _Dropped:
+    """A tensor that its node makes again; it is kept from its first use to its last."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.uses = 0  # by operations whose backward is still to come
+        self.again: Tensor | None = None
+
+
+class _Activations(TorchFunctionMode):
+    """Autograd's hooks do not say which operation made a tensor, so every call notes it before."""
+
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keep = keep
+        self._nodes: dict[int, Any] = {}  # of the arguments of the call that runs, by storage
+        self._dropped: dict[Any, _Dropped] = {}  # by node
+        self._depth = 0  # of tensors that are made for others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of the call, during which autograd packs some of its arguments."""
+        for tensor in args:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                node = (tensor if tensor._base is None else tensor._base).grad_fn
+                if node is not None and is_cheap(node):
+                    self._nodes[tensor.untyped_storage()._cdata] = node
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._nodes.clear()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The tensor, or how it is made again with its shape."""
+        node = self._nodes.get(tensor.untyped_storage()._cdata)
+        if node is None:
+            return self._keep(tensor)
+        dropped = self._dropped.setdefault(node, _Dropped(node))
+        dropped.uses += 1
+        return dropped, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor, made again if it was dropped."""
+        if isinstance(packed, Tensor):
+            return packed
+        dropped, *shape = packed
+        if dropped.again is None:
+            self._depth += 1
+            with torch.no_grad():
+                dropped.again = CHEAP[dropped.node.name()](dropped.node)
+            self._depth -= 1
+        again: Tensor = dropped.again.as_strided(*shape)
+        if not self._depth:  # what is made for another tensor will be asked for once more
+            dropped.uses -= 1
+            if not dropped.uses:
+                dropped.again = None
+        return again
+
+    def forward_is_done(self) -> None:
+        """Lets go of the nodes: they would keep each other through their hooks."""
+        self._dropped.clear()
+
+
+def is_cheap(node: Any) -> bool:
+    """Whether the operation of a node is cheap, and keeps all that it takes to run it again."""
+    name = node.name()
+    inputs = node.next_functions
+    if name == "MulBackward0":  # keeps a factor where the other one needs a gradient
+        return all(maker is not None for maker, _ in inputs)
+    if name == "CatBackward0":
+        return all(_is_transposed_attention(maker) for maker, _ in inputs)
+    return name in CHEAP
+
+
+def _is_transposed_attention(node: Any) -> bool:
+    is_transposed = node is not None and node.name() == "TransposeBackward0"
+    return is_transposed and node.next_functions[0][0].name() in ATTENTION
+
+
+def _joined_attention(node: Any) -> Tensor:
+    """The outputs of the attention over the pieces of a batch, each kept by its own kernel."""
+    outputs = []
+    for maker, _ in node.next_functions:
+        output = maker.next_functions[0][0]._saved_output
+        outputs.append(output.transpose(maker._saved_dim0, maker._saved_dim1))
+    return torch.cat(outputs, node._saved_dim)
+
+
+CHEAP: dict[str, Callable[[Any], Tensor]] = {
+    "MulBackward0": lambda node: node._saved_self * node._saved_other,
+    "SiluBackward0": lambda node: functional.silu(node._saved_self),
+    "GeluBackward0": lambda node: functional.gelu(
+        node._saved_self, approximate=node._saved_approximate
+    ),
+    "CatBackward0": _joined_attention,
+}

@@ -1,0 +1,39 @@
+"""Makes the C library give the memory of freed tensors back to the system.
+
+glibc keeps what is freed in one heap. A tensor's small neighbours there outlive it, so the hole
+that it leaves is soon too small for the next tensor of its size, and the heap grows by a GiB that
+nobody uses. A block that is mapped by itself leaves no hole. Its pages are new each time, which
+huge pages make cheap (`HUGE_PAGES`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # read by torch at its first tensor of 2 MiB
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+# Blocks mapped by themselves. With fewer the heap has holes; with more, new pages cost time.
+LARGE, LARGE_WHILE_SHARDING = 4 << 20, 1 << 20
+# What the end of the heap may have free. glibc follows its own threshold no more once one is set.
+SPARE = 64 << 20
+
+
+def give_large_blocks_back(large: int = LARGE) -> None:
+    """Maps blocks of this size and more by themselves from here on; only glibc can."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, large)
+        set_option(M_TRIM_THRESHOLD, SPARE)
+
+
+@contextmanager
+def giving_more_blocks_back() -> Iterator[None]:
+    """Inside, also blocks of the size of most weights: while whole ones are cut into shards."""
+    give_large_blocks_back(LARGE_WHILE_SHARDING)
+    try:
+        yield
+    finally:
+        give_large_blocks_back()
