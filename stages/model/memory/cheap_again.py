@@ -54,7 +54,7 @@ class _Activations(TorchFunctionMode):
     """Autograd's hooks do not say which operation made a tensor, so every call notes it before."""
 
     def __init__(self, keep: Callable[[Tensor], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._keep = keep
         self._nodes: dict[int, Any] = {}  # of the arguments of the call that runs, by storage
         self._dropped: dict[Any, _Dropped] = {}  # by node
