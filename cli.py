@@ -17,7 +17,7 @@ from .pipeline.jobs.signals import stop_signals, stop_with_launcher
 from .pipeline.workers import HOW_THREADS_WAIT
 from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 from .schemas.safe_text import mask_secrets_of, safe
-from .stages.model.memory.freed_blocks import HUGE_PAGES, give_large_blocks_back
+from .stages.engine.freed_blocks import HUGE_PAGES, give_large_blocks_back
 from .stages.tracking.mlflow_silence import WARNING, silence_mlflow
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it

@@ -14,6 +14,7 @@ from ...schemas.file_version import Remember
 from ...stages.engine.deepspeed_config import EngineContext, stage_of
 from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import agreed, gathered, run_on_all_ranks
+from ...stages.engine.freed_blocks import giving_more_blocks_back
 from ...stages.engine.zero3_loading import loading_config
 from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
@@ -24,7 +25,6 @@ from ...stages.model.loading.load import load_model, resolve
 from ...stages.model.loading.model_folder import ModelFiles, model_identity
 from ...stages.model.loading.sharded_load import load_sharded
 from ...stages.model.logprobs import causal_model
-from ...stages.model.memory.freed_blocks import giving_more_blocks_back
 from ...stages.model.policy import Policy, load_policy
 from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.storage.cache import Cache

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ...schemas.batches import Update, World
 from ...schemas.errors import UsageError
 from ...schemas.train_options import TrainOptions
-from ..model.memory.freed_blocks import giving_more_blocks_back
 from . import deepspeed_state, distributed
 from .deepspeed_compat import (
     CONFIG_ERROR,
@@ -31,6 +30,7 @@ from .deepspeed_compat import (
 )
 from .deepspeed_config import EngineContext, engine_config, stage_of
 from .deepspeed_state import whole_weights
+from .freed_blocks import giving_more_blocks_back
 from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
 
 if TYPE_CHECKING:
