@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...schemas.cache import Stops
 from ...schemas.checkpoint import Checkpoint, State
-from ...schemas.errors import CorruptionError, NonFiniteError, UsageError
+from ...schemas.errors import CorruptionError, NonFiniteError, UsageError, counted
 from ...stages.engine.deepspeed_state import is_finite
 from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.model.logprobs import causal_model
@@ -22,7 +22,7 @@ from ...stages.model.save import (
     save_whole,
     stop_generation_at,
 )
-from ...stages.report.model_card import Lineage, model_card
+from ...stages.report.model_card import inline, model_card, notes_on_head
 from ...stages.storage.copies import origin_of
 from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, best_first, wanted
 from ...stages.storage.run.run_folder import RunFolder, remove_model, save_model
@@ -81,11 +81,10 @@ def _unusable(error: CorruptionError) -> CorruptionError:
 def write_model(run: Run, state: State) -> None:
     """Gathers the weights of all ranks; rank zero writes `model/`."""
     weights = run.engine.weights(trainable_only=run.config.lora.enabled)
-    lineage = _lineage(run, state)
-    run_on_rank_zero(run.world, lambda: _write(run, lineage, weights))
+    run_on_rank_zero(run.world, lambda: _write(run, state, weights))
 
 
-def _write(run: Run, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
+def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
     lora, source, folder = run.config.lora, Path(run.begins_as.path), run.folder
     require_space_for_model(run)
     # A training whose last steps have left no numbers is not finished.
@@ -105,47 +104,65 @@ def _write(run: Run, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
     def write(draft: Path) -> None:
         save = save_adapter if lora.enabled else save_whole
         save(run.policy.model, own, source, draft)
-        finish(draft, model_card(lineage, adapter_of=lineage.policy if lora.enabled else ""))
+        finish(draft, is_adapter=lora.enabled)
         if merges:
             save_model(folder.merged, lambda merged: write_merged(draft, merged), run.run_id)
 
     def write_merged(adapter: Path, draft: Path) -> None:
-        save_merged(run.begins_as, adapter, draft, scores=lineage.head == "score")
-        finish(draft, model_card(lineage))
+        save_merged(run.begins_as, adapter, draft, scores=run.recipe.head == "score")
+        finish(draft, is_adapter=False)
 
-    def finish(draft: Path, card: str) -> None:
+    def finish(draft: Path, *, is_adapter: bool) -> None:
         if value_head:
             save_value_head(value_head, draft)
-        if lineage.head != "score":
+        if run.recipe.head != "score":
             stop_generation_at(stops, source, draft)
+        card = _card(run, state, is_adapter=is_adapter)
         (draft / "README.md").write_text(card, encoding="utf-8")
 
     save_model(folder.model, write, run.run_id)
 
 
-def _lineage(run: Run, state: State) -> Lineage:
-    manifest = run.manifest
+def _card(run: Run, state: State, *, is_adapter: bool) -> str:
+    """The README: what was trained by what, on which rows, and everything that it came from."""
+    recipe, manifest, policy = run.recipe, run.manifest, origin_of(run.begins_as.path)
+    name, is_reward_model = recipe.name, recipe.head == "score"
+    front = {
+        "library_name": "peft" if is_adapter else "transformers",
+        **({"pipeline_tag": "text-classification"} if is_reward_model else {}),
+        "tags": f"[align, {name}, preference-alignment]",
+    }
+    made = f"{'A LoRA adapter of ' if is_adapter else ''}`{inline(policy)}`"
+    seen, rows = run.feed.rows_seen(state.step), run.source.train_rows
+    again = ", some of them again" if seen > rows else ""
     of_text = causal_model(run.policy.model).config.get_text_config(decoder=True)
+    padding_token = getattr(of_text, "pad_token_id", None)
+    text = [
+        f"# {name} with align",
+        "",
+        f"{'A reward model: ' if is_reward_model else ''}{made}, trained by `{name}` for "
+        f"{counted(state.step, 'steps')}, {counted(seen, 'rows')} seen out of {rows:,}{again}.",
+        f"Loss: `{inline(recipe.formula)}`.",
+        *notes_on_head(recipe.head, padding_token, is_adapter=is_adapter),
+    ]
     stops = Stops.of(manifest.fingerprint)
     ended = {"a turn": stops.turn, "a call of tools": stops.tool_calls, "plain text": stops.text}
-    return Lineage(
-        method=run.recipe.name,
-        formula=run.recipe.formula,
-        head=run.recipe.head,
-        padding_token=getattr(of_text, "pad_token_id", None),
-        options={name: str(value) for name, value in run.recipe.values.items()},
-        stops={f"{what} ends with": stop.description for what, stop in ended.items() if stop},
-        settings=used_settings(run, "train"),
-        policy=origin_of(run.begins_as.path),
-        reference=manifest.model,
-        reference_weights=manifest.fingerprint["model.weights"],
-        cache=origin_of(str(run.cache.root)),
-        cache_root=manifest.root,
-        data={entry.name: entry.sha256 for entry in manifest.inputs},
-        steps=state.step,
-        rows_seen=run.feed.rows_seen(state.step),
-        rows=run.source.train_rows,
-        metrics=state.metrics,
-        versions=versions(),
-        recorded=run.records.origins(),
-    )
+    tables = {
+        "Lineage": {
+            "policy began as": policy,
+            "reference": manifest.model,
+            "reference weights": manifest.fingerprint["model.weights"],
+            "cache": origin_of(str(run.cache.root)),
+            "cache root": manifest.root,
+            **(run.records.origins() or {"MLflow run": "none"}),
+        },
+        "Data (sha256)": {entry.name: entry.sha256 for entry in manifest.inputs},
+        "Method": {option: str(value) for option, value in recipe.values.items()},
+        "Stop tokens": {
+            f"{what} ends with": stop.description for what, stop in ended.items() if stop
+        },
+        "Training": used_settings(run, "train"),
+        "Last metrics": {metric: f"{value:.6g}" for metric, value in state.metrics.items()},
+        "Versions": versions(),
+    }
+    return model_card(front, text, tables)

@@ -5,7 +5,6 @@ import hashlib
 import html
 import math
 import re
-from dataclasses import fields
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from align.schemas.safe_text import MASK
 from align.stages.report.charts import FEW, MOST_POINTS, Series, Values, chart, histogram
 from align.stages.report.html_page import render_page
-from align.stages.report.model_card import Lineage, model_card
+from align.stages.report.model_card import inline, model_card
 from align.stages.report.run_curves import learning_curves
 from align.stages.report.smoothing import running_mean
 
@@ -213,14 +212,8 @@ def test_a_page_lets_a_browser_apply_its_own_style_and_nothing_else():
 
 def test_the_card_of_a_model_shows_no_secret_and_its_tables_stay_tables():
     evil = "https://me:word@host/a|b\n# c"
-    counts = {"steps": 1, "rows_seen": 1, "rows": 1, "metrics": {}, "method": "dpo"}
-    tables = {
-        name: {evil: evil}
-        for name in ("options", "stops", "settings", "data", "versions", "recorded")
-    }
-    texts = {field.name: evil for field in fields(Lineage)}
-    lineage = Lineage(**texts | tables | counts)
-    for card in (model_card(lineage), model_card(lineage, adapter_of=evil)):
-        assert "word" not in card
-        assert "\n# c" not in card
-        assert f"| reference | https://{MASK}@host/a\\|b # c |" in card
+    card = model_card({"library_name": "peft"}, [f"`{inline(evil)}`"], {"Data": {evil: evil}})
+    assert "word" not in card
+    assert "\n# c" not in card
+    shown = f"https://{MASK}@host/a\\|b # c"
+    assert f"| {shown} | {shown} |" in card
