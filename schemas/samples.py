@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from .json_codec import digest
-from .rows import BadRow, Text
+from .rows import BadRow, Text, prompt_digest
 
 # stop: the model ended it; length: it was cut; other: a server names another reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
@@ -35,9 +35,8 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """A hash of everything a model sees of the prompt; carried columns are not in it."""
-        text = self.text if isinstance(self.text, str) else [dict(one) for one in self.text]
-        return _key(text, list(self.tools or ()), dict(self.template_options))
+        """The digest that a cache has of the prompt; carried columns are not in it."""
+        return prompt_digest(self.text, self.tools, self.template_options).hex()
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,4 @@ class OpenSampler(Protocol):
 
 def sample_key(prompt: str, number: int, sampling: Sampling, identity: Mapping[str, str]) -> str:
     """The key of a sample: a hash of everything that determines it."""
-    return _key("sample", prompt, number, asdict(sampling), dict(identity))
-
-
-def _key(*parts: Any) -> str:
-    return digest(list(parts))[:KEY_LENGTH]
+    return digest(["sample", prompt, number, asdict(sampling), dict(identity)])[:KEY_LENGTH]

@@ -19,7 +19,7 @@ from support.command import align
 # Eight prompts of each round get three samples; a training takes two steps.
 SHORT = {
     "cache": {"kl_pairs": 0},
-    "sample": {"n": 3, "max_new_tokens": 8},
+    "sample": {"n": 3, "max_new_tokens": 8, "seed": 1},
     "judge": {"by": "function", "function": "support.letters:score"},
     "select": {"keep_cut": True},
     "train": {"method": "dpo", "lr": 0.05, "batch_size": 4, "max_steps": 2},

@@ -44,7 +44,7 @@ class CountingSampler(Sampler):
     def draw(self, key, number, sampling):
         """One sample, by a hash of what it is asked for."""
         self._note(f"{key} {number}")
-        drawn = hashlib.sha256(f"{key} {number} {sampling} {self.name}".encode()).hexdigest()
+        drawn = hashlib.sha256(f"{self.name} {sampling} {number} {key}".encode()).hexdigest()
         text = drawn[: int(drawn[0], 16)]
         return Sample(key, number, text, "stop" if drawn[1] > "4" else "length", 7, len(text) + 1)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from align.schemas.columns import Ragged
 from align.schemas.rows import Record, Role, allowed_gaps
+from align.schemas.samples import Prompt
 from align.stages.data.row_keys import key_rows, prompt_keys_of, split_keys_of
 from support.encoded_rows import encoded, plain, record_lists
 
@@ -163,6 +164,9 @@ def test_these_keys_never_change():
     assert [key.hex() for key in prompt_keys_of([CHAT, TEXT]).tolist()] == [
         "5b1e64fe0e211ea8f0dad9dc73a24613",
         "4f743367ee26abbbe649c9f469217e84",
+    ]
+    assert [Prompt(one.prompt).key for one in (CHAT, TEXT)] == [
+        key.hex() for key in prompt_keys_of([CHAT, TEXT]).tolist()
     ]
     split = split_keys_of([CHAT.prompt, TEXT.prompt]).tolist()
     assert [f"{key:016x}" for key in split] == ["95af2ee0f0ebd776", "0b10a4cb61633113"]
