@@ -53,11 +53,6 @@ class CacheJob:
     reference_key: str
 
     @property
-    def plan_key(self) -> str:
-        """A digest of the fingerprint."""
-        return self.cache.plan_key
-
-    @property
     def device(self) -> str:
         """The device of the reference."""
         return self.fingerprint.get("model.device", "cpu")
@@ -76,7 +71,7 @@ class CacheJob:
     def is_published(self) -> bool:
         """Whether the folder already holds the finished cache of this job."""
         cache = self.cache
-        return cache.manifest_file.exists() and cache.manifest().plan_key == self.plan_key
+        return cache.manifest_file.exists() and cache.manifest().plan_key == cache.plan_key
 
 
 def require_model(config: Config, part: Part | None = None) -> None:

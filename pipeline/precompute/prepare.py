@@ -263,7 +263,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
     drawn = tuple(drawing_of(file.path) for file in job.inputs)
     plan = Plan(
         format_version=FORMAT_VERSION,
-        plan_key=job.plan_key,
+        plan_key=job.cache.plan_key,
         fingerprint=job.fingerprint,
         reference_key=job.reference_key,
         model=_absolute(options.model.path),

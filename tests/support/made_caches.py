@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,7 @@ FACTS = {"keys": ("00", "ff"), "rejected": (), "notes": {}, "numerics": {"path":
 NAMES = {0: "a.jsonl", 1: "b.jsonl"}
 LOSSY = FACTS | {"rejected": (Rejected(0, 9, "oom", "too big"),), "notes": {"swaps": 2}}
 ROWS = 5
+KILLED = -signal.SIGKILL
 FORK = multiprocessing.get_context("fork")
 
 
@@ -134,19 +136,30 @@ def in_child(work):
     return at_once(1, lambda _: work())[0]
 
 
-def in_child_killed_before(number, work):
-    """The exit code of a forked process that does `work` until its operation `number`, from 0."""
+def states_of_kills(prepare, work, look):
+    """What is left of work that is killed before each of its operations on the disk, in order.
+
+    `prepare` lays out what was there before, and `look` says what is there then.
+    """
+    seen, number, code = [], 0, KILLED
+    while code:
+        prepare()
+        code = in_child(partial(_killed_before, number, work))
+        assert code in (0, KILLED)
+        seen.append(look())
+        number += 1
+    return [state for at, state in enumerate(seen) if state not in seen[:at]]
+
+
+def _killed_before(number, work):
     visits = itertools.count()
 
     def kill(_):
         if next(visits) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def watched():
-        with disk_faults.watch(kill):
-            work()
-
-    return in_child(watched)
+    with disk_faults.watch(kill):
+        work()
 
 
 def at_once(count, work):

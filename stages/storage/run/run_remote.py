@@ -107,16 +107,13 @@ class RunRemote:
                 yield name, path
 
     def _push_file(self, name: str, path: Path) -> None:
-        if not self._is_pushed(name, path):
+        if self._pushed.get(name) != _state(path):
             self.remote.put(name, path)
             self._pushed[name] = _state(path)
 
-    def _is_pushed(self, name: str, path: Path) -> bool:
-        return self._pushed.get(name) == _state(path)
-
     def _push_checkpoint(self, source: Path, checkpoint: Checkpoint) -> None:
         name, record = f"checkpoints/{source.name}/{RECORD_NAME}", source / RECORD_NAME
-        if self._is_pushed(name, record):
+        if self._pushed.get(name) == _state(record):
             return
         stored = self.remote.get(name)
         if stored is None or not _is_of(stored, checkpoint):

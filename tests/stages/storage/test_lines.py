@@ -1,6 +1,5 @@
 """Lines at the end of a file: each is whole or not there, whoever is killed, whatever is torn."""
 
-import signal
 from contextlib import closing
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from align.schemas.errors import StorageError
 from align.stages.storage.disk.lines import Lines, keep_lines, line_start, read_lines
 from support import disk_faults
-from support.made_caches import at_once, in_child_killed_before
+from support.made_caches import at_once, states_of_kills
 
 TEXTS = [b"first", b"", b"\xff\x00third" * 3000, b"last"]
 
@@ -74,11 +73,7 @@ def test_a_line_is_handed_over_at_once_and_durable_once_it_is_synced(tmp_path):
 def test_a_kill_leaves_the_old_lines_or_the_new_ones(path):
     whole = path.read_bytes()
     first, *_ = read_lines(path)
-    seen, number, code = [], 0, -signal.SIGKILL
-    while code:
-        path.write_bytes(whole)
-        code = in_child_killed_before(number, lambda: keep_lines(path, [first]))
-        assert code in (0, -signal.SIGKILL)
-        seen += [texts(path)] if texts(path) not in seen else []
-        number += 1
+    seen = states_of_kills(
+        lambda: path.write_bytes(whole), lambda: keep_lines(path, [first]), lambda: texts(path)
+    )
     assert seen == [TEXTS, [b"first"]]

@@ -1,6 +1,5 @@
 """Records: one writer wins, each is whole, and damage is loud."""
 
-import signal
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +9,7 @@ from align.schemas.json_codec import to_signed_json
 from align.stages.storage.records import Records
 from support.at_once import at_the_same_time
 from support.flips import flipped
-from support.made_caches import in_child_killed_before
+from support.made_caches import states_of_kills
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,15 @@ def test_a_kill_before_any_operation_leaves_the_old_record_or_the_new_one(tmp_pa
         "drop": lambda: PLAIN.drop(path),
     }[operation]
 
-    seen, number, code = [], 0, -signal.SIGKILL
-    while code:
+    def prepare():
         path.unlink(missing_ok=True)
         if before:
             PLAIN.replace(path, before)
-        code = in_child_killed_before(number, work)
-        seen.append(PLAIN.find(path))
-        assert code in (0, -signal.SIGKILL)
+
+    def look():
+        found = PLAIN.find(path)
         work()
         assert PLAIN.find(path) == after
-        number += 1
-    assert [*dict.fromkeys(seen)] == [before, after]
+        return found
+
+    assert states_of_kills(prepare, work, look) == [before, after]
