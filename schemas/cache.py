@@ -122,6 +122,11 @@ class Manifest:
     # does not depend on it.
     sampling: tuple[Drawing | None, ...]
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether it holds the reference's log-probs; else they are null."""
+        return self.fingerprint.get("cache.scored") != "false"
+
 
 Source: TypeAlias = Literal["template", "tokenizer"]
 FIELD = "tokenizer.stop."  # prefix of the fingerprint's fields

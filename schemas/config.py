@@ -58,6 +58,10 @@ class CacheOptions:
         description="mismatched completions per completion (KTO's KL term); 0: none",
     )
     token_logps: bool = Field(default=False, description="also store the log-prob of every token")
+    scored: bool = Field(
+        default=True,
+        description="run the reference; without, the cache is for methods that need no reference",
+    )
     shards: int = Field(
         default=0,
         ge=0,

@@ -61,7 +61,7 @@ COMPLETION: dict[str, pa.DataType] = {
     "score": pa.float64(),  # null: the data give none
     "cut": pa.int32(),  # tokens removed
     "num_tokens": pa.int32(),
-    "ref_logp": pa.float64(),  # the sum over learned tokens
+    "ref_logp": pa.float64(),  # the sum over learned tokens; null: the cache is not scored
     "ref_token_logps": list_of(pa.float32()),  # not there: the cache keeps no log-probs of tokens
     # 1 for each token that is learned, else 0; null: one turn of the assistant, all learned.
     "completion_turns": list_of(pa.int16()),
@@ -277,7 +277,7 @@ class Rows:
 
     @cached_property
     def logps(self) -> NDArray[np.float64]:
-        """The reference's log-prob of each completion."""
+        """The reference's log-prob of each completion; NaN where the cache is not scored."""
         return numpy_of(self.of_branches.column("ref_logp"))
 
     @cached_property

@@ -25,7 +25,7 @@ FLAGS = {
     "model": "path:--model adapter dtype device",
     "data": "map split max_bad_frac",
     "tokens": "max_length max_prompt_length",
-    "cache": "output kl_pairs token_logps shards reuse",
+    "cache": "output kl_pairs token_logps scored shards reuse",
     "scoring": "tokens_per_batch executor ray_address ray_workers "
     "ray_gpus_per_worker:--ray-worker-gpus",
     "tracking": "mlflow trackers:--track",
@@ -113,8 +113,8 @@ INSTEAD = {
 _LENGTH = "train.epochs train.max_steps"
 _END = "train.best train.write_best train.patience"
 _FREE = (
-    "tokens.learn tokens.chat_template cache.output cache.reuse cache.reuse_known train.cache "
-    "train.model train.output train.max_time train.tokens_per_batch train.memory "
+    "tokens.learn tokens.chat_template cache.output cache.scored cache.reuse cache.reuse_known "
+    "train.cache train.model train.output train.max_time train.tokens_per_batch train.memory "
     "train.gradient_checkpointing train.checkpoint_offload train.deepspeed train.eval_cache "
     "train.eval_every train.eval_table train.eval_text "
     "train.row_margins train.limit_eval_batches train.log_every train.save_every "

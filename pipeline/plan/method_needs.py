@@ -92,8 +92,13 @@ def _require_telling(name: str, texts: Iterable[str], tokens: list[tuple[int, ..
         )
 
 
-def require_token_logps(recipe: Recipe, folder: Cache, manifest: Manifest) -> None:
-    """Refuses a cache without token log-probs for a recipe that needs them."""
+def require_logps(recipe: Recipe, folder: Cache, manifest: Manifest) -> None:
+    """Refuses a cache without log-probs, or without those of tokens, where a recipe needs them."""
+    if "reference" in recipe.needs and not manifest.is_scored:
+        raise UsageError(
+            f"{recipe.name} needs the reference's log-probs, and {folder.root} is not scored "
+            "(cache.scored is false). Make another cache without --no-scored: --output OTHER."
+        )
     if "token_reference" not in recipe.needs:
         return
     if manifest.fingerprint["cache.token_logps"] != "true":

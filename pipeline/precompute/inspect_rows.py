@@ -66,6 +66,9 @@ def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[st
         )
     yield f"row id {rows.ids()[0]}"
     yield from lines_of(rows, tokenizer, file=names[file], prompt_side=stored["tokens.prompt_side"])
+    if not manifest.is_scored:
+        yield "  the cache is not scored: it holds no log-probs"
+        return
     yield "  the reference's log-probs, summed over what is learned:"
     counts = rows.num_learned.tolist()
     for role, logp, count in zip(rows.roles.tolist(), rows.logps.tolist(), counts, strict=True):

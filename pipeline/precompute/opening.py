@@ -83,7 +83,16 @@ def require_model(config: Config, part: Part | None = None) -> None:
         )
     if config.model.adapter:
         require_peft()
+    if config.cache.token_logps and not config.cache.scored:
+        raise UsageError(
+            "cache.token_logps stores log-probs, and cache.scored is false: unset one."
+        )
     require_executor(config.scoring, part)
+
+
+def identity_of(reference: Reference, config: Config) -> dict[str, str]:
+    """Everything that decides a score; a cache without scores has none to reuse."""
+    return dict(reference.identity()) | ({} if config.cache.scored else {"cache.scored": "false"})
 
 
 def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> CacheJob:
@@ -107,7 +116,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Ca
     if any(record.is_conversation for record in first):
         tokenizer.require_template()
 
-    identity, settings = dict(reference.identity()), flatten(config)
+    identity, settings = identity_of(reference, config), flatten(config)
     fields = {
         "format": str(FORMAT_VERSION),
         "data.files": digest([file.sha256 for file in before]),

@@ -165,6 +165,8 @@ def _opens_early(job: CacheJob, plan: Plan | None) -> bool:
     config = job.config
     if plan or config.scoring.executor != "inline" or job.device != "cuda":
         return False
+    if not config.cache.scored:
+        return False
     return not may_have_scores(candidates(config.cache), job.reference_key)
 
 

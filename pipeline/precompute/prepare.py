@@ -277,7 +277,7 @@ def make_plan(job: CacheJob, encoded: Encoded, progress: Progress) -> Plan:
         rejected=tuple(counts.rejected),
         reasons=dict(sorted(counts.reasons.items())),
         notes=notes,
-        reuse=candidates(options.cache),
+        reuse=candidates(options.cache) if options.cache.scored else (),
         threads=usable_cores(),
         sampling=drawn if any(drawn) else (),
     )

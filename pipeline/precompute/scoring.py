@@ -17,9 +17,16 @@ from ...schemas.rows import Reference, Scorer
 from ...stages.pairing.partition import ShardReader
 from ...stages.pairing.shard_rows import ShardRows, build_shard
 from ...stages.score.reuse import ReuseIndex
-from ...stages.score.score import BatchDone, KnownScores, ScoringRules, ShardScores, score_shard
+from ...stages.score.score import (
+    BatchDone,
+    KnownScores,
+    ScoringRules,
+    ShardScores,
+    score_shard,
+    unscored,
+)
 from ...stages.tracking.progress import Progress
-from .opening import open_earlier
+from .opening import identity_of, open_earlier
 from .prepare import Slices
 
 
@@ -117,7 +124,7 @@ class ShardScorer:
         """In an actor, whose machine may have another reference: scores a shard, if none has."""
         if self._shards.is_done(shard):
             return None
-        plan, found = self._shards.plan, dict(self._shards.reference.identity())
+        plan, found = self._shards.plan, identity_of(self._shards.reference, self._shards.config)
         if digest(found) != plan.reference_key:
             differing = [name for name in found if found[name] != plan.fingerprint.get(name)]
             raise FingerprintError(
@@ -181,6 +188,8 @@ class ShardScorer:
         self, shard: ShardRows, known: KnownScores, shown: _InFlight, before: _InFlight | None
     ) -> tuple[ShardScores, dict[str, str]]:
         """The scores of a shard, and how they were computed; ends if `before` was not written."""
+        if not self._shards.config.cache.scored:
+            return unscored(shard.rows), {}
 
         def on_batch(batch: BatchDone) -> None:
             if before and before.commit.done():

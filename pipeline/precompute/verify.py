@@ -45,6 +45,8 @@ def verify(
         f"{location}: all {len(manifest.shards)} of its shards hold their digest; "
         f"root {manifest.root}"
     )
+    if not manifest.is_scored:
+        return f"{text}\nit is not scored (cache.scored): there are no log-probs to compute again"
     if not rescore:
         return text
 

@@ -89,6 +89,10 @@ def _recipe(config: Config) -> Recipe:
         )
     if "mismatched" in recipe.needs and not config.cache.kl_pairs:
         raise UsageError(f"{recipe.name} needs mismatched completions. Set cache.kl_pairs to 1.")
+    if "reference" in recipe.needs and not config.cache.scored:
+        raise UsageError(
+            f"{recipe.name} needs the reference's log-probs. Set cache.scored to true."
+        )
     if "token_reference" in recipe.needs and not config.cache.token_logps:
         raise UsageError(
             f"{recipe.name} with these options needs the reference's log-prob of every token. Set "

@@ -87,7 +87,8 @@ def rewards_from_model(
         )
     output = _output(config)
     model = replace(config.model, path=config.rewards.model, adapter="")
-    cache = replace(config.cache, output=str(output.root / SCORES), kl_pairs=0, token_logps=False)
+    where = str(output.root / SCORES)
+    cache = replace(config.cache, output=where, kl_pairs=0, token_logps=False, scored=True)
     tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
     scoring = replace(config, model=model, cache=cache, tokens=tokens)
     made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")

@@ -33,6 +33,10 @@ def settings_of_both(given: Settings) -> Settings:
         )
     require_model(config)
     needs = check_settings(given).needs
+    if "reference" in needs and not config.cache.scored:
+        raise UsageError(
+            f"{train.method} needs the reference's log-probs, and cache.scored is false."
+        )
     if "token_reference" in needs and not config.cache.token_logps:
         raise UsageError(
             f"{train.method} needs the reference's log-prob of every token. Add --token-logps."

@@ -179,7 +179,8 @@ class RunRecords:
         if run.config.train.eval_text and not self._decode:  # for the first one with text
             stops = Stops.of(run.manifest.fingerprint).tokens
             self._decode = decoder(run.begins_as.path, stops)
-        kind: Kind = "log-probs" if run.read_spec.context else "log-ratios"
+        has_none = run.read_spec.context or not run.manifest.is_scored
+        kind: Kind = "log-probs" if has_none else "log-ratios"
         if run.recipe.head == "score":
             kind = "scores"
         fs.make_folder(path.parent)

@@ -31,7 +31,7 @@ from ..jobs.object_inputs import cache_at, local_model
 from ..options.first_checks import asked_recipe
 from ..options.settings import Settings
 from ..plan.cache_checks import require_same_making, require_same_text
-from ..plan.method_needs import read_spec_of, require_own_samples, require_token_logps
+from ..plan.method_needs import read_spec_of, require_logps, require_own_samples
 from ..plan.setting_checks import (
     require_compilable,
     require_effect,
@@ -149,7 +149,7 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
         held_out = (folder, folder.manifest())
         require_same_making(manifest, held_out[1], train.eval_cache)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
-        require_token_logps(recipe, folder, made)
+        require_logps(recipe, folder, made)
         may_differ = train.other_sampling
         require_own_samples(recipe, folder.root, made.sampling, may_differ=may_differ)
     read_spec = read_spec_of(recipe, train, policy.path)

@@ -292,6 +292,9 @@ def require_cached_logps(run: Run) -> None:
     if run.recipe.head == "score":
         run.records.say("A reward model has no log-probs to compare with the reference's.")
         return
+    if not run.manifest.is_scored:
+        run.records.say("The cache is not scored: the policy's log-probs are compared with none.")
+        return
     if not run.begins_as_reference:
         run.records.say(
             "The policy is not the reference of the cache: its log-probs are not compared."

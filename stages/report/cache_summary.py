@@ -38,8 +38,8 @@ class RoleSummary:
     lengths: Spread
     cut_branches: int
     cut_tokens: int
-    logps: Spread  # reference log-prob, summed over a completion
-    logps_per_token: Spread
+    logps: Spread | None  # reference log-prob, summed over a completion; None: it is not scored
+    logps_per_token: Spread | None
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class PairSummary:
     """The comparison of chosen and rejected within their rows."""
 
     pairs: int
-    reference_prefers_rejected: int  # by the summed log-prob
-    reference_prefers_rejected_per_token: int  # by the mean log-prob
+    reference_prefers_rejected: int  # by the summed log-prob; 0 where the cache is not scored
+    reference_prefers_rejected_per_token: int  # by the mean log-prob; as above
     chosen_is_longer: int
     rejected_is_longer: int
 
@@ -128,6 +128,7 @@ def _prompts(prompts: pl.DataFrame) -> PromptSummary:
 
 
 def _role(branches: pl.DataFrame) -> RoleSummary:
+    is_null = branches["logp"].null_count() > 0
     return RoleSummary(
         branches=len(branches),
         tokens=total(branches["tokens"]),
@@ -135,8 +136,8 @@ def _role(branches: pl.DataFrame) -> RoleSummary:
         lengths=spread_of(branches["tokens"]),
         cut_branches=int((branches["cut"] > 0).sum()),
         cut_tokens=total(branches["cut"]),
-        logps=spread_of(branches["logp"]),
-        logps_per_token=spread_of(branches["logp"] / branches["learned"]),
+        logps=None if is_null else spread_of(branches["logp"]),
+        logps_per_token=None if is_null else spread_of(branches["logp"] / branches["learned"]),
     )
 
 

@@ -116,7 +116,8 @@ def _truncation(summary: Summary) -> list[str]:
 
 
 def _balance(summary: Summary) -> list[str]:
-    lines = _pairs(summary.pairs) if summary.pairs else []
+    is_scored = summary.fingerprint.get("cache.scored") != "false"
+    lines = _pairs(summary.pairs, is_scored=is_scored) if summary.pairs else []
     candidates = summary.roles.get("candidate")
     if candidates:
         lines += facts([("per prompt", f"{candidates.branches / summary.rows:.1f} candidates")])
@@ -133,10 +134,13 @@ def weight_facts(weights: KtoWeights) -> list[tuple[str, str]]:
     return [("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]
 
 
-def _pairs(pairs: PairSummary) -> list[str]:
-    counts = {
+def _pairs(pairs: PairSummary, *, is_scored: bool) -> list[str]:
+    preferred = {
         "reference prefers the rejected one": pairs.reference_prefers_rejected,
         "... per token": pairs.reference_prefers_rejected_per_token,
+    }
+    counts = {
+        **(preferred if is_scored else {}),
         "chosen is the longer one": pairs.chosen_is_longer,
         "rejected is the longer one": pairs.rejected_is_longer,
     }
@@ -151,13 +155,15 @@ def _pairs(pairs: PairSummary) -> list[str]:
 
 
 def _logps(summary: Summary) -> list[str]:
-    roles = _roles(summary)
+    roles = [(name, role) for name, role in _roles(summary) if role.logps]
+    if not roles:
+        return ["  none: the cache is not scored (cache.scored)"]
+    sums = [(name, role.logps) for name, role in roles if role.logps]
+    means = [(name, role.logps_per_token) for name, role in roles if role.logps_per_token]
     lines = [
-        *spreads("sum", [(name, role.logps) for name, role in roles], LOGPS, decimals=2),
+        *spreads("sum", sums, LOGPS, decimals=2),
         "",
-        *spreads(
-            "per token", [(name, role.logps_per_token) for name, role in roles], LOGPS, decimals=3
-        ),
+        *spreads("per token", means, LOGPS, decimals=3),
     ]
     if "mismatched" in summary.roles:
         lines.append("  Mismatched completions answer another prompt: per token they are lower.")

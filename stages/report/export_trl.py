@@ -68,6 +68,10 @@ def scan_trl(folder: Cache, decode: Decode | None = None) -> pl.LazyFrame:
 
 def _require_rows(folder: Cache) -> Manifest:
     manifest = folder.manifest()
+    if not manifest.is_scored:
+        raise UsageError(
+            f"{folder.root} is not scored (cache.scored is false): it has no log-probs to export."
+        )
     if not manifest.rows:
         raise UsageError(f"{folder.root} holds no rows, so there is nothing to export.")
     return manifest

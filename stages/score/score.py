@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from ...schemas.columns import Ragged, offsets_of
@@ -82,6 +83,12 @@ def score_shard(
             budget = max(budget // 2, 1)
             logger.warning("Out of memory (%s): again with %d tokens per batch.", refusal, budget)
     return _collect(rows, known, alike, _spoilt_again(rows, run, scorer), rules)
+
+
+def unscored(rows: Rows) -> ShardScores:
+    """A shard whose log-probs are null, as no method that needs a reference is to read it."""
+    none = pa.nulls(len(rows.completions), pa.float64())
+    return ShardScores(rows.with_columns(ref_logp=none), 0, 0, 0, 0, 0, ())
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 
 from ... import __version__
 from ...schemas.cache import FORMAT_VERSION, NOT_IN_ROOT, FileEntry, Manifest, Plan, Shard
+from ...schemas.columns import is_valid
 from ...schemas.errors import NonFiniteError, StorageError, UsageError
 from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
@@ -166,7 +167,8 @@ class CacheWork(Cache):
 
         `keys` are those of its first and last row; `rejected` are rows that it lost.
         """
-        if len(bad := np.flatnonzero(~np.isfinite(rows.logps))):
+        is_scored = is_valid(rows.of_branches.column("ref_logp"))
+        if len(bad := np.flatnonzero(is_scored & ~np.isfinite(rows.logps))):
             raise NonFiniteError(
                 f"shard {number}: {len(bad)} of {len(rows.logps)} log-probs are not finite, the "
                 f"first of completion {bad[0]}. Check the weights; with float16, try "

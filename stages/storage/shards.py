@@ -157,7 +157,7 @@ def to_table(rows: Rows) -> pa.Table:
             continue
         column = _nested(found[name], kind)
         if name in COMPLETION:
-            kind = list_of(kind, nullable=name == "score")
+            kind = list_of(kind, nullable=name == "score" or column.null_count > 0)
             column = lists_over(rows.branch_offsets, column, kind)
         columns.append(column)
         fields.append(pa.field(name, kind, nullable=False))

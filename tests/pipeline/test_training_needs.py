@@ -10,16 +10,21 @@ import pytest
 
 from align.pipeline.options.settings import load_settings
 from align.pipeline.plan.method_needs import sampling_note
+from align.pipeline.precompute.export import export
 from align.pipeline.precompute.precompute import precompute
+from align.pipeline.precompute.verify import verify
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import to_signed_json
 from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
 from align.stages.model.reference import HfReference
+from align.stages.report.cache_summary import summarize
+from align.stages.report.cache_tables import render
 from align.stages.storage.cache import Cache
 from support.refusals import refuses
 from support.stage_one import Heard, Silent
-from support.training_world import job_of, session_of, trained
+from support.training_world import facts, job_of, session_of, trained
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -56,6 +61,59 @@ def refused(cache, method, *names, **settings):
     """Requires a refusal that names these once the lengths of the cache are read."""
     with joined_world() as world, refuses(UsageError, *names):
         session_of(job_of(cache, method, **settings), world)
+
+
+class NeverOpened(HfReference):
+    """A reference that is not to be run."""
+
+    def open(self):
+        raise AssertionError("a forward pass")
+
+
+def test_a_cache_that_is_not_scored_is_made_without_a_forward_and_serves_what_needs_none(
+    training_world, here
+):
+    """Its trainings are those of a scored cache of the same rows, bit for bit."""
+
+    def made(name, reference, **settings):
+        plain = {"cache.shards": 8, "cache.kl_pairs": 2, "tokens.max_length": 512}
+        sets = plain | {"tracking.mlflow": False, "cache.reuse_known": False} | settings
+        flags = {"model.path": str(training_world.model), "cache.output": str(here / name)}
+        file = str(training_world.pairs.parent / "pairs.parquet")
+        config = load_settings(flags, sets, file=None, data=[file]).config
+        precompute(config, reference(config.model), progress=Silent())
+        return here / name
+
+    unscored = made("unscored", NeverOpened, **{"cache.scored": False})
+    tables = [pq.read_table(folder / "data") for folder in (unscored, training_world.pairs)]
+    empty, full = (table.drop_columns("ref_logp") for table in tables)
+    assert empty.equals(full)
+    assert {one for row in tables[0]["ref_logp"].to_pylist() for one in row} == {None}
+
+    for method in ("orpo", "simpo+sft"):
+        left = []
+        for number, cache in enumerate((unscored, training_world.pairs)):
+            run = here / f"{method}-{number}"
+            trained(job_of(cache, method, output=str(run), max_steps=3, eval_fraction=0.3))
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            weights = (run / "model" / "model.safetensors").read_bytes()
+            told = [facts({**line, "time": None}) for line in lines]
+            left.append((told, weights))
+        assert left[0] == left[1]
+    for method in ("dpo", "kto", "orpo:1+dpo:1"):
+        with refuses(UsageError, method, unscored, "cache.scored"):
+            job_of(unscored, method)
+    with refuses(UsageError, "cache.scored"):
+        job_of(training_world.pairs, "dpo", eval_cache=str(unscored))
+
+    assert "cache.scored" in verify(
+        unscored, ModelOptions(), model=None, rescore=4, open_reference=NeverOpened
+    )
+    assert "cache.scored" in render(summarize(Cache(unscored)))
+    with refuses(UsageError, "cache.scored"):
+        export(unscored, here / "flat.parquet", model=None, overwrite=False)
+    again = made("scored", HfReference, **{"cache.reuse": [str(unscored)]})
+    assert Cache(again).manifest().root == Cache(training_world.pairs).manifest().root
 
 
 def test_a_cache_to_evaluate_on_has_to_have_what_is_needed_too(training_world, scored_groups):
