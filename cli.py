@@ -17,7 +17,7 @@ from .pipeline.jobs.signals import stop_signals, stop_with_launcher
 from .pipeline.workers import HOW_THREADS_WAIT
 from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 from .schemas.safe_text import mask_secrets_of, safe
-from .stages.engine.freed_blocks import HUGE_PAGES, give_large_blocks_back
+from .stages.engine.freed_blocks import give_large_blocks_back
 from .stages.tracking.mlflow_silence import WARNING, silence_mlflow
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
@@ -69,8 +69,6 @@ def own_process(arguments: Sequence[str]) -> None:
     # torch then takes; the C library's gives both the same memory.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     give_large_blocks_back()
-    for name, value in HUGE_PAGES.items():
-        os.environ.setdefault(name, value)
     # OpenMP reads this when torch is imported.
     if not any(name in os.environ for name in HOW_THREADS_WAIT):
         os.environ.update(SOON_ASLEEP)

@@ -2,8 +2,7 @@
 
 glibc keeps what is freed in one heap. A tensor's small neighbours there outlive it, so the hole
 that it leaves is soon too small for the next tensor of its size, and the heap grows by a GiB that
-nobody uses. A block that is mapped by itself leaves no hole. Its pages are new each time, which
-huge pages make cheap (`HUGE_PAGES`).
+nobody uses. A block that is mapped by itself leaves no hole, but its pages are new each time.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # read by torch at its first tensor of 2 MiB
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # Blocks mapped by themselves. With fewer the heap has holes; with more, new pages cost time.
-LARGE, LARGE_WHILE_SHARDING = 4 << 20, 1 << 20
+LARGE, LARGE_WHILE_SHARDING = 8 << 20, 1 << 20
 # What the end of the heap may have free. glibc follows its own threshold no more once one is set.
 SPARE = 64 << 20
 
