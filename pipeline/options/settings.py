@@ -127,7 +127,11 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not readable as YAML: {why:.300}") from error
     if not isinstance(content, dict | None):
         raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
-    return _located(_flat(content or {}), path.parent, os.path.expanduser)
+    content = content or {}
+    sections = {name: held for name, held in content.items() if isinstance(held, dict)}
+    if twice := sorted(_flat(sections).keys() & content.keys()):
+        raise UsageError(f"{path}: given twice: {', '.join(twice)}. Write each of them once.")
+    return _located(_flat(content), path.parent, os.path.expanduser)
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,6 +139,7 @@ MISTAKES = {
     ),
     "a: &a {b: 1}\ncache:\n  <<: *a\n": ("aliases",),
     "cache:\n  shards: 1\n  shards: 2\n": ("shards",),
+    "cache:\n  shards: 1\ncache.shards: 2\n": ("cache.shards",),
     'model: !!python/object/apply:os.system ["touch canary"]\n': ("tag",),
     "[" * 20_000: ("YAML",),
     "? [1, 2]\n: 3\n": ("YAML",),
