@@ -31,3 +31,8 @@ def compile_layers(model: Any, compiler: str = "inductor") -> None:
         )
     for layer in layers:
         layer.compile(dynamic=True, backend=compiler)
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether a pass through the layers runs what torch has compiled."""
+    return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))

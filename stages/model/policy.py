@@ -17,7 +17,7 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
-from .compiled_layers import compile_layers
+from .compiled_layers import compile_layers, is_compiled
 from .head.fused_head import output_head
 from .head.fused_head_backward import call_head_for_logps
 from .layouts.tree_attention import TreeBatch
@@ -167,7 +167,7 @@ class Policy(nn.Module):
         drops = torch.is_grad_enabled() and not self._recomputes
         drops = drops and drops_cheap(
             self.device.type,
-            compiles=self._paths.compile,
+            compiles=is_compiled(causal_model(self.model)),
             is_partitioned=any(hasattr(one, "ds_id") for one in self.model.parameters()),
         )
         with (

@@ -11,7 +11,7 @@ from align.pipeline.jobs.tracker_sync import sync_runs
 from align.pipeline.precompute.precompute import precompute
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
-from align.stages.storage.cache import Cache
+from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.tracking import journaled_run
 from align.stages.tracking.outbox import new_record, unsent_runs
@@ -53,7 +53,7 @@ def history_of(config, run):
 
 
 def output_of(config):
-    return Cache(Path(config.cache.output))
+    return CacheWork(Path(config.cache.output), "0" * 64)
 
 
 def statuses(config):

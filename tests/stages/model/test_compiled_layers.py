@@ -15,12 +15,11 @@ from align.pipeline.plan.setting_checks import require_compilable
 from align.schemas.config import Config, ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.model.compiled_layers import compile_layers
+from align.stages.model.compiled_layers import compile_layers, is_compiled
 from align.stages.model.loading.adapters import add_lora
 from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
-from align.stages.model.transformers_compat import decoder_layers
 from align.stages.train.memory_backoff import catching_out_of_memory
 from support.branch_by_branch import num_tokens, slopes_of
 from support.compilations import Compilations, compilations
@@ -101,8 +100,7 @@ def test_they_are_compiled_where_that_is_asked_for():
         scorer = TreeScorer(four_layers("llama"), options=PathOptions(compile=asked))
         policy = Policy(four_layers("llama"), paths=PathOptions(compile=asked))
         for model in (scorer.model, policy.model):
-            layers = decoder_layers(model)
-            assert all(bool(layer._compiled_call_impl) == asked for layer in layers)
+            assert is_compiled(model) == asked
         assert ("layers" in scorer.describe(), scorer.path.packs) == (asked, not asked)
 
 
