@@ -48,5 +48,7 @@ def test_every_family_has_the_same_gradient_to_the_last_bit_and_keeps_no_more(fa
     assert both_ways(*(TREE_FAMILIES | PLAIN_FAMILIES)[family]) <= 1
 
 
-def test_a_llama_keeps_little_more_than_half():
+def test_a_llama_keeps_little_more_than_half(monkeypatch):
+    # DeepSpeed's own, which a test of ZeRO-3 leaves behind in this process, keeps its inputs.
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
     assert both_ways("llama", WIDE) < 0.6
