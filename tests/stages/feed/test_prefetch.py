@@ -70,13 +70,13 @@ def peak_of(folder, *, row_groups, epochs):
     source = opened(cache, kind="paired", check=unchecked)
     read_shard(cache[0].data / cache[1].shards[0].file)  # what it imports is no part of a stream
     feed = feed_of(source, epochs=epochs, batch_size=16, tokens_per_batch=4096)
-    arrow = []
+    arrow, before = [], pa.total_allocated_bytes()  # what tests before this one left
     tracemalloc.start()
     try:
         with feed.steps(0) as steps:
             for _ in steps:
                 arrow.append(pa.total_allocated_bytes())
-        return tracemalloc.get_traced_memory()[1] + max(arrow)
+        return tracemalloc.get_traced_memory()[1] + max(arrow) - before
     finally:
         tracemalloc.stop()
 
