@@ -51,7 +51,11 @@ class _Dropped:
 
 
 class _Activations(TorchFunctionMode):
-    """Autograd's hooks do not say which operation made a tensor, so every call notes it before."""
+    """Autograd's hooks do not say which operation made a tensor, so every call notes it before.
+
+    What was changed in place is kept: its operation would make it as it was before. What is kept
+    must not change either, which autograd itself checks only without hooks.
+    """
 
     def __init__(self, keep: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -63,7 +67,7 @@ class _Activations(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of the call, during which autograd packs some of its arguments."""
         for tensor in args:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor._version:
                 node = (tensor if tensor._base is None else tensor._base).grad_fn
                 if node is not None and is_cheap(node):
                     self._nodes[tensor.untyped_storage()._cdata] = node
@@ -76,15 +80,18 @@ class _Activations(TorchFunctionMode):
         """The tensor, or how it is made again with its shape."""
         node = self._nodes.get(tensor.untyped_storage()._cdata)
         if node is None:
-            return self._keep(tensor)
+            return self._keep(tensor), tensor._version
         dropped = self._dropped.setdefault(node, _Dropped(node))
         dropped.uses += 1
         return dropped, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor, made again if it was dropped."""
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed[0], Tensor):
+            kept: Tensor = packed[0]
+            if kept._version != packed[1]:
+                raise RuntimeError(f"{tuple(kept.shape)} was modified by an inplace operation")
+            return kept
         dropped, *shape = packed
         if dropped.again is None:
             self._depth += 1
@@ -124,8 +131,13 @@ def _joined_attention(node: Any) -> Tensor:
     outputs = []
     for maker, _ in node.next_functions:
         output = maker.next_functions[0][0]._saved_output
-        outputs.append(output.transpose(maker._saved_dim0, maker._saved_dim1))
-    return torch.cat(outputs, node._saved_dim)
+        outputs.append(output.transpose(_signed(maker._saved_dim0), _signed(maker._saved_dim1)))
+    return torch.cat(outputs, _signed(node._saved_dim))
+
+
+def _signed(dim: int) -> int:
+    """A dimension as torch was given it; what nodes save of it has no sign."""
+    return dim - 2**64 if dim >= 2**63 else dim
 
 
 CHEAP: dict[str, Callable[[Any], Tensor]] = {

@@ -1,5 +1,7 @@
 """What autograd keeps of a forward pass if the cheap part is computed again; its gradient."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -52,3 +54,67 @@ def test_a_llama_keeps_little_more_than_half(monkeypatch):
     # DeepSpeed's own, which a test of ZeRO-3 leaves behind in this process, keeps its inputs.
     monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
     assert both_ways("llama", WIDE) < 0.6
+
+
+def gradient_of(pass_of, hooks):
+    """The gradient of three matrices under `pass_of`."""
+    torch.manual_seed(0)
+    a, b, c = (torch.randn(8, 8, requires_grad=True) for _ in range(3))
+    with hooks():
+        out = pass_of(a, b, c)
+    out.sum().backward()
+    return [one.grad for one in (a, b, c) if one.grad is not None]
+
+
+def product_clamped(a, b, c):
+    x = a * b
+    with torch.no_grad():
+        x.clamp_(-1, 1)
+    return x @ c
+
+
+def activation_masked(a, b, c):
+    x = torch.nn.functional.silu(a @ b)
+    with torch.no_grad():
+        x[:, -1].zero_()
+    return x @ c
+
+
+def used_and_then_changed(a, b, c):
+    x = a * b
+    y = x @ c
+    with torch.no_grad():
+        x.zero_()
+    return y
+
+
+@pytest.mark.parametrize("pass_of", [product_clamped, activation_masked])
+def test_what_is_changed_in_place_has_its_gradient_as_it_was_used(pass_of):
+    expected, found = (gradient_of(pass_of, one) for one in (nullcontext, cheap_computed_again))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_dropped_may_change_and_what_is_kept_may_not():
+    found = gradient_of(used_and_then_changed, cheap_computed_again)
+    expected = gradient_of(lambda a, b, c: (a * b) @ c, nullcontext)
+    assert all(map(torch.equal, found, expected))
+
+    def input_of_an_activation_changed(a, b, c):
+        h = a @ b
+        y = torch.nn.functional.silu(h) @ c
+        h.add_(1)
+        return y
+
+    for hooks in (nullcontext, cheap_computed_again):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient_of(input_of_an_activation_changed, hooks)
+
+
+def test_an_attention_may_be_joined_along_a_dimension_from_the_end():
+    def joined(a, b, c):
+        parts = [one.reshape(1, 2, 8, 4) for one in (a, b)]
+        outputs = [torch.nn.functional.scaled_dot_product_attention(x, x, x) for x in parts]
+        return torch.cat([one.transpose(-3, -2) for one in outputs], dim=-3).reshape(16, 8) @ c
+
+    expected, found = (gradient_of(joined, one) for one in (nullcontext, cheap_computed_again))
+    assert all(map(torch.equal, found, expected))
