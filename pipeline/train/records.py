@@ -31,12 +31,12 @@ from ...stages.tracking.journal import EVAL
 from ...stages.tracking.journaled_run import inherited, open_training_run
 from ...stages.tracking.progress import NoProgress, Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ...stages.tracking.tracker import ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
+from ...stages.tracking.tracker import NUMBERS_TAG, ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
 from ...stages.train.throughput import system_metrics
 from ..options.settings import flatten, without_secrets
 from ..plan.best_metric import BestMetric
 from .checkpoint import add_evaluation, require_disk_space, save_state
-from .resume import identity_of
+from .resume import identity_of, numbers_of
 from .run_report import write_report
 
 if TYPE_CHECKING:
@@ -354,6 +354,7 @@ def _tags(run: Run) -> dict[str, str]:
     changed = {"align.changed": "; ".join(run.changes)} if run.changes else {}
     return {
         **changed,
+        NUMBERS_TAG: numbers_of(run),
         "align.stage": "train",
         "align.method": run.recipe.name,
         "align.cache_root": run.manifest.root,

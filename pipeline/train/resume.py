@@ -19,6 +19,7 @@ from ... import __version__
 from ...schemas.batches import World
 from ...schemas.checkpoint import Checkpoint, RunIdentity
 from ...schemas.errors import FingerprintError, StorageError, UsageError
+from ...schemas.json_codec import digest
 from ...schemas.safe_text import masked
 from ...stages.engine.deepspeed_config import leaves, stage_of
 from ...stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank_zero
@@ -237,6 +238,15 @@ def identity_of(run: Run) -> RunIdentity:
         settings=settings_of(run),
         computed=computed,
     )
+
+
+def numbers_of(run: Run) -> str:
+    """A digest of all settings by which a run, begun anew, has the same numbers at each step."""
+    known, train = identity_of(run), run.config.train
+    settings = {name: one for name, one in known.settings.items() if not binds(name, "end")}
+    computed = {name: one for name, one in known.computed.items() if name != OF_RANKS}
+    of_lines = [train.log_every, train.limit_eval_batches]  # what one number is the mean of
+    return digest([known.cache_root, settings, computed, of_lines])
 
 
 def _options(recipe: Recipe) -> dict[str, str]:

@@ -23,6 +23,7 @@ from .outbox import Ledger, close_record, new_record, now_ms, open_ledger, remov
 from .tracker import (
     GOES_ON_TAG,
     KEY_TAG,
+    NUMBERS_TAG,
     TRACKERS,
     DatasetNote,
     ModelLink,
@@ -76,9 +77,11 @@ def open_training_run(
     names = [one for one in TRACKERS if one in wanted or folder.ledger(one).exists()]
     ledgers = [_open_ledger(one, options, folder, name, wanted.get(one, "")) for one in names]
     for ledger in ledgers:
-        size = folder.metrics.stat().st_size
-        if journal.dropped or ledger.record.metrics_sent > size:
-            ledger.cut_back(size)
+        size, begun = folder.metrics.stat().st_size, ledger.record.tags.get(NUMBERS_TAG)
+        is_same = begun == tags.get(NUMBERS_TAG)
+        is_other = bool(begun and not is_same and not size)  # another run, of which nothing is kept
+        if journal.dropped or ledger.record.metrics_sent > size or is_other:
+            ledger.cut_back(size, is_same=is_same)
         _add_tags(ledger, tags)
     senders = Senders(ledgers, wanted, folder.metrics, folder.root) if wanted else None
     return Run(folder.root, journal, ledgers, senders, uploads=options.upload_model)

@@ -30,6 +30,7 @@ from .mlflow_sqlite import artifacts_beside, make_store, require_whole, sqlite_f
 from .mlflow_tables import TAG as TABLES_TAG
 from .mlflow_tables import table_of, with_table
 from .tracker import (
+    GOES_ON_TAG,
     KEY_TAG,
     DatasetNote,
     ModelLink,
@@ -176,6 +177,8 @@ class MlflowTracker:
         experiment = self._experiment_id(record.experiment)
         if found := self._find_run(experiment, key=record.key):
             return found
+        if before := record.tags.get(GOES_ON_TAG):
+            self._end_if_running(before)
         context = importlib.import_module("mlflow.tracking.context.registry")
         own = {key_of(name): value for name, value in record.tags.items()}
         tags = context.resolve_tags({**own, KEY_TAG: record.key})  # and who made it
@@ -219,6 +222,12 @@ class MlflowTracker:
         if found is None or found.data.tags.get(KEY_TAG) != key:
             return False
         return bool(found.info.lifecycle_stage == "active")
+
+    def _end_if_running(self, run_id: str) -> None:
+        """Ends a run as killed if MLflow believes that it still runs."""
+        found = self._run(run_id)
+        if found is not None and found.info.status == "RUNNING":
+            self.client.set_terminated(run_id, "KILLED", None)
 
     def _run(self, run_id: str) -> Any:
         exceptions = importlib.import_module("mlflow.exceptions")

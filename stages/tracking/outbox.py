@@ -97,19 +97,22 @@ class Ledger:
                 metrics_sent=0,
             )
 
-    def cut_back(self, size: int) -> None:
+    def cut_back(self, size: int, *, is_same: bool) -> None:
         """Continues after metrics.jsonl was cut back to so many bytes.
 
-        MLflow takes no number back, and the steps that are trained again have the same ones. What
-        other trackers show is made of the file, so it is made anew.
+        MLflow takes no number back, and by the same settings the steps that are trained again have
+        the same ones; by others they are of a new run. What other trackers show is made of the
+        file, so it is made anew.
         """
         with self._lock:
-            if self.kind.name == MAIN:
+            if self.kind.name == MAIN and is_same:
                 self.change(metrics_sent=min(self.record.metrics_sent, size))
                 return
             before = self.record.run_id
             origin = {GOES_ON_TAG: before} if before else {}
             self.forget_run()
+            if not size:  # the new run has nothing of the earlier one, so it has its own settings
+                self.change(params={}, tags={}, datasets=(), artifacts={}, models=())
             self.change(key=secrets.token_hex(8), tags={**self.record.tags, **origin})
 
     def move_to(self, address: str) -> None:

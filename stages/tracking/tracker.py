@@ -31,6 +31,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 KEY_TAG = "align.run_key"  # by which a run is found whose id is unknown here
 GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
+NUMBERS_TAG = "align.numbers_of"  # a digest of the settings that the numbers of a run depend on
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
 TRIAL_TAG = "align.trial"  # the name of a training in its sweep

@@ -8,14 +8,16 @@ from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.journaled_run import open_training_run
+from align.stages.tracking.tracker import NUMBERS_TAG
 
 STEPS = 50
 
 
-def begin(folder, uri, *, keep_through=-1, sends=True, **options):
+def begin(folder, uri, *, keep_through=-1, sends=True, numbers="same", **options):
     """Opens the record of a run in a folder, and sends it from then on as after a first step."""
     folder.prepare()
     tracking, tags = TrackingOptions(uri=uri, **options), {"align.method": "kto"}
+    tags[NUMBERS_TAG] = numbers
     run = open_training_run(tracking, folder, name="train", tags=tags, keep_through=keep_through)
     if sends:
         run.begin_sending()

@@ -155,6 +155,33 @@ def test_steps_that_are_trained_again_are_in_the_same_run_as_first_measured(uri,
     assert stored(uri, id_of(second)) == sorted([*before, *new])
 
 
+@pytest.mark.parametrize("kept", [0, 20])
+def test_steps_that_are_trained_again_by_other_settings_are_in_a_run_of_their_own(
+    uri, tmp_path, kept
+):
+    """One that was killed before its first checkpoint, and one that has another length then."""
+    folder = run_folder(tmp_path)
+    first = begin(folder, uri)
+    first.log_params({"lr": "0.1"})
+    learn(first, range(1, 31))
+    wait_for(lambda: len(stored(uri, id_of(first))) == len(journalled(folder.root)))
+    sender_of(first)._over.set()
+    sender_of(first)._thread.join(PATIENCE)
+    second = begin(folder, uri, keep_through=kept or -1, numbers="other")
+    second.log_params({"lr": "0.3"})
+    for step in range(kept + 1, 36):
+        second.log_metrics({"loss": 100.0 + step}, step=step)
+    second.finish("FINISHED")
+    assert id_of(second) != id_of(first)
+    assert stored(uri, id_of(second)) == journalled(folder.root)
+    told = run_of(uri, id_of(second)).data
+    assert told.tags["align.goes_on_from"] == id_of(first)
+    assert (told.params["lr"], told.tags.get("changed.lr")) == (
+        ("0.1", "0.3") if kept else ("0.3", None)
+    )
+    assert run_of(uri, id_of(first)).info.status == "KILLED"
+
+
 def test_an_address_means_the_same_from_everywhere_and_names_no_password(tmp_path):
     for uri, plain in {
         "sqlite:///mlflow.db": f"sqlite:///{tmp_path}/mlflow.db",
