@@ -94,7 +94,7 @@ class EvalSample:
 
     row: int  # counts the rows of the evaluation, as the method reads them
     row_id: str  # of the stored row it was made of
-    prompt_key: str  # a digest of the prompt's tokens
+    prompt_key: str  # that of the stored row, in hexadecimal
     role: Role
     num_tokens: int
     logp: float  # summed over the completion; of a reward model its score

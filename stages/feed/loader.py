@@ -192,7 +192,7 @@ def read_pieces(
 
 
 # Columns that no step needs.
-UNREAD = ("source", "prompt_key", "prompt_tokens", "prompt_cut", "cut", "num_tokens")
+UNREAD = ("source", "prompt_tokens", "prompt_cut", "cut", "num_tokens")
 
 
 def _read_group(source: TrainSource, shard: Shard, group: int, rows: NDArray[np.int64]) -> Rows:

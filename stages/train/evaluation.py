@@ -18,7 +18,7 @@ from ...schemas.batches import EvalSample, MicroBatch, StepBatch, StepSize, Worl
 from ...schemas.columns import Ragged
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
-from ...schemas.row_table import Rows, digest_of
+from ...schemas.row_table import Rows
 from ...schemas.rows import Rescored, Role
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
@@ -102,13 +102,15 @@ class EvalSamples:
         counts = iter(branches.num_tokens.long().cpu().tolist())
         indices = (micro.step_indices + before).tolist()
         block, at = micro.block, 0
-        for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
+        # The cache's own: prompts of one key may differ in their last token, or by a role's text.
+        keys = block.of_rows.column("prompt_key").to_pylist()
+        for row_id, key, tree in zip(micro.row_ids, keys, micro.trees, strict=True):
             first = indices[at]
             for completion in tree.branches:
                 sample = EvalSample(
                     row=-1,  # until the completions of all ranks are together
                     row_id=row_id,
-                    prompt_key=digest_of(tree.prompt.tobytes()).hex(),
+                    prompt_key=key.hex(),
                     role=Role(int(block.roles[at])),
                     num_tokens=next(counts),
                     logp=next(logps),
