@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -61,7 +61,12 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         folder.drop_evaluations(after=keep_through)
         fs.unlink(folder.rows)
         for path in folder.rows_written():
-            cut_visits(path, keep_through)
+            is_cut = False
+            with log_failure(f"{path} is removed, and the report does without its margins"):
+                cut_visits(path, keep_through)
+                is_cut = True
+            if not is_cut:
+                fs.unlink(path)
         tracked = open_training_run(
             run.config.tracking,
             folder,
@@ -107,6 +112,7 @@ class RunRecords:
         if self._is_watched:
             system_metrics(run.folder.root)  # the next call measures from here on
         self._visits: Lines | None = None  # the margins of this rank's rows
+        self._has_lost_visits = False
         self._decode: Decode | None = None
         self._best = BestMetric(run.config.train)
         self._last_line = 0.0
@@ -203,17 +209,27 @@ class RunRecords:
 
     def visited(self, step: int, epoch: int, visits: Visits) -> None:
         """Records the margins of this rank's rows."""
-        if not self._visits:
-            folder = self._run.folder.row_parts
-            fs.make_folder(folder)
-            self._visits = Lines(folder / f"{self._run.world.rank}.jsonl")
         if visits.row_ids:
-            self._visits.append(visits_line(visits, epoch=epoch, step=step))
+            self._on_visits(lambda file: file.append(visits_line(visits, epoch=epoch, step=step)))
+
+    def _on_visits(self, work: Callable[[Lines], None]) -> None:
+        """Works on the file of margins; a failure is logged, and from then on none are kept."""
+        if self._has_lost_visits:
+            return
+        self._has_lost_visits = True  # until it is done
+        with log_failure("No margins of training rows from here on"):
+            if not self._visits:
+                folder = self._run.folder.row_parts
+                fs.make_folder(folder)
+                self._visits = Lines(folder / f"{self._run.world.rank}.jsonl")
+            work(self._visits)
+            self._has_lost_visits = False
 
     def close(self) -> None:
         """Closes the file of margins, if there is one."""
         if self._visits:
-            self._visits.close()
+            with log_failure("The last margins of training rows may be missing"):
+                self._visits.close()
 
     def save(self, state: State) -> None:
         """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
@@ -226,7 +242,7 @@ class RunRecords:
             self._saved = (state.step, state.evaluated)
             return
         if self._visits:
-            self._visits.sync()
+            self._on_visits(Lines.sync)
         failure = save_state(run, state)
         if not failure:
             self._failures, self._saved = 0, (state.step, state.evaluated)

@@ -29,6 +29,7 @@ from .resized_state import resized
 
 TAG = "state"
 CONFIG = "ds_config"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
@@ -76,6 +77,8 @@ def load(engine: Any, folder: Path, world: World) -> None:
             stored = {name: stored[name] for name in model["buffer_names"]}
         engine.module.load_state_dict(stored, strict=False)
         replace_optimizer_state(engine, optimizer)
+        for name in COUNTERS:
+            setattr(engine, name, model[name])
 
 
 def _mapped(path: Path) -> Any:
@@ -92,10 +95,12 @@ def _require_same_parameters(model: Mapping[str, Any], engine: Any) -> None:
             for groups in (shapes_of_groups(engine), model["param_shapes"])
         )
     else:
-        tensors = engine.module.state_dict(keep_vars=True).items()
-        live = [(name, tuple(one.shape)) for name, one in tensors if one.requires_grad]
-        shapes = {name: tuple(one.shape) for name, one in model["module"].items()}
-        stored = [(name, shapes[name]) for name, _ in live if name in shapes]
+        named = dict(engine.module.named_parameters())
+        live = [(name, tuple(one.shape)) for name, one in named.items() if one.requires_grad]
+        # Beside what was trained there are buffers, and other names of weights that are tied.
+        others = {*model["buffer_names"], *engine.module.state_dict()} - named.keys()
+        tensors = model["module"].items()
+        stored = [(name, tuple(one.shape)) for name, one in tensors if name not in others]
     for here, there in zip_longest(live, stored):
         if here != there:
             raise ValueError(f"the model trains {here} where the state has {there}")

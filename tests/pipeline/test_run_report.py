@@ -158,10 +158,15 @@ def test_a_page_shows_no_cache_but_that_of_its_run_and_names_steps_that_were_not
 
 def test_a_table_or_a_page_that_cannot_be_written_costs_only_itself(course, tmp_path):
     run = tmp_path / "run"
-    full = "before:rename:evaluations/*.csv=enospc@2,before:rename:report.html=enospc"
+    places = (
+        "rename:evaluations/*.csv=enospc@2",
+        "fsync:_align/rows/*=enospc",
+        "rename:report.html=enospc",
+    )
+    full = ",".join(f"before:{place}" for place in places)
     (answer,) = course.start(run, faults=[full]).answers()
     assert answer.code == 0
-    require_names(answer.err, "No table", "No report")
+    require_names(answer.err, "No table", "No margins", "No report")
     assert list(RunFolder(run).evaluations()) == [0, 6]
     assert metrics_of(run, 3)["eval/loss"] > 0
     assert (run / "model").exists()

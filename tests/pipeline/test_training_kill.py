@@ -1,9 +1,13 @@
 """Killed at any moment, `--resume auto` ends in the bits of a run that nobody killed."""
 
+import shutil
+
 import pytest
 
+from align.stages.report.visited_rows import read_visits
 from align.stages.storage.run.run_folder import RunFolder
 from support.checkpoint_saves import chosen_in
+from support.refusals import require_names
 from support.trainings import KILLED, require_same
 
 ROWS = "after:fsync:_align/rows/*"
@@ -95,8 +99,13 @@ def test_visits_of_steps_that_were_given_up_are_not_in_the_table_of_rows(course,
     run = tmp_path / "run"
     (answer,) = course.start(run, faults=[f"{ROWS}=kill@2"]).answers()
     assert answer.code == KILLED
+    damaged = RunFolder(shutil.copytree(run, tmp_path / "damaged"))
     course.run(run, "--resume", "auto", "--save-every", 3)
     require_same(run, course.whole())
+    (path,) = damaged.rows_written()
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    require_names(course.run(damaged.root, "--resume", "auto").err, path)
+    assert set(read_visits(damaged.rows)["step"]) == {3, 4, 5, 6}
 
 
 def step_of(run):

@@ -51,6 +51,17 @@ def test_a_damaged_foreign_or_hostile_state_is_refused_and_not_run(one_rank, tmp
     run.engine.load_state(tmp_path)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_state_of_more_or_fewer_parameters_is_refused_without_zero_too(
+    one_rank, tmp_path, frozen
+):
+    run = run_of(one_rank, 0, frozen=frozen)
+    run.engine.save_state(tmp_path)
+    with refuses(CorruptionError, tmp_path):
+        run_of(one_rank, 0, frozen=not frozen).engine.load_state(tmp_path)
+    run_of(one_rank, 0, frozen=frozen).engine.load_state(tmp_path)
+
+
 def test_a_policy_with_nothing_to_learn_is_refused(one_rank):
     policy = TinyPolicy().requires_grad_(False)
     with refuses(UsageError, "lora.targets"):

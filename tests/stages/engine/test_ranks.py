@@ -125,13 +125,16 @@ def test_three_ranks_take_the_same_steps(launch):
 
 
 @pytest.mark.parametrize("case", ENGINES)
-def test_what_two_ranks_saved_goes_on_in_one(two, one_rank, case):
+def test_what_two_ranks_saved_goes_on_in_one(two, one_rank, case, tmp_path):
     _, preset, dtype = case.split("/")
     policy = TinyPolicy(dtype=getattr(torch, dtype))
     run = Run(one_rank, replace(OPTIONS, deepspeed=preset, dtype=dtype), policy=policy)
     run.step(4)  # moments and weights that have to be replaced, as has what the model keeps beside
     policy.model.scale.fill_(9.0)
     run.engine.load_state(two.folder / f"{preset}-{dtype}")
+    run.engine.save_state(tmp_path)
+    (path,) = tmp_path.glob("state/*mp_rank_00_model_states.pt")
+    assert torch.load(path, weights_only=False)["global_steps"] == 3
     run.updates.clear()
     run.steps(3, 6)
     near, of_norm = ({}, STEP) if dtype == "float32" else ({"rtol": 0.02, "atol": 0.01}, 0.1)
