@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,19 +82,31 @@ def is_first_rank() -> bool:
 class SafeGroup(TyperGroup):
     """A group of commands whose error messages are safe to print."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the words up to the name of a command."""
+        with _readable():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        """Gives a command; of an unknown flag the one that is meant is named."""
-        try:
+        """Reads the other words and gives the command."""
+        with _readable():
             return super().invoke(ctx)
-        except Exception as error:
-            message = getattr(error, "message", None)  # what typer shows
-            if isinstance(message, str):
-                flag, command = getattr(error, "option_name", ""), getattr(error, "ctx", None)
-                if flag and (meant := _meant(flag, getattr(command, "info_name", ""))):
-                    message = f"{message}.{did_you_mean(meant)}"
-                    vars(error)["possibilities"] = None
-                vars(error)["message"] = safe(message)
-            raise
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Masks what typer says of an error; of an unknown flag the one that is meant is named."""
+    try:
+        yield
+    except Exception as error:
+        message = getattr(error, "message", None)  # what typer shows
+        if isinstance(message, str):
+            flag, command = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+            if flag and (meant := _meant(flag, getattr(command, "info_name", ""))):
+                message = f"{message}.{did_you_mean(meant)}"
+                vars(error)["possibilities"] = None
+            vars(error)["message"] = safe(message)
+        raise
 
 
 def _meant(flag: str, command: str) -> list[str]:

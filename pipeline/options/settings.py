@@ -92,12 +92,12 @@ def load_settings(
         require_trackers(config.tracking)
     for name, origin in origins.items():
         if origin in ("flag", "--set") and not reads(command, name):
-            way = _instead_of(name, command)
+            way = instead_of(name, command)
             raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")
     return Settings(config, origins)
 
 
-def _instead_of(name: str, command: str) -> str:
+def instead_of(name: str, command: str) -> str:
     """What to do about a setting that the command would ignore."""
     if (instead := INSTEAD.get(command, {}).get(name)) is not None:
         return f"Use {instead}" if instead else "Leave it out"

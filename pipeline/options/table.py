@@ -83,7 +83,11 @@ COMMANDS = {
     "config": ("", _EVERYTHING),
 }
 # What a command does not read of that: the flag or setting to use instead, if there is one.
-_POLICY = {"model.path": "--model (train.model)", "model.dtype": "train.dtype"}
+_POLICY = {
+    "model.path": "--model (train.model); another policy than the cache's reference needs "
+    "train.other_reference=true",
+    "model.dtype": "train.dtype",
+}
 INSTEAD = {
     "train": _POLICY,
     "sweep": {"train.method": "--method", "train.output": "--output", **_POLICY},

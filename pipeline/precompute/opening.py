@@ -87,6 +87,11 @@ def require_model(config: Config, part: Part | None = None) -> None:
         raise UsageError(
             "cache.token_logps stores log-probs, and cache.scored is false: unset one."
         )
+    if config.cache.reuse and not config.cache.scored:
+        raise UsageError(
+            "cache.reuse names scores to copy, and cache.scored is false: leave out --reuse or "
+            "--no-scored."
+        )
     require_executor(config.scoring, part)
 
 
@@ -150,7 +155,8 @@ def require_same(
     """Refuses settings that would make it another cache; `reuse` is its folder if unfinished."""
     if found := differences(stored, wanted):
         lines = "\n  ".join(found.values())
-        other = f"Give --output OTHER --reuse {reuse}" if reuse else "Choose another --output"
+        takes_it = reuse and wanted.get("cache.scored") != "false"
+        other = f"Give --output OTHER --reuse {reuse}" if takes_it else "Choose another --output"
         cost = "scores that both need are copied, not computed again"
         if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
             other = "Choose another --output"

@@ -22,6 +22,7 @@ from ...schemas.errors import (
 from ...schemas.rows import TIE, Reference, Scorer
 from ...stages.data.columns import not_read
 from ...stages.data.preview import lines_of
+from ...stages.methods.table import METHODS
 from ...stages.model.reference import HfReference
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache_work import unfinished_work
@@ -377,5 +378,9 @@ def _lines(job: CacheJob, made: Manifest | None, tally: Tally | None = None) -> 
         lines.append(f"{ties:,} of {made.rows_in:,} rows left out: ties have no chosen answer")
     lines += [f"note: {counted(count, worded(name))}" for name, count in sorted(made.notes.items())]
     # The command that trains on it, by the method of the settings or a usual one.
-    method = job.config.train.method or ("kto" if job.config.cache.kl_pairs else "dpo")
-    return (*lines, f"next: align train --method {method} --cache {job.cache}")
+    method, usual = job.config.train.method, "kto" if job.config.cache.kl_pairs else "dpo"
+    if not made.is_scored:
+        usual = "orpo" if job.shape.declared.kind == "pair" else "sft"
+        known = METHODS.get(method)
+        method = method if known and "reference" not in known.needs else ""
+    return (*lines, f"next: align train --method {method or usual} --cache {job.cache}")

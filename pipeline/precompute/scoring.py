@@ -142,25 +142,32 @@ class ShardScorer:
         memory, and a kill loses two at most. An error of either thread ends the work.
         """
         reader, writer = ThreadPoolExecutor(1, "align-read"), ThreadPoolExecutor(1, "align-write")
-        before: _InFlight | None = None  # the shard that is being written
+        writing: list[_InFlight] = []  # the shards that are being written, until they are counted
+
+        def counted() -> Tally:
+            tally = writing[0].finished()
+            del writing[0]  # only now: a signal may come while its end is waited for
+            return tally
+
         try:
             for number, shard, known in self._read_ahead(reader, shards):
                 shown = _InFlight(self._progress, self._shards.plan.shards[number])
+                before = writing[0] if writing else None
                 scores, numerics = self._score(shard, known, shown, before)
                 if before:
                     before.commit.result()  # behind one that could not be written nothing is
                 shown.commit = writer.submit(
                     self._commit, number, shard, scores, numerics or known.numerics
                 )
-                done, before = before, shown
-                if done:
-                    yield done.finished()
-            done, before = before, None
-            if done:
-                yield done.finished()
+                writing.append(shown)
+                if before:
+                    yield counted()
+            if writing:
+                yield counted()
         except (Exception, Interrupted):
-            if before and not before.commit.exception():
-                yield before.finished()  # it is kept, and counts
+            for one in writing:
+                if not one.commit.exception():
+                    yield one.finished()  # it is kept, and counts
             raise
         finally:
             reader.shutdown(cancel_futures=True)

@@ -25,8 +25,8 @@ from ...stages.tracking.journaled_run import tagged
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import description, run_name
 from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
-from ..options.settings import Settings, flatten
-from ..options.table import INSTEAD
+from ..options.settings import Settings, flatten, instead_of
+from ..options.table import fields, reads
 from ..work import recorded_work
 from .load import identify
 from .records import data_of
@@ -182,8 +182,9 @@ def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
     varied: dict[str, list[str]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
-        if instead := INSTEAD["sweep"].get(name):
-            raise UsageError(f"--vary {name}: a sweep does not take it. Use {instead}.")
+        if name in fields() and not reads("sweep", name):
+            way = instead_of(name, "sweep")
+            raise UsageError(f"--vary: {name} is not used by `align sweep`. {way}.")
         if name in varied:
             raise UsageError(f"{name} is varied twice. Give all of its values at once.")
         if not (name and equals and all(values.split(","))):

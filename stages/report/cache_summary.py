@@ -57,8 +57,8 @@ class PairSummary:
     """The comparison of chosen and rejected within their rows."""
 
     pairs: int
-    reference_prefers_rejected: int  # by the summed log-prob; 0 where the cache is not scored
-    reference_prefers_rejected_per_token: int  # by the mean log-prob; as above
+    reference_prefers_rejected: int | None  # by the summed log-prob; None: it is not scored
+    reference_prefers_rejected_per_token: int | None  # by the mean log-prob; as above
     chosen_is_longer: int
     rejected_is_longer: int
 
@@ -161,10 +161,12 @@ def _pairs(chosen: pl.DataFrame, rejected: pl.DataFrame, manifest: Manifest) -> 
     if not len(chosen) == len(rejected) == manifest.rows or not manifest.rows:
         return None
     per_token = [frame["logp"] / frame["learned"] for frame in (chosen, rejected)]
+    by_sum = int((rejected["logp"] > chosen["logp"]).sum())
+    by_mean = int((per_token[1] > per_token[0]).sum())
     return PairSummary(
         pairs=manifest.rows,
-        reference_prefers_rejected=int((rejected["logp"] > chosen["logp"]).sum()),
-        reference_prefers_rejected_per_token=int((per_token[1] > per_token[0]).sum()),
+        reference_prefers_rejected=by_sum if manifest.is_scored else None,
+        reference_prefers_rejected_per_token=by_mean if manifest.is_scored else None,
         chosen_is_longer=int((chosen["tokens"] > rejected["tokens"]).sum()),
         rejected_is_longer=int((rejected["tokens"] > chosen["tokens"]).sum()),
     )

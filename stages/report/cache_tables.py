@@ -116,8 +116,7 @@ def _truncation(summary: Summary) -> list[str]:
 
 
 def _balance(summary: Summary) -> list[str]:
-    is_scored = summary.fingerprint.get("cache.scored") != "false"
-    lines = _pairs(summary.pairs, is_scored=is_scored) if summary.pairs else []
+    lines = _pairs(summary.pairs) if summary.pairs else []
     candidates = summary.roles.get("candidate")
     if candidates:
         lines += facts([("per prompt", f"{candidates.branches / summary.rows:.1f} candidates")])
@@ -134,22 +133,26 @@ def weight_facts(weights: KtoWeights) -> list[tuple[str, str]]:
     return [("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]
 
 
-def _pairs(pairs: PairSummary, *, is_scored: bool) -> list[str]:
-    preferred = {
+def _pairs(pairs: PairSummary) -> list[str]:
+    counts = {
         "reference prefers the rejected one": pairs.reference_prefers_rejected,
         "... per token": pairs.reference_prefers_rejected_per_token,
-    }
-    counts = {
-        **(preferred if is_scored else {}),
         "chosen is the longer one": pairs.chosen_is_longer,
         "rejected is the longer one": pairs.rejected_is_longer,
     }
+    noisy = "the first two hint at noisy labels, the third at a bias to length."
+    if pairs.reference_prefers_rejected is None:  # the cache is not scored
+        noisy = "the first hints at a bias to length."
     return [
         *grid(
             (f"of {counted(pairs.pairs, 'pairs')}", "count", "share"),
-            [(name, f"{count:,}", share(count, pairs.pairs)) for name, count in counts.items()],
+            [
+                (name, f"{count:,}", share(count, pairs.pairs))
+                for name, count in counts.items()
+                if count is not None
+            ],
         ),
-        "  Far above 50%: the first two hint at noisy labels, the third at a bias to length.",
+        f"  Far above 50%: {noisy}",
         "",
     ]
 

@@ -15,6 +15,8 @@ uploaded before its record, and removed here once that is in the bucket.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import logging
 import re
 import secrets
@@ -294,19 +296,23 @@ class CacheWork(Cache):
             "reason": [row.reason for row in rejected],
             "detail": [printable(row.detail) for row in rejected],
         }
-        path = self.rejected
-        with fs.new_file(path, replaces=True) as sink:
-            pq.write_table(
-                pa.Table.from_pydict(columns, schema=REJECTED),
-                sink,
-                compression="zstd",
-                compression_level=1,
-                use_dictionary=["file", "file_name", "reason"],
-                write_page_checksum=True,
-            )
+        path, sink = self.rejected, io.BytesIO()
+        pq.write_table(
+            pa.Table.from_pydict(columns, schema=REJECTED),
+            sink,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["file", "file_name", "reason"],
+            write_page_checksum=True,
+        )
+        content = sink.getvalue()
+        fs.drop_drafts(path)
+        fs.publish(path, content)
         if self.url:
             self.remote.put(self._name(path), path)
-        return FileEntry(path.name, path.stat().st_size, fs.sha256_of(path), len(rejected))
+        # Not of the file: another process that finishes the cache may remove it at any time.
+        sha256 = hashlib.sha256(content).hexdigest()
+        return FileEntry(path.name, len(content), sha256, len(rejected))
 
     def finish(self, manifest: Manifest) -> bool:
         """Finishes the cache, which readers then see; False if it was finished as another one."""

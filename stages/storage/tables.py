@@ -90,7 +90,10 @@ class TableFolder:
     def find(self) -> TableManifest | None:
         """The manifest of the table, if there is one; it has to be of this kind."""
         if path := self.stored():
-            return _manifest_in(path)
+            found = _manifest_in(path)
+            if found and found.kind != self.kind:
+                raise self._of_another_kind(f"{found.kind} as {path.name}")
+            return found
         self._refuse_others()
         return None
 
@@ -148,10 +151,10 @@ class TableFolder:
     def _refuse_others(self) -> None:
         for kind in COMMANDS:
             if kind != self.kind and self.stored(kind):
-                raise UsageError(
-                    f"{self} holds {kind}.parquet, not {self.file.name}. Name a folder that "
-                    f"`{COMMANDS[self.kind]}` made."
-                )
+                raise self._of_another_kind(f"{kind}.parquet, not {self.file.name}")
+
+    def _of_another_kind(self, what: str) -> UsageError:
+        return UsageError(f"{self} holds {what}. Name a folder that `{COMMANDS[self.kind]}` made.")
 
 
 def drawing_of(path: Path) -> Drawing | None:

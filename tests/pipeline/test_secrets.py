@@ -119,3 +119,11 @@ def test_no_secret_is_written_said_or_sent(course, world, mlflow_server, surroun
 def test_a_line_of_the_log_tells_no_secret_and_steers_no_terminal():
     record = logging.makeLogRecord({"msg": "at https://me:word@host/ \x1b[2J"})
     assert SafeFormatter().format(record) == f"at https://{MASK}@host/ \\u001b[2J"
+
+
+@pytest.mark.parametrize("command", [[], ["train"]])
+def test_a_word_that_is_no_flag_is_said_without_its_secret(command):
+    said = align(*command, "--https://me:hunter2secret@host/x")
+    assert said.code == 2, said
+    assert MASK in said.err
+    assert "hunter2secret" not in said.out + said.err

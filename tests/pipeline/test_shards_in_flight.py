@@ -104,6 +104,12 @@ def test_a_shard_that_cannot_be_written_ends_the_run_with_its_error(config, clea
     assert contents(config.cache.output) == clean
 
 
+def kept_by(stop):
+    """How many completions a stopped run says that it keeps."""
+    (said,) = re.findall(r"reused [\d,]+ of ([\d,]+)", str(stop))
+    return int(said.replace(",", ""))
+
+
 def test_what_is_said_to_be_kept_when_a_signal_comes_is_what_is_committed(config, clean):
     def before(number):
         if number == 4:
@@ -114,17 +120,16 @@ def test_what_is_said_to_be_kept_when_a_signal_comes_is_what_is_committed(config
     (work,) = unfinished_work(Cache(Path(config.cache.output)))
     commits = work.done()
     assert len(commits) == 3  # the third was being written
-    (said,) = re.findall(r"reused [\d,]+ of ([\d,]+)", str(stop.value))
-    assert int(said.replace(",", "")) == sum(one.branches for one in commits.values())
+    assert kept_by(stop.value) == sum(one.branches for one in commits.values())
     run(config)
     assert contents(config.cache.output) == clean
 
 
 @dataclass
 class Shown(Silent):
-    """What is shown as scored, and when; the first to be so may be met by a signal."""
+    """What is shown as scored, and when; a signal may come as one of these is shown."""
 
-    stops: bool = False
+    stops: int = 0
     begun: float = 0.0
     rows: list = field(default_factory=list)
     ended: float = 0.0
@@ -137,19 +142,23 @@ class Shown(Silent):
             return
         self.ended = time.perf_counter()
         self.rows.append(done)
-        if self.stops and len(self.rows) == 1:
+        if len(self.rows) == self.stops:
             raise Interrupted(15)
 
 
-def test_a_shard_is_shown_once_where_a_signal_comes_as_it_is_shown(to, tmp_path):
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_a_shard_is_shown_and_counted_once_where_a_signal_comes_as_it_is_shown(to, tmp_path, at):
     """Its scores are known, so its rows are shown when it is committed, all at once."""
-    first, shown = to(output=str(tmp_path / "first")), Shown(stops=True)
-    run(first)
+    first = to(output=str(tmp_path / "first"))
+    made = run(first).manifest
+    shown = Shown(stops=1 if at == "first" else len(made.shards))
     config = to(reuse=[first.cache.output])
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted) as stop:
         precompute(config, StubReference(), progress=shown)
     (work,) = unfinished_work(Cache(Path(config.cache.output)))
-    assert len(shown.rows) == len(work.done())
+    commits = work.done()
+    assert len(shown.rows) == len(commits)
+    assert kept_by(stop.value) == sum(one.branches for one in commits.values())
 
 
 def test_a_shard_that_is_scored_is_kept_where_nobody_asks_for_more(config):

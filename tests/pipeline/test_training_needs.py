@@ -15,11 +15,11 @@ from align.pipeline.precompute.precompute import precompute
 from align.pipeline.precompute.verify import verify
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
-from align.schemas.json_codec import to_signed_json
+from align.schemas.json_codec import from_json, to_json, to_signed_json
 from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
 from align.stages.model.reference import HfReference
-from align.stages.report.cache_summary import summarize
+from align.stages.report.cache_summary import Summary, summarize
 from align.stages.report.cache_tables import render
 from align.stages.storage.cache import Cache
 from support.refusals import refuses
@@ -75,13 +75,16 @@ def test_a_cache_that_is_not_scored_is_made_without_a_forward_and_serves_what_ne
 ):
     """Its trainings are those of a scored cache of the same rows, bit for bit."""
 
+    next_steps = []
+
     def made(name, reference, **settings):
         plain = {"cache.shards": 8, "cache.kl_pairs": 2, "tokens.max_length": 512}
         sets = plain | {"tracking.mlflow": False, "cache.reuse_known": False} | settings
         flags = {"model.path": str(training_world.model), "cache.output": str(here / name)}
         file = str(training_world.pairs.parent / "pairs.parquet")
         config = load_settings(flags, sets, file=None, data=[file]).config
-        precompute(config, reference(config.model), progress=Silent())
+        answer = precompute(config, reference(config.model), progress=Silent())
+        next_steps.append(answer.text())
         return here / name
 
     unscored = made("unscored", NeverOpened, **{"cache.scored": False})
@@ -109,7 +112,14 @@ def test_a_cache_that_is_not_scored_is_made_without_a_forward_and_serves_what_ne
     assert "cache.scored" in verify(
         unscored, ModelOptions(), model=None, rescore=4, open_reference=NeverOpened
     )
-    assert "cache.scored" in render(summarize(Cache(unscored)))
+    for asked, method in (("", "orpo"), ("kto", "orpo"), ("simpo", "simpo")):
+        made("unscored", NeverOpened, **{"cache.scored": False, "train.method": asked})
+        assert f"--method {method} " in next_steps[-1]
+    summary = summarize(Cache(unscored))
+    assert "cache.scored" in render(summary)
+    assert "prefers" not in render(summary)
+    assert summary.pairs.reference_prefers_rejected is None
+    assert from_json(Summary, to_json(summary)) == summary
     with refuses(UsageError, "cache.scored"):
         export(unscored, here / "flat.parquet", model=None, overwrite=False)
     again = made("scored", HfReference, **{"cache.reuse": [str(unscored)]})

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import polars as pl
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from align.stages.storage.disk.locks import lock_of
 from align.stages.storage.tables import TableFolder, drawing_of, read_table
 from support import disk_faults
 from support.flips import flips
+from support.refusals import refuses
 
 TABLE = pl.DataFrame({"prompt": ["a", "b"], "score": [1.0, None], "nothing": [None, None]})
 
@@ -126,6 +128,10 @@ def test_a_table_of_another_kind_is_neither_read_nor_replaced(table_folder):
     for refused in (lambda: read_table(other), other.prepare):
         with pytest.raises(UsageError, match="judged"):
             refused()
+    if not table_folder.url:
+        shutil.copy(table_folder.file, other.file)  # under the name of the other kind
+        with refuses(UsageError, "samples", "judged.parquet", "align judge"):
+            read_table(other)
 
 
 @pytest.mark.parametrize("operation", ["fsync", "rename"])
