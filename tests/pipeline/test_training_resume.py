@@ -51,6 +51,18 @@ def test_what_is_learned_by_may_not_change_and_is_named(course, broken_run, worl
     refused(course, 4, broken_run, *RESUME, "--cache", cache, names=("--cache", root[:12]))
 
 
+def test_a_run_that_is_begun_anew_is_the_same_in_mlflow_unless_a_setting_differs(course, tmp_path):
+    run, keys = tmp_path / "run", []
+    told = ("--mlflow", "--set", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    for words in ((), (), ("--lr", 2e-3)):
+        place = ["before:make_folder:checkpoints/.tmp-*=kill@1"]
+        (answer,) = course.start(run, *told, *RESUME, *words, faults=place).answers()
+        assert answer.code == KILLED
+        keys.append(ledger_of(RunFolder(run)).record.key)
+    first, again, other = keys
+    assert first == again != other
+
+
 def test_another_base_under_an_adapter_is_refused(course, tmp_path):
     """Orpo asks for no reference, so nothing else holds the base to the cache."""
     run, base = tmp_path / "run", shutil.copytree(course.model, tmp_path / "base")
