@@ -39,7 +39,8 @@ def resized(
     stage, live = int(engine.zero_optimization_stage()), engine.optimizer.state_dict()
     base, master = KEYS[stage]
     states = [one[base]["state"] for one in saved]
-    is_packed = any(isinstance(value, dict) for value in states[0][0].values())
+    first = states[0].get(0, {})  # nothing before the first step
+    is_packed = any(isinstance(value, dict) for value in first.values())
     if is_packed or engine.zero_round_robin_gradients():
         cause = (
             "train.optimizer=adamw8bit" if is_packed else "zero_optimization.round_robin_gradients"
@@ -58,7 +59,7 @@ def resized(
     )
     weights = cut([one[master] for one in saved])
     moments, scalars = {}, {}
-    for key, value in states[0][0].items():
+    for key, value in first.items():
         if isinstance(value, Tensor) and value.ndim:
             moments[key] = cut([[one[group][key] for group in sorted(one)] for one in states])
         else:
@@ -67,7 +68,7 @@ def resized(
     of_torch = {
         "state": {
             index: {**copy.deepcopy(scalars), **{key: flat[index] for key, flat in moments.items()}}
-            for index in range(len(weights))
+            for index in range(len(weights) if first else 0)
         },
         "param_groups": [{**new, **old, "params": new["params"]} for new, old in groups],
     }

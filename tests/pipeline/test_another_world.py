@@ -50,6 +50,18 @@ def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_a_run_that_is_stopped_before_its_first_step_goes_on_over_fewer_ranks(
+    course, tmp_path, preset
+):
+    """Its checkpoint holds no state of an optimizer yet."""
+    words, run = ("--deepspeed", preset), tmp_path / "run"
+    course.start(run, *LONG, *words, "--set", "train.max_time=0s", ranks=2).answers()
+    assert saved(run)[0] == 0
+    part(course, run, *words, ranks=1)
+    require_near(run, course.whole(*LONG, ranks=2))
+
+
 def uneven(rank, port):
     """What torchrun sets on two machines, the second of which computes with more threads."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
