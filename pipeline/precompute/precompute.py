@@ -23,7 +23,6 @@ from ...schemas.rows import TIE, Reference, Scorer
 from ...stages.data.columns import not_read
 from ...stages.data.preview import lines_of
 from ...stages.methods.table import METHODS
-from ...stages.model.reference import HfReference
 from ...stages.report.cache_tables import worded
 from ...stages.storage.cache_work import unfinished_work
 from ...stages.storage.disk.digests import own_digests
@@ -57,6 +56,8 @@ def make_cache(
     config: Config, *, progress: Progress, part: Part | None = None, shows_row: bool = False
 ) -> PrecomputeResult:
     """Makes a cache with the reference of the config, whose model and data may be in a bucket."""
+    from ...stages.model.reference import HfReference  # noqa: PLC0415 - it imports all of a model
+
     require_model(config, part)
     local = with_local_inputs(config)
     reference = HfReference(local.model, own_digests())
