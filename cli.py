@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -47,8 +48,6 @@ def main() -> None:
     except OSError as error:
         _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
     except Exception:
-        import traceback
-
         # Python would print it by itself, and the secrets in it.
         say(traceback.format_exc().rstrip(), err=True)
         sys.exit(1)

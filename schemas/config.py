@@ -117,7 +117,7 @@ class TrackingOptions:
     )
     upload_model: bool = Field(
         default=False,
-        description=("also upload the trained model, not only its card; the run waits for that"),
+        description="also upload the trained model, not only its card; the run waits for that",
     )
     system_metrics: bool = Field(
         default=False,

@@ -140,9 +140,9 @@ class Interrupted(BaseException):
         self.exit_code = 128 + signal_number
 
 
-def closest(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.5) -> list[str]:
+def closest(name: str, names: Iterable[str], most: int = 1) -> list[str]:
     """The names most similar to this one, the closest first."""
-    return get_close_matches(name, list(names), n=most, cutoff=cutoff)
+    return get_close_matches(name, list(names), n=most, cutoff=0.5)
 
 
 def did_you_mean(near: Iterable[str]) -> str:

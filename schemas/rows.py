@@ -96,7 +96,7 @@ class Record:
         return not isinstance(self.prompt, str)
 
 
-_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
+CONTENT_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
 
 
 def prompt_digest(
@@ -107,9 +107,9 @@ def prompt_digest(
     Token ids do not identify it: if its end falls inside a token, they depend on the completion.
     """
     if isinstance(prompt, str):  # which has neither; encoding a text alone is quick
-        content = f"[{_JSON.encode(prompt)},null,{{}}]"
+        content = f"[{CONTENT_JSON.encode(prompt)},null,{{}}]"
     else:
-        content = _JSON.encode([prompt, tools, template_options])
+        content = CONTENT_JSON.encode([prompt, tools, template_options])
     return blake2b(content.encode(), digest_size=16, person=b"align prompt").digest()
 
 
@@ -127,7 +127,7 @@ class Tree:
 
 
 def sums_of_branches(
-    token_logps: Ragged, is_learned: NDArray[np.bool_] | None = None
+    token_logps: Ragged, is_learned: NDArray[np.bool_] | None
 ) -> NDArray[np.float64]:
     """The sum of each branch's log-probs, of those that are learned, in float64.
 

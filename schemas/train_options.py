@@ -80,7 +80,7 @@ class TrainOptions:
     )
     checkpoint_offload: bool | Literal["auto"] = Field(
         default="auto",
-        description=("with gradient_checkpointing: the inputs of layers are kept in CPU memory"),
+        description="with gradient_checkpointing: the inputs of layers are kept in CPU memory",
     )
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",

@@ -1,4 +1,4 @@
-"""What a command prints: results, rows, and what typer says of wrong words.
+"""Output of a command: results, rows, and typer's messages on wrong words.
 
 Among ranks the first speaks for all.
 """
@@ -40,7 +40,7 @@ def say_once(text: str) -> None:
 
 
 def say_made(made: Made[Any, Any] | Rewarded) -> None:
-    """Prints what all ranks make: the one that published it does, or else the first."""
+    """Prints the result of all ranks, on the rank that published it and on the first."""
     if made.has_published or is_first_rank():
         say(made.text())
 

@@ -128,7 +128,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict | None):
         raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
     content = content or {}
-    sections = {name: held for name, held in content.items() if isinstance(held, dict)}
+    sections = {name: inside for name, inside in content.items() if isinstance(inside, dict)}
     if twice := sorted(_flat(sections).keys() & content.keys()):
         raise UsageError(f"{path}: given twice: {', '.join(twice)}. Write each of them once.")
     return _located(_flat(content), path.parent, os.path.expanduser)
@@ -202,7 +202,7 @@ def _of_text(name: str, text: str, where: str) -> Any:
         raise UsageError(f"{where}: the value is not readable as YAML.") from error
 
 
-# What they give together.
+# The config of all layers.
 
 
 def _checked(values: Mapping[str, Any], origins: Mapping[str, str], command: str) -> Config:
@@ -283,7 +283,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return flatten(_checked(found, dict.fromkeys(found, str(path)), "config"))
 
 
-def template(method: Method | None = None) -> str:
+def template(method: Method | None) -> str:
     """The text of a new align.yaml: every setting, its default and what it means.
 
     The options of a method are comments: set, they are refused with a method that has none such.

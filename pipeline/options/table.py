@@ -51,7 +51,6 @@ WORDS_OF_RUN = {
 
 _COMPUTING = "model.attention model.compile model.allow_unused_weights"
 _TRACKING = "tracking.mlflow tracking.trackers"
-_REUSE = "cache.reuse cache.reuse_known"
 _RECORD = "tracking.uri tracking.experiment tracking.run_name"
 _TRAINING = "train lora method model.device tracking"
 _EVERYTHING = " ".join(SECTIONS)
@@ -61,7 +60,8 @@ COMMANDS = {
     "precompute-ref": (f"model data tokens cache scoring {_TRACKING}", _RECORD),
     "score": (
         f"rewards data tokens.max_length model.dtype model.device scoring {_TRACKING}",
-        f"{_COMPUTING} model.device_map tokens cache.shards {_REUSE} {_RECORD}",
+        f"{_COMPUTING} model.device_map tokens cache.shards cache.reuse cache.reuse_known "
+        f"{_RECORD}",
     ),
     "train": (_TRAINING, f"{_COMPUTING} tokens cache.output"),
     "sample": (

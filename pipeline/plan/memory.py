@@ -205,7 +205,7 @@ def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
         buffer = BUFFER_BYTES
     # (gradients, activations, head): the head and then the layers run backward, where the gradient
     # of the head's weight is in memory besides, unless it is cut into parts at once.
-    last = engine.arriving + policy.largest * DTYPES[facts.dtype].itemsize
+    last = engine.arriving + policy.trained.largest * DTYPES[facts.dtype].itemsize
     moments = [
         (engine.first, activations, head),
         (engine.first + engine.arriving_first + of_weight, activations + in_layer, 0),
@@ -245,11 +245,6 @@ class MeasuredPolicy:
     head: Tensor | None  # weight of the fused head; none of a model that scores
     keeping: Kept
     recomputing: Kept | None  # with gradient checkpointing, where the model can
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest parameter that is trained."""
-        return self.trained.largest
 
     def elements(self, quantize: str) -> Elements:
         """Counts of the parameters, frozen ones in 4 bits where they are quantized."""

@@ -165,13 +165,13 @@ _PARTS = re.compile("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"))
 _SECONDS = (86_400, 3600, 60, 1)
 
 
-def seconds_of(text: str, *, name: str) -> float:
+def seconds_of(text: str) -> float:
     """`3h30m` in seconds; an empty text is infinity."""
     if not text:
         return float("inf")
     parts = _PARTS.fullmatch(text)
     if parts is None:
-        raise UsageError(f"{name} is {text!r}; expected a time such as 3h30m, 45m or 90s.")
+        raise UsageError(f"train.max_time is {text!r}; expected a time such as 3h30m, 45m or 90s.")
     return float(
         sum(int(count or 0) * size for count, size in zip(parts.groups(), _SECONDS, strict=True))
     )

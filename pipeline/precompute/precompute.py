@@ -167,9 +167,7 @@ def _opens_early(job: CacheJob, plan: Plan | None) -> bool:
     config = job.config
     if plan or config.scoring.executor != "inline" or job.device != "cuda":
         return False
-    if not config.cache.scored:
-        return False
-    return not may_have_scores(candidates(config.cache), job.reference_key)
+    return config.cache.scored and not may_have_scores(candidates(config.cache), job.reference_key)
 
 
 # One at a time, also of runs of one process; its end waits, as no thread is ended inside of torch.

@@ -63,7 +63,7 @@ class Slices:
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]
-    slices: list[list[Slice]]  # its pieces: one, or small whole files of data
+    slices: list[list[Slice]]  # each a list of pieces: one, or several small whole files
     ranges: int
 
     @staticmethod

@@ -121,7 +121,7 @@ def check_settings(settings: Settings) -> Recipe:
     """The recipe; refuses what is known to be wrong without the cache and the policy."""
     train = settings.config.train
     recipe = asked_recipe(settings.config)
-    seconds_of(train.max_time, name="train.max_time")
+    seconds_of(train.max_time)
     require_effect(settings)
     if train.row_margins:
         require_margins(recipe)
@@ -167,7 +167,7 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
         begins_as=policy,
         folder=run_folder_of(train.output),
         remote=remote,
-        max_seconds=seconds_of(train.max_time, name="train.max_time"),
+        max_seconds=seconds_of(train.max_time),
         callbacks=tuple(callbacks),
     )
 

@@ -54,8 +54,9 @@ def state_to_write(run: Run, state: State) -> State:
         raise _unusable(CHECKPOINTS.damaged(folder.step(best.step), why))
     if best.step != state.step:
         run.engine.load_state(folder.step(best.step))
-    said = f"the model is that of step {best.step:,}, whose checkpoint has the best {name}"
-    run.records.say(said)
+    run.records.say(
+        f"the model is that of step {best.step:,}, whose checkpoint has the best {name}"
+    )
     known = state.best
     if known and known.metric == train.best and known.value is not None:
         values = {best.step: best.metrics[name], known.step: known.value}

@@ -88,7 +88,7 @@ def prompt_shapes(inputs: Sequence[InputFile], mapped: Mapping[str, str]) -> Ite
 
 
 def detect_shape(
-    columns: Sequence[str], mapped: Mapping[str, str], carry: Sequence[str] = (), *, where: str
+    columns: Sequence[str], mapped: Mapping[str, str], carry: Sequence[str], *, where: str
 ) -> Shape:
     """The shape of these columns; `where` names the file in errors."""
     found = _renamed(columns, mapped, where)

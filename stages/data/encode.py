@@ -151,8 +151,11 @@ class Encoder:
         )
         for role, mask, num_cut in zip(record.roles, learned, cut, strict=True):
             if mask is not None and not mask.any():
-                why = "its messages are of other roles, or say loss: false or weight: 0"
-                why = "its learned turns are cut off: raise max_length" if num_cut else why
+                why = (
+                    "its learned turns are cut off: raise max_length"
+                    if num_cut
+                    else "its messages are of other roles, or say loss: false or weight: 0"
+                )
                 detail = f"nothing of the {role.name.lower()} completion is learned: {why}"
                 raise BadRow("nothing_learned", detail)
         better, worse = record.scores if record.roles == PAIR else (None, None)

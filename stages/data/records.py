@@ -40,16 +40,17 @@ def records_in(
         yield record_of(cells, shape, identity, row)
 
 
-def in_batches(
-    found: Iterable[Record | Rejected], *, rows: int = 1000, characters: int = 8 << 20
-) -> Iterator[list[Record | Rejected]]:
+BATCH_ROWS, BATCH_CHARACTERS = 1000, 8 << 20
+
+
+def in_batches(found: Iterable[Record | Rejected]) -> Iterator[list[Record | Rejected]]:
     """The records in lists of at most so many, or of about so many characters of text."""
     batch, size = list[Record | Rejected](), 0
     for one in found:
         batch.append(one)
         if isinstance(one, Record):
             size += sum(map(_length, (one.prompt, *one.completions)))
-        if len(batch) == rows or size >= characters:
+        if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:

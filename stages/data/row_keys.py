@@ -1,12 +1,7 @@
-"""Encoded rows as a table, with the hashes that name rows, prompts and completions.
-
-Token ids do not identify a prompt: if its end falls inside a token, the ids of one prompt depend
-on how its completion begins.
-"""
+"""Encoded rows as a table, with the hashes that name rows, prompts and completions."""
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...schemas.columns import Ragged, offsets_of, packed
 from ...schemas.row_table import Rows, bytes_of, digest_of, keys_of, sources
-from ...schemas.rows import Record, Text, prompt_digest
+from ...schemas.rows import CONTENT_JSON, Record, Text, prompt_digest
 
 
 @dataclass(frozen=True)
@@ -119,20 +114,17 @@ def prompt_keys_of(records: Sequence[Record]) -> NDArray[np.bytes_]:
     return np.frombuffer(b"".join(each), dtype="S16")
 
 
-_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
-
-
 def split_keys_of(prompts: Sequence[Text]) -> NDArray[np.uint64]:
-    """What decides a prompt's side of the held-out split.
+    """The keys that decide each prompt's side of the held-out split.
 
     Prompts that differ in white space, or in the system's message, tools or options, are on one.
     """
     keys = bytearray()
     for prompt in prompts:
-        said: Any = prompt
+        text: Any = prompt
         if not isinstance(prompt, str):  # the system's messages count where there are no others
-            said = [each for each in prompt if each["role"] != "system"] or prompt
-        content = _JSON.encode(_folded(said)).encode()
+            text = [each for each in prompt if each["role"] != "system"] or prompt
+        content = CONTENT_JSON.encode(_folded(text)).encode()
         keys += blake2b(content, digest_size=8, person=b"align held out").digest()
     return np.frombuffer(keys, dtype="<u8").astype(np.uint64)
 

@@ -77,9 +77,9 @@ def open_engine(
         NotImplementedError,
         CONFIG_ERROR,
     ) as error:
+        why = " ".join((str(error) or type(error).__name__).split())
         raise UsageError(
-            f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} "
-            f"({_one_line(error)})."
+            f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} ({why})."
         ) from error
     forget_first_step(engine)
     opened = DeepSpeedEngine(engine, world)
@@ -112,7 +112,7 @@ def has_cpu_adam(world: World) -> bool:
 
 
 def parameter_groups(policy: nn.Module, config: Mapping[str, Any]) -> list[Any]:
-    """What is trained, in groups: matrices have weight decay; biases and norms have none."""
+    """Trained parameters in groups: matrices have weight decay; biases and norms have none."""
     learning = {name: one for name, one in policy.named_parameters() if one.requires_grad}
     if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
         return [*learning.values()]
@@ -199,10 +199,6 @@ class DeepSpeedEngine:
         """
         policy, rank = self._engine.module, self._world.rank
         return whole_weights(policy, rank=rank, trainable_only=trainable_only)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())
 
 
 def apply_update(engine: Any) -> Update:

@@ -117,7 +117,7 @@ def engine_memory(
     bucket = int(zero.get("reduce_bucket_size", 0)) * (FLOAT if stage == 1 else itemsize)
     if not stage or (stage == 1 and is_half):
         bucket = 0
-    is_spread = stage == 3 and (ranks > 1 or weights_on_host)
+    is_sharded = stage == 3 and (ranks > 1 or weights_on_host)
     on_host = optimizer + FLOAT * part if is_on_host else 0
     return EngineMemory(
         weights=0 if weights_on_host else weights,
@@ -128,6 +128,6 @@ def engine_memory(
         arriving_first=arriving_first,
         update=update,
         buffers=(CUBLAS if device == "cuda" else 0) + bucket,
-        gathered=min(elements.total, MOST_GATHERED) * itemsize if is_spread else 0,
+        gathered=min(elements.total, MOST_GATHERED) * itemsize if is_sharded else 0,
         host=on_host + (weights if weights_on_host else 0),
     )

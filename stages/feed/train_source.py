@@ -107,23 +107,24 @@ def open_source(
         missing.update(rows.missing)
 
     read = num_partners if spec.mismatched else 0
-    whole, share = RowTable.concat(train, num_partners=read), np.ones(labels.shape[1])
+    learned = RowTable.concat(train, num_partners=read)
+    draws_per_row = np.ones(labels.shape[1])  # of each file
     if weights and file_of:
         draws = Draws.of(np.concatenate(file_of), weights)
-        whole = replace(whole, draws=draws)
+        learned = replace(learned, draws=draws)
         # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
         in_file = np.bincount(draws.file_of, minlength=len(weights))
-        share = np.array(draws.per_epoch) / np.maximum(in_file, 1)
+        draws_per_row = np.array(draws.per_epoch) / np.maximum(in_file, 1)
     source = TrainSource(
         folder,
         manifest,
         spec,
         columns,
         row_groups=tuple(row_groups),
-        train=whole,
+        train=learned,
         held_out=RowTable.concat(kept, num_partners=read),
         kinds=kinds,
-        labels=Labels(*map(round, (labels @ share).tolist())),
+        labels=Labels(*map(round, (labels @ draws_per_row).tolist())),
         num_partners=num_partners,
         longest=longest,
     )

@@ -82,7 +82,7 @@ def render_table(methods: Sequence[Method]) -> str:
 
 def render_method(method: Method) -> str:
     """One method as text, with the meaning of each option."""
-    said = {
+    described = {
         "loss": method.formula,
         "": f"mean over all {method.items} of an optimizer step",
         "rewards": method.rewards or "none",
@@ -91,7 +91,7 @@ def render_method(method: Method) -> str:
         "use": method.use,
         "source": method.source,
     }
-    lines = [method.name, *(_wrapped(f"  {name:<9}", text) for name, text in said.items()), ""]
+    lines = [method.name, *(_wrapped(f"  {name:<9}", text) for name, text in described.items()), ""]
     options = describe(method)["options"]
     lines.append("options, each a flag or --set method.NAME=VALUE" if options else "no options")
     for one in options:

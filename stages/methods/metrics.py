@@ -36,7 +36,7 @@ def reward_metrics(
     rounding: Tensor,
     branches: Branches,
     kind: RowKind,
-    margins: Tensor | None = None,
+    margins: Tensor | None,
 ) -> dict[str, Metric]:
     """The reward metrics of a micro-batch of rows of this kind.
 

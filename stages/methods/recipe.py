@@ -198,7 +198,9 @@ class Recipe:
         seen = self.modifiers.applied(given)
         with torch.no_grad():
             less = self.modifiers.applied(given, less=self.rounding)
-        parts_of_loss, losses, metrics = list[Tensor](), list[Tensor](), dict[str, Metric]()
+        parts_of_loss = list[Tensor]()
+        losses = list[Tensor]()
+        metrics = dict[str, Metric]()
         for part in self.parts:
             method, completions = part.method, self._view(seen, part)
             gathered = {name: step.pre_pass[f"{method.name}/{name}"] for name in method.gathers}
@@ -209,14 +211,15 @@ class Recipe:
             parts_of_loss.append(total / (count or 1))
             losses.append(own.detach())
             loss = Mean(total.detach(), branches.once(total.new_full((), count)))
-            told: dict[str, Metric] = {self._loss_name(part): loss, **output.metrics}
+            reported: dict[str, Metric] = {self._loss_name(part): loss, **output.metrics}
             rewards, others = _rewards_of(part, completions), _rewards_of(part, less)
             if rewards is not None and others is not None:
-                margins, rounding = told.get(MARGINS), (rewards - others).abs()
+                margins, rounding = reported.get(MARGINS), (rewards - others).abs()
                 assert not isinstance(margins, Mean), "every pair has a margin"
                 # Margins that the loss reports itself are kept.
-                told = reward_metrics(rewards, rounding, completions, method.rows, margins) | told
-            metrics = told | metrics  # what several parts report is named by the first
+                of_rewards = reward_metrics(rewards, rounding, completions, method.rows, margins)
+                reported = of_rewards | reported
+            metrics = reported | metrics  # what several parts report is named by the first
         metrics |= self.modifiers.metrics(branches)
         if len(self.parts) == 1:
             return Outcome(parts_of_loss[0], losses[0], metrics)
@@ -228,10 +231,10 @@ class Recipe:
         return Outcome(torch.stack(weighted).sum(), torch.stack(per_branch).sum(dim=0), metrics)
 
     def reported(self, sums: Mapping[str, Mean[float]]) -> dict[str, float]:
-        """The numbers of a step or of several: each sum by its count, and what follows from them.
+        """The means of a step or of several, and the values derived from them.
 
-        That is the loss of a mixture, which a part without items adds nothing to, and the margin
-        of labels.
+        Derived are the weighted loss of a mixture, to which a part without items adds nothing, and
+        the margin of labels.
         """
         means = {name: one.value for name, one in sums.items()}
         weights = {self._loss_name(part): part.weight for part in self.parts}

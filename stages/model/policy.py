@@ -32,7 +32,7 @@ from .logprobs import (
     input_device,
     require_known_ids,
 )
-from .memory.cheap_again import cheap_computed_again, drops_cheap
+from .memory.cheap_again import cheap_computed_again
 from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
 from .reward_model import batch_scores, choose_layout, load_reward_model
@@ -164,11 +164,13 @@ class Policy(nn.Module):
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)
         nothing: AbstractContextManager[list[Any]] = nullcontext([])
-        drops = torch.is_grad_enabled() and not self._recomputes
-        drops = drops and drops_cheap(
-            self.device.type,
-            compiles=is_compiled(causal_model(self.model)),
-            is_partitioned=any(hasattr(one, "ds_id") for one in self.model.parameters()),
+        # Under ZeRO-3 hooks would keep gathered weights; on a GPU it is not measured.
+        drops = (
+            torch.is_grad_enabled()
+            and self.device.type == "cpu"
+            and not self._recomputes
+            and not is_compiled(causal_model(self.model))
+            and not any(hasattr(one, "ds_id") for one in self.model.parameters())
         )
         with (
             self._routers.watching() if self._routers else nothing as seen,

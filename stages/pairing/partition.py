@@ -37,14 +37,14 @@ FILES_OPEN = 256
 REMEDY = "Remove it and run the same command again: no finished shard is lost."
 
 
-def number_of_ranges(data_bytes: int, asked: int = 0) -> int:
+def number_of_ranges(data_bytes: int, asked: int) -> int:
     """How many key ranges the rows of so much data are divided into."""
     if asked:
         return asked
     return min(MOST_RANGES, 1 << (max(0, data_bytes - 1) // BYTES_PER_RANGE).bit_length())
 
 
-def number_of_shards(ranges: int, rows: int, asked: int = 0) -> int:
+def number_of_shards(ranges: int, rows: int, asked: int) -> int:
     """How many shards there are: neighbouring ranges are joined until each has enough rows."""
     if asked:
         return ranges

@@ -158,11 +158,11 @@ def _pairs(pairs: PairSummary) -> list[str]:
 
 
 def _logps(summary: Summary) -> list[str]:
-    roles = [(name, role) for name, role in _roles(summary) if role.logps]
-    if not roles:
-        return ["  none: the cache is not scored (cache.scored)"]
+    roles = _roles(summary)
     sums = [(name, role.logps) for name, role in roles if role.logps]
     means = [(name, role.logps_per_token) for name, role in roles if role.logps_per_token]
+    if not sums:
+        return ["  none: the cache is not scored (cache.scored)"]
     lines = [
         *spreads("sum", sums, LOGPS, decimals=2),
         "",

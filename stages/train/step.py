@@ -59,7 +59,8 @@ def train_step(
     state_then = recipe.next_state(state, step.pre_pass)
     sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
     if step.routing is not None:
-        of_step, is_first = partial_router_loss(step.routing, step.routing), engine.world.rank == 0
+        of_step = partial_router_loss(step.routing, step.routing)
+        is_first = engine.world.rank == 0  # one rank adds it
         sums.add({"router/loss": Mean(of_step * is_first, float(is_first))})
     margins = list[Tensor]()
     for index, micro in enumerate(batch.own):

@@ -137,10 +137,10 @@ def token_lists(*, most=6, alphabet=4):
 
 
 @st.composite
-def record_lists(draw, *, largest=30, prompts=8, alphabet=4, with_scores=False):
+def record_lists(draw, *, prompts=8, alphabet=4, with_scores=False):
     """Records with few different prompts, some of them equal; `row` numbers them."""
     pool = draw(st.lists(token_lists(alphabet=alphabet), min_size=1, max_size=prompts))
-    count = draw(st.integers(1, largest))
+    count = draw(st.integers(1, 30))
     records = []
     for row in range(count):
         completions = draw(st.lists(token_lists(alphabet=alphabet), min_size=1, max_size=3))

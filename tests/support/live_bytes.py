@@ -8,21 +8,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages on a device that operations made and that are still alive.
+    """Counts the storages on the CPU that operations made and that are still alive.
 
     Those of `held` are not counted: an operation may give a part of one of them.
     """
 
-    def __init__(self, held=(), device="cpu"):
+    def __init__(self, held=()):
         super().__init__()
         self.now = self.most = 0
-        self._device = device
         self._known = {one.untyped_storage()._cdata: one for one in held}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
                 self.count(leaf)
         return result
 
@@ -42,6 +41,5 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
     def restart(self):
-        """The peak since the last restart; a new peak is measured from here on."""
-        most, self.most = self.most, self.now
-        return most
+        """A new peak is measured from here on."""
+        self.most = self.now

@@ -26,9 +26,6 @@ MODELS = {
     "52M": shape(512, 6, 1536, 32_000),
     "tied 67M": shape(768, 8, 1536, 32_000, tied=True),
     "narrow": shape(256, 4, 1024, 8000),
-    "wide": shape(1024, 3, 2816, 16_000),
-    "many words": shape(384, 4, 1024, 100_000, tied=True),
-    "deep": shape(256, 16, 768, 4000),
 }
 
 

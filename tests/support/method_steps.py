@@ -342,6 +342,7 @@ def _summed(recipe, whole, micros, outcomes, state):
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
         for leaf in _leaves(whole)
     )
+    line = recipe.reported(sums)
     return Taken(
         losses=_in_step_order(micros, [outcome.losses for outcome in outcomes]),
         loss=sum(outcome.loss.item() for outcome in outcomes),
@@ -350,8 +351,8 @@ def _summed(recipe, whole, micros, outcomes, state):
         value_gradient=by_value,
         values=values,
         means={name: one.value for name, one in sums.items() if not name.startswith("loss")},
-        line=recipe.reported(sums),
-        reported=recipe.reported(sums).get("loss"),
+        line=line,
+        reported=line.get("loss"),
         state=state,
     )
 

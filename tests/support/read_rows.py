@@ -64,10 +64,10 @@ def parted(found):
     return [one for one in every if not isinstance(one, Rejected)], rejected
 
 
-def read_file(path, mapped=None, wrap=UNWRAPPED):
+def read_file(path):
     """The records and the rejected rows of a file."""
     inputs = open_inputs([str(path)])
-    return parted(read_records(inputs, replace(common_shape(inputs, mapped or {}), wrap=wrap)))
+    return parted(read_records(inputs, replace(common_shape(inputs, {}), wrap=UNWRAPPED)))
 
 
 def read_lines(*rows, columns=None, **options):

@@ -63,9 +63,9 @@ def sync_run(root, options, **where):
     return synced
 
 
-def wait_for(condition, seconds=120.0):
+def wait_for(condition):
     """Returns when something has come true."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.02)

@@ -123,7 +123,7 @@ def text_config(options: ModelOptions) -> Any:
         return _config(options, model_config(options.path)).get_text_config(decoder=True)
 
 
-def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausalLM) -> nn.Module:
+def empty_model(options: ModelOptions, dtype: str, kind: Any) -> nn.Module:
     """The model of config.json on the meta device; the folder needs no weights."""
     settings, file = require_own_weights(options.path), Path(options.path) / CONFIG
     cannot = f"{file}: no model can be built from it"

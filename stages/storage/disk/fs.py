@@ -1,8 +1,8 @@
 """Files and folders on a disk: each is there whole under its name, or not at all.
 
 What is written is first a draft, a hidden file beside its target, which is locked while its writer
-lives, so that `drop_drafts` removes those of the dead alone. It is synced before it gets
-its name, and its folder after. A StorageError says which operation failed, on which path, and why.
+lives, so that `drop_drafts` removes those of the dead alone. It is synced before it gets its name,
+and its folder after. A StorageError says which operation failed, on which path, and why.
 """
 
 from __future__ import annotations

@@ -4,41 +4,33 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
+from align.stages.model.head.fused_head_backward import BUFFER_BYTES
 from align.stages.model.logprobs import branch_logps
 from align.stages.model.memory.cheap_again import cheap_computed_again
 from align.stages.model.policy import Policy
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
+from support.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.numeric
 WIDE = {"hidden_size": 64, "intermediate_size": 192}
 
 
 def kept_and_gradient(policy, hooks):
-    """Bytes that autograd keeps beside the weights, and the gradient of every weight."""
-    weights = {one.untyped_storage()._cdata for one in policy.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
+    """Bytes that a forward pass leaves beside the head's buffer; the gradient of every weight."""
     policy.zero_grad()
     torch.manual_seed(0)  # some families draw dropout
     batch = policy.path.batch(policy.path.rows(mixed_trees()), policy.device)
-    with hooks(keep):
+    with LiveBytes([*policy.parameters(), *policy.buffers()]) as live, hooks():
         logps = branch_logps(policy.model, batch, policy.path)
-    size = sum(kept.values())
+    size = live.now - BUFFER_BYTES
     (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
     return size, [one.grad.clone() for one in policy.parameters() if one.grad is not None]
 
 
 def both_ways(model_type, settings):
     policy = Policy(tiny_model(model_type, settings))
-    size, gradient = kept_and_gradient(policy, lambda keep: saved_tensors_hooks(keep, lambda t: t))
+    size, gradient = kept_and_gradient(policy, nullcontext)
     less, same = kept_and_gradient(policy, cheap_computed_again)
     assert len(same) == len(gradient) > 0
     assert all(map(torch.equal, same, gradient))
