@@ -186,3 +186,18 @@ def _names_a_secret(variable: str) -> bool:
 
 def _is_plain(character: str) -> bool:
     return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this is the name of a file or folder, and a path to elsewhere on no system."""
+    return (
+        isinstance(name, str)
+        and name not in {"", ".", ".."}
+        and name.isprintable()
+        and not {"/", "\\"} & {*name}
+    )
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether all parts of a path, joined by slashes, are plain names."""
+    return all(map(is_plain_name, path.split("/")))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ...schemas.config import Config, ModelOptions
-from ...stages.data.files import HUB_FOLDER
-from ...stages.data.readers import ending_of
 from ...stages.storage.cache import Cache
-from ...stages.storage.copies import fetch_cache, fetch_folder
 from ...stages.storage.locations import is_remote
 
 # Weights that are never read: a model is loaded from safetensors alone.
@@ -22,7 +20,7 @@ def with_local_inputs(config: Config) -> Config:
     return replace(
         config,
         model=local_options(config.model),
-        data=replace(config.data, files=[_local_data(given) for given in config.data.files]),
+        data=replace(config.data, files=[_local(given, _of_data) for given in config.data.files]),
         rewards=replace(config.rewards, model=local_model(config.rewards.model)),
     )
 
@@ -34,20 +32,27 @@ def local_options(options: ModelOptions) -> ModelOptions:
 
 def local_model(folder: str) -> str:
     """The folder of a model, or of its copy if it is in a bucket."""
-    return str(fetch_folder(folder, _of_model)) if is_remote(folder) else folder
+    return _local(folder, _of_model)
+
+
+def _local(given: str, choose: Callable[[list[str]], list[str]]) -> str:
+    if not is_remote(given):
+        return given
+    from ...stages.storage.copies import fetch_folder  # noqa: PLC0415 - only a bucket needs it
+
+    return str(fetch_folder(given, choose))
 
 
 def _of_model(names: list[str]) -> list[str]:
     return [name for name in names if "/" not in name and PurePosixPath(name).suffix not in _UNREAD]
 
 
-def _local_data(given: str) -> str:
-    return str(fetch_folder(given, _of_data)) if is_remote(given) else given
-
-
 def _of_data(names: list[str]) -> list[str]:
     if not _OF_SAVED_DATASETS.isdisjoint(names):  # it names files in folders of its own
         return names
+    from ...stages.data.files import HUB_FOLDER  # noqa: PLC0415 - as above
+    from ...stages.data.readers import ending_of  # noqa: PLC0415
+
     folders = (".", HUB_FOLDER)
     found = [name for name in names if str(PurePosixPath(name).parent) in folders]
     return [name for name in found if ending_of(name)]
@@ -55,4 +60,8 @@ def _of_data(names: list[str]) -> list[str]:
 
 def cache_at(cache: str) -> Cache:
     """The finished cache of a location: its folder, or a copy of it."""
-    return Cache(fetch_cache(cache) if is_remote(cache) else Path(cache))
+    if not is_remote(cache):
+        return Cache(Path(cache))
+    from ...stages.storage.copies import fetch_cache  # noqa: PLC0415 - as above
+
+    return Cache(fetch_cache(cache))

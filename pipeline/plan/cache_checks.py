@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from ...schemas.cache import Manifest
 from ...schemas.config import ModelOptions
 from ...schemas.data_options import TokenOptions
-from ...schemas.errors import FingerprintError, UsageError
+from ...schemas.errors import FingerprintError, UsageError, differences
 from ...stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ...stages.feed.train_source import TrainSource
-from ..jobs.differences import differences
 from ..options.settings import Settings, flatten
 
 if TYPE_CHECKING:

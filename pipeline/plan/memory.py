@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
@@ -22,7 +21,7 @@ from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
-from ...stages.engine.engine_memory import Elements, engine_memory
+from ...stages.engine.engine_memory import Elements, elements_of, engine_memory
 from ...stages.feed.cache_index import RowTable
 from ...stages.methods.recipe import Recipe
 from ...stages.model.head.fused_head_backward import BUFFER_BYTES
@@ -291,18 +290,6 @@ def _measure(
     keeping, recomputing = kept(model, row.rows(MEASURED_TOKENS), path)
     size = inner.config.get_text_config(decoder=True).hidden_size
     return MeasuredPolicy(elements_of(model), packed, size, head, keeping, recomputing)
-
-
-def elements_of(model: nn.Module, numel: Callable[[Tensor], int] = Tensor.numel) -> Elements:
-    """Counts each parameter once, those in 4 bits by what they stand for."""
-    trained = [numel(one) for one in model.parameters() if one.requires_grad]
-    frozen = sum(numel(one) for one in model.parameters() if not one.requires_grad)
-    packed = packed_bytes = 0
-    for one in model.parameters():
-        if (state := getattr(one, "quant_state", None)) is not None:  # two elements in a byte
-            packed, packed_bytes = packed + math.prod(state.shape), packed_bytes + one.nbytes
-            frozen += math.prod(state.shape) - one.numel()
-    return Elements(sum(trained), frozen, max(trained, default=0), packed, packed_bytes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from textwrap import wrap
 
 from ...schemas.errors import UsageError, counted
 from ...stages.engine.deepspeed_config import PRESETS
-from ...stages.engine.engine_memory import Elements
 from ...stages.methods.table import recipe_of
 from ...stages.model.loading.model_folder import require_peft
 from ...stages.model.loading.placement import chosen_device, device_bytes
@@ -35,7 +34,17 @@ from .memory import (
     planned,
 )
 from .setting_checks import learning_rate_note, require_effect
-from .workload import GivenRows, PlannedRows, Workload, known_dtype, planned_rows
+from .workload import (
+    GivenRows,
+    PlannedRows,
+    gib,
+    known_dtype,
+    micro_batches_text,
+    parameters_text,
+    planned_rows,
+    steps_text,
+    tokens_text,
+)
 
 WIDTH = 80
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "buffers", "process")
@@ -150,31 +159,6 @@ def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "", "without: align precompute-ref … --kl-pairs 0"
 
 
-def parameters_text(elements: Elements) -> str:
-    """The number of parameters, and of trainable ones."""
-    share = elements.trained / elements.total
-    learn = "all learn" if not elements.frozen else f"{elements.trained:,} learn ({share:.2%})"
-    return f"{elements.total:,} parameters, {learn}"
-
-
-def steps_text(work: Workload) -> str:
-    """The numbers of steps, rows and epochs."""
-    epochs = f"{work.epochs:,.15g} {'epoch' if work.epochs == 1 else 'epochs'}"
-    return f"{counted(work.steps, 'steps')} of {work.batch_size:,} rows, {epochs}"
-
-
-def tokens_text(work: Workload) -> str:
-    """The tokens that the policy runs over."""
-    if not work.mismatched_tokens:
-        return f"{work.learned_tokens:,}"
-    return f"{work.learned_tokens:,} to learn from, {work.mismatched_tokens:,} of KL pairs"
-
-
-def micro_batches_text(work: Workload) -> str:
-    """The micro-batches of a step."""
-    return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
-
-
 def _components(plan: RunPlan) -> list[str]:
     """What makes up the peak, of the settings and of what is chosen or advised beside them."""
     shown = {"as given": plan.choice.given}
@@ -216,11 +200,6 @@ def _ways(plan: RunPlan) -> list[str]:
             rows.append([f"{preset}{name}", *cells, gib(host)])
     fits = ["fits"] if budget.size else []
     return grid(("activations", "kept", *fits, "recomputed", *fits, "on the CPU"), rows)
-
-
-def gib(size: float) -> str:
-    """Bytes as GiB."""
-    return f"{size / 2**30:,.1f}" if size >= 0.05 * 2**30 or not size else f"{size / 2**30:.2f}"
 
 
 def command(plan: RunPlan) -> str:

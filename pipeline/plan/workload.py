@@ -1,6 +1,7 @@
 """Workload of a training: steps, tokens and micro-batches, from the lengths of its rows.
 
-They are planned as the feed plans them, and the rows are those of a cache or are not there yet.
+They are planned as the feed plans them, and the rows are those of a cache or are not there yet. A
+training prints the short form of `align plan`, of the policy that it has loaded.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...schemas.batches import World
 from ...schemas.config import Config, ModelOptions
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, counted
 from ...schemas.rows import Tree
 from ...schemas.train_options import TrainOptions
+from ...stages.engine.deepspeed_compat import whole_numel
+from ...stages.engine.deepspeed_config import stage_of
+from ...stages.engine.engine_memory import Elements, elements_of, engine_memory
 from ...stages.feed.cache_index import RowSizes, RowTable, ShardColumns, unchecked
+from ...stages.feed.loader import CacheFeed
 from ...stages.feed.step_plan import (
     FeedSettings,
     num_steps,
@@ -28,6 +34,8 @@ from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
 from ...stages.model.loading.load import DTYPES
 from ...stages.model.loading.model_folder import model_config, stored_dtype, text_settings
+from ...stages.model.logprobs import causal_model
+from ...stages.model.policy import Policy
 from ..jobs.object_inputs import cache_at, local_model
 from .method_needs import read_spec_of
 
@@ -239,3 +247,57 @@ def known_dtype(folder: str, asked: str) -> str:
             f"{folder}: neither weights nor config.json say the dtype. Pass --dtype bfloat16."
         )
     return dtype
+
+
+def short_plan(
+    feed: CacheFeed, policy: Policy, train: TrainOptions, engine_config: dict[str, Any]
+) -> list[str]:
+    """Two lines: what the run goes over, and what each rank holds."""
+    held_out = feed.held_out_source.eval_rows
+    source, ranks = feed.source, feed.settings.world.size
+    work = workload_of(
+        source.train, feed.settings, train, rows=source.train.rows_per_epoch, held_out=held_out
+    )
+    dtype, device = causal_model(policy.model).dtype, policy.device.type
+    elements = elements_of(policy, whole_numel)
+    engine = engine_memory(
+        elements, engine_config, train, ranks=ranks, itemsize=dtype.itemsize, device=device
+    )
+    sizes = f"{gib(engine.weights)} GiB of weights, {gib(engine.gradients)} of gradients and "
+    name = str(dtype).removeprefix("torch.")
+    return [
+        f"plan: {steps_text(work)}, {tokens_text(work)} tokens; {micro_batches_text(work)}",
+        f"plan: {parameters_text(elements)}, {name}, zero{stage_of(engine_config)}, "
+        f"{counted(ranks, 'ranks')}; each holds {sizes}{gib(engine.optimizer)} of the optimizer, "
+        "beside activations",
+    ]
+
+
+def parameters_text(elements: Elements) -> str:
+    """The number of parameters, and of trainable ones."""
+    share = elements.trained / elements.total
+    learn = "all learn" if not elements.frozen else f"{elements.trained:,} learn ({share:.2%})"
+    return f"{elements.total:,} parameters, {learn}"
+
+
+def steps_text(work: Workload) -> str:
+    """The numbers of steps, rows and epochs."""
+    epochs = f"{work.epochs:,.15g} {'epoch' if work.epochs == 1 else 'epochs'}"
+    return f"{counted(work.steps, 'steps')} of {work.batch_size:,} rows, {epochs}"
+
+
+def tokens_text(work: Workload) -> str:
+    """The tokens that the policy runs over."""
+    if not work.mismatched_tokens:
+        return f"{work.learned_tokens:,}"
+    return f"{work.learned_tokens:,} to learn from, {work.mismatched_tokens:,} of KL pairs"
+
+
+def micro_batches_text(work: Workload) -> str:
+    """The micro-batches of a step."""
+    return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / 2**30:,.1f}" if size >= 0.05 * 2**30 or not size else f"{size / 2**30:.2f}"

@@ -10,7 +10,7 @@ from ...schemas.errors import UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.report.export_trl import Decode, export_trl
 from ...stages.storage.cache import Cache
-from ...stages.storage.copies import origin_of
+from ...stages.storage.locations import origin_of
 from ..jobs.object_inputs import cache_at, local_model
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...schemas.cache import FORMAT_VERSION, file_identity
 from ...schemas.config import CacheOptions, Config
-from ...schemas.errors import AlignError, FingerprintError, UsageError
+from ...schemas.errors import AlignError, FingerprintError, UsageError, differences
 from ...schemas.json_codec import digest
 from ...schemas.rows import Reference
 from ...stages.data.columns import common_shape, require_scores
@@ -26,7 +26,6 @@ from ...stages.storage.cache_work import CacheWork, unfinished_work
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk.digests import user_folder
 from ...stages.storage.locations import is_remote
-from ..jobs.differences import differences
 from ..jobs.object_inputs import cache_at
 from ..options.settings import flatten
 from ..options.table import bound

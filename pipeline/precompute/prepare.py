@@ -36,9 +36,8 @@ from ...stages.pairing.partition import (
     write_slice,
 )
 from ...stages.storage.cache_work import CacheWork, printable
-from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
-from ...stages.storage.locations import is_remote
+from ...stages.storage.locations import is_remote, origin_of
 from ...stages.storage.records import Records
 from ...stages.storage.tables import drawing_of
 from ...stages.tracking.progress import Progress

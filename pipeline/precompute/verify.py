@@ -11,7 +11,7 @@ import numpy as np
 from ...schemas.cache import FileEntry, Manifest, Shard
 from ...schemas.columns import Ragged
 from ...schemas.config import ModelOptions
-from ...schemas.errors import CorruptionError, FingerprintError
+from ...schemas.errors import CorruptionError, FingerprintError, differences
 from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
 from ...schemas.rows import Reference, Rescored, Scorer, Tree
@@ -19,7 +19,6 @@ from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import damaged_objects
 from ...stages.storage.locations import is_remote
-from ..jobs.differences import differences
 from ..jobs.object_inputs import cache_at, local_model
 
 SHOWN = 10  # damaged files

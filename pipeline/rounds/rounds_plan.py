@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ...schemas.config import Config, ModelOptions
-from ...schemas.errors import CorruptionError, FingerprintError
+from ...schemas.errors import CorruptionError, FingerprintError, differences
 from ...schemas.json_codec import digest
 from ...schemas.round_options import ServerOptions
 from ...schemas.round_record import RoundRecord
@@ -18,7 +18,6 @@ from ...stages.model.loading.model_folder import model_identity
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.rounds_folder import OneRound, RoundsFolder
-from ..jobs.differences import differences
 from ..options.settings import Settings, as_absolute
 from ..options.table import INSTEAD, bound
 from ..tables.judges import kind_of

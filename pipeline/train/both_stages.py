@@ -6,11 +6,12 @@ import gc
 import os
 from dataclasses import replace
 
+import torch
+
 from ...schemas.errors import AlignError, UsageError
 from ...stages.engine.launchers import world_apart
-from ...stages.storage.run.run_remote import run_folder_of
+from ...stages.storage.run.run_folder import run_folder_of
 from ...stages.tracking.progress import Progress
-from ...stages.train.memory_backoff import release_cached_memory
 from ..options.settings import Settings
 from ..precompute.opening import require_model
 from .run_report import Trained
@@ -58,7 +59,7 @@ def settings_of_both(given: Settings) -> Settings:
 def train_on_cache(settings: Settings, *, progress: Progress) -> Trained:
     """The policy, trained on the cache; what goes wrong tells that the cache is there."""
     gc.collect()  # the reference
-    release_cached_memory()
+    torch.cuda.empty_cache()
     try:
         return run_training(check(settings), progress=progress)
     except AlignError as error:

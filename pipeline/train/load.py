@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from ...schemas.batches import World
+from ...schemas.config import Config
 from ...schemas.errors import FingerprintError
 from ...schemas.file_version import Remember
 from ...stages.engine.deepspeed_config import EngineContext, stage_of
 from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import agreed, gathered, run_on_all_ranks
 from ...stages.engine.freed_blocks import giving_more_blocks_back
-from ...stages.engine.zero3_loading import loading_config
 from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
@@ -23,15 +23,15 @@ from ...stages.model.loading.adapters import adapts_experts
 from ...stages.model.loading.heads import stored_value_head
 from ...stages.model.loading.load import load_model, resolve
 from ...stages.model.loading.model_folder import ModelFiles, model_identity
-from ...stages.model.loading.sharded_load import load_sharded
+from ...stages.model.loading.placement import chosen_device, device_bytes
 from ...stages.model.logprobs import causal_model
 from ...stages.model.policy import Policy, load_policy
 from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.storage.cache import Cache
 from ...stages.storage.disk.digests import own_digests
 from ...stages.tracking.progress import Progress
-from ...stages.train.memory_backoff import MemoryBackoff
-from ...stages.train.throughput import Meter, forget_peak
+from ...stages.train.memory import MemoryBackoff, forget_peak
+from ...stages.train.together import Meter
 from ..jobs.object_inputs import local_options
 from ..plan.cache_checks import (
     named_elsewhere,
@@ -39,12 +39,10 @@ from ..plan.cache_checks import (
     require_same_model,
     require_same_reference,
 )
-from ..plan.memory import memory_savers
 from ..plan.method_needs import sampling_note
 from ..plan.setting_checks import learning_rate_note
-from ..plan.short_plan import short_plan
-from ..plan.workload import feed_settings
-from .memory_at_start import chosen_to_fit, facts_of_run
+from ..plan.workload import feed_settings, short_plan
+from .resume import begun_preset
 from .setup import Run, zero_stage
 
 
@@ -104,7 +102,7 @@ def load(run: Run, progress: Progress) -> None:
         ]
         for note in filter(None, notes):
             progress.say(note)
-    config = run.config = chosen_to_fit(config, facts_of_run(run), world, progress)
+    config = run.config = with_auto_decided(run, progress)
     policy = run.policy = run_on_all_ranks(world, lambda: _load_policy(run))
     model = causal_model(policy.model)
     text_config = model.config.get_text_config(decoder=True)
@@ -135,20 +133,46 @@ def load(run: Run, progress: Progress) -> None:
     pads = not policy.path.packs
     settings = feed_settings(config.train, run.recipe, world, tokens=fits or planned, pads=pads)
     run.feed = CacheFeed(run.source, held_out, settings)
-    advice = tuple(
-        memory_savers(
+
+    def less_memory() -> Iterator[str]:
+        """What takes less memory, worked out where it has run out."""
+        from ..plan.memory import memory_savers  # noqa: PLC0415 - the rest of the plan comes along
+
+        return memory_savers(
             config,
             stage=stage_of(run.engine_config),
             ranks=world.size,
             device=policy.device.type,
             can_recompute=can_recompute(model),
         )
-    )
-    run.memory = MemoryBackoff(pads=pads, ranks=world.size, advice=advice, budget=fits)
+
+    run.memory = MemoryBackoff(pads, ranks=world.size, advice=less_memory, budget=fits)
     run.meter = Meter(pads=pads)
     if world.rank == 0:
         for line in short_plan(run.feed, policy, config.train, run.engine_config):
             progress.say(line)
+
+
+def with_auto_decided(run: Run, progress: Progress) -> Config:
+    """The settings with what is `auto` decided, the same on every rank: by a plan, or without.
+
+    There is a plan where there is a limit: on a GPU, or by train.memory.
+    """
+    config, world = run.config, run.world
+    begun = begun_preset(run.checkpoint.identity) if run.checkpoint else ""
+    if begun and config.train.deepspeed == "auto":
+        config = replace(config, train=replace(config.train, deepspeed=begun))
+    device = chosen_device(run.begins_as)
+    # The GPUs of a training may differ: all ranks choose for the smallest.
+    smallest = min(gathered(world, device_bytes(device)))
+    if not (smallest or config.train.memory):
+        train = config.train
+        again, offloads = train.recomputes, train.offloads_inputs
+        train = replace(train, gradient_checkpointing=again, checkpoint_offload=offloads)
+        return replace(config, train=train)
+    from .memory_at_start import chosen_to_fit, facts_of_run  # noqa: PLC0415 - only for a plan
+
+    return chosen_to_fit(config, facts_of_run(run, device, smallest, begun), world, progress)
 
 
 def _sources(run: Run) -> tuple[TrainSource, TrainSource]:
@@ -195,12 +219,14 @@ def _load_policy(run: Run) -> Policy:
     train, world, zero3 = run.config.train, run.world, None
     load_weights: Callable[..., Any] = load_model
     if zero_stage(train, run.begins_as, world.size) == 3:
+        from ...stages.engine.zero3_loading import loading_config  # noqa: PLC0415 - only here
+        from ...stages.model.loading.sharded_load import load_sharded  # noqa: PLC0415 - only here
+
         found = resolve(replace(run.begins_as, dtype=train.dtype))
         context = EngineContext(found.dtype, found.hidden_size, world.size)
-        zero3 = loading_config(train, world, context)
-    if zero3:
-        together = partial(run_on_all_ranks, world)
-        load_weights = partial(load_sharded, config=zero3, together=together)
+        if zero3 := loading_config(train, world, context):
+            together = partial(run_on_all_ranks, world)
+            load_weights = partial(load_sharded, config=zero3, together=together)
     with giving_more_blocks_back() if zero3 else nullcontext():
         policy = load_policy(
             run.begins_as,

@@ -6,15 +6,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from ...schemas.batches import World
-from ...schemas.checkpoint import RunIdentity
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
-from ...stages.engine.deepspeed_config import preset_of
-from ...stages.engine.distributed import gathered, run_on_rank_zero
-from ...stages.model.loading.placement import chosen_device, device_bytes
+from ...stages.engine.distributed import run_on_rank_zero
 from ...stages.model.memory.micro_batch import UntracedError
 from ...stages.tracking.progress import Progress
-from ..plan.memory import OPEN, ZERO, Budget, Changes, PlanFacts, changed, chosen, decided
+from ..plan.memory import Budget, Changes, PlanFacts, changed, chosen, decided
 from ..plan.workload import known_dtype
 
 if TYPE_CHECKING:
@@ -23,12 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("align")
 
 
-def facts_of_run(run: Run) -> PlanFacts:
+def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> PlanFacts:
     """The facts that `align plan` has of a cache, and those of this machine and this run."""
-    train, policy, world = run.config.train, run.begins_as, run.world
-    device = chosen_device(policy)
-    # The GPUs of a training may differ: all ranks choose for the smallest.
-    smallest = min(gathered(world, device_bytes(device)))
+    train, policy = run.config.train, run.begins_as
     return PlanFacts(
         policy,
         known_dtype(policy.path, train.dtype),
@@ -37,17 +31,15 @@ def facts_of_run(run: Run) -> PlanFacts:
         rows=run.source.train.rows_per_epoch,
         held_out=run.source.eval_rows,
         device=device,
-        ranks=world.size,
-        budget=Budget.of(train, smallest).within(smallest),
-        begun=begun_preset(run.checkpoint.identity) if run.checkpoint else "",
+        ranks=run.world.size,
+        budget=Budget.of(train, device_bytes).within(device_bytes),
+        begun=begun,
     )
 
 
 def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Progress) -> Config:
     """The settings with what is `auto` in them decided, the same on every rank."""
-    if facts.begun and config.train.deepspeed == OPEN[ZERO]:
-        config = changed(config, {ZERO: facts.begun})
-    if world.rank == 0 and facts.budget.size:  # a large model takes some time
+    if world.rank == 0:  # a large model takes some time
         progress.say("memory: planning what fits, before weights are loaded")
     changes, notes = run_on_rank_zero(world, lambda: _changes_by_plan(config, facts))
     if world.rank == 0:
@@ -58,8 +50,6 @@ def chosen_to_fit(config: Config, facts: PlanFacts, world: World, progress: Prog
 
 def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[str, ...]]:
     """The settings that are decided, and what to say of it; refuses what train.memory forbids."""
-    if not facts.budget.size:
-        return decided(config.train), ()
     try:
         choice = chosen(config, facts)
     except UntracedError as error:
@@ -71,12 +61,3 @@ def _changes_by_plan(config: Config, facts: PlanFacts) -> tuple[Changes, tuple[s
         return decided(config.train), ()
     choice.require_fitting()
     return choice.changes, tuple(choice.lines())
-
-
-def begun_preset(begun: RunIdentity) -> str:
-    """The preset of the ZeRO stage of a run that resumes, its optimizer where it was.
-
-    An optimizer that moved to the CPU, or back, would compute as another one.
-    """
-    kept = begun.computed.get("deepspeed zero_optimization.offload_optimizer.device", "'none'")
-    return preset_of(begun.zero_stage, offloads=kept != "'none'")

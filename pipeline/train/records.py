@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...schemas.batches import EvalSample, Visits
@@ -16,15 +16,10 @@ from ...schemas.cache import Stops
 from ...schemas.checkpoint import Ending, How, State
 from ...schemas.errors import AlignError, Interrupted, StorageError, counted, log_failure
 from ...schemas.safe_text import redacted
-from ...stages.data.tokenizer import decoder
 from ...stages.engine.distributed import run_on_rank_zero
-from ...stages.report.eval_table import Decode, Kind, evaluation_csv
-from ...stages.report.signs import Sign
-from ...stages.report.visited_rows import cut_visits, visits_line
-from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.lines import Lines
-from ...stages.storage.locations import is_remote
+from ...stages.storage.locations import is_remote, origin_of
 from ...stages.storage.run.run_folder import ENDINGS
 from ...stages.tracking import journaled_run
 from ...stages.tracking.journal import EVAL
@@ -32,14 +27,14 @@ from ...stages.tracking.journaled_run import inherited, open_training_run
 from ...stages.tracking.progress import NoProgress, Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ...stages.tracking.tracker import NUMBERS_TAG, ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
-from ...stages.train.throughput import system_metrics
+from ...stages.train.patience import why_unmeasured
 from ..options.settings import flatten, without_secrets
-from ..plan.best_metric import BestMetric
 from .checkpoint import add_evaluation, require_disk_space, save_state
 from .resume import identity_of, numbers_of
-from .run_report import write_report
 
 if TYPE_CHECKING:
+    from ...stages.report.eval_table import Decode, Kind
+    from ...stages.report.signs import Sign
     from .setup import Run
 
 logger = logging.getLogger("align")
@@ -61,16 +56,15 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         folder.drop_evaluations(after=keep_through)
         fs.unlink(folder.rows)
         for path in folder.rows_written():
-            is_cut = False
-            with log_failure(f"{path} is removed, and the report does without its margins"):
-                cut_visits(path, keep_through)
-                is_cut = True
-            if not is_cut:
-                fs.unlink(path)
+            _cut_margins(path, keep_through)
+        # Model, method and data; a sweep names its runs, and rounds their data.
+        number = inherited(ROUND_TAG)
+        data = f"round {number}" if number else data_of(run)
+        name = run_name(run.begins_as.path, inherited(TRIAL_TAG) or run.recipe.name, data)
         tracked = open_training_run(
             run.config.tracking,
             folder,
-            name=_name(run),
+            name=name,
             tags=_tags(run),
             keep_through=keep_through,
             is_evaluated=state is not None and state.evaluated,
@@ -101,6 +95,16 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         tracked.finish(status)
 
 
+def _cut_margins(path: Path, keep_through: int) -> None:
+    """Drops the margins of later steps; a file that is damaged is removed."""
+    from ...stages.report.visited_rows import cut_visits  # noqa: PLC0415 - only for margins
+
+    with log_failure(f"{path} is removed, and the report does without its margins"):
+        cut_visits(path, keep_through)
+        return
+    fs.unlink(path)
+
+
 class RunRecords:
     """The records of one rank: journal, trackers, tables, the terminal, checkpoints."""
 
@@ -109,12 +113,11 @@ class RunRecords:
         self._tracked = tracked
         self._progress = progress
         self._is_watched = run.config.tracking.system_metrics and run.world.rank == 0
-        if self._is_watched:
-            system_metrics(run.folder.root)  # the next call measures from here on
-        self._visits: Lines | None = None  # the margins of this rank's rows
-        self._has_lost_visits = False
+        self._machine_load()  # the next call measures from here on
+        self._margins: Lines | None = None  # of this rank's rows
+        self._has_lost_margins = False
         self._decode: Decode | None = None
-        self._best = BestMetric(run.config.train)
+        self._seeks_best = bool(run.config.train.best)
         self._last_line = 0.0
         state = run.checkpoint.state if run.checkpoint else None
         self._saved = (state.step, state.evaluated) if state else None
@@ -159,8 +162,7 @@ class RunRecords:
         self._tracked.begin_sending()
         self._require_best(state, metrics)
         if line is not None:
-            seen = system_metrics(self._run.folder.root) if self._is_watched else {}
-            self._tracked.log_metrics({**line, **seen}, step=state.step)
+            self._tracked.log_metrics({**line, **self._machine_load()}, step=state.step)
         padded = metrics["tokens"] / (1 - metrics["padding"])
         padding = round(padded - metrics["tokens"])
         self._progress.advance(1, tokens=round(padded), padding=padding)
@@ -182,6 +184,9 @@ class RunRecords:
 
     def _write_table(self, step: int, samples: Sequence[EvalSample]) -> None:
         run, path = self._run, self._run.folder.evaluation(step)
+        from ...stages.data.tokenizer import decoder  # noqa: PLC0415 - only for a table
+        from ...stages.report.eval_table import evaluation_csv  # noqa: PLC0415 - as above
+
         if run.config.train.eval_text and not self._decode:  # for the first one with text
             stops = Stops.of(run.manifest.fingerprint).tokens
             self._decode = decoder(run.begins_as.path, stops)
@@ -209,27 +214,29 @@ class RunRecords:
 
     def visited(self, step: int, epoch: int, visits: Visits) -> None:
         """Records the margins of this rank's rows."""
-        if visits.row_ids:
-            self._on_visits(lambda file: file.append(visits_line(visits, epoch=epoch, step=step)))
+        from ...stages.report.visited_rows import visits_line  # noqa: PLC0415 - only for margins
 
-    def _on_visits(self, work: Callable[[Lines], None]) -> None:
+        if visits.row_ids:
+            self._on_margins(lambda file: file.append(visits_line(visits, epoch=epoch, step=step)))
+
+    def _on_margins(self, work: Callable[[Lines], None]) -> None:
         """Works on the file of margins; a failure is logged, and from then on none are kept."""
-        if self._has_lost_visits:
+        if self._has_lost_margins:
             return
-        self._has_lost_visits = True  # until it is done
+        self._has_lost_margins = True  # until it is done
         with log_failure("No margins of training rows from here on"):
-            if not self._visits:
+            if not self._margins:
                 folder = self._run.folder.row_parts
                 fs.make_folder(folder)
-                self._visits = Lines(folder / f"{self._run.world.rank}.jsonl")
-            work(self._visits)
-            self._has_lost_visits = False
+                self._margins = Lines(folder / f"{self._run.world.rank}.jsonl")
+            work(self._margins)
+            self._has_lost_margins = False
 
     def close(self) -> None:
         """Closes the file of margins, if there is one."""
-        if self._visits:
+        if self._margins:
             with log_failure("The last margins of training rows may be missing"):
-                self._visits.close()
+                self._margins.close()
 
     def save(self, state: State) -> None:
         """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
@@ -241,8 +248,8 @@ class RunRecords:
             add_evaluation(run, state)
             self._saved = (state.step, state.evaluated)
             return
-        if self._visits:
-            self._on_visits(Lines.sync)
+        if self._margins:
+            self._on_margins(Lines.sync)
         failure = save_state(run, state)
         if not failure:
             self._failures, self._saved = 0, (state.step, state.evaluated)
@@ -256,42 +263,43 @@ class RunRecords:
                 f"{self._failures} checkpoints in a row could not be saved. The last: {failure}"
             )
 
-    def finish(self, step: int) -> None:
-        """Records the written model, and the step that it is of."""
-        self.is_finished = True
-        run, folder = self._run, self._run.folder
-        for path in (folder.metrics, folder.config, folder.engine):
-            self._tracked.log_artifact(path)
-        uploads = run.config.tracking.upload_model
-        self._tracked.log_artifact(folder.model if uploads else folder.model / "README.md")
-        if uploads and folder.merged.exists():
-            self._tracked.log_artifact(folder.merged)
-        tags = {"align.cache_root": run.manifest.root, "align.step": str(step)}
-        self._tracked.log_model_link(folder.model, tags=tags)
-
     def ended(
         self, how: How, step: int, *, reason: str = "", model_step: int | None = None
     ) -> None:
-        """Records how the run ended; a run without this record was killed."""
-        if self._run.world.rank:
+        """Records how the run ended and its model; a run without this record was killed."""
+        run, folder, tracked = self._run, self._run.folder, self._tracked
+        self.is_finished = how == "finished"
+        if run.world.rank:
             return
-        self._tracked.sync()
+        if self.is_finished:
+            uploads = run.config.tracking.upload_model
+            for path in (folder.metrics, folder.config, folder.engine):
+                tracked.log_artifact(path)
+            tracked.log_artifact(folder.model if uploads else folder.model / "README.md")
+            if uploads and folder.merged.exists():
+                tracked.log_artifact(folder.merged)
+            of_step = step if model_step is None else model_step
+            tags = {"align.cache_root": run.manifest.root, "align.step": str(of_step)}
+            tracked.log_model_link(folder.model, tags=tags)
+        tracked.sync()
         ending = Ending(
             ending=how,
             step=step,
-            total_steps=self._run.total_steps,
-            identity=identity_of(self._run),
-            changes=self._run.changes,
+            total_steps=run.total_steps,
+            identity=identity_of(run),
+            changes=run.changes,
             reason=redacted(reason),
             model_step=model_step,
         )
-        ENDINGS.replace(self._run.folder.ending, ending)
+        ENDINGS.replace(folder.ending, ending)
 
     def report(self) -> tuple[Sign, ...]:
         """Writes the report, if there are metrics; returns what stands out, and records it."""
         signs: tuple[Sign, ...] = ()
         folder = self._run.folder
         if self._run.world.rank == 0 and folder.metrics.stat().st_size:
+            from .run_report import write_report  # noqa: PLC0415 - polars, charts and templates
+
             with log_failure("No report"):
                 signs = write_report(folder.root)
                 self._tracked.log_artifact(folder.report)
@@ -301,8 +309,20 @@ class RunRecords:
     def _require_best(self, state: State, metrics: Mapping[str, float]) -> None:
         """Looks once whether what train.best names is measured."""
         self.step = state.step
-        if (said := self._best.warning(metrics)) and self._run.world.rank == 0:
-            logger.warning("%s", said)
+        if not self._seeks_best:
+            return
+        if (said := why_unmeasured(self._run.config.train, metrics)) is not None:
+            self._seeks_best = False
+            if said and self._run.world.rank == 0:
+                logger.warning("%s", said)
+
+    def _machine_load(self) -> dict[str, float]:
+        """The load of the machine, if it is to be watched."""
+        if not self._is_watched:
+            return {}
+        from ...stages.train.system_metrics import system_metrics  # noqa: PLC0415 - only if asked
+
+        return system_metrics(self._run.folder.root)
 
     def _describe(self) -> None:
         """Records what was trained on what, where it is, and the settings that were given."""
@@ -359,13 +379,6 @@ def data_of(run: Run) -> str:
     return data_name([entry.name for entry in run.manifest.inputs])
 
 
-def _name(run: Run) -> str:
-    """Model, method and data; in a sweep its name there, in rounds the round, tell it apart."""
-    number = inherited(ROUND_TAG)
-    data = f"round {number}" if number else data_of(run)
-    return run_name(run.begins_as.path, inherited(TRIAL_TAG) or run.recipe.name, data)
-
-
 def _tags(run: Run) -> dict[str, str]:
     changed = {"align.changed": "; ".join(run.changes)} if run.changes else {}
     return {
@@ -378,7 +391,6 @@ def _tags(run: Run) -> dict[str, str]:
         "align.reference_weights": run.manifest.fingerprint["model.weights"],
         "align.policy": run.begins_as.path,
         "align.world_size": str(run.world.size),
-        "deepspeed.version": version("deepspeed"),
     }
 
 

@@ -18,10 +18,10 @@ import torch
 from ... import __version__
 from ...schemas.batches import World
 from ...schemas.checkpoint import Checkpoint, RunIdentity
-from ...schemas.errors import FingerprintError, StorageError, UsageError
+from ...schemas.errors import FingerprintError, StorageError, UsageError, differences
 from ...schemas.json_codec import digest
 from ...schemas.safe_text import masked
-from ...stages.engine.deepspeed_config import leaves, stage_of
+from ...stages.engine.deepspeed_config import leaves, preset_of, stage_of
 from ...stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank_zero
 from ...stages.methods.recipe import Recipe
 from ...stages.model.logprobs import causal_model, own_attention
@@ -29,10 +29,8 @@ from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import lock_of, owner_lock
 from ...stages.storage.run.checkpoints import CHECKPOINTS, damage, whole_checkpoints
 from ...stages.storage.run.run_folder import ENDINGS, RunFolder, read_ending
-from ..jobs.differences import differences
 from ..options.settings import as_absolute, as_yaml
 from ..options.table import binds, bound
-from .memory_at_start import begun_preset
 
 if TYPE_CHECKING:
     from .setup import Run
@@ -191,6 +189,15 @@ def require_same_computing(checkpoint: Checkpoint, run: Run) -> tuple[str, ...]:
             "\n  ".join(changed),
         )
     return changed
+
+
+def begun_preset(begun: RunIdentity) -> str:
+    """The preset of the ZeRO stage of a run that resumes, its optimizer where it was.
+
+    An optimizer that moved to the CPU, or back, would compute as another one.
+    """
+    kept = begun.computed.get("deepspeed zero_optimization.offload_optimizer.device", "'none'")
+    return preset_of(begun.zero_stage, offloads=kept != "'none'")
 
 
 def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,8 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ...schemas.batches import World
 from ...schemas.cache import Stops
 from ...schemas.errors import AlignError, UsageError
@@ -17,7 +19,6 @@ from ...stages.report.side_by_side import Answered, answers_jsonl
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.tracking.progress import Progress
-from ...stages.train.memory_backoff import release_cached_memory
 from ..jobs.tracker_sync import owe_again, own_options, require_no_links, send_again
 from ..options.settings import load_settings
 from ..tables.samplers import LocalSampler
@@ -64,7 +65,7 @@ def answer_again(
         answers = []
         for sampler in samplers:  # each in turn is all that memory holds
             gc.collect()
-            release_cached_memory()
+            torch.cuda.empty_cache()
             try:
                 answers.append(sampler.likeliest([*prompts.values()], most_tokens))
             except AlignError:

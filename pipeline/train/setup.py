@@ -23,8 +23,8 @@ from ...stages.model.loading.model_folder import (
     stored_dtype,
 )
 from ...stages.storage.cache import Cache
-from ...stages.storage.run.run_folder import RunFolder
-from ...stages.storage.run.run_remote import RunRemote, run_folder_of, run_remote_of
+from ...stages.storage.locations import is_remote
+from ...stages.storage.run.run_folder import RunFolder, run_folder_of
 from ...stages.tracking.journal import Callback
 from ...stages.train.together import StopConditions
 from ..jobs.object_inputs import cache_at, local_model
@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from ...stages.feed.loader import CacheFeed
     from ...stages.feed.train_source import TrainSource
     from ...stages.model.policy import Policy
-    from ...stages.train.memory_backoff import MemoryBackoff
-    from ...stages.train.throughput import Meter
+    from ...stages.storage.run.run_remote import RunRemote
+    from ...stages.train.memory import MemoryBackoff
+    from ...stages.train.together import Meter
     from .records import RunRecords
 
 
@@ -132,7 +133,11 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     """Checks everything that a user can get wrong before any slow work."""
     config, train = settings.config, settings.config.train
     recipe = check_settings(settings)
-    if remote := run_remote_of(train.output):
+    remote = None
+    if is_remote(train.output):
+        from ...stages.storage.run.run_remote import run_remote_of  # noqa: PLC0415 - only a bucket
+
+        remote = run_remote_of(train.output)
         if train.resume == "auto":
             remote.pull()
         else:

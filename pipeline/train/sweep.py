@@ -15,9 +15,8 @@ from typing import Any
 from ...schemas.errors import AlignError, UsageError, counted, log_failure
 from ...stages.engine.distributed import joined_world, naming_lost_peers, run_on_rank_zero
 from ...stages.methods.table import recipe_of
-from ...stages.storage.copies import origin_of
 from ...stages.storage.disk import fs
-from ...stages.storage.locations import require_on_disk
+from ...stages.storage.locations import origin_of, require_on_disk
 from ...stages.storage.output_folder import OutputFolder
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking import journaled_run

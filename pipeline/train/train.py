@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from ...schemas.batches import MicroBatch, StepBatch
 from ...schemas.checkpoint import State
@@ -29,18 +32,18 @@ from ...stages.train.evaluation import (
     needs_pre_pass,
     whole_step,
 )
-from ...stages.train.memory_backoff import MicroBatchTooLarge, release_cached_memory
+from ...stages.train.memory import MicroBatchTooLarge, peak_mib
 from ...stages.train.patience import why_over, with_evaluation
 from ...stages.train.step import StepResult, added, finite, learning_rate, train_step
-from ...stages.train.throughput import peak_mib
 from ...stages.train.together import Ending, StopConditions, Together, tokens_run
 from ..jobs.signals import add_resume_hint, asked_to_stop
 from .load import identify, load
 from .records import open_records
 from .resume import hold_to_checkpoint, open_folder
-from .run_report import Trained, outcome, trained_before
 from .setup import Run
-from .trained_model import state_to_write, write_model
+
+if TYPE_CHECKING:
+    from .run_report import Trained
 
 SAMPLED_ROWS = 8
 
@@ -60,6 +63,8 @@ def train_in(run: Run, progress: Progress) -> Trained:
     world = run.world
     with add_resume_hint(), naming_lost_peers(world), open_folder(run):
         if run.is_finished:
+            from .run_report import trained_before  # noqa: PLC0415 - it reads what a run wrote
+
             return trained_before(run.folder, writes=world.rank == 0)
         if run.remote and world.rank == 0:
             progress.say(f"working in {run.folder.root}; uploaded to {run.remote.remote.url}")
@@ -82,14 +87,18 @@ def train_in(run: Run, progress: Progress) -> Trained:
                 if is_early and (reason := why_over(state.best, run.config.train)):
                     done = f"{state.step:,} of {run.total_steps:,} steps"
                     records.say(f"finished after {done}: {reason}")
+                # Only now: what writes a model imports much that a step does without.
+                from .trained_model import state_to_write, write_model  # noqa: PLC0415
+
                 of_model = state_to_write(run, state)
                 write_model(run, of_model)
-                records.finish(of_model.step)
                 model_step = None if of_model.step == state.step else of_model.step
             records.ended(ending, state.step, reason=reason, model_step=model_step)
             signs = records.report()
             if ending == "signal":
                 raise Interrupted(asked.signal_number or 15, at=stopped_at(run, state.step))
+            from .run_report import outcome  # noqa: PLC0415 - as above
+
             return outcome(run.folder, ending, signs)
 
 
@@ -182,7 +191,7 @@ def step_that_fits(run: Run, state: State, batch: StepBatch) -> StepResult:
         # Outside the handler: the traceback no longer keeps the failed batch alive.
         shrink(run, state, micro)
         run.engine.skip()
-        release_cached_memory()
+        torch.cuda.empty_cache()
         batch = run.feed.cut(batch, run.memory.budget)
         tokens, padded = tokens_run(batch, run.meter.pads)
         run.meter.runs(tokens=tokens, padded=padded)
@@ -216,7 +225,7 @@ def evaluated(run: Run, state: State) -> tuple[State, Ending | None]:
             except MicroBatchTooLarge as refusal:
                 micro = refusal.micro
             shrink(run, state, micro)
-            release_cached_memory()
+            torch.cuda.empty_cache()
     except Exception:
         # A rank that fails alone cannot save: the others wait for it in the evaluation.
         if state.step and (run.world.size == 1 or run.stop.failed_on_all):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...schemas.cache import Stops
-from ...schemas.checkpoint import Checkpoint, State
+from ...schemas.checkpoint import State
 from ...schemas.errors import CorruptionError, NonFiniteError, UsageError, counted
 from ...stages.engine.deepspeed_state import is_finite
 from ...stages.engine.distributed import run_on_rank_zero
@@ -23,9 +23,9 @@ from ...stages.model.save import (
     stop_generation_at,
 )
 from ...stages.report.model_card import inline, model_card, notes_on_head
-from ...stages.storage.copies import origin_of
-from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, best_first, wanted
-from ...stages.storage.run.run_folder import RunFolder, remove_model, save_model
+from ...stages.storage.locations import origin_of
+from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, wanted
+from ...stages.storage.run.run_folder import remove_model, save_model
 from .checkpoint import require_space_for_model
 from .records import used_settings
 from .resume import damage_on_ranks, versions
@@ -39,44 +39,32 @@ def state_to_write(run: Run, state: State) -> State:
 
     The latter is loaded into the engine; the checkpoint of the last step stays the newest.
     """
-    train, folder = run.config.train, run.folder
-    if not train.write_best:
+    best, folder = run.config.train.best, run.folder
+    if not run.config.train.write_best:
         return state
-    name = wanted(train.best).metric
-    found = run_on_rank_zero(run.world, lambda: _best_of(folder, train.best))
-    if found is None:
-        raise UsageError(
-            f"train.write_best: no checkpoint has {name}, so none is the best. Write the model of "
-            "the last step: the same command with --set train.write_best=false --resume auto."
-        )
-    best = found.state
-    if why := damage_on_ranks(run.world, folder.step(best.step), found):
-        raise _unusable(CHECKPOINTS.damaged(folder.step(best.step), why))
-    if best.step != state.step:
-        run.engine.load_state(folder.step(best.step))
-    run.records.say(
-        f"the model is that of step {best.step:,}, whose checkpoint has the best {name}"
-    )
-    known = state.best
-    if known and known.metric == train.best and known.value is not None:
-        values = {best.step: best.metrics[name], known.step: known.value}
-        if best_first(values, train.best)[0] != best.step:  # as before the first step
-            run.records.say(f"step {known.step:,} has a better one, and no checkpoint")
-    return best
-
-
-def _best_of(folder: RunFolder, best: str) -> Checkpoint | None:
+    name = wanted(best).metric
     try:
-        return best_checkpoint(folder, best)
+        found = run_on_rank_zero(run.world, lambda: best_checkpoint(folder, best))
+        if found is None:
+            raise UsageError(
+                f"train.write_best: no checkpoint has {name}, so none is the best. Write the model "
+                "of the last step: the same command with --set train.write_best=false --resume "
+                "auto."
+            )
+        path = folder.step(found.state.step)
+        if why := damage_on_ranks(run.world, path, found):
+            raise CHECKPOINTS.damaged(path, why)
     except CorruptionError as error:
-        raise _unusable(error) from error
-
-
-def _unusable(error: CorruptionError) -> CorruptionError:
-    return CorruptionError(
-        f"{error} train.write_best needs it, for it may be the best: remove or restore it, or "
-        "give the same command with --set train.write_best=false --resume auto."
+        raise CorruptionError(
+            f"{error} train.write_best needs it, for it may be the best: remove or restore it, or "
+            "give the same command with --set train.write_best=false --resume auto."
+        ) from error
+    if found.state.step != state.step:
+        run.engine.load_state(path)
+    run.records.say(
+        f"the model is that of step {found.state.step:,}, whose checkpoint has the best {name}"
     )
+    return found.state
 
 
 def write_model(run: Run, state: State) -> None:

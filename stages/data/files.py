@@ -16,8 +16,8 @@ from ...schemas.data_options import DataOptions
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from ...schemas.file_version import FileVersion
 from ...schemas.rows import BadRow
-from ..storage.copies import origin_of
 from ..storage.disk.digests import own_digests, remembered_sha256
+from ..storage.locations import origin_of
 from .readers import ENDINGS, READERS, WHOLE, Row, Slice, ending_of, open_bytes
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)

@@ -25,7 +25,6 @@ from .deepspeed_compat import (
     state_written_by,
 )
 from .distributed import run_on_all_ranks
-from .resized_state import resized
 
 TAG = "state"
 CONFIG = "ds_config"
@@ -62,6 +61,8 @@ def load(engine: Any, folder: Path, world: World) -> None:
             saved = [_mapped(paths[name])["optimizer_state_dict"] for name in names]
             if ranks == world.size:
                 return model, None
+            from .resized_state import resized  # noqa: PLC0415 - of other ranks
+
             return model, resized(engine, model, saved, rank=world.rank, ranks=world.size)
 
     # All ranks have read theirs before one of them enters a collective.

@@ -18,9 +18,12 @@ update that is not fused, as on a CPU, takes up to 8 L more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor, nn
 
 from ...schemas.train_options import TrainOptions
 from .optimizers import TYPES, offloads_optimizer, states_of
@@ -45,6 +48,18 @@ class Elements:
     def total(self) -> int:
         """The number of all elements."""
         return self.trained + self.frozen
+
+
+def elements_of(model: nn.Module, numel: Callable[[Tensor], int] = Tensor.numel) -> Elements:
+    """Counts each parameter once, those in 4 bits by what they stand for."""
+    trained = [numel(one) for one in model.parameters() if one.requires_grad]
+    frozen = sum(numel(one) for one in model.parameters() if not one.requires_grad)
+    packed = packed_bytes = 0
+    for one in model.parameters():
+        if (state := getattr(one, "quant_state", None)) is not None:  # two elements in a byte
+            packed, packed_bytes = packed + math.prod(state.shape), packed_bytes + one.nbytes
+            frozen += math.prod(state.shape) - one.numel()
+    return Elements(sum(trained), frozen, max(trained, default=0), packed, packed_bytes)
 
 
 @dataclass(frozen=True)

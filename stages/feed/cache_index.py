@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +24,10 @@ from ...schemas.columns import (
 from ...schemas.errors import CorruptionError
 from ..storage.cache import Cache
 from ..storage.shards import TURNS, learned_tokens, read_columns
-from .file_weights import Draws
 from .select import BAD, GOOD, KindCounts, ReadSpec, context_lengths, held_out, select
+
+if TYPE_CHECKING:
+    from .file_weights import Draws
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
 SOURCE = "source"  # the data file of a row, and its number there

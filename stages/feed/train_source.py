@@ -16,7 +16,6 @@ from ...schemas.methods import Labels, RowKind
 from ..storage.cache import Cache
 from ..storage.shards import open_shard
 from .cache_index import SCORES, RowTable, ShardColumns, columns_of, read_table
-from .file_weights import SETTING, Draws, weights_of
 from .select import CONVERSIONS, KindCounts, ReadSpec, held_out
 
 
@@ -77,7 +76,7 @@ def open_source(
                     "method.row_weight names. Make a cache that does with `align precompute-ref … "
                     f"--set data.carry=[{name}] --output OTHER`; nothing is scored twice."
                 )
-    weights = weights_of(manifest.inputs, spec.file_weights) if spec.file_weights else ()
+    weights = _file_weights(manifest, spec)
     files = [f"{entry.identity:016x}" for entry in manifest.inputs] if weights else []
 
     row_groups, train, kept = list[tuple[Shard, int]](), list[RowTable](), list[RowTable]()
@@ -110,6 +109,8 @@ def open_source(
     learned = RowTable.concat(train, num_partners=read)
     draws_per_row = np.ones(labels.shape[1])  # of each file
     if weights and file_of:
+        from .file_weights import Draws  # noqa: PLC0415 - most trainings weigh no file
+
         draws = Draws.of(np.concatenate(file_of), weights)
         learned = replace(learned, draws=draws)
         # Of so many draws as an epoch has of each file: a file's rows are drawn alike.
@@ -132,6 +133,14 @@ def open_source(
     return source
 
 
+def _file_weights(manifest: Manifest, spec: ReadSpec) -> tuple[float, ...]:
+    if not spec.file_weights:
+        return ()
+    from .file_weights import weights_of  # noqa: PLC0415 - as above
+
+    return weights_of(manifest.inputs, spec.file_weights)
+
+
 def _require_rows(source: TrainSource, missing: Counter[str]) -> None:
     """Refuses a cache without rows to learn from, or whose rows lack what the method reads."""
     root, spec = source.folder.root, source.spec
@@ -150,7 +159,7 @@ def _require_rows(source: TrainSource, missing: Counter[str]) -> None:
         )
     if source.train_rows and not source.train.rows_per_epoch:
         raise UsageError(
-            f"{SETTING} leaves no row of {root} to learn from. Give a file more weight."
+            f"train.file_weights leaves no row of {root} to learn from. Give a file more weight."
         )
     if missing[SCORES]:
         raise UsageError(
@@ -220,7 +229,8 @@ def _notes(source: TrainSource) -> Iterator[str]:
         in_file = np.bincount(draws.file_of, minlength=len(draws.per_epoch)).tolist()
         inputs = source.manifest.inputs
         for entry, count, drawn in zip(inputs, in_file, draws.per_epoch, strict=True):
-            yield f"{entry.name}: {drawn:,} draws an epoch from {count:,} rows ({SETTING})."
+            often = f"{drawn:,} draws an epoch from {count:,} rows"
+            yield f"{entry.name}: {often} (train.file_weights)."
 
 
 def _conversion(kind: StoredKind, counts: KindCounts, spec: ReadSpec) -> Iterator[str]:

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import CorruptionError, PathError, UsageError
 from ...schemas.json_codec import digest
-from ...schemas.plain_names import is_plain_path
+from ...schemas.safe_text import is_plain_path
 from .disk import fs
 from .disk.digests import user_folder
 from .disk.locks import held
-from .locations import is_remote, split_url
+from .locations import ORIGIN, is_remote, split_url
 
 if TYPE_CHECKING:
     from .remote import Remote
-
-ORIGIN = ".origin"
 
 
 def work_folder(url: str) -> Path:
@@ -126,18 +124,6 @@ def _fetched(
             remote.fetch_all(missing, **versions)  # the others are of a command that was killed
             fs.publish(place / ORIGIN, remote.url.encode())
     return folder
-
-
-def origin_of(path: str) -> str:
-    """The location that a local file or folder is a copy of; the path itself if it is not one."""
-    copies, absolute = (user_folder() / "remote").resolve(), Path(path).resolve()
-    if not absolute.is_relative_to(copies):
-        return path
-    key, *inside = absolute.relative_to(copies).parts or ("",)
-    origin = copies / key / ORIGIN
-    if not (inside and origin.is_file()):
-        return path
-    return "/".join([fs.read_bytes(origin).decode(), *inside[1:]])
 
 
 def _copies() -> Path:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from ...schemas.errors import UsageError
 from ...schemas.safe_text import mask_secrets_of
+from .disk import fs
+from .disk.digests import user_folder
 
 SCHEMES = ("s3", "gs", "az")
+ORIGIN = ".origin"  # the file in a copy that says where it is from
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", re.ASCII)
 
@@ -45,3 +48,15 @@ def split_url(url: str) -> tuple[str, str, str]:
     if not _BUCKET.fullmatch(bucket) or {".", ".."} & {*parts} or not rest.isprintable():
         raise UsageError(f"{url}: not a bucket and a key. Write {scheme}://BUCKET/KEY.")
     return scheme, bucket, "/".join(parts)
+
+
+def origin_of(path: str) -> str:
+    """The location that a local file or folder is a copy of; the path itself if it is not one."""
+    copies, absolute = (user_folder() / "remote").resolve(), Path(path).resolve()
+    if not absolute.is_relative_to(copies):
+        return path
+    key, *inside = absolute.relative_to(copies).parts or ("",)
+    origin = copies / key / ORIGIN
+    if not (inside and origin.is_file()):
+        return path
+    return "/".join([fs.read_bytes(origin).decode(), *inside[1:]])

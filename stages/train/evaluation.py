@@ -22,7 +22,7 @@ from ...schemas.row_table import Rows
 from ...schemas.rows import Rescored, Role
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
-from .memory_backoff import catching_out_of_memory
+from .memory import catching_out_of_memory
 from .step import Sums, branches_of, step_of
 
 if TYPE_CHECKING:

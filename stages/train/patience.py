@@ -1,14 +1,16 @@
-"""Patience: a training is over once its evaluations have stopped improving."""
+"""The best evaluation by `train.best`: a training is over once none has improved on it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ...schemas.checkpoint import Best
+from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import TrainOptions
 from ..storage.run.checkpoints import wanted
+from ..tracking.journal import EVAL
 
 
 def with_evaluation(
@@ -41,3 +43,23 @@ def why_over(best: Best | None, options: TrainOptions) -> str:
         f"in {times} evaluations in a row {name} was not better than {best.value:.6g}, of step "
         f"{best.step:,} (train.patience)"
     )
+
+
+def why_unmeasured(options: TrainOptions, names: Iterable[str]) -> str | None:
+    """The warning where none of these metrics is that of `train.best`, or an empty text.
+
+    None if they are of the other kind, held-out rows or steps; UsageError if the end of the run
+    would follow from the metric.
+    """
+    metric = wanted(options.best).metric
+    kind = sorted(name for name in names if name.startswith(EVAL) == metric.startswith(EVAL))
+    if not kind:
+        return None
+    if metric in kind:
+        return ""
+    hint = did_you_mean(closest(metric, kind)) or f" Known: {', '.join(kind)}."
+    lacks = f"train.best: nothing called {metric} was measured.{hint}"
+    # A metric of training rows may be missing in a step by chance: the end of the run tells.
+    if (options.patience or options.write_best) and metric.startswith(EVAL):
+        raise UsageError(lacks)
+    return f"{lacks} Where it is missing, no checkpoint is kept as the best."

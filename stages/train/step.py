@@ -19,7 +19,7 @@ from ..methods.metrics import is_tie
 from ..methods.recipe import LOSS, MethodState, Recipe, StepState, reads
 from ..methods.tensors import sums_of
 from ..model.copies import on_device
-from .memory_backoff import catching_out_of_memory
+from .memory import catching_out_of_memory
 
 if TYPE_CHECKING:
     from ..engine.deepspeed_engine import DeepSpeedEngine
@@ -81,14 +81,12 @@ def train_step(
     visits = _visits(batch, margins) if keeps_margins else None
     if not math.isfinite(recipe.reported(means)[LOSS]):
         engine.skip()
-        suspects = _suspects(batch, step, losses)
-        return StepResult(False, means=means, suspects=suspects, visits=visits, state=state)
+        return StepResult(False, means, _suspects(batch, step, losses), visits, state)
     update = engine.step()
     means["grad_norm"] = Mean(update.grad_norm, 1.0)
     if not update.applied:
-        suspects = rows_in(batch)
-        return StepResult(False, means=means, suspects=suspects, visits=visits, state=state)
-    return StepResult(True, means=means, suspects=(), visits=visits, state=after)
+        return StepResult(False, means, rows_in(batch), visits, state)
+    return StepResult(True, means, (), visits, after)
 
 
 def _visits(batch: StepBatch, margins: list[Tensor]) -> Visits:

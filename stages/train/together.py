@@ -1,20 +1,22 @@
-"""Batches that all ranks take together, with the reasons to stop or to save before one."""
+"""Batches that all ranks take together: reasons to stop or save before one, and its speed."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ...schemas.errors import AlignError, CorruptionError
+from ...schemas.methods import Mean
 
 if TYPE_CHECKING:
     from ...schemas.batches import MicroBatch, StepBatch
     from ..engine.deepspeed_engine import DeepSpeedEngine
-    from .throughput import Meter
+    from .step import Means
 
 Ending = Literal["finished", "signal", "time"]
 
@@ -95,3 +97,44 @@ def tokens_run(batch: StepBatch, pads: bool) -> tuple[int, int]:
     sizes = [[tree.num_tokens for tree in micro.trees] for micro in micros if micro.trees]
     tokens = sum(map(sum, sizes))
     return tokens, sum(len(one) * max(one) for one in sizes) if pads else tokens
+
+
+class Meter:
+    """The times of steps; the time between two laps belongs to the later one."""
+
+    def __init__(self, *, pads: bool) -> None:
+        self.pads = pads  # whether a micro-batch is padded to its longest row
+        self._tokens = self._padded = 0
+        self._waited = 0.0
+        self._started = time.monotonic()
+
+    def restart(self) -> None:
+        """Drops the time since the last lap."""
+        self._started, self._waited = time.monotonic(), 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time of the block as waiting for data."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += time.monotonic() - started
+
+    def runs(self, *, tokens: int, padded: int) -> None:
+        """Sets the tokens of the next step over all ranks."""
+        self._tokens, self._padded = tokens, padded
+
+    def lap(self, *, rows: int) -> Means:
+        """The means of the step that has ended: tokens, speeds, waiting and padding."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        speeds: Means = {
+            "tokens": Mean(float(self._tokens), 1.0),
+            "speed/tokens_per_second": Mean(float(self._tokens), seconds),
+            "speed/rows_per_second": Mean(float(rows), seconds),
+            "speed/step_seconds": Mean(seconds, 1.0),
+            "speed/data_wait_seconds": Mean(self._waited, 1.0),
+            "padding": Mean(float(self._padded - self._tokens), float(max(1, self._padded))),
+        }
+        self.restart()
+        return speeds

@@ -5,6 +5,7 @@ import math
 import shlex
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,9 +30,11 @@ from align.pipeline.plan.memory import (
 from align.pipeline.plan.run_plan import plan_run
 from align.pipeline.plan.setting_checks import learning_rate_note
 from align.pipeline.plan.workload import GivenRows
-from align.pipeline.train.memory_at_start import begun_preset, chosen_to_fit, facts_of_run
+from align.pipeline.train.load import with_auto_decided
+from align.pipeline.train.memory_at_start import chosen_to_fit, facts_of_run
+from align.pipeline.train.resume import begun_preset
 from align.schemas.checkpoint import RunIdentity
-from align.schemas.config import Config
+from align.schemas.config import Config, ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.distributed import joined_world
@@ -47,6 +50,7 @@ from support.stage_one import Heard
 from support.training_world import ALONE, job_of, learn
 
 GPUS = 2
+ON_CPU = ModelOptions(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +132,11 @@ def test_a_run_that_goes_on_keeps_its_stage_and_its_optimizer_where_it_is(tiny):
     identity = RunIdentity("root", GPUS, 2, settings={}, computed={name: "'cpu'"})
     assert begun_preset(identity) == "zero2-offload"
     assert begun_preset(replace(identity, computed={}, zero_stage=3)) == "zero3"
-    config, facts = tiny.settings.config, replace(within(tiny.facts, 0), begun="zero1")
-    kept = chosen_to_fit(config, facts, ALONE, Heard())
-    assert kept.train.deepspeed == "zero1"
+    checkpoint = SimpleNamespace(identity=replace(identity, computed={}, zero_stage=1))
+    run = SimpleNamespace(
+        config=tiny.settings.config, world=ALONE, checkpoint=checkpoint, begins_as=ON_CPU
+    )
+    assert with_auto_decided(run, Heard()).train.deepspeed == "zero1"
 
 
 def test_what_takes_less_is_advised_where_it_is_of_use():
@@ -180,7 +186,7 @@ def facts_on(job):
     """The facts of a training on this machine."""
     run = copy(job)
     run.source = open_source(job.cache, job.manifest, job.read_spec, ShardColumns(unchecked))
-    return facts_of_run(run)
+    return facts_of_run(run, device="cpu", device_bytes=0)
 
 
 def asked(world, usable=0, **settings):

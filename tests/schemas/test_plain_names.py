@@ -2,7 +2,7 @@
 
 import pytest
 
-from align.schemas.plain_names import is_plain_path
+from align.schemas.safe_text import is_plain_path
 
 
 @pytest.mark.parametrize(

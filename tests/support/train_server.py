@@ -26,6 +26,7 @@ SET_CHILD_SUBREAPER, NEW_MOUNTS, NEW_USER = 36, 0x20000, 0x10000000
 # What both stages import, down to what libraries import late: each fork would do it again.
 IMPORTED = (
     *("align.cli", "align.pipeline.precompute.precompute", "align.pipeline.train.train"),
+    *("align.pipeline.train.trained_model", "align.pipeline.train.run_report"),
     *("align.stages.tracking.progress", "peft.tuners.lora.bnb", "deepspeed.runtime.zero.muon"),
     *("deepspeed.module_inject.auto_ep_layer", "transformers.models.llama.modeling_llama"),
     *("mlflow.store.tracking.sqlalchemy_workspace_store", "git", "jinja2.debug", "rich.console"),

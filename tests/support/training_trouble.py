@@ -9,8 +9,7 @@ from copy import copy
 import torch
 
 from align.schemas.errors import CorruptionError, NonFiniteError
-from align.stages.train.throughput import Meter
-from align.stages.train.together import StopConditions, Together
+from align.stages.train.together import Meter, StopConditions, Together
 from support.training_world import Recorded, job_of, session_of, through
 
 # Single ones, two in a row, and at last as many in a row as are borne.

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from ....schemas.config import ModelOptions
 from ....schemas.errors import FingerprintError, UsageError
 from ....schemas.file_version import FileVersion, Remember, digest_anew
-from ....schemas.plain_names import is_plain_name
+from ....schemas.safe_text import is_plain_name
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed

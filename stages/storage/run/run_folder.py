@@ -31,6 +31,7 @@ from pathlib import Path
 from ....schemas.checkpoint import Ending
 from ....schemas.errors import StorageError, UsageError
 from ..disk import fs
+from ..locations import is_remote
 from ..output_folder import is_output, make_place, refuse_foreign
 from ..records import Records
 
@@ -181,6 +182,15 @@ class RunFolder:
         fs.fsync(self.checkpoints)  # first the renames, as above
         for path in sorted(self.checkpoints.glob(".trash-*")):
             fs.remove_tree(path)
+
+
+def run_folder_of(output: str) -> RunFolder:
+    """The folder that a run works in: its output, or one on this machine for a bucket."""
+    if not is_remote(output):
+        return RunFolder(Path(output))
+    from ..copies import work_folder  # noqa: PLC0415 - only a bucket needs it
+
+    return RunFolder(work_folder(output))
 
 
 def trash_name(path: Path) -> Path:

@@ -11,20 +11,15 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from ....schemas.checkpoint import Checkpoint
 from ....schemas.errors import CorruptionError, UsageError, damaged, log_failure
 from ....schemas.json_codec import CodecError, from_signed_json
-from ..copies import work_folder
 from ..disk import fs
 from ..disk.locks import held
-from ..locations import is_remote
+from ..remote import Remote, Version
 from .checkpoints import read_checkpoint, whole_checkpoints
-from .run_folder import RECORD_NAME, RunFolder, trash_name
-
-if TYPE_CHECKING:
-    from ..remote import Remote, Version
+from .run_folder import RECORD_NAME, RunFolder, run_folder_of, trash_name
 
 MODELS = ("model", "model-merged")
 OURS = {
@@ -36,17 +31,8 @@ ENDING = "_align/ending.json"
 LOCAL = ("_align/LOCK", "_align/PULL", "checkpoints/latest")
 
 
-def run_folder_of(output: str) -> RunFolder:
-    """The folder that a run works in: its output, or one on this machine for a bucket."""
-    return RunFolder(work_folder(output) if is_remote(output) else Path(output))
-
-
-def run_remote_of(output: str) -> RunRemote | None:
-    """Where a run is pushed; None if its output is on a disk."""
-    if not is_remote(output):
-        return None
-    from ..remote import Remote  # noqa: PLC0415 - its library takes a while to import
-
+def run_remote_of(output: str) -> RunRemote:
+    """The run in a bucket."""
     return RunRemote(Remote(output), run_folder_of(output))
 
 

@@ -20,7 +20,7 @@ from align.stages.model.loading.adapters import add_lora
 from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
-from align.stages.train.memory_backoff import catching_out_of_memory
+from align.stages.train.memory import catching_out_of_memory
 from support.branch_by_branch import num_tokens, slopes_of
 from support.compilations import Compilations, compilations
 from support.families import SLIDING, TREE_FAMILIES, drawn_adapter, drawn_trees, tiny_model

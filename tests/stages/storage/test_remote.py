@@ -7,9 +7,9 @@ import pytest
 
 from align.schemas.errors import CorruptionError, PathError, StorageError, UsageError
 from align.stages.storage import remote as remotes
-from align.stages.storage.copies import damaged_objects, fetch_cache, fetch_folder, origin_of
+from align.stages.storage.copies import damaged_objects, fetch_cache, fetch_folder
 from align.stages.storage.disk.digests import user_folder
-from align.stages.storage.locations import is_remote
+from align.stages.storage.locations import is_remote, origin_of
 from align.stages.storage.remote import Remote
 from support.at_once import at_the_same_time
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from align.schemas.checkpoint import State
-from align.stages.train import evaluation, throughput
+from align.stages.train import evaluation, together
 from align.stages.train.together import StopConditions
 from support.training_world import START, Recorded, job_of, learn, session_of, through
 
@@ -151,7 +151,7 @@ def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(run):
 
 def test_the_time_of_a_save_belongs_to_no_step(run, monkeypatch):
     ticks = itertools.count()  # a clock that goes on by one whenever it is read
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(together, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     recorded = Recorded()
     recorded.save = lambda _: [next(ticks) for _ in range(1000)]
     run(recorded, save_every=1, max_steps=3)

@@ -11,10 +11,11 @@ import torch
 from align.schemas.errors import CorruptionError
 from align.schemas.methods import Mean
 from align.schemas.train_options import TrainOptions
-from align.stages.train import throughput as meter_module
+from align.stages.train import memory, together
+from align.stages.train.memory import forget_peak, peak_mib
 from align.stages.train.step import Sums, added, finite, learning_rate, warmup_steps
-from align.stages.train.throughput import MEGA, Meter, forget_peak, peak_mib, system_metrics
-from align.stages.train.together import StopConditions, Together
+from align.stages.train.system_metrics import MEGA, system_metrics
+from align.stages.train.together import Meter, StopConditions, Together
 
 ALONE = SimpleNamespace(total=lambda values: values)
 
@@ -99,7 +100,7 @@ def test_what_is_not_finite_is_added_to_nothing():
 def clock(monkeypatch):
     """One that is set by hand."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(meter_module, "time", clock)
+    monkeypatch.setattr(together, "time", clock)
     return clock
 
 
@@ -167,7 +168,7 @@ def test_a_run_does_not_answer_for_the_memory_of_an_earlier_one(tmp_path, monkey
     del earlier
     forget_peak()
     assert peak_mib() < before + 20
-    monkeypatch.setattr(meter_module, "STATUS", tmp_path / "not" / "there")
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "not" / "there")
     assert peak_mib() >= 0.5 * before  # also on a system that hides its processes
 
 

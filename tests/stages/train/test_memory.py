@@ -10,11 +10,7 @@ from align.schemas.errors import MemoryLimitError
 from align.stages.methods.recipe import Recipe
 from align.stages.model.logprobs import causal_model
 from align.stages.model.memory.out_of_memory import is_out_of_memory
-from align.stages.train.memory_backoff import (
-    MemoryBackoff,
-    MicroBatchTooLarge,
-    catching_out_of_memory,
-)
+from align.stages.train.memory import MemoryBackoff, MicroBatchTooLarge, catching_out_of_memory
 from support.refusals import require_names
 from support.training_world import Recorded, facts, job_of, session_of, through
 
@@ -129,7 +125,7 @@ def refused(session, where="", *, most=ROOM, ranks=1):
     """What is said as the run ends, and what was noted before."""
     recorded, memory = Recorded(), session.memory
     memory.ranks = ranks
-    memory.advice = ("--set train.gradient_checkpointing=true", "LoRA")
+    memory.advice = lambda: ("--set train.gradient_checkpointing=true", "LoRA")
     with scarce(session, where, most=most), pytest.raises(MemoryLimitError) as raised:
         through(session, recorded=recorded)
     return str(raised.value), recorded.shrunk

@@ -1,10 +1,12 @@
-"""Halves micro-batches after an out-of-memory error, and remembers the size that fits."""
+"""Memory of a training: its peak, and smaller micro-batches where it ran out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import resource
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -40,7 +42,7 @@ class MemoryBackoff:
 
     pads: bool  # whether a micro-batch is padded to its longest row
     ranks: int = 1
-    advice: tuple[str, ...] = ()  # settings that take less memory and are not in use yet
+    advice: Callable[[], Iterable[str]] = tuple  # settings that take less and are not in use yet
     budget: int = 0  # tokens; 0: as planned
     times: int = 0  # that memory ran out since this process began
 
@@ -79,12 +81,27 @@ class MemoryBackoff:
         return f"Memory ran out: {what}. {self._less()} Then start again with --resume auto."
 
     def _less(self) -> str:
-        if not self.advice:
-            return "Use a smaller model, more memory, or a cache with a shorter tokens.max_length."
-        return f"What takes less: {'; '.join(self.advice)}."
+        return f"What takes less: {'; '.join(self.advice())}."
 
 
-def release_cached_memory() -> None:
-    """Returns the memory that torch caches to the device."""
+STATUS = Path("/proc/self/status")
+
+
+def forget_peak() -> None:
+    """Resets the peak memory counters, if the system allows it."""
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mib() -> float:
+    """Peak memory: of tensors on a GPU, of the process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    with suppress(OSError):
+        for line in STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    # Only a fallback: a forked process begins with its parent's peak.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
