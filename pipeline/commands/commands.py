@@ -172,7 +172,7 @@ def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
     if not given.rewards.model:
         raise UsageError("No reward model. Pass --reward-model DIR.")
     own_part = part_of(part, os.environ)
-    from ...stages.model.reward_model import HfReward
+    from ...stages.model.reference import HfReward
     from ...stages.storage.disk.digests import own_digests
     from ..tables.score_rewards import rewards_from_model
 

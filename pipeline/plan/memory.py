@@ -24,11 +24,11 @@ from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_con
 from ...stages.engine.engine_memory import Elements, elements_of, engine_memory
 from ...stages.feed.cache_index import RowTable
 from ...stages.methods.recipe import Recipe
-from ...stages.model.head.fused_head_backward import BUFFER_BYTES
-from ...stages.model.loading.load import DTYPES, empty_model
-from ...stages.model.loading.model_folder import model_config
+from ...stages.model.fused_head import BUFFER_BYTES
+from ...stages.model.load import DTYPES, empty_model
 from ...stages.model.logprobs import ScoringPath, causal_model
 from ...stages.model.memory.micro_batch import Kept, UntracedError, head_bytes, kept, untraced
+from ...stages.model.model_folder import model_config
 from ...stages.model.policy import as_it_learns
 from ..options.settings import flatten
 from ..options.table import flag_of

@@ -12,8 +12,8 @@ from textwrap import wrap
 from ...schemas.errors import UsageError, counted
 from ...stages.engine.deepspeed_config import PRESETS
 from ...stages.methods.table import recipe_of
-from ...stages.model.loading.model_folder import require_peft
-from ...stages.model.loading.placement import chosen_device, device_bytes
+from ...stages.model.load import chosen_device, device_bytes
+from ...stages.model.model_folder import require_peft
 from ...stages.report.cache_tables import facts as named
 from ...stages.report.cache_tables import grid, heading
 from ..options.settings import BY_HAND, Settings, flatten, without_secrets

@@ -8,7 +8,7 @@ from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.quantized_base import require_bitsandbytes
+from ...stages.model.model_folder import require_bitsandbytes
 from ...stages.storage.run.checkpoints import wanted
 from ...stages.tracking.journal import EVAL
 from ..options.settings import Settings

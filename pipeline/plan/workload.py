@@ -32,9 +32,9 @@ from ...stages.feed.step_plan import (
 )
 from ...stages.feed.train_source import open_source
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.load import DTYPES
-from ...stages.model.loading.model_folder import model_config, stored_dtype, text_settings
+from ...stages.model.load import DTYPES
 from ...stages.model.logprobs import causal_model
+from ...stages.model.model_folder import model_config, stored_dtype, text_settings
 from ...stages.model.policy import Policy
 from ..jobs.object_inputs import cache_at, local_model
 from .method_needs import read_spec_of

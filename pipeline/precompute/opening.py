@@ -19,7 +19,7 @@ from ...stages.data.files import Digested, InputFile, digested, inputs_of
 from ...stages.data.records import first_records
 from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
-from ...stages.model.loading.model_folder import require_peft
+from ...stages.model.model_folder import require_peft
 from ...stages.score.reuse import EarlierCache
 from ...stages.storage.cache import Cache
 from ...stages.storage.cache_work import CacheWork, unfinished_work

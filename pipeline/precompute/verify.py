@@ -15,7 +15,7 @@ from ...schemas.errors import CorruptionError, FingerprintError, differences
 from ...schemas.json_codec import digest
 from ...schemas.row_table import Rows
 from ...schemas.rows import Reference, Rescored, Scorer, Tree
-from ...stages.model.loading.model_folder import UNUSED_WEIGHTS
+from ...stages.model.model_folder import UNUSED_WEIGHTS
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import damaged_objects
 from ...stages.storage.locations import is_remote

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.model_folder import require_peft
+from ...stages.model.model_folder import require_peft
 from ...stages.storage.locations import require_on_disk
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs

@@ -14,7 +14,7 @@ from ...schemas.round_options import ServerOptions
 from ...schemas.round_record import RoundRecord
 from ...schemas.samples import Prompt, Sampler
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.model_folder import model_identity
+from ...stages.model.model_folder import model_identity
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.run.rounds_folder import OneRound, RoundsFolder

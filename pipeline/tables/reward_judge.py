@@ -15,7 +15,7 @@ from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
 from ...schemas.samples import Sampler
 from ...stages.judge.judged_rows import SampleRows
-from ...stages.model.reward_model import HfReward
+from ...stages.model.reference import HfReward
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.output_folder import SCORES

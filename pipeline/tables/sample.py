@@ -58,7 +58,7 @@ def sample(config: Config, *, progress: Progress, part: Part | None = None) -> S
     # What the settings alone get wrong, before data or a model are looked at.
     require_kept(part, config.sample.output, config.sample.answers, "sample.answers")
     if config.model.adapter and not config.server.url:
-        from ...stages.model.loading.model_folder import require_peft  # noqa: PLC0415 - servers need none
+        from ...stages.model.model_folder import require_peft  # noqa: PLC0415 - servers need none
 
         require_peft()
     require_sampled_model(config.model, config.server)

@@ -12,11 +12,10 @@ from ... import __version__
 from ...schemas.checkpoint import Checkpoint, State
 from ...schemas.errors import AlignError, StorageError, log_failure
 from ...stages.engine.deepspeed_compat import whole_numel
-from ...stages.engine.deepspeed_config import stage_of
+from ...stages.engine.deepspeed_config import stage_of, states_of
 from ...stages.engine.distributed import gathered, run_on_rank_zero
-from ...stages.engine.optimizers import states_of
-from ...stages.model.loading.model_folder import model_tensors
 from ...stages.model.logprobs import causal_model
+from ...stages.model.model_folder import model_tensors
 from ...stages.storage.disk import fs
 from ...stages.storage.run.checkpoints import (
     prune,

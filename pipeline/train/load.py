@@ -12,20 +12,18 @@ from ...schemas.batches import World
 from ...schemas.config import Config
 from ...schemas.errors import FingerprintError
 from ...schemas.file_version import Remember
-from ...stages.engine.deepspeed_config import EngineContext, stage_of
+from ...stages.engine.deepspeed_config import EngineContext, loading_config, stage_of
 from ...stages.engine.deepspeed_engine import open_engine
 from ...stages.engine.distributed import agreed, gathered, run_on_all_ranks
 from ...stages.engine.freed_blocks import giving_more_blocks_back
 from ...stages.feed.cache_index import ShardColumns, unchecked
 from ...stages.feed.loader import CacheFeed
 from ...stages.feed.train_source import TrainSource, open_source, overlap
-from ...stages.model.loading.adapters import adapts_experts
-from ...stages.model.loading.heads import stored_value_head
-from ...stages.model.loading.load import load_model, resolve
-from ...stages.model.loading.model_folder import ModelFiles, model_identity
-from ...stages.model.loading.placement import chosen_device, device_bytes
+from ...stages.model.adapters import adapts_experts
+from ...stages.model.load import chosen_device, device_bytes, load_model, resolve
 from ...stages.model.logprobs import causal_model
-from ...stages.model.policy import Policy, load_policy
+from ...stages.model.model_folder import ModelFiles, model_identity
+from ...stages.model.policy import Policy, load_policy, stored_value_head
 from ...stages.model.transformers_compat import can_recompute, routers_of
 from ...stages.storage.cache import Cache
 from ...stages.storage.disk.digests import own_digests
@@ -43,7 +41,7 @@ from ..plan.method_needs import sampling_note
 from ..plan.setting_checks import learning_rate_note
 from ..plan.workload import feed_settings, short_plan
 from .resume import begun_preset
-from .setup import Run, zero_stage
+from .setup import Run
 
 
 def identify(run: Run, world: World) -> None:
@@ -216,17 +214,16 @@ def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
 
 def _load_policy(run: Run) -> Policy:
     """One copy of the policy and no reference; under ZeRO-3 no rank ever holds the whole of it."""
-    train, world, zero3 = run.config.train, run.world, None
+    train, world = run.config.train, run.world
     load_weights: Callable[..., Any] = load_model
-    if zero_stage(train, run.begins_as, world.size) == 3:
-        from ...stages.engine.zero3_loading import loading_config  # noqa: PLC0415 - only here
-        from ...stages.model.loading.sharded_load import load_sharded  # noqa: PLC0415 - only here
+    found = resolve(replace(run.begins_as, dtype=train.dtype))
+    context = EngineContext(found.dtype, found.hidden_size, world.size)
+    if zero3 := loading_config(train, world, context):
+        # Slow to import, and nothing else needs it.
+        from ...stages.model.sharded_load import load_sharded  # noqa: PLC0415
 
-        found = resolve(replace(run.begins_as, dtype=train.dtype))
-        context = EngineContext(found.dtype, found.hidden_size, world.size)
-        if zero3 := loading_config(train, world, context):
-            together = partial(run_on_all_ranks, world)
-            load_weights = partial(load_sharded, config=zero3, together=together)
+        together = partial(run_on_all_ranks, world)
+        load_weights = partial(load_sharded, config=zero3, together=together)
     with giving_more_blocks_back() if zero3 else nullcontext():
         policy = load_policy(
             run.begins_as,

@@ -12,7 +12,7 @@ from ...schemas.batches import World
 from ...schemas.cache import Stops
 from ...schemas.errors import AlignError, UsageError
 from ...stages.data.tokenizer import decoder
-from ...stages.model.memory.out_of_memory import is_out_of_memory
+from ...stages.model.library_errors import is_out_of_memory
 from ...stages.report.cache_rows import prompts_of
 from ...stages.report.eval_table import read_samples
 from ...stages.report.side_by_side import Answered, answers_jsonl

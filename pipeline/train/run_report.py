@@ -13,7 +13,7 @@ from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, StorageError, UsageError, counted, log_failure
 from ...schemas.safe_text import beginning
 from ...stages.methods.table import recipe_of
-from ...stages.model.loading.model_folder import read_json
+from ...stages.model.model_folder import read_json
 from ...stages.report.axes import plain
 from ...stages.report.cache_tables import duration, grid
 from ...stages.report.charts import Best

@@ -16,7 +16,7 @@ from ...schemas.train_options import TrainOptions
 from ...stages.engine.deepspeed_config import EngineContext, engine_config, stage_of
 from ...stages.feed.select import ReadSpec
 from ...stages.methods.recipe import Recipe
-from ...stages.model.loading.model_folder import (
+from ...stages.model.model_folder import (
     UNUSED_WEIGHTS,
     ModelFiles,
     require_peft,

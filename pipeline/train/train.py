@@ -21,7 +21,7 @@ from ...stages.engine.distributed import (
     run_on_all_ranks,
 )
 from ...stages.methods.recipe import LOSS
-from ...stages.model.memory.out_of_memory import is_out_of_memory
+from ...stages.model.library_errors import is_out_of_memory
 from ...stages.storage.run.checkpoints import wanted
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.progress import Progress

@@ -17,8 +17,8 @@ from ...schemas.cache import Stops
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Record
-from ..model.loading.library_errors import refused_as
-from ..model.loading.model_folder import CONFIG
+from ..model.library_errors import refused_as
+from ..model.model_folder import CONFIG
 from .cells import Wrapping
 from .chat_template import SAID, USER, ChatTemplate, dated
 from .stop_tokens import Added, find_stops

@@ -15,45 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ACCELERATOR = "DS_ACCELERATOR"
-
-
-@contextmanager
-def _accelerator_named() -> Iterator[None]:
-    """Sets DS_ACCELERATOR inside: otherwise DeepSpeed detects one at import and prints it.
-
-    DeepSpeed reads it once; the environment of the process is restored afterwards.
-    """
-    is_set = ACCELERATOR in os.environ
-    os.environ.setdefault(ACCELERATOR, "cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[ACCELERATOR]
-
-
-@contextmanager
-def _without(module: str) -> Iterator[None]:
-    """Makes the import of a module fail inside, unless it is loaded already."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[module]
-
-
+# Otherwise DeepSpeed detects an accelerator when it is imported, and prints it.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 # Its autotuner, which is not used here, would load MLflow: seconds and a hundred MiB.
-with warnings.catch_warnings(), _without("mlflow"), _accelerator_named():
-    warnings.simplefilter("ignore")
-    import deepspeed as _deepspeed
-    from deepspeed.accelerator import get_accelerator as _get_accelerator
-    from deepspeed.utils import numa as _numa
-
-    _get_accelerator()
+sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed as _deepspeed
+        from deepspeed.utils import numa as _numa
+finally:
+    if sys.modules["mlflow"] is None:
+        del sys.modules["mlflow"]
 
 deepspeed: Any = _deepspeed
 # It would spend a minute with the C++ compiler on a faster all-reduce before the first step.

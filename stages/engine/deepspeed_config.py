@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...schemas.batches import World
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.train_options import TrainOptions
-from .optimizers import completed_block, optimizer_block
+
+logger = logging.getLogger("align")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,13 @@ def preset_of(stage: int, *, offloads: bool) -> str:
     )
 
 
+# The type of each `train.optimizer` in DeepSpeed's configuration.
+TYPES = {"adamw": "AdamW", "adamw8bit": "align.AdamW8bit"}
+# State values per element, each as large as a master weight; lion is one that a file may name.
+_STATES = {"adam": 2.0, "adamw": 2.0, "lion": 1.0, "align.adamw8bit": 0.5}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+# Keys of a user's file under which parameters are stored in a form that only DeepSpeed writes.
+OWN_FORMS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 SMALLEST_BUCKET = 1_000_000
 
 
@@ -72,7 +81,13 @@ def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, An
         theirs = _read(name)
         config = filled(theirs, ours, source=name, batch_size=options.batch_size)
     if "optimizer" not in theirs:
-        config["optimizer"] = completed_block(config, context.device)
+        block = config["optimizer"]
+        offloads = offloads_optimizer(config)
+        if block["type"] == "AdamW" and not (context.device == "cuda" and offloads):
+            # DeepSpeed's own kernels are compiled at the first start, which needs a compiler. Only
+            # its AdamW of states in the CPU's memory is worth it.
+            torchs = {"torch_adam": True, **({"fused": True} if context.device == "cuda" else {})}
+            config["optimizer"] = block | {"params": block["params"] | torchs}
     stage = stage_of(config)
     if options.optimizer_dtype != "float32" and dtype != "bfloat16":
         raise UsageError(
@@ -94,6 +109,25 @@ def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, An
     return config
 
 
+def loading_config(
+    options: TrainOptions, world: World, found: EngineContext
+) -> dict[str, Any] | None:
+    """The config by which transformers loads a policy in parts under ZeRO-3.
+
+    None under any other stage, and where the engine has to partition a whole model.
+    """
+    config = engine_config(options, found)
+    if stage_of(config) != 3:
+        return None
+    zero = config["zero_optimization"]
+    reasons = [f"{name} packs it" for name in OWN_FORMS if zero.get(name)]
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        reasons.append("offload_param keeps it on NVMe")
+    if reasons and world.rank == 0:
+        logger.info("The policy is loaded whole on every rank, then sharded: %s.", reasons[0])
+    return None if reasons else config
+
+
 def _ours(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
     """The part of the configuration that align's options decide under every ZeRO stage."""
     hidden_size = context.hidden_size
@@ -104,13 +138,24 @@ def _ours(options: TrainOptions, context: EngineContext) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_grad_norm,
-        **optimizer_block(options),
+        "optimizer": {
+            "type": TYPES[options.optimizer],
+            "params": {
+                "lr": options.lr,
+                "betas": [options.beta1, options.beta2],
+                "eps": options.epsilon,
+                "weight_decay": options.weight_decay,
+            },
+        },
         "zero_optimization": {
             "reduce_bucket_size": max(hidden_size**2, SMALLEST_BUCKET),
             "stage3_prefetch_bucket_size": int(0.9 * max(hidden_size**2, SMALLEST_BUCKET)),
             "stage3_param_persistence_threshold": 10 * hidden_size,
         },
     }
+    if options.optimizer == "adamw8bit":
+        # DeepSpeed tests its own optimizers only.
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     for dtype, name in PRECISIONS.items():
         config[name] = {"enabled": dtype == context.dtype}
     if options.optimizer_dtype == "bfloat16":
@@ -173,11 +218,6 @@ REFUSED = {
     "sequence_parallel_size": "every rank is given rows of its own",
     "managed_gradient_accumulation": "the number of micro-batches is decided step by step",
 }
-# Values that make an update all-or-nothing.
-REQUIRED = {
-    "bf16.check_grad_overflow": True,
-    "zero_optimization.compute_grad_norm": True,
-}
 OPTION_OF = {
     "gradient_clipping": "train.max_grad_norm",
     "optimizer.params.lr": "train.lr",
@@ -190,6 +230,8 @@ OPTION_OF = {
     "train_batch_size": "train.batch_size",
     "train_micro_batch_size_per_gpu": "train.tokens_per_batch",
     "gradient_accumulation_steps": "train.tokens_per_batch",
+    "bf16.check_grad_overflow": "an update is all or nothing",
+    "zero_optimization.compute_grad_norm": "an update is all or nothing",
 }
 # The top-level keys of DeepSpeed 0.19.
 _KNOWN = """
@@ -278,15 +320,15 @@ def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: in
     for key, reason in REFUSED.items():
         if key in config:
             yield f"{key}: {reason}"
-    for key, value in REQUIRED.items():
-        if _at(config, key) not in (None, value, AUTO):
-            yield f"{key}: {_at(config, key)!s:.60} in the file, but it has to be {value}"
     kind, wanted = _at(config, "optimizer.type"), _at(ours, "optimizer.type")
     # The file may name one that train.optimizer does not have.
     if wanted != "AdamW" and kind not in (None, AUTO, wanted):
         yield f"optimizer.type: {kind!s:.60} in the file, {wanted} here (train.optimizer)"
-    states = {"bf16_optimizer_states": False} | ours["bf16"]
-    expected = ours | {"train_batch_size": batch_size, "bf16": states}
+    expected = ours | {
+        "train_batch_size": batch_size,
+        "bf16": {"bf16_optimizer_states": False, "check_grad_overflow": True} | ours["bf16"],
+        "zero_optimization": {"compute_grad_norm": True},
+    }
     for key, option in OPTION_OF.items():
         found, value = _at(config, key), _at(expected, key)
         if found not in (None, AUTO) and not _same(found, value):
@@ -296,6 +338,17 @@ def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: in
 def stage_of(config: dict[str, Any]) -> Any:
     """The ZeRO stage of the configuration."""
     return config.get("zero_optimization", {}).get("stage", 0)
+
+
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is in the CPU's memory, or on a disk."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") != "none")
+
+
+def states_of(kind: str) -> float:
+    """The state values per element that an optimizer of this type keeps."""
+    return _STATES.get(kind.lower(), 0.0)
 
 
 def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

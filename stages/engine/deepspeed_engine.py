@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -28,10 +28,9 @@ from .deepspeed_compat import (
     quietly,
     whole_ndim,
 )
-from .deepspeed_config import EngineContext, engine_config, stage_of
+from .deepspeed_config import TYPES, EngineContext, engine_config, offloads_optimizer, stage_of
 from .deepspeed_state import whole_weights
 from .freed_blocks import giving_more_blocks_back
-from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -50,8 +49,7 @@ def open_engine(
     dtype = stored if options.dtype == "auto" else options.dtype
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = engine_config(options, EngineContext(dtype, hidden_size, world.size, device))
-    if asks_for_cpu_adam(config) and not has_cpu_adam(world):
-        config = without_cpu_adam(config)
+    config = with_adam_for_cpu(config, world)
     is_partitioned = stage_of(config) == 3
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
     params = theirs["optimizer"].get("params", {})
@@ -88,8 +86,28 @@ def open_engine(
     return opened, config
 
 
-def has_cpu_adam(world: World) -> bool:
-    """Whether every rank could load DeepSpeed's AdamW for the CPU, which is compiled once."""
+def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """A constructor of AdamW in 8 bits from parameter groups; None if DeepSpeed constructs it.
+
+    The optimizer's block is removed from the configuration, which is passed to DeepSpeed.
+    """
+    if config.get("optimizer", {}).get("type") != TYPES["adamw8bit"]:
+        return None
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises to install a kernel
+    from bitsandbytes import optim  # noqa: PLC0415 - optional
+
+    public: Any = optim
+    params = config.pop("optimizer")["params"]
+    return lambda groups: public.AdamW8bit(groups, **params)
+
+
+def with_adam_for_cpu(config: dict[str, Any], world: World) -> dict[str, Any]:
+    """The config, with torch's AdamW where it asks for one that a rank cannot compile."""
+    block = config.get("optimizer", {})
+    params = block.get("params", {})
+    is_adam = str(block.get("type", "")).lower() in {"adam", "adamw"}
+    if not (is_adam and offloads_optimizer(config)) or params.get("torch_adam"):
+        return config
     if world.rank == 0:
         logger.info(
             "The optimizer's state is in the CPU's memory: compiling DeepSpeed's AdamW for the "
@@ -102,13 +120,15 @@ def has_cpu_adam(world: World) -> bool:
     except Exception as error:  # compilers fail in many ways; the reason is logged
         failure = str(error).partition(":")[0].partition("\n")[0] or type(error).__name__
     failures = [one for one in distributed.gathered(world, failure) if one]
-    if failures and world.rank == 0:
+    if not failures:
+        return config
+    if world.rank == 0:
         logger.warning(
             "DeepSpeed's AdamW for the CPU cannot be compiled (%s): torch's is used instead, which "
             "is slower. To have it, install a C++ compiler and ninja.",
             failures[0],
         )
-    return not failures
+    return {**config, "optimizer": block | {"params": params | {"torch_adam": True, "fused": True}}}
 
 
 def parameter_groups(policy: nn.Module, config: Mapping[str, Any]) -> list[Any]:
@@ -128,12 +148,7 @@ class DeepSpeedEngine:
 
     def __init__(self, engine: Any, world: World) -> None:
         self._engine = engine
-        self._world = world
-
-    @property
-    def world(self) -> World:
-        """This process among its peers."""
-        return self._world
+        self.world = world
 
     def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
         """Outputs of the policy for every completion token, in the order tree, branch, token.
@@ -151,7 +166,7 @@ class DeepSpeedEngine:
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed takes the mean of the gradients over ranks; these are parts, to be summed.
         # Ranks of a group have the same loss, and each has its tokens' part of the gradient.
-        self._engine.backward(loss * self._world.size, scale_wrt_gas=False)
+        self._engine.backward(loss * self.world.size, scale_wrt_gas=False)
 
     def step(self) -> Update:
         """Clips, updates and clears the gradients; if one is not finite it only clears."""
@@ -190,14 +205,14 @@ class DeepSpeedEngine:
 
     def load_state(self, folder: Path) -> None:
         """Loads what any number of ranks wrote by `save_state` in the same ZeRO stage."""
-        deepspeed_state.load(self._engine, folder, self._world)
+        deepspeed_state.load(self._engine, folder, self.world)
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
         """The policy on the CPU, by the names of its parameters; empty but on rank 0.
 
         All ranks call it together. Tied parameters are given once, saved buffers are included.
         """
-        policy, rank = self._engine.module, self._world.rank
+        policy, rank = self._engine.module, self.world.rank
         return whole_weights(policy, rank=rank, trainable_only=trainable_only)
 
 

@@ -7,9 +7,8 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -44,8 +43,16 @@ def joined_world() -> Iterator[World]:
             _join(world)
             yield world
     finally:
-        _leave()
-        _restore(before)
+        _PATIENT_GROUP.clear()
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         sys.excepthook = hook
 
 
@@ -112,22 +119,6 @@ def _devices(world: World) -> list[int]:
     return [world.local_rank % count] if count else []
 
 
-def _leave() -> None:
-    _PATIENT_GROUP.clear()
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 T = TypeVar("T")
 
 
@@ -150,7 +141,7 @@ def run_on_rank_zero(world: World, action: Callable[[], T]) -> T:
 def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """This rank's result of an action that every rank runs; an AlignError is raised on all."""
     own = _outcome(action)
-    refusal = own if isinstance(own, _Refused) else None
+    refusal = own if isinstance(own, AlignError) else None
     for other in gathered(world, refusal):
         _opened(other)
     return own  # type: ignore[return-value]
@@ -170,22 +161,17 @@ def agreed(world: World, holds: bool) -> bool:
     return all(gathered(world, holds))
 
 
-def _outcome(action: Callable[[], T]) -> T | _Refused:
+def _outcome(action: Callable[[], T]) -> T | AlignError:
     try:
         return action()
     except AlignError as error:
-        return _Refused(error)
+        return error
 
 
 def _opened(result: Any) -> Any:
-    if isinstance(result, _Refused):
-        raise result.error
+    if isinstance(result, AlignError):
+        raise result
     return result
-
-
-@dataclass(frozen=True)
-class _Refused:
-    error: AlignError
 
 
 def total(values: Tensor) -> Tensor:

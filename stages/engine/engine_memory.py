@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...schemas.train_options import TrainOptions
-from .optimizers import TYPES, offloads_optimizer, states_of
+from .deepspeed_config import TYPES, offloads_optimizer, states_of
 
 FLOAT, HALF = 4, 2  # bytes
 MOST_GATHERED = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters

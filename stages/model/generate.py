@@ -18,10 +18,10 @@ from ...schemas.errors import UsageError, counted
 from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
-from .loading.model_folder import read_json, text_settings
-from .loading.quiet import quiet
+from .library_errors import is_out_of_memory
 from .logprobs import causal_model, input_device
-from .memory.out_of_memory import is_out_of_memory
+from .model_folder import read_json, text_settings
+from .transformers_compat import quiet
 
 _public: Any = transformers  # its stub names few of its classes
 
@@ -176,13 +176,5 @@ def own_stops(options: ModelOptions) -> frozenset[int]:
         file = Path(options.path) / name
         given = text_settings(read_json(file)).get("eos_token_id") if file.is_file() else None
         tokens = given if isinstance(given, list) else [given]
-        for token in tokens:
-            if token is None:
-                continue
-            if type(token) is not int or token < 0:
-                raise UsageError(
-                    f"{file}: eos_token_id is {given!r:.100}, and must be a token's number or a "
-                    "list of them. Correct the entry, or take it out."
-                )
-            stops.add(token)
+        stops.update(token for token in tokens if token is not None)
     return frozenset(stops)

@@ -1,32 +1,33 @@
-"""Computes log-probabilities of the branches of a batch, for both stages."""
+"""Computes log-probabilities or scores of the branches of a batch, for both stages."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .head.fused_head import output_head, scored_rows
-from .head.fused_head_backward import LogpHead
-from .layouts.flex_attention import FLEX, flex_masks, padded_to_blocks
-from .layouts.tree_attention import (
+from .copies import on_device
+from .flex_attention import FLEX, flex_masks, padded_to_blocks
+from .fused_head import LogpHead, fused_rows, output_head
+from .transformers_compat import attention_of
+from .tree_attention import (
     PAD,
     PIECES,
     TreeBatch,
     groups_within,
-    padded_length,
     pieces_of,
     single_branches,
     tree_batch,
     tree_mask,
 )
-from .transformers_compat import attention_of
 
 CPU_TOKENS = 1024  # a pass of twice as many is a tenth faster, for twice the activations
 EXACT_ELEMENTS = 1 << 26  # logits in memory at once in the exact head, unless a tree needs more
@@ -81,9 +82,16 @@ def branch_outputs(
     if path.head == "exact":
         inputs = _inputs(inner, batch, path)
         outputs = inner(**inputs, **({"output_hidden_states": True} if states else {}))
-        logits = outputs.logits.flatten(0, 1)
-        rows = _exact_rows(logits, batch, purity=purity)
-        return rows, _last_states(outputs, batch) if states else rows[0, :0]
+        rows = _exact_rows(outputs.logits.flatten(0, 1), batch, purity=purity)
+        if not states:
+            return rows, rows[0, :0]
+        if not outputs.get("hidden_states"):
+            raise UsageError(
+                "The model does not give its hidden states, and its logits cannot be had from them "
+                "by a plain projection: a value head has nothing to read. Use another model."
+            )
+        hidden = outputs.hidden_states[-1].flatten(0, 1)
+        return rows, hidden[batch.predictors.to(hidden.device)]
     predictors = last_states(inner, batch, path)[batch.predictors]
     return head_rows(inner, predictors, batch.targets, purity=purity), predictors
 
@@ -97,21 +105,49 @@ def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
 def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
     """Log p of every completion token, in as many passes as the path needs: (T,) float32."""
     device = input_device(model)
-    batches = (path.batch(group, device) for group in passes(model, trees, path, device.type))
-    return torch.cat([branch_logps(model, batch, path) for batch in batches])
-
-
-def passes(
-    model: nn.Module, trees: Sequence[Tree], path: ScoringPath, device: str
-) -> Iterator[list[Tree]]:
-    """The trees that a kind of device runs at once, pass by pass."""
-    max_tokens = len(trees) * padded_length(trees)
-    if device == "cpu":
+    max_tokens = len(trees) * max(tree.num_tokens for tree in trees)
+    if device.type == "cpu":
         max_tokens = min(max_tokens, CPU_TOKENS)
     if path.head == "exact":
         vocabulary = causal_model(model).config.get_text_config(decoder=True).vocab_size
         max_tokens = min(max_tokens, EXACT_ELEMENTS // vocabulary)
-    return groups_within(path.rows(trees), max_tokens, packed=path.packs)
+    groups = groups_within(path.rows(trees), max_tokens, packed=path.packs)
+    return torch.cat([branch_logps(model, path.batch(group, device), path) for group in groups])
+
+
+def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
+    """Scores in the order tree, branch, by one pass of the model: (branches,) float32."""
+    rows = path.rows(trees)
+    return branch_scores(model, rows, path.batch(rows, input_device(model)), path)
+
+
+def branch_scores(
+    model: nn.Module, rows: Sequence[Tree], batch: TreeBatch, path: ScoringPath
+) -> Tensor:
+    """Scores of rows that are laid out, in the order row, branch: (branches,) float32."""
+    inner: Any = causal_model(model)
+    of_text = inner.config.get_text_config(decoder=True)
+    positions = _last_positions(rows, batch, of_text.pad_token_id)
+    states = last_states(inner, batch, path)
+    scores: Tensor = inner.score(states[on_device(positions, states.device)])
+    return scores.squeeze(1)
+
+
+def _last_positions(trees: Sequence[Tree], batch: TreeBatch, pad: int) -> np.ndarray:
+    """Positions at which the branches are scored, in (rows * length).
+
+    Each is the last token that is not the padding token, because transformers finds a text's end
+    so: where a tokenizer pads with its EOS, the token before it is scored.
+    """
+    positions = []
+    for tree, (start, fork, *stops) in zip(trees, batch.edges, strict=True):
+        for branch, (begin, _) in zip(tree.branches, pairwise((fork, *stops)), strict=True):
+            if (kept := np.flatnonzero(branch != pad)).size:
+                positions.append(begin + kept[-1])
+            else:
+                before = np.flatnonzero(tree.prompt != pad)
+                positions.append(start + (before[-1] if before.size else 0))
+    return np.array(positions, np.int64)
 
 
 def require_known_ids(model: nn.Module, trees: Sequence[Tree]) -> None:
@@ -198,17 +234,7 @@ def head_rows(model: Any, states: Tensor, targets: Tensor, *, purity: bool) -> T
     head = output_head(model)
     assert head is not None, "the probe refuses a fused head where there is none"
     device = head.weight.device
-    return scored_rows(head, states.to(device), targets.to(device), purity=purity)
-
-
-def _last_states(outputs: Any, batch: TreeBatch) -> Tensor:
-    if not outputs.get("hidden_states"):
-        raise UsageError(
-            "The model does not give its hidden states, and its logits cannot be had from them by "
-            "a plain projection: a value head has nothing to read. Use another model."
-        )
-    hidden: Tensor = outputs.hidden_states[-1]
-    return hidden.flatten(0, 1)[batch.predictors.to(hidden.device)]
+    return fused_rows(head, states.to(device), targets.to(device), purity=purity)
 
 
 def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:

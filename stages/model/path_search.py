@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .head.fused_head import output_head
-from .layouts.flex_attention import why_no_flex
-from .layouts.tree_attention import single_branches
+from .flex_attention import why_no_flex
+from .fused_head import output_head
+from .library_errors import is_out_of_memory
 from .logprobs import (
     ScoringPath,
     branch_logps,
@@ -41,8 +41,10 @@ from .logprobs import (
     input_device,
     own_attention,
     tree_logps,
+    tree_scores,
 )
-from .memory.out_of_memory import is_out_of_memory
+from .transformers_compat import is_reward_model
+from .tree_attention import single_branches
 
 logger = logging.getLogger("align")
 
@@ -55,6 +57,7 @@ PATHS = (
     ScoringPath("tree", "exact"),
 )
 DEFINITION = ScoringPath("plain", "exact")
+OF_SCORES = tuple(replace(path, head="score") for path in PATHS if path.head == "fused")
 # float32: nats per completion. Half precision: mean nats per token of a tree.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -63,7 +66,8 @@ LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
 PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 
 Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
-Measure: TypeAlias = Callable[[ScoringPath], float]  # how far a path is off
+# The paths to try, how far each is off, and how far it may be.
+Measured: TypeAlias = tuple[Sequence[ScoringPath], Callable[[ScoringPath], float], float]
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,53 @@ ANY_PATH = PathOptions()
 def choose_path(
     model: nn.Module, agree: Agree = bool, options: PathOptions = ANY_PATH
 ) -> ScoringPath:
-    """The fastest path that agrees with `model(...).logits` on seeded rows.
+    """The fastest path that agrees with the model's own numbers on seeded rows.
 
-    Ranks that share a model try the same paths, and a path has to agree on all of them.
+    Ranks that share a model try the same paths, and a path has to agree on all of them. The log
+    says why faster ones are not used.
     """
-    inner = causal_model(model)
-    trees = probe_trees(inner.config)
+    inner: Any = causal_model(model)
+    trees, scores, refused = probe_trees(inner.config), is_reward_model(inner), list[str]()
+    found = _scores_of(model, trees) if scores else _logps_of(model, trees, agree, refused)
+    paths, difference, allowed = found
+    for path in paths_for(paths, model):
+        if options.compile and path.layout == "packed":
+            continue  # a compiler would have to know the lengths in each batch
+        off, why = math.inf, options.no_flex if path.layout == "flex" else ""
+        if not why:
+            try:
+                off = difference(path)
+            except Exception as error:  # model code refuses a mask in any way it likes
+                why = _reason(error)
+        if agree(off <= allowed):
+            break
+        refused.append(f"{path}: {why or f'off by {off:.2g}'}")
+    else:
+        if scores:
+            raise UsageError(
+                f"{type(inner).__name__} does not score by its last hidden states "
+                f"({'; '.join(refused)}). Use another model for rewards."
+            )
+        path = DEFINITION
+    if refused:
+        # On a CPU, trees with a dense mask are the ordinary case; only some models allow packing.
+        is_on_cpu = input_device(model).type != "cuda"
+        is_fast = path.layout != "plain" and path.head != "exact" and is_on_cpu
+        logger.log(
+            logging.INFO if is_fast else logging.WARNING,
+            "Scoring by %s, which is slower. What is refused: %s.",
+            path,
+            "; ".join(refused),
+        )
+    return path
+
+
+def _logps_of(
+    model: nn.Module, trees: Sequence[Tree], agree: Agree, refused: list[str]
+) -> Measured:
+    """Paths of a causal model, beside its own logits; without the fused head where that differs."""
     exact, fused = _own_logps(model, trees)
-    dtype, refused = inner.dtype, list[str]()
+    dtype = causal_model(model).dtype
     off = math.inf if isinstance(fused, str) else _difference(fused, exact, trees, dtype)
     expected = {"exact": exact}
     if agree(off <= TOLERANCE[dtype]):
@@ -105,34 +148,26 @@ def choose_path(
     def difference(path: ScoringPath) -> float:
         return _difference(tree_logps(model, trees, path), expected[path.head], trees, dtype)
 
-    paths = [path for path in PATHS if path.head in expected]
-    found, others = fastest(model, paths, difference, TOLERANCE[dtype], options, agree)
-    return announced(model, found or DEFINITION, [*refused, *others])
+    return [path for path in PATHS if path.head in expected], difference, TOLERANCE[dtype]
 
 
-def fastest(
-    model: nn.Module,
-    paths: Sequence[ScoringPath],
-    difference: Measure,
-    allowed: float,
-    options: PathOptions,
-    agree: Agree,
-) -> tuple[ScoringPath | None, list[str]]:
-    """The first of these paths that agrees, and the reasons against those before it."""
-    refused: list[str] = []
-    for path in paths_for(paths, model):
-        if options.compile and path.layout == "packed":
-            continue  # a compiler would have to know the lengths in each batch
-        off, why = math.inf, options.no_flex if path.layout == "flex" else ""
-        if not why:
-            try:
-                off = difference(path)
-            except Exception as error:  # model code refuses a mask in any way it likes
-                why = _reason(error)
-        if agree(off <= allowed):
-            return path, refused
-        refused.append(f"{path}: {why or f'off by {off:.2g}'}")
-    return None, refused
+def _scores_of(model: nn.Module, trees: Sequence[Tree]) -> Measured:
+    """Layouts of a reward model, beside the scores that transformers computes, row by row."""
+    inner: Any = causal_model(model)
+    expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
+
+    def difference(path: ScoringPath) -> float:
+        return float((tree_scores(model, trees, path) - expected).abs().max())
+
+    return OF_SCORES, difference, TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
+
+
+def _own_score(model: Any, tree: Tree) -> Tensor:
+    """The definition: the score that transformers computes for a row of one branch."""
+    tokens = np.concatenate([tree.prompt, *tree.branches]).astype(np.int64)
+    token_ids = torch.from_numpy(tokens)[None].to(input_device(model))
+    scores: Tensor = model(input_ids=token_ids).logits[:, 0]
+    return scores.float()
 
 
 def paths_for(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
@@ -179,21 +214,6 @@ def _difference(
     # Single tokens would show how one was rounded.
     gaps = torch.split(found - expected, [sum(tree) for tree in sizes])
     return max(float(gap.abs().mean()) for gap in gaps)
-
-
-def announced(model: nn.Module, path: ScoringPath, refused: Sequence[str]) -> ScoringPath:
-    """Logs why faster paths are not used, and returns the path."""
-    # On a CPU, trees with a dense mask are the ordinary case; only some models allow packing.
-    on_gpu = input_device(model).type == "cuda"
-    is_fast = path.layout != "plain" and path.head != "exact" and not on_gpu
-    if refused:
-        logger.log(
-            logging.INFO if is_fast else logging.WARNING,
-            "Scoring by %s, which is slower. What is refused: %s.",
-            path,
-            "; ".join(refused),
-        )
-    return path
 
 
 @contextmanager

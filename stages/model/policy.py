@@ -1,15 +1,20 @@
-"""The policy of stage 2: the model that is trained, scored as stage 1 scores the reference."""
+"""The policy of stage 2: the model that is trained, scored as stage 1 scores the reference.
+
+A value head, which some methods train beside it, is a file of its own next to the saved model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...schemas.config import ModelOptions
@@ -17,29 +22,34 @@ from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
-from .compiled_layers import compile_layers, is_compiled
-from .head.fused_head import output_head
-from .head.fused_head_backward import call_head_for_logps
-from .layouts.tree_attention import TreeBatch
-from .loading.adapters import add_lora, merged
-from .loading.heads import read_value_head, stored_value_head, value_head
-from .loading.load import load_model, text_config
-from .loading.quantized_base import load_in_4_bits
+from .adapters import add_lora, merged
+from .fused_head import call_head_for_logps, output_head
+from .library_errors import refused_as
+from .load import load_in_4_bits, load_model, text_config
 from .logprobs import (
     ScoringPath,
     branch_outputs,
+    branch_scores,
     causal_model,
     input_device,
     require_known_ids,
 )
 from .memory.cheap_again import cheap_computed_again
-from .memory.host_activations import keeps_on_host
 from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
-from .reward_model import batch_scores, choose_layout, load_reward_model
-from .router_watch import RouterWatch, counted_tokens, require_coefficient, sums_of
-from .transformers_compat import beside_text, recompute_activations, routers_of
+from .reward_model import ScalarHead, load_reward_model
+from .transformers_compat import (
+    beside_text,
+    compile_layers,
+    is_compiled,
+    is_reward_model,
+    recompute_activations,
+    routers_of,
+)
+from .tree_attention import TreeBatch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
+COEFFICIENT = "router_aux_loss_coef"  # of every model with a load-balancing loss in transformers
+VALUE_HEAD = "value_head"  # what the policy calls it, and the file it is saved in
 # The input of a rank without rows, because under ZeRO-3 its peers wait for its collectives.
 NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
@@ -60,19 +70,19 @@ def load_policy(
     options = replace(model, dtype=train.dtype, device_map="")
     if lora.quantize != "none":
         load = load_in_4_bits
-    if train.router_loss:
-        require_coefficient(text_config(options), options.path)
+    balanced = train.router_loss > 0
+    if balanced and getattr(config := text_config(options), COEFFICIENT, None) is None:
+        raise UsageError(
+            f"{options.path}: transformers has no load-balancing loss for {config.model_type} (its "
+            f"config lacks {COEFFICIENT}): it is no mixture of experts, or one that is kept in "
+            "balance in another way. Set train.router_loss to 0."
+        )
     if head == "score":
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
     loaded = as_it_learns(loaded, train, lora)
     paths = PathOptions.of(options, causal_model(loaded).config)
-    if train.router_loss and not routers_of(causal_model(loaded)):
-        raise UsageError(
-            f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
-        )
-    balanced = train.router_loss > 0
     policy = Policy(loaded, head=head, purity=purity, balanced=balanced, paths=paths)
     # It begins with the value head that was trained with the model, where there is one.
     if policy.value_head and (file := stored_value_head(model)):
@@ -113,11 +123,15 @@ class Policy(nn.Module):
         # Read once: under ZeRO-3 an open engine would gather a weight that is accessed.
         self.device = input_device(model)
         self.is_sharded = any(hasattr(one, "ds_id") for one in model.parameters())
-        self._head, self._paths = head, paths
+        self._paths = paths
         self._recomputes = False
         if paths.compile:
             compile_layers(causal_model(model))
-        self._routers = RouterWatch(causal_model(model)) if balanced else None
+        self._routers = None
+        if balanced:
+            from .router_watch import RouterWatch  # noqa: PLC0415 - few runs need it
+
+            self._routers = RouterWatch(causal_model(model))
         if not self.is_sharded:
             self.choose_path()
         # Not part of the model, so that its saved weights and adapters leave it out.
@@ -137,11 +151,10 @@ class Policy(nn.Module):
         Under ZeRO-3 it needs the engine, which gathers a weight around its module's call.
         """
         inner = causal_model(self.model)
-        if self.is_sharded and self._head != "score" and output_head(inner):
+        if self.is_sharded and not is_reward_model(inner) and output_head(inner):
             call_head_for_logps(inner)
-        choose = choose_layout if self._head == "score" else choose_path
         with torch.no_grad():
-            self.path: ScoringPath = choose(self.model.eval(), agree, self._paths)
+            self.path: ScoringPath = choose_path(self.model.eval(), agree, self._paths)
         if self.path.head == "fused":
             call_head_for_logps(inner)
         self.train()
@@ -163,7 +176,6 @@ class Policy(nn.Module):
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)
-        nothing: AbstractContextManager[list[Any]] = nullcontext([])
         # Under ZeRO-3 hooks would keep gathered weights; on a GPU it is not measured.
         drops = (
             torch.is_grad_enabled()
@@ -173,19 +185,18 @@ class Policy(nn.Module):
             and not any(hasattr(one, "ds_id") for one in self.model.parameters())
         )
         with (
-            self._routers.watching() if self._routers else nothing as seen,
+            self._routers.watching() if self._routers else nullcontext(),
             cheap_computed_again() if drops else nullcontext(),
         ):
             if self.path.head == "score":
-                outputs = batch_scores(self.model, laid_out, batch, self.path)[None]
+                outputs = branch_scores(self.model, laid_out, batch, self.path)[None]
             else:
                 outputs = self._of_tokens(batch)
         outputs = outputs if trees else outputs[:, :0]
         if self._routers is None:
             return outputs
-        counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
-        counted = counted if trees else torch.zeros_like(counted)
-        return *outputs, torch.stack([sums_of(router, counted) for router in seen])
+        has_copies = self.path.layout == "plain"
+        return *outputs, self._routers.sums(trees, batch, has_copies=has_copies)
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
         purity, head = "purity" in self.output_names, self.value_head
@@ -198,7 +209,12 @@ class Policy(nn.Module):
 
     def recompute_activations(self, *, on_host: bool = False) -> None:
         """Turns gradient checkpointing on; `on_host` keeps the inputs of layers on the CPU."""
-        recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
+        keeping = None
+        if on_host:
+            from .memory.host_activations import keeps_on_host  # noqa: PLC0415 - as above
+
+            keeping = keeps_on_host
+        recompute_activations(causal_model(self.model), keeping)
         self._recomputes = True
 
 
@@ -231,3 +247,36 @@ def _set_to_zero(owner: Any) -> None:
     for name, value in list(vars(owner).items()):
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(owner, name, 0.0)
+
+
+def stored_value_head(model: ModelOptions) -> Path | None:
+    """The file of the value head that was trained with a model, or with its adapter, if any."""
+    folders = [folder for folder in (model.adapter, model.path) if folder]
+    files = [Path(folder) / f"{VALUE_HEAD}.safetensors" for folder in folders]
+    return next((file for file in files if file.is_file()), None)
+
+
+def read_value_head(head: ScalarHead, file: Path) -> None:
+    """Sets the head's weights to those of a file, whatever their dtype."""
+    remedy = "Move the file away to begin with a new head."
+    with refused_as(f"{file}: no value head of this model", remedy):
+        weights = load_file(file)
+        head.load_state_dict(weights)
+        if odd := sorted(name for name, one in weights.items() if not one.isfinite().all()):
+            raise ValueError(f"{odd[0]} has values that are NaN or infinite")
+
+
+def value_head(model: Any) -> ScalarHead:
+    """A head that gives a value for each last hidden state, in the model's dtype.
+
+    It begins as zero: random values would be no better, every rank has the same, and the
+    first steps do not change the policy's states.
+    """
+    output = model.get_output_embeddings()
+    config = model.config.get_text_config(decoder=True)
+    width = output.in_features if isinstance(output, nn.Linear) else config.hidden_size
+    device = model.get_input_embeddings().weight.device
+    head = ScalarHead(width, 1, device=device, dtype=model.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

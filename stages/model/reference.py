@@ -1,4 +1,4 @@
-"""The frozen reference model of stage 1, as the Scorer of the score stage."""
+"""The frozen models of stage 1, as Scorers of the score stage: a reference, or a reward model."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ...schemas.config import ModelOptions
+from ...schemas.errors import UsageError
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
-from .compiled_layers import compile_layers
 from .copies import on_host
-from .head.fused_head import HEAD_VERSION
-from .loading.load import Resolved, load_causal_lm, resolve, unused_weights
-from .loading.model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity, require_adapter
-from .logprobs import (
-    ScoringPath,
-    causal_model,
-    input_device,
-    require_known_ids,
-    tree_logps,
-)
-from .memory.out_of_memory import is_out_of_memory
+from .fused_head import HEAD_VERSION
+from .library_errors import is_out_of_memory
+from .load import Resolved, load_causal_lm, resolve, unused_weights
+from .logprobs import causal_model, input_device, require_known_ids, tree_logps, tree_scores
+from .model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity, require_adapter
 from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
+from .reward_model import architecture, load_reward_model
+from .transformers_compat import SCORES, compile_layers
+
+SCORE_VERSION = "score-1 float32"
 
 
 class HfReference:
@@ -105,6 +103,25 @@ class HfReference:
         return resolve(self.options)
 
 
+class HfReward(HfReference):
+    """A Hugging Face folder of a sequence-classification model with one label."""
+
+    _kind = AutoModelForSequenceClassification
+
+    def identity(self) -> Mapping[str, str]:
+        """The identity of a reference, with the version of scores instead of the head's."""
+        if not (kind := architecture(self.options.path)).endswith(SCORES):
+            raise UsageError(
+                f"{self.options.path} is not a reward model: its config.json names "
+                f"{kind or 'no architecture'}. Train one by `align train --method "
+                "reward`, or name a sequence-classification model."
+            )
+        return {**super().identity(), "numerics.head": SCORE_VERSION}
+
+    def _loaded(self) -> nn.Module:
+        return load_reward_model(self.options, seed=0).eval().requires_grad_(False)
+
+
 def _minor(package: str) -> str:
     """The version of a package without its patch, which mends and does not compute otherwise."""
     return ".".join(version(package).split(".")[:2])
@@ -121,7 +138,7 @@ class TreeScorer:
         self.options = options
         self._files = files
         with torch.inference_mode():
-            self.path = self._choose(model)
+            self.path = choose_path(model, options=options)
         if options.compile:
             compile_layers(causal_model(model))
 
@@ -166,11 +183,15 @@ class TreeScorer:
             self._files.require_unchanged()
         return logps
 
-    def _choose(self, model: nn.Module) -> ScoringPath:
-        return choose_path(model, options=self.options)
-
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
-        return tree_logps(self.model, trees, self.path)
+        """A log-prob for each token; or a branch's score at its last one, after zeros: (T,)."""
+        if self.path.head != "score":
+            return tree_logps(self.model, trees, self.path)
+        scores = tree_scores(self.model, trees, self.path)
+        lengths = [len(branch) for tree in trees for branch in tree.branches]
+        numbers = scores.new_zeros(sum(lengths))
+        numbers[np.cumsum(lengths) - 1] = scores
+        return numbers
 
 
 @contextmanager

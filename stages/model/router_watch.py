@@ -13,42 +13,58 @@ from torch import Tensor, nn
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
-from .layouts.tree_attention import PAD, TreeBatch
 from .transformers_compat import routers_of
-
-# In the config of every model that transformers has a load-balancing loss for.
-COEFFICIENT = "router_aux_loss_coef"
+from .tree_attention import PAD, TreeBatch
 
 
 class RouterWatch:
-    """Records what the routers of a model give in a pass."""
+    """Records what the routers of a model give in a pass, and sums it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen: list[Any] | None = None  # the routers' outputs in the pass that is watched
-        for router in routers_of(model):
+        self._seen: list[Any] = []  # the routers' outputs in the pass that is watched
+        self._is_watching = False
+        routers = routers_of(model)
+        if not routers:
+            raise UsageError(
+                f"train.router_loss: {type(model).__name__} has no router that it could balance. "
+                "Set it to 0."
+            )
+        for router in routers:
             router.register_forward_hook(self._see)
 
     @contextmanager
-    def watching(self) -> Iterator[list[Any]]:
+    def watching(self) -> Iterator[None]:
         """Records the pass inside, not the layers that run again for their gradient later on."""
-        self._seen = list[Any]()
+        self._seen, self._is_watching = [], True
         try:
-            yield self._seen
+            yield
         finally:
-            self._seen = None
+            self._is_watching = False
 
     def _see(self, _router: nn.Module, _inputs: Any, outputs: Any) -> None:
         # Only recorded: when a layer runs again, it has to do what it did the first time.
-        if self._seen is not None:
+        if self._is_watching:
             self._seen.append(outputs)
 
+    def sums(self, trees: Sequence[Tree], batch: TreeBatch, *, has_copies: bool) -> Tensor:
+        """Sums over the tokens of the trees that were watched: (layers, 2 * experts + 1) float64.
 
-def sums_of(outputs: Any, counted: Tensor) -> Tensor:
-    """Sums of one router's outputs over the tokens where `counted`: (2 * experts + 1,) float64.
+        They are the tokens routed to each expert, the sum of each expert's probabilities, and the
+        number of tokens. Where each branch has a row with a copy of the prompt, the first counts.
+        """
+        counted = batch.segments != PAD
+        if not trees:  # the batch holds tokens that a rank without rows makes up
+            counted = torch.zeros_like(counted)
+        elif has_copies:
+            is_copy = np.array([at > 0 for tree in trees for at in range(len(tree.branches))])
+            is_prompt = batch.segments == 0
+            counted = counted & ~(on_device(is_copy, counted.device)[:, None] & is_prompt)
+        seen, self._seen = self._seen, []
+        return torch.stack([_sums_of(outputs, counted.flatten()) for outputs in seen])
 
-    They are the tokens routed to each expert, the sum of each expert's probabilities, and the
-    number of tokens.
-    """
+
+def _sums_of(outputs: Any, counted: Tensor) -> Tensor:
+    """The sums of one router's outputs."""
     if not isinstance(outputs, tuple) or len(outputs) != 3 or outputs[2].is_floating_point():
         raise UsageError(
             "train.router_loss: the routers of this model give no logits, weights and choices. Set "
@@ -61,26 +77,3 @@ def sums_of(outputs: Any, counted: Tensor) -> Tensor:
     tokens = torch.zeros_like(of_experts)
     tokens.scatter_add_(0, chosen.flatten(), ones.repeat_interleave(chosen.shape[-1]))
     return torch.cat([tokens, of_experts, ones.sum()[None]])
-
-
-def counted_tokens(trees: Sequence[Tree], batch: TreeBatch, *, has_copies: bool) -> Tensor:
-    """Mask of the positions that hold a token of the trees: (rows * length,) bool.
-
-    Where each branch has a row with a copy of the prompt, only the first copy is in it.
-    """
-    counted = batch.segments != PAD
-    if has_copies:
-        is_copy = np.array([branch > 0 for tree in trees for branch in range(len(tree.branches))])
-        is_prompt = batch.segments == 0
-        counted = counted & ~(on_device(is_copy, counted.device)[:, None] & is_prompt)
-    return counted.flatten()
-
-
-def require_coefficient(config: Any, folder: str) -> None:
-    """Refuses `train.router_loss` for a model that transformers has no such loss for."""
-    if getattr(config, COEFFICIENT, None) is None:
-        raise UsageError(
-            f"{folder}: transformers has no load-balancing loss for {config.model_type} (its "
-            f"config lacks {COEFFICIENT}): it is no mixture of experts, or one that is kept in "
-            "balance in another way. Set train.router_loss to 0."
-        )

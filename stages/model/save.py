@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ...schemas.config import ModelOptions
-from .loading.adapters import merged, with_adapter
-from .loading.heads import VALUE_HEAD, is_reward_model
-from .loading.load import load_model
-from .loading.model_folder import (
+from .adapters import merged, with_adapter
+from .load import load_model
+from .logprobs import causal_model
+from .model_folder import (
     INDEX,
     StoredTensor,
     model_config,
@@ -26,10 +26,9 @@ from .loading.model_folder import (
     tensors_of,
     text_settings,
 )
-from .loading.quiet import quiet
-from .logprobs import causal_model
+from .policy import VALUE_HEAD
 from .reward_model import load_reward_model
-from .transformers_compat import beside_text, stored_names
+from .transformers_compat import beside_text, is_reward_model, quiet, stored_names
 
 # What a folder needs for chat and generation in addition to weights and config.json.
 COMPANIONS = (

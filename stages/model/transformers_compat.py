@@ -1,4 +1,4 @@
-"""Private names of transformers that are used, and differences between its versions.
+"""What is used of transformers beside its public names: layers, routers, stored names, silence.
 
 Its modelling code has losses for object detection that load scipy wherever it is installed, which
 costs any other model 36 MiB. They are imported here as if scipy were not installed.
@@ -6,9 +6,13 @@ costs any other model 36 MiB. They are imported here as if scipy were not instal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import utils
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,6 +29,36 @@ finally:
     _utils.is_scipy_available = _is_scipy_available
 
 AttentionInterface: Any = modeling_utils.AttentionInterface
+SCORES = "ForSequenceClassification"  # how transformers names models that score texts
+
+# More than the models, dtypes and kinds of gradients of one process make together; past torch's own
+# limit of 8 it would leave the next uncompiled, or refuse it.
+COMPILATIONS = 1024
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences warnings, progress bars and advice of libraries inside."""
+    logs: Any = _utils.logging
+    packer = logging.getLogger("bitsandbytes")  # peft imports it wherever it is installed
+    verbosity, bars, level = logs.get_verbosity(), logs.is_progress_bar_enabled(), packer.level
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    packer.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        packer.setLevel(level)
+        logs.set_verbosity(verbosity)
+        if bars:
+            logs.enable_progress_bar()
+
+
+def is_reward_model(model: Any) -> bool:
+    """Whether a transformers model scores texts."""
+    return type(model).__name__.endswith(SCORES)
 
 
 def attention_of(model: Any) -> str:
@@ -86,6 +120,30 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     kind = GradientCheckpointingLayer
     found = (layers for layers in lists if all(isinstance(layer, kind) for layer in layers))
     return list(next((layers for layers in found if len(layers)), ()))
+
+
+def allow_compilations() -> None:
+    """Raises torch's limits of how often one function may be compiled."""
+    limits: Any = torch.compiler.config
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(limits, name, max(getattr(limits, name), COMPILATIONS))
+
+
+def compile_layers(model: Any, compiler: str = "inductor") -> None:
+    """Compiles each decoder layer in place, for inputs of any length; `compiler`: torch's name."""
+    allow_compilations()
+    layers = decoder_layers(model)
+    if not layers:
+        raise UsageError(
+            f"model.compile: {type(model).__name__} has no decoder layers here. Set it to false."
+        )
+    for layer in layers:
+        layer.compile(dynamic=True, backend=compiler)
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether a pass through the layers runs what torch has compiled."""
+    return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
 
 
 def beside_text(model: Any) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,8 @@ class TreeCost:
 
 
 def plan_trees(
-    prompt_groups: Sequence[Sequence[int]],
-    branches_of_row: Sequence[Sequence[int]],
+    groups: Iterable[Sequence[int]],
+    row_of_branch: NDArray[np.int64],
     *,
     prompt_lengths: NDArray[np.int64],
     branch_lengths: NDArray[np.int64],
@@ -43,14 +43,24 @@ def plan_trees(
 ) -> list[TreePlan]:
     """Trees of branches of one prompt, joined as long as sharing the prompt is cheaper.
 
-    `prompt_groups` lists the rows that have one prompt; `branches_of_row` the branches of each row
-    that have to be scored.
+    Each group lists the branches of one prompt that have to be scored.
     """
     trees: list[TreePlan] = []
-    for rows in prompt_groups:
-        branches = [branch for row in rows for branch in branches_of_row[row]]
-        prompt = int(prompt_lengths[rows[0]])
-        trees += _split(rows[0], prompt, branches, branch_lengths, cost)
+    for branches in groups:
+        row = int(row_of_branch[branches[0]])
+        length = prompt = int(prompt_lengths[row])
+        current: list[int] = []
+        for branch in branches:
+            more = int(branch_lengths[branch])
+            together = cost(length + more)
+            apart = cost(length) + cost(prompt + more)
+            fits = length + more <= cost.tokens_per_batch and together <= apart
+            if current and not fits:
+                trees.append(TreePlan(row, tuple(current), length))
+                current, length = [], prompt
+            current.append(branch)
+            length += more
+        trees.append(TreePlan(row, tuple(current), length))
     return trees
 
 
@@ -67,28 +77,3 @@ def plan_batches(lengths: Sequence[int], tokens_per_batch: int, *, pads: bool) -
         batches[-1].append(index)
         left -= lengths[first]
     return batches
-
-
-def _split(
-    row: int,
-    prompt: int,
-    branches: list[int],
-    branch_lengths: NDArray[np.int64],
-    cost: TreeCost,
-) -> list[TreePlan]:
-    trees: list[TreePlan] = []
-    current: list[int] = []
-    length = prompt
-    for branch in branches:
-        more = int(branch_lengths[branch])
-        together = cost(length + more)
-        apart = cost(length) + cost(prompt + more)
-        fits = length + more <= cost.tokens_per_batch and together <= apart
-        if current and not fits:
-            trees.append(TreePlan(row, tuple(current), length))
-            current, length = [], prompt
-        current.append(branch)
-        length += more
-    if current:
-        trees.append(TreePlan(row, tuple(current), length))
-    return trees

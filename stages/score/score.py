@@ -155,24 +155,17 @@ def _sums(rows: Rows, run: _Run) -> NDArray[np.float64]:
 
 
 def _plan(rows: Rows, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
-    branch_rows = rows.row_of_branch[wanted]
-    ends = np.searchsorted(branch_rows, np.arange(len(rows) + 1))
-    per_row = [wanted[ends[row] : ends[row + 1]].tolist() for row in range(len(rows))]
+    groups: dict[int, list[int]] = {}
+    prompts = prompt_numbers(rows)[rows.row_of_branch[wanted]]
+    for prompt, branch in zip(prompts.tolist(), wanted.tolist(), strict=True):
+        groups.setdefault(prompt, []).append(branch)
     return plan_trees(
-        _rows_by_prompt(rows),
-        per_row,
+        (groups[prompt] for prompt in sorted(groups)),
+        rows.row_of_branch,
         prompt_lengths=rows.prompts.lengths,
         branch_lengths=rows.completions.lengths,
         cost=cost,
     )
-
-
-def _rows_by_prompt(rows: Rows) -> list[list[int]]:
-    numbers = prompt_numbers(rows).tolist()
-    groups: list[list[int]] = [[] for _ in range(len(set(numbers)))]
-    for row, number in enumerate(numbers):
-        groups[number].append(row)
-    return groups
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from ...schemas.batches import MicroBatch
 from ...schemas.errors import MemoryLimitError
-from ..model.memory.out_of_memory import is_out_of_memory
+from ..model.library_errors import is_out_of_memory
 from ..model.path_search import naming_the_way_out
 
 

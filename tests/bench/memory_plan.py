@@ -29,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
-from align.stages.engine.deepspeed_config import EngineContext
+from align.stages.engine.deepspeed_config import EngineContext, loading_config
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world, run_on_all_ranks
-from align.stages.engine.zero3_loading import loading_config
-from align.stages.model.loading.load import load_model
-from align.stages.model.loading.sharded_load import load_sharded
+from align.stages.model.load import load_model
 from align.stages.model.policy import load_policy
+from align.stages.model.sharded_load import load_sharded
 from support.live_bytes import LiveBytes
 from support.measured_peaks import CASES, MODELS, Case, options_of, plan_of
 

@@ -23,7 +23,7 @@ from align.stages.data.records import read_prompts
 from align.stages.demo.tiny_world import make_world
 from align.stages.model.generate import Generator, PromptTokens
 from align.stages.model.keyed_noise import stream_of
-from align.stages.model.loading.load import load_causal_lm
+from align.stages.model.load import load_causal_lm
 from align.stages.sample.prompts import asked_once
 
 SAMPLES, NEW_TOKENS, ROUNDS, BUDGET = 8, 64, 3, 16_384

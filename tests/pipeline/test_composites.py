@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from align.pipeline.plan.workload import known_dtype
 from align.schemas.config import ModelOptions
-from align.stages.model.loading.load import load_causal_lm
+from align.stages.model.load import load_causal_lm
 from align.stages.model.save import save_whole
 from support.composites import PROCESSORS, is_text, save_composite, save_packed
 

@@ -40,7 +40,7 @@ from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
-from align.stages.model.head.fused_head_backward import BUFFER_BYTES
+from align.stages.model.fused_head import BUFFER_BYTES
 from align.stages.model.memory import micro_batch
 from support.command import align, refusal
 from support.live_bytes import LiveBytes

@@ -26,11 +26,11 @@ from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_config import EngineContext, engine_config
 from align.stages.engine.engine_memory import Elements, engine_memory
 from align.stages.methods.table import recipe_of
-from align.stages.model.head.fused_head_backward import call_head_for_logps
-from align.stages.model.layouts.tree_attention import tree_batch
+from align.stages.model.fused_head import call_head_for_logps
 from align.stages.model.logprobs import ScoringPath, branch_logps
 from align.stages.model.memory.micro_batch import kept
 from align.stages.model.transformers_compat import recompute_activations
+from align.stages.model.tree_attention import tree_batch
 from support.live_bytes import LiveBytes
 from support.measured_peaks import CASES, MODELS, plan_of
 from support.planned_shapes import TINY, WITHIN

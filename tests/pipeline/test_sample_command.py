@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from align.stages.model import reference
-from align.stages.model.loading.quiet import quiet
+from align.stages.model.transformers_compat import quiet
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
 from support.mlflow_runs import open_store, the_run

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
-from align.stages.model.loading.load import load_causal_lm
-from align.stages.model.loading.quiet import quiet
+from align.stages.model.load import load_causal_lm
+from align.stages.model.transformers_compat import quiet
 
 VOCABULARY = 97
 WINDOW = 8

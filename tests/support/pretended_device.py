@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from align.stages.model.head import fused_head
+from align.stages.model import fused_head
 from support.waits import Waits
 
 

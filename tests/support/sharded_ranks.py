@@ -14,14 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.engine.deepspeed_config import EngineContext
+from align.stages.engine.deepspeed_config import EngineContext, loading_config
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import agreed, run_on_all_ranks
-from align.stages.engine.zero3_loading import loading_config
-from align.stages.model.loading.load import load_model, resolve
-from align.stages.model.loading.quiet import quiet
-from align.stages.model.loading.sharded_load import load_sharded
+from align.stages.model.load import load_model, resolve
 from align.stages.model.policy import load_policy
+from align.stages.model.sharded_load import load_sharded
+from align.stages.model.transformers_compat import quiet
 from support.families import COMMON, TREE_FAMILIES, drawn_adapter, tiny_model
 from support.forked_ranks import device_of_ranks
 from support.live_bytes import LiveBytes

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from ....schemas.errors import AlignError, UsageError
 from ....schemas.rows import Tree
-from ..head.fused_head import TILE_ROWS, TILE_VOCABULARY
-from ..layouts.tree_attention import TreeBatch
-from ..loading.library_errors import in_short
+from ..fused_head import TILE_ROWS, TILE_VOCABULARY
+from ..library_errors import in_short
 from ..logprobs import ScoringPath, causal_model, last_states
 from ..transformers_compat import AttentionInterface, can_recompute, recompute_activations
+from ..tree_attention import TreeBatch
 
 FLOAT = 4  # bytes
 KERNEL = "align_kernel_on_meta"  # the attention of a model that is measured for a GPU

@@ -9,9 +9,9 @@ import torch
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.model.loading import quantized_base
-from align.stages.model.loading.adapters import adapts_experts, add_lora
-from align.stages.model.loading.load import load_model
+from align.stages.model import model_folder
+from align.stages.model.adapters import adapts_experts, add_lora
+from align.stages.model.load import load_in_4_bits, load_model
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.save import save_adapter, save_merged
 from support.engine_ranks import OPTIONS, Run, saved
@@ -121,7 +121,7 @@ def test_only_the_adapter_moves_and_a_run_resumes_bit_for_bit(
 def test_what_is_no_plain_model_or_lacks_bitsandbytes_is_refused(world, tmp_path, monkeypatch):
     options = ModelOptions(path=str(world.model), device="cpu", adapter=str(tmp_path))
     with refuses(UsageError, world.model, "adapter", "lora.quantize"):
-        quantized_base.load_in_4_bits(options)
-    monkeypatch.setattr(quantized_base, "find_spec", lambda name: None)
+        load_in_4_bits(options)
+    monkeypatch.setattr(model_folder, "find_spec", lambda name: None)
     with refuses(UsageError, "lora.quantize=nf4", "pip install bitsandbytes"):
-        quantized_base.require_bitsandbytes("lora.quantize=nf4")
+        model_folder.require_bitsandbytes("lora.quantize=nf4")

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from align.stages.model.head.fused_head_backward import BUFFER_BYTES
+from align.stages.model.fused_head import BUFFER_BYTES
 from align.stages.model.logprobs import branch_logps
 from align.stages.model.memory.cheap_again import cheap_computed_again
 from align.stages.model.policy import Policy

@@ -15,11 +15,11 @@ from align.pipeline.plan.setting_checks import require_compilable
 from align.schemas.config import Config, ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.model.compiled_layers import compile_layers, is_compiled
-from align.stages.model.loading.adapters import add_lora
+from align.stages.model.adapters import add_lora
 from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
+from align.stages.model.transformers_compat import compile_layers, is_compiled
 from align.stages.train.memory import catching_out_of_memory
 from support.branch_by_branch import num_tokens, slopes_of
 from support.compilations import Compilations, compilations

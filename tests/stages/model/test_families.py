@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from align.stages.model.head import fused_head, fused_head_backward
-from align.stages.model.layouts import tree_attention
+from align.stages.model import fused_head, tree_attention
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import num_tokens, own_logps, slopes_of, worst_parameter
@@ -115,8 +114,7 @@ def test_a_head_that_gives_less_everywhere_would_be_noticed(monkeypatch):
         rows[0].sub_(1)
         return rows, logsumexp
 
-    for module in (fused_head, fused_head_backward):
-        monkeypatch.setattr(module, "score_targets", less)
+    monkeypatch.setattr(fused_head, "score_targets", less)
     assert TreeScorer(tiny_model("llama", {})).path.head == "exact"
 
 

@@ -14,16 +14,15 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.model import reference
-from align.stages.model.loading.load import load_causal_lm
-from align.stages.model.loading.model_folder import (
+from align.stages.model.load import load_causal_lm
+from align.stages.model.model_folder import (
     adapter_digest,
     config_digest,
     stored_dtype,
     weights_digest,
 )
 from align.stages.model.policy import load_policy
-from align.stages.model.reference import HfReference
-from align.stages.model.reward_model import HfReward
+from align.stages.model.reference import HfReference, HfReward
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
 from support.refusals import refuses
 

@@ -12,20 +12,19 @@ from hypothesis import strategies as st
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.model import logprobs, path_search
-from align.stages.model.layouts import flex_attention
-from align.stages.model.layouts.flex_attention import (
+from align.stages.model import flex_attention, logprobs, path_search
+from align.stages.model.adapters import add_lora
+from align.stages.model.flex_attention import (
     BLOCK,
     flex_masks,
     padded_to_blocks,
     why_no_flex,
 )
-from align.stages.model.layouts.tree_attention import tree_batch, tree_mask
-from align.stages.model.loading.adapters import add_lora
 from align.stages.model.logprobs import own_attention
 from align.stages.model.path_search import PATHS, PathOptions
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
+from align.stages.model.tree_attention import tree_batch, tree_mask
 from support.branch_by_branch import num_tokens, slopes_of
 from support.families import (
     SLIDING,

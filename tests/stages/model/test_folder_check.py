@@ -15,11 +15,10 @@ from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.data.tokenizer import load_tokenizer
-from align.stages.model.loading.load import load_causal_lm
-from align.stages.model.loading.model_folder import weights_digest
+from align.stages.model.load import load_causal_lm
+from align.stages.model.model_folder import weights_digest
 from align.stages.model.policy import load_policy
-from align.stages.model.reference import HfReference
-from align.stages.model.reward_model import HfReward
+from align.stages.model.reference import HfReference, HfReward
 from align.stages.model.save import save_adapter, save_merged
 from support.command import align
 from support.families import saved_adapter

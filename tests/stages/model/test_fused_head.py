@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from align.stages.model.head import gpu_tiles
-from align.stages.model.head.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, OutputHead
-from align.stages.model.head.fused_head_backward import BUFFER_BYTES, LogitsBuffer, fused_rows
+from align.stages.model.fused_head import (
+    BUFFER_BYTES,
+    TILE_ROWS,
+    TILE_VOCABULARY,
+    HeadSpec,
+    LogitsBuffer,
+    OutputHead,
+    compiled,
+    deviations,
+    fused_rows,
+    log_purity,
+    log_sum_exp,
+)
 from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
@@ -131,9 +141,9 @@ def test_a_slope_that_is_not_a_number_or_none_shows_in_the_gradient(slope):
 @pytest.fixture
 def logits():
     """A tile of them; no other test has compiled what a GPU makes of it."""
-    gpu_tiles.compiled.cache_clear()
+    compiled.cache_clear()
     yield 5 * torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
-    gpu_tiles.compiled.cache_clear()
+    compiled.cache_clear()
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
@@ -141,7 +151,7 @@ def test_what_a_gpu_makes_of_a_tile_is_what_float64_makes_of_it(logits, softcap)
     raw = logits.double().requires_grad_()
     shown = softcap * torch.tanh(raw / softcap) if softcap else raw
     tile = shown.detach().float()
-    sums, purity = gpu_tiles.log_sum_exp(tile).double(), gpu_tiles.log_purity(tile).double()
+    sums, purity = log_sum_exp(tile).double(), log_purity(tile).double()
     torch.testing.assert_close(sums, shown.detach().logsumexp(1), rtol=0, atol=SUMS)
     exact = shown.detach().softmax(1).square().sum(1).log()
     torch.testing.assert_close(purity, exact, rtol=0, atol=SUMS)
@@ -152,7 +162,7 @@ def test_what_a_gpu_makes_of_a_tile_is_what_float64_makes_of_it(logits, softcap)
     logsumexp = torch.logaddexp(shown.logsumexp(1), beyond)  # of this tile and the others
     chosen = shown[torch.arange(7), targets.clamp(0, 32)]
     (logsumexp - torch.where(inside, chosen, 0.0)).sum().backward()
-    found = gpu_tiles.deviations(tile, logsumexp.detach().float(), targets, softcap, torch.float32)
+    found = deviations(tile, logsumexp.detach().float(), targets, softcap, torch.float32)
     torch.testing.assert_close(found.double(), raw.grad, rtol=SUMS, atol=SUMS)
 
 
@@ -165,8 +175,8 @@ def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(
         torch.compiler.config.patch(force_disable_caches=True),
     ):
         for _ in range(2):
-            found = gpu_tiles.compiled(gpu_tiles.log_sum_exp)(logits)
-            assert torch.equal(found, gpu_tiles.log_sum_exp(logits))
+            found = compiled(log_sum_exp)(logits)
+            assert torch.equal(found, log_sum_exp(logits))
     (said,) = [one.message for one in caplog.records if one.name == "align"]  # torch says more
     assert "not compiled" in said
 

@@ -12,7 +12,7 @@ from align.schemas.errors import UsageError
 from align.schemas.samples import Sampling
 from align.stages.model.generate import Generator, PromptTokens, own_stops, warpers
 from align.stages.model.keyed_noise import KeyedNoise, stream_of, uniforms
-from align.stages.model.loading.load import load_causal_lm
+from align.stages.model.load import load_causal_lm
 from align.stages.model.save import stop_generation_at
 from support.refusals import refuses
 

@@ -14,11 +14,10 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
-from align.stages.model.loading.load import load_causal_lm, resolve
-from align.stages.model.loading.placement import rank_device
-from align.stages.model.loading.quiet import quiet
+from align.stages.model.load import load_causal_lm, rank_device, resolve
 from align.stages.model.path_search import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
+from align.stages.model.transformers_compat import quiet
 from support.families import TREE_FAMILIES, mixed_trees, saved_adapter, tiny_model
 from support.refusals import refuses
 
@@ -31,20 +30,18 @@ def options_of(folder, **how):
     return ModelOptions(path=str(folder), **how)
 
 
-def test_a_reference_knows_itself_before_its_weights_are_loaded(saved_llama, monkeypatch):
+def test_a_reference_knows_itself_before_it_is_built_or_its_weights_are_loaded(
+    saved_llama, monkeypatch
+):
     monkeypatch.setattr(module, "load_causal_lm", lambda _options: pytest.fail("loaded"))
     reference = HfReference(options_of(saved_llama))
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedModel, "__init__", lambda *_: pytest.fail("built"))
+        assert reference.hidden_size() == 32
     identity = reference.identity()
     assert (identity["model.dtype"], identity["model.attention"]) == ("bfloat16", "sdpa")
     assert identity["model.adapter"] == "none"
     assert all(identity.values())
-    assert reference.hidden_size() == 32
-
-
-def test_what_a_start_asks_of_a_model_builds_none(saved_llama, monkeypatch):
-    monkeypatch.setattr(PreTrainedModel, "__init__", lambda *_: pytest.fail("built"))
-    found = resolve(options_of(saved_llama))
-    assert (found.dtype, found.attention, found.hidden_size) == ("bfloat16", "sdpa", 32)
 
 
 def test_a_way_to_score_that_another_rank_refuses_is_not_taken(saved_llama):

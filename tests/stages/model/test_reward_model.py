@@ -14,10 +14,10 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_state import whole_weights
-from align.stages.model.loading.load import load_causal_lm
-from align.stages.model.loading.quiet import quiet
+from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
 from align.stages.model.save import save_adapter, save_merged, save_whole
+from align.stages.model.transformers_compat import quiet
 from support.branch_by_branch import slopes_of, texts, worst_parameter
 from support.families import (
     PLAIN_FAMILIES,
@@ -196,7 +196,7 @@ def test_what_does_not_end_in_one_score_is_refused(llama_folder, tmp_path, monke
         loaded(tmp_path / "cohere")
     with refuses(UsageError, "lora.targets", "['score']"):
         loaded(llama_folder, LoraOptions(enabled=True, targets=["score"]))
-    monkeypatch.setattr("align.stages.model.reward_model._own_score", lambda *_: torch.ones(1))
+    monkeypatch.setattr("align.stages.model.path_search._own_score", lambda *_: torch.ones(1))
     with refuses(UsageError, "LlamaForSequenceClassification"):
         loaded(llama_folder)
 

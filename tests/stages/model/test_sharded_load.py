@@ -11,7 +11,7 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
 from align.stages.engine.distributed import joined_world
-from align.stages.model.loading.load import load_model, unused_weights
+from align.stages.model.load import load_model, unused_weights
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
 from support.refusals import refuses
 from support.sharded_ranks import PRESET, loader_of

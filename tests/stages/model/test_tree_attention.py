@@ -6,8 +6,9 @@ import torch
 from transformers import AutoConfig
 
 from align.schemas.rows import Tree
-from align.stages.model.layouts import tree_attention
-from align.stages.model.layouts.tree_attention import (
+from align.stages.model import tree_attention
+from align.stages.model.policy import Policy
+from align.stages.model.tree_attention import (
     groups_within,
     pieces_of,
     tree_batch,
@@ -15,7 +16,6 @@ from align.stages.model.layouts.tree_attention import (
     visible_keys,
     windows_by_kind,
 )
-from align.stages.model.policy import Policy
 from support.families import draw, tiny_model
 from support.refusals import refuses
 from support.rounding import NATS

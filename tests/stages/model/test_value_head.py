@@ -12,8 +12,14 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.deepspeed_state import whole_weights
-from align.stages.model.loading.heads import read_value_head, stored_value_head, value_head
-from align.stages.model.policy import Policy, load_policy, turn_dropout_off
+from align.stages.model.policy import (
+    Policy,
+    load_policy,
+    read_value_head,
+    stored_value_head,
+    turn_dropout_off,
+    value_head,
+)
 from align.stages.model.save import parted, save_value_head
 from support.branch_by_branch import num_tokens, own_predictions, slopes_of, worst_parameter
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model

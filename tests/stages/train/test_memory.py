@@ -8,8 +8,8 @@ import torch
 
 from align.schemas.errors import MemoryLimitError
 from align.stages.methods.recipe import Recipe
+from align.stages.model.library_errors import is_out_of_memory
 from align.stages.model.logprobs import causal_model
-from align.stages.model.memory.out_of_memory import is_out_of_memory
 from align.stages.train.memory import MemoryBackoff, MicroBatchTooLarge, catching_out_of_memory
 from support.refusals import require_names
 from support.training_world import Recorded, facts, job_of, session_of, through

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ....schemas.errors import AlignError, MemoryLimitError, UsageError
+from ...schemas.errors import AlignError, MemoryLimitError, UsageError
 
 LONGEST = 300  # characters of a library's own words: a damaged value may be in them
+NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED")
 
 
 @contextmanager
@@ -21,17 +22,20 @@ def refused_as(said: str, remedy: str) -> Iterator[None]:
     except AlignError:
         raise
     except Exception as error:  # a library refuses a file in any way it likes
-        if _is_of_memory(error):
+        if is_out_of_memory(error):
             raise MemoryLimitError(
                 f"{said} (memory ran out: {in_short(error)}). Free some, or take a larger machine."
             ) from error
         raise UsageError(f"{said} ({in_short(error)}). {remedy}") from error
 
 
-def _is_of_memory(error: BaseException) -> bool:
-    """By torch's name and words, as it is not imported for a tokenizer."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, or of a CUDA library through it, means out of memory.
+
+    It goes by names and words: torch is not imported for a tokenizer, and has no type for all.
+    """
     is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return is_named or "DefaultCPUAllocator" in str(error)
+    return is_named or any(word in str(error) for word in NO_MEMORY)
 
 
 def in_short(error: BaseException) -> str:

@@ -7,7 +7,6 @@ The kernel's mask and its block table are both made of the limits of these range
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -18,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ....schemas.errors import UsageError
-from ..compiled_layers import allow_compilations
-from ..copies import all_on_device
-from ..transformers_compat import AttentionInterface
+from ...schemas.errors import UsageError
+from .copies import all_on_device
+from .transformers_compat import AttentionInterface, allow_compilations
 from .tree_attention import TreeBatch, require_known, windows_by_kind
 
 FLEX = "align_flex"
@@ -47,19 +45,14 @@ def why_no_flex(attention: str, config: Any = None) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class KeyRanges:
-    """The ranges of keys that each token of a batch sees."""
-
-    own: NDArray[np.int32]  # (length,) the first in its own piece; the last is the token itself
-    prompt: NDArray[np.int32]  # (length,) the first in its prompt
-    fork: NDArray[np.int32]  # (length,) the end of these
-
-
 def key_ranges(
     edges: Sequence[tuple[int, ...]], length: int, window: int | None = None
-) -> KeyRanges:
-    """The key ranges of trees with these edges (start, fork, branch ends); padding sees itself."""
+) -> NDArray[np.int32]:
+    """The ranges of keys that each token sees, in trees of these edges (start, fork, branch ends).
+
+    (3, length): the first key in the token's own piece, whose last is the token itself; the first
+    in its prompt; the end of these. Padding sees itself.
+    """
     pieces = [piece for tree in edges for piece in _pieces(tree)]
     sizes = [stop - begin for begin, stop, _, _ in pieces]
     columns = np.array(pieces, np.int64)[:, [0, 2, 3]]
@@ -72,7 +65,7 @@ def key_ranges(
         depth = index[:used] - begin  # positions count on from the end of the prompt
         np.maximum(begin, index[:used] - window + 1, out=ranges[0, :used])
         np.clip(fork + depth - window + 1, prompt, fork, out=ranges[1, :used])
-    return KeyRanges(*ranges.astype(np.int32))
+    return ranges.astype(np.int32)
 
 
 def _pieces(edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
@@ -82,21 +75,26 @@ def _pieces(edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     return [(start, fork, 0, 0), *branches]
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Key blocks that each query block sees in part, and those it sees wholly."""
+def block_tables(ranges: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """Counts and lists of the key blocks that each query block sees in part, and sees wholly.
 
-    partly: NDArray[np.bool_]  # (blocks of queries, blocks of keys)
-    wholly: NDArray[np.bool_]
-
-
-def blocks_of(ranges: KeyRanges) -> Blocks:
-    """The blocks of these ranges, by counts of the queries that see some or all of a block."""
-    seen = ((ranges.own, np.arange(len(ranges.own)) + 1), (ranges.prompt, ranges.fork))
+    Then the same of the query blocks by key block. Which they are follows from counts of the
+    queries that see some or all of a block.
+    """
+    own, prompt, fork = ranges
+    seen = ((own, np.arange(len(own)) + 1), (prompt, fork))
     some = sum(_queries(first // BLOCK, -(-stop // BLOCK), first < stop) for first, stop in seen)
     every = sum(_queries(-(-first // BLOCK), stop // BLOCK) for first, stop in seen)
     wholly = np.equal(every, BLOCK)
-    return Blocks(np.greater(some, 0) & ~wholly, wholly)
+    partly = np.greater(some, 0) & ~wholly
+    tables: list[NDArray[np.int32]] = []
+    for marked in (partly, wholly, partly.T, wholly.T):
+        counts = marked.sum(axis=1)
+        rows, columns = np.nonzero(marked)
+        lists = np.zeros(marked.shape, np.int32)  # left-aligned
+        lists[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = columns
+        tables += [counts.astype(np.int32)[None, None], lists[None, None]]
+    return tables
 
 
 def _queries(first: NDArray[Any], stop: NDArray[Any], which: Any = True) -> NDArray[np.int64]:
@@ -118,30 +116,13 @@ def flex_masks(batch: TreeBatch, config: Any) -> Mapping[int | None, BlockMask]:
     windows = list(windows_by_kind(config).values())
     for window in windows:
         ranges = key_ranges(batch.edges, length, window)
-        tables += [ranges.own, ranges.prompt, ranges.fork, *_block_tables(blocks_of(ranges))]
+        tables += [*ranges, *block_tables(ranges)]
     copied = all_on_device(tables, batch.token_ids.device)
     per_mask = len(tables) // len(windows)
     return {
         window: _block_mask(length, copied[index * per_mask :][:per_mask])
         for index, window in enumerate(windows)
     }
-
-
-def _block_tables(blocks: Blocks) -> list[NDArray[np.int32]]:
-    """Counts and lists of key blocks by query block, then of query blocks by key block."""
-    tables: list[NDArray[np.int32]] = []
-    for partly, wholly in ((blocks.partly, blocks.wholly), (blocks.partly.T, blocks.wholly.T)):
-        tables += [*_lists(partly), *_lists(wholly)]
-    return tables
-
-
-def _lists(marked: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The number of marked blocks of each row, and their columns, left-aligned."""
-    counts = marked.sum(axis=1)
-    rows, columns = np.nonzero(marked)
-    lists = np.zeros(marked.shape, np.int32)
-    lists[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = columns
-    return counts.astype(np.int32)[None, None], lists[None, None]
 
 
 def _block_mask(length: int, tables: Sequence[Tensor]) -> BlockMask:

@@ -1,7 +1,8 @@
-"""Loads a causal language model as the options say, its adapter on it."""
+"""Loads a causal language model as the options say, its adapter on it, or in 4 bits."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,25 +14,14 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ....schemas.config import ModelOptions
-from ....schemas.errors import UsageError
-from ..transformers_compat import supports_sdpa
+from ...schemas.config import ModelOptions
+from ...schemas.errors import UsageError
 from .adapters import with_adapter
 from .library_errors import refused_as
-from .model_folder import (
-    CONFIG,
-    model_config,
-    model_tensors,
-    require_own_weights,
-    stored_dtype,
-)
-from .placement import (
-    chosen_device,
-    placement,
-    rank_device,
-    without_cudnn_attention,
-)
-from .quiet import quiet
+from .model_folder import CONFIG, model_config, require_own_weights, stored_dtype
+from .transformers_compat import quiet, supports_sdpa
+
+_public: Any = transformers  # its stub names few of its classes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,10 +54,40 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
         model, _ = from_folder(options, resolved, kind)
         if options.adapter:
             model = with_adapter(model, options.adapter)
-    if not placement(options):
+    if not options.device_map:
         model.to(rank_device(resolved.device))
     loaded: nn.Module = model
     return loaded
+
+
+def load_in_4_bits(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Module:
+    """The model with every linear layer but its head in NF4, whose scales are quantized too.
+
+    https://arxiv.org/abs/2305.14314
+    """
+    if options.adapter or "quantization_config" in model_config(options.path):
+        what = f"adapter {options.adapter}" if options.adapter else "weights that are quantized"
+        raise UsageError(
+            f"{options.path} has the {what}, and lora.quantize makes 4 bits of plain weights only. "
+            "Merge them into a plain model first, or set lora.quantize to none."
+        )
+    resolved = resolve(options)
+    packing = _public.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[resolved.dtype],
+    )
+    # Each layer is packed as it is read: the whole model in 16 bits is never on the device.
+    options = replace(options, device_map=rank_device(resolved.device))
+    with quiet():
+        model, _ = from_folder(options, resolved, kind, {"quantization_config": packing})
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Some CPUs would pack the weights anew, and more coarsely, for evaluation.
+            module.support_avx512bf16_for_cpu = False
+    packed: nn.Module = model
+    return packed
 
 
 def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> list[str]:
@@ -91,8 +111,7 @@ def resolve(options: ModelOptions) -> Resolved:
     settings = require_own_weights(options.path)
     with quiet():
         config = _config(options, settings)
-    tensors = model_tensors(Path(options.path))
-    dtype = stored_dtype(options.path, tensors) if options.dtype == "auto" else options.dtype
+    dtype = stored_dtype(options.path) if options.dtype == "auto" else options.dtype
     if dtype not in DTYPES:
         raise UsageError(
             f"{options.path}: the weights are stored as {dtype}. "
@@ -155,7 +174,13 @@ def from_folder(
     options: ModelOptions, resolved: Resolved, kind: Any, packing: Mapping[str, Any] | None = None
 ) -> tuple[Any, list[str]]:
     """The folder's model, loaded by transformers, and the names of tensors it does not use."""
-    without_cudnn_attention()
+    # cuDNN plans each new batch shape on the CPU: with lengths that differ from batch to batch that
+    # took three quarters of a training step on an H100. torch has other kernels.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if options.device_map:
+        # Models on several devices import DeepSpeed, which prints the accelerator it finds itself.
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        os.environ.setdefault("DS_ACCELERATOR", found)
     cannot = f"{options.path}: the model cannot be loaded from config.json and its weights"
     remedy = "Check the folder, model.device_map and model.dtype."
     with refused_as(cannot, remedy):
@@ -169,7 +194,7 @@ def from_folder(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with their names
             **(packing or _unpacking(options.path)),
-            **placement(options),
+            **({"device_map": options.device_map} if options.device_map else {}),
         )
     return model, _require_all_taken(options, report)
 
@@ -179,8 +204,7 @@ def _unpacking(folder: str) -> dict[str, Any]:
     quantized = model_config(folder).get("quantization_config") or {}
     if quantized.get("quant_method") != "mxfp4":
         return {}
-    public: Any = transformers  # its stub names few of its classes
-    return {"quantization_config": public.Mxfp4Config(dequantize=True)}
+    return {"quantization_config": _public.Mxfp4Config(dequantize=True)}
 
 
 def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list[str]:
@@ -208,3 +232,29 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
             "model.allow_unused_weights=true."
         )
     return unused
+
+
+def chosen_device(options: ModelOptions) -> str:
+    """cpu or cuda, `auto` resolved."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("model.device is cuda, but torch finds no GPU here. Set it to auto.")
+    if options.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return options.device
+
+
+def device_bytes(device: str) -> int:
+    """The memory of this process' GPU; 0 for a CPU, whose memory is not this process' alone."""
+    if device != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def rank_device(device: str) -> str:
+    """The device of this rank: under a launcher every rank of a machine has its own GPU."""
+    # A rank of stage 1 never meets the others: it knows what srun says, and has no LOCAL_RANK.
+    of_srun = os.environ.get("SLURM_LOCALID", "") if "SLURM_STEP_ID" in os.environ else ""
+    rank = os.environ.get("LOCAL_RANK", of_srun)
+    if device != "cuda" or not rank.isdigit():
+        return device
+    return f"cuda:{int(rank) % torch.cuda.device_count()}"

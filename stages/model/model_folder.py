@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ....schemas.config import ModelOptions
-from ....schemas.errors import FingerprintError, UsageError
-from ....schemas.file_version import FileVersion, Remember, digest_anew
-from ....schemas.safe_text import is_plain_name
+from ...schemas.config import ModelOptions
+from ...schemas.errors import FingerprintError, UsageError
+from ...schemas.file_version import FileVersion, Remember, digest_anew
+from ...schemas.safe_text import is_plain_name
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
@@ -91,13 +91,10 @@ def adapter_digest(folder: str, remember: Remember = digest_anew) -> str:
     return _sha256(settings, _tensors_digest(tensors, remember))
 
 
-def stored_dtype(folder: str, tensors: Sequence[StoredTensor] | None = None) -> str:
-    """The floating dtype that holds most of the weights, for example `bfloat16`.
-
-    The headers are read unless their tensors are given.
-    """
+def stored_dtype(folder: str) -> str:
+    """The floating dtype that holds most of the weights, for example `bfloat16`."""
     sizes: dict[str, int] = {}
-    for tensor in model_tensors(Path(folder)) if tensors is None else tensors:
+    for tensor in model_tensors(Path(folder)):
         if tensor.dtype in DTYPE_NAMES:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
     if not sizes:
@@ -154,6 +151,14 @@ def require_peft() -> None:
     """Refuses adapters where the package for them is not installed."""
     if find_spec("peft") is None:
         raise UsageError("Adapters and --lora need the package peft. Install it: pip install peft")
+
+
+def require_bitsandbytes(setting: str) -> None:
+    """Refuses a setting that needs bitsandbytes where it is not installed."""
+    if find_spec("bitsandbytes") is None:
+        raise UsageError(
+            f"{setting} needs the package bitsandbytes. Install it: pip install bitsandbytes"
+        )
 
 
 def require_adapter(folder: str) -> None:

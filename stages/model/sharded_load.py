@@ -17,13 +17,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from ....schemas.config import ModelOptions
-from ..transformers_compat import stored_names
+from ...schemas.config import ModelOptions
 from .adapters import merged, with_adapter
-from .heads import is_reward_model
 from .load import from_folder, load_model, nowhere, resolve
 from .model_folder import model_config, model_tensors, read_json, tensor_sha256
-from .quiet import quiet
+from .transformers_compat import is_reward_model, quiet, stored_names
 
 logger = logging.getLogger("align")
 _zero3: Any = hf_deepspeed  # it has no types

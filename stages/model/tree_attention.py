@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ....schemas.rows import Tree
-from ..copies import all_on_device
-from ..transformers_compat import AttentionInterface
+from ...schemas.rows import Tree
+from .copies import all_on_device
+from .transformers_compat import AttentionInterface
 
 PAD = -1
 
@@ -118,11 +118,6 @@ def groups_within(
         group.append(tree)
     if group:
         yield group
-
-
-def padded_length(trees: Sequence[Tree]) -> int:
-    """The number of tokens of the longest tree."""
-    return max(tree.num_tokens for tree in trees)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....schemas.errors import UsageError
-from ....schemas.train_options import LoraOptions
-from .heads import is_reward_model
+from ...schemas.errors import UsageError
+from ...schemas.train_options import LoraOptions
 from .library_errors import in_short, refused_as
 from .model_folder import adapter_tensors, require_adapter
-from .quiet import quiet
+from .transformers_compat import is_reward_model, quiet
 
 
 def with_adapter(model: Any, folder: str) -> Any:
@@ -115,7 +114,7 @@ def _require_all_adapted(adapted: Any, targets: Sequence[str]) -> None:
         return
     (settings,) = adapted.peft_config.values()
     # peft renames targets where transformers has merged several stored weights.
-    wanted = [*settings.target_modules, *(getattr(settings, "target_parameters", None) or ())]
+    wanted = [*settings.target_modules, *(settings.target_parameters or ())]
     names = _adapted_names(adapted)
     if missing := sorted(one for one in wanted if not _is_end(one, names)):
         raise UsageError(
@@ -131,8 +130,7 @@ def adapts_experts(model: Any) -> bool:
 
 def _adapted_names(adapted: Any) -> Collection[str]:
     inner = adapted.base_model
-    # Older versions of peft adapt layers only.
-    return [*inner.targeted_module_names, *getattr(inner, "targeted_parameter_names", ())]
+    return [*inner.targeted_module_names, *inner.targeted_parameter_names]
 
 
 def _is_end(target: str, names: Iterable[str]) -> bool:
