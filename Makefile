@@ -50,9 +50,9 @@ test-kernels: setup
 test-mutants: setup
 	$(BIN)/python tests/mutants/run.py
 
-# With an earlier commit: make test-golden BEFORE=HEAD~3, and GOLDEN=--numbers for numbers alone
+# With an earlier commit: make test-golden BEFORE=HEAD~3
 test-golden: setup
-	$(BIN)/python tests/golden/compare.py $(or $(BEFORE),HEAD) $(GOLDEN)
+	$(BIN)/python tests/golden/compare.py $(or $(BEFORE),HEAD)
 
 # The compiler of kernels leaves files of its helper processes open.
 test-gpu: setup

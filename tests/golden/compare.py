@@ -1,16 +1,11 @@
-"""Holds the working tree to an earlier commit: both do the same, here and now.
+"""Compares the numbers of the working tree with those of an earlier commit: both make them now.
 
-Every file that they leave is compared, `_align` included, and every word that they print. Work
-that was killed half way is begun by the earlier commit and finished by either. No result is kept:
-another processor has other numbers. It ends with exit code 1 where something differs, or where a
-play does not come to its end.
-
-With `--numbers` only numbers are compared (numbers.py): columns of shards and tables, metrics.jsonl
-but its times, and weights; and only of plays that both trees do from beginning to end.
+Columns of shards and tables, metrics.jsonl but its times, and weights are the same bits. No result
+is kept: another processor has other numbers. It ends with exit code 1 where something differs, or
+where a play does not come to its end.
 """
 
 import argparse
-import difflib
 import os
 import shutil
 import subprocess
@@ -20,46 +15,38 @@ import time
 from pathlib import Path
 
 from numbers_left import RENAMES, is_same, numbers_in
-from plays import BEGUN, PLAYS, WORLD, words
-from readable import files_in, lines, readable, told_to_mlflow
+from plays import PLAYS
 from side import PlayError, Side
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST_DIFF = 40  # lines
 
 
 def main():
-    known = {play.__name__: play for play in (*PLAYS, *BEGUN)}
+    known = {play.__name__: play for play in PLAYS}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("before", help="a commit")
     parser.add_argument("plays", nargs="*", help=f"only these of {', '.join(known)}")
     parser.add_argument("--keep", type=Path, help="a new folder, in which what both left stays")
     parser.add_argument("--rows", type=int, default=200, help="of the data")
-    parser.add_argument("--numbers", action="store_true", help="compare numbers alone")
     options = parser.parse_args()
-    if options.numbers:
-        known = {play.__name__: play for play in PLAYS if play is not words}
     for name in ("ALIGN_MODEL", "ALIGN_HOME"):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="align-golden-") as name:
         folder = options.keep.resolve() if options.keep else Path(name)
         trees = {"before": checkout(options.before, Path(name)), "now": ROOT}
-        links = folder / "links"
         for of, tree in trees.items():
-            (links / of).mkdir(parents=True)
-            (links / of / "align").symlink_to(tree)
+            (folder / "links" / of).mkdir(parents=True)
+            (folder / "links" / of / "align").symlink_to(tree)
         differing, failed = 0, 0
         for play in [known[one] for one in options.plays or known]:
             began, left = time.monotonic(), []
             for of in trees:
-                place, is_whole = leave(play, links / of, links / "before", folder, options.rows)
+                place, is_whole = leave(play, folder / "links" / of, folder, options.rows)
                 left.append(place)
                 failed += not is_whole
-            judge = compare_numbers if options.numbers else compare
-            differing += judge(play.__name__, *left)
+            differing += compare(play.__name__, *left)
             print(f"{play.__name__}: {time.monotonic() - began:.0f} s", flush=True)
-        if options.numbers:
-            print("\nrenamed:", RENAMES)
+        print("\nrenamed:", RENAMES)
         # What comes after a failure is not compared, though both sides fail alike.
         print(f"\n{differing} different, {failed} plays not played to their end")
         sys.exit(1 if differing or failed else 0)
@@ -73,15 +60,15 @@ def checkout(commit, folder):
     return folder / "checkout"
 
 
-def leave(play, link, beginner, folder, rows):
+def leave(play, link, folder, rows):
     """Plays once, by one tree: the folder of what it left, and whether it came to its end."""
     place = folder / "place"
     place.mkdir()
-    maker = Side(link, place, beginner)
+    maker = Side(link, place)
     used = Path(maker.python("import align; print(align.__file__)").strip())
     assert used.resolve().parent == (link / "align").resolve(), f"{used} is not of {link}"
     maker.align("tiny-world", "world", "--rows", rows)
-    side = Side(link, place / play.__name__, beginner)
+    side = Side(link, place / play.__name__)
     side.folder.mkdir()
     is_whole = False
     try:
@@ -89,32 +76,10 @@ def leave(play, link, beginner, folder, rows):
         is_whole = True
     except PlayError as error:
         print(f"{play.__name__}, {link.name}: {error}", flush=True)
-    side.write("said.txt", "".join(side.said))
-    side.write("mlflow.txt", told_to_mlflow(side.folder))
     return place.rename(folder / f"{play.__name__}-{link.name}"), is_whole
 
 
 def compare(play, left, right):
-    """Prints how what two trees left differs; returns the number of files that do."""
-    names = sorted({*files_in(left), *files_in(right)})
-    assert any(name.startswith(WORLD.strip("./")) for name in names)
-    differing = 0
-    for name in names:
-        both = [readable(root / name, name) for root in (left, right)]
-        if both[0] == both[1]:
-            continue
-        differing += 1
-        print("differs", name)
-        headed = (f"before/{name}", f"now/{name}")
-        diff = list(difflib.unified_diff(*map(lines, both), *headed, lineterm="", n=1))
-        print(*(f"{line[:300]}\n" for line in diff[:LONGEST_DIFF]), sep="", end="")
-        if len(diff) > LONGEST_DIFF:
-            print(f"… and {len(diff) - LONGEST_DIFF} more lines")
-    print(f"{play}: {len(names) - differing} files equal, {differing} different", flush=True)
-    return differing
-
-
-def compare_numbers(play, left, right):
     """Prints which numbers that two trees left differ; returns how many."""
     before, now = numbers_in(left, renamed=True), numbers_in(right, renamed=False)
     differing = [name for name in sorted({*before, *now}) if not _agree(before, now, name)]

@@ -1,7 +1,6 @@
-"""What each tree is made to do: every command, on data that it makes, and work killed half way.
+"""What each tree is made to do: the commands that leave numbers, on data that it makes.
 
-A play is a function of a side. It runs in a folder of its own, and all that it leaves is compared.
-`begun_…` are begun by the older tree on both sides, and finished by the side's own.
+A play is a function of a side. It runs in a folder of its own, and what it leaves is compared.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import boto3
 from side import PlayError
@@ -19,7 +17,7 @@ from side import PlayError
 QUIET = ("--set", "tracking.mlflow=false")
 TRAINING = ("--lr", "1e-3", "--batch-size", "8", "--eval-fraction", "0.1", "--max-steps", "4")
 STEPS = (*TRAINING, "--save-every", "2", *QUIET)
-WORLD, MODEL, PAIRED = "../world", "../world/model", "../world/data/paired.parquet"
+MODEL, PAIRED = "../world/model", "../world/data/paired.parquet"
 LABELS, CHATS = "../world/data/unpaired.parquet", "../world/data/unpaired-chat.parquet"
 SAMPLING = (*("sample", CHATS, "--model", MODEL, "-n", "3", "--max-new-tokens", "8"), *QUIET)
 GRADES = """
@@ -37,81 +35,18 @@ train: {method: dpo, lr: 1.0e-3, batch_size: 4, max_steps: 2}
 tracking: {mlflow: false}
 rounds: {count: 2, prompts_per_round: 8, eval_fraction: 0.2, output: out}
 """
-FACTS = """
-import dataclasses, inspect, typer, align
-from align.cli import app
-
-def told(name, value):
-    print(name, inspect.signature(value) if callable(value) else value)
-    for one in sorted(vars(value)) if inspect.isclass(value) or inspect.ismodule(value) else ():
-        if not one.startswith("_") and callable(getattr(value, one)):
-            print(" ", one, inspect.signature(getattr(value, one)))
-    for one in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
-        print(" ", one.name, one.type)
-
-for name in align.__all__:
-    if name != "losses":
-        told(name, getattr(align, name))
-print(*(f"losses.{name} {inspect.signature(getattr(align.losses, name))}"
-        for name in sorted(align.losses.__all__)), sep="\\n")
-for name, command in sorted(typer.main.get_command(app).commands.items()):
-    for one in sorted(command.params, key=lambda one: one.name):
-        flags = sorted((*one.opts, *one.secondary_opts))
-        print(name, *flags, one.type, one.required, one.multiple, one.default)
-"""
-COMMANDS = "import typer; from align.cli import app; print(*typer.main.get_command(app).commands)"
-# Each with the code that it ends with.
-REFUSED = (
-    (2, "precompute-ref", PAIRED),
-    (2, "precompute-ref", "missing.parquet", "--model", MODEL),
-    (2, "precompute-ref", PAIRED, "--model", MODEL, "--set", "train.lr=1"),
-    (2, "precompute-ref", PAIRED, "--model", MODEL, "--set", "cache.kl_pair=1"),
-    (2, "precompute-ref", PAIRED, "--model", MODEL, "--map", "prompt=nowhere"),
-    (2, "precompute-ref", PAIRED, "--model", MODEL, "--part", "3/2"),
-    (2, "train", "--method", "kto", "--cache", "nothing"),
-    (2, "train", "--method", "kt"),
-    (2, "train", "--method", "dpo", "--set", "method.gamma=1"),
-    (2, "sweep", "--method", "dpo", "--vary", "train.lr"),
-    (2, "judge"),
-    (2, "judge", "nothing", "--by", "function", "--function", "grades:grade"),
-    (2, "select", "nothing"),
-    (2, "score", PAIRED),
-    (2, "rounds", "nothing.yaml"),
-    (2, "verify", "nothing"),
-    (2, "inspect", "nothing"),
-    (2, "report", "nothing"),
-    (2, "nothing"),
-)
-
-
-def words(side):
-    """Help texts, settings, flags, what a notebook has, and what is refused how."""
-    for command in ("", *side.python(COMMANDS).split()):
-        side.align(*filter(None, (command, "--help")))
-    side.align("methods", "--json")
-    side.align("methods", "--markdown")
-    side.align("config", PAIRED, "--set", "model.path=elsewhere")
-    side.align("init", "align.yaml", "--schema")
-    Path(side.folder, "align.yaml").rename(side.folder / "init.yaml")
-    side.write("facts.txt", side.python(FACTS))
-    for code, *given in REFUSED:
-        side.align(*given, code=code)
 
 
 def demo(side):
-    """The demo of the Makefile, a sweep on two ranks, and what MLflow was told."""
+    """The demo of the Makefile, and a sweep on two ranks."""
     shutil.copy(side.folder / PAIRED, side.folder / "data.parquet")
     settings = "model:\n  path: ../world/model\ntrain:\n  lr: 1e-3\n  eval_fraction: 0.1\n"
     side.write("align.yaml", settings)
     sweep = ("sweep", "--method", "kto", "--method", "dpo", "--method", "orpo")
     side.align("precompute-ref", "data.parquet")
     side.align("verify", "align-cache")
-    side.align("inspect", "align-cache")
-    side.align("inspect", "align-cache", "--json")
     side.align(*sweep, "--beta", "0.1,0.2", "--set", "train.max_steps=6")
     side.ranks(*sweep, *QUIET, "--output", "two-ranks", "--set", "train.max_steps=4")
-    side.align("mlflow-sync", "align-sweep")
-    side.align("plan", "--method", "kto", "--set", "model.path=../world/model")
 
 
 def caches(side):
@@ -120,8 +55,7 @@ def caches(side):
     side.align(*made, LABELS, "--output", "one", "--token-logps")
     side.align(*made, LABELS, "--output", "parts", "--token-logps", "--part", "2/2")
     side.align(*made, LABELS, "--output", "parts", "--token-logps", "--part", "1/2")
-    # Which rank ends last, and so prints the root, is chance.
-    side.ranks(*made, LABELS, "--output", "ranks", "--token-logps", is_said=False)
+    side.ranks(*made, LABELS, "--output", "ranks", "--token-logps")
     workers = ("--executor", "ray", "--ray-workers", "2")
     side.align(*made, LABELS, "--output", "actors", "--token-logps", *workers)
     side.align(*made, CHATS, "--output", "chats", "--set", "cache.reuse_known=false")
@@ -131,10 +65,8 @@ def caches(side):
     rows.append({"prompt": "a", "chosen": 1})
     side.write("flawed.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
     side.align(*made, "flawed.jsonl", "--output", "flawed", "--max-bad-frac", "0.1")
-    side.align(*made, "flawed.jsonl", "--output", "refused", code=3)
     side.align("export", "one", "--output", "one.parquet")
     side.align("export", "mixed", "--output", "mixed.parquet")
-    side.align("inspect", "mixed", "--json")
 
 
 def tables(side):
@@ -165,7 +97,6 @@ def tables(side):
     selected = ("precompute-ref", "of-groups", "--model", MODEL, "--output", "groups", *QUIET)
     side.align(*selected, "--token-logps")
     side.align("train", "--method", "grpo", "--cache", "groups", "--output", "grpo", *STEPS)
-    side.align("inspect", "of-labels", code=2)
 
 
 def rounds(side):
@@ -190,7 +121,6 @@ def trainings(side):
     side.align(*of_pairs, "--output", "rpo", "--set", "method.sft_weight=0.5")
     side.ranks(*of_pairs, "--output", "moved", "--deepspeed", "zero2", "--max-steps", "2")
     side.align(*of_pairs, "--output", "moved", "--deepspeed", "zero2", "--resume", "auto")
-    side.align("report", "moved")
 
 
 def store(side):
@@ -207,28 +137,6 @@ def store(side):
         side.align(*judged, "--by", "function", "--function", "grades:grade", **seen)
         selected = ("select", "s3://bucket/judged", "--output", "s3://bucket/selected")
         side.align(*selected, "--keep-cut", **seen)
-
-
-def begun_trainings(side):
-    """Trainings and a sweep that were killed, and a run whose numbers MLflow has in part."""
-    side.align("precompute-ref", PAIRED, "--model", MODEL, "--output", "pairs", *QUIET)
-    again = ("--resume", "auto")
-    at = (
-        *("after:update@3", "before:rename:checkpoints/step-*@2"),
-        *("before:rename:model", "before:update@2"),
-    )
-    for number, point in enumerate(at):
-        run = ("train", "--method", "kto", "--cache", "pairs", "--output", f"run-{number}")
-        side.begin(*run, *STEPS, at=point)
-        side.align(*run, *STEPS, *again)
-    sweep = ("sweep", "--method", "dpo", "--method", "kto", "--cache", "pairs", *QUIET)
-    settings = ("--set", "train.max_steps=3", "--set", "train.eval_fraction=0.1")
-    side.begin(*sweep, *settings, at="after:update@5")
-    side.align(*sweep, *settings, *again)
-    told = ("train", "--method", "dpo", "--cache", "pairs", "--output", "told", *TRAINING)
-    side.begin(*told, "--save-every", "2", at="after:update@4")
-    side.align(*told, "--save-every", "2", *again)
-    side.align("mlflow-sync", "told")
 
 
 @contextlib.contextmanager
@@ -270,5 +178,4 @@ def _wait_for(port):
     raise PlayError("the server of the bucket did not begin")
 
 
-PLAYS = (words, demo, caches, tables, rounds, trainings, store)
-BEGUN = (begun_trainings,)
+PLAYS = (demo, caches, tables, rounds, trainings, store)

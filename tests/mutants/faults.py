@@ -44,11 +44,6 @@ def read_faults() -> list[Fault]:
     return faults
 
 
-def is_product(name: str) -> bool:
-    """Whether a file of the project, by its path from the root, is a module of the package."""
-    return name.endswith(".py") and not name.startswith((".", "tests/", "docs/", "examples/"))
-
-
 def planted(fault: Fault, source: str) -> str:
     """The source with the fault in it."""
     begin = _place(fault, source)
@@ -56,16 +51,6 @@ def planted(fault: Fault, source: str) -> str:
     if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
         raise StaleFaultError(f"{fault.name}: changes nothing in {fault.file}")
     return changed
-
-
-def touched_lines(fault: Fault, source: str) -> set[int]:
-    """The lines of the innermost statements that the fault changes."""
-    begin = _place(fault, source)
-    first = source.count("\n", 0, begin) + 1
-    last = first + fault.old.rstrip("\n").count("\n")
-    found: set[int] = set()
-    _collect(ast.parse(source).body, first, last, found)
-    return found or {*range(first, last + 1)}  # between statements: an `except`, a decorator
 
 
 def _place(fault: Fault, source: str) -> int:
@@ -90,24 +75,3 @@ def _span(fault: Fault, source: str) -> tuple[int, int]:
     lines = source.splitlines(keepends=True)
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     return sum(map(len, lines[: first - 1])), sum(map(len, lines[: node.end_lineno]))
-
-
-def _collect(body: list[ast.stmt], first: int, last: int, found: set[int]) -> None:
-    for node in body:
-        if node.lineno > last or (node.end_lineno or node.lineno) < first:
-            continue
-        inner = [
-            child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node
-        ]
-        if not inner:
-            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-            continue
-        begins = min(child.lineno for child in inner)
-        if first < begins:  # its own words: a condition, a loop's head, a signature
-            found.update(range(node.lineno, begins))
-        children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-        for handler in getattr(node, "handlers", []):
-            children += handler.body
-        for case in getattr(node, "cases", []):
-            children += case.body
-        _collect(children, first, last, found)
