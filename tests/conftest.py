@@ -1,11 +1,14 @@
 import gc
+import inspect
 import itertools
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +22,6 @@ from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import DEFAULTS
 from support.command import Answer
-from support.pace import is_slow
 from support.trainings import Course, Server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, and every process of a test wants both
@@ -30,6 +32,16 @@ platform.platform()  # asks `uname` once, for whichever test a library would ask
 
 HOMES = pytest.StashKey()
 OF_ONE_LAUNCH = ("tests/stages/train",)
+# A file of tests is slow that starts a process, trains, or asks MLflow, which starts git. Others
+# that take seconds say so.
+DOORS = re.compile(
+    r"\b(fork|joined_world|open_engine|session_of|train_in)\("
+    r"|\b(begun|open_store|open_training_run|recorded)\("  # MLflow
+    r"|import .*\b(multiprocessing|subprocess|launch|child|Gate)\b"
+    # Fixtures:
+    r"|\b(server|course|journey|training_world|devices|one_rank|bucket|object_server|uri)[,)]"
+    r'|"(train|sweep)",|\bworkers='  # of a command, or a setting
+)
 
 # Neither an example nor the drawing of it is timed: the machine may be busy.
 NOT_ASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -70,6 +82,11 @@ def pytest_runtest_setup(item):
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cuda", help="of tests marked gpu; cpu tries them out")
+
+
+@cache
+def is_slow(module):
+    return bool(DOORS.search(inspect.getsource(module)))
 
 
 def pytest_collection_modifyitems(items):

@@ -197,13 +197,6 @@ def memory_mib(name):
     return int(status[name].split()[0]) / 1024
 
 
-def hashed(numbers):
-    """Bits that look drawn, of unsigned 64-bit numbers (the end of a step of SplitMix64)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        numbers = (numbers ^ (numbers >> numbers.dtype.type(shift))) * numbers.dtype.type(factor)
-    return numbers
-
-
 class Steps:
     """What a trainer tells of its progress, as times: of the wall, and of the CPU."""
 

@@ -6,13 +6,11 @@ A play is a function of a side. It runs in a folder of its own, and what it leav
 import contextlib
 import json
 import shutil
-import socket
-import subprocess
 import sys
-import time
+from pathlib import Path
 
-import boto3
-from side import PlayError
+sys.path.append(str(Path(__file__).parents[1]))
+from support.object_server import BUCKET, client, environment, s3_server
 
 QUIET = ("--set", "tracking.mlflow=false")
 TRAINING = ("--lr", "1e-3", "--batch-size", "8", "--eval-fraction", "0.1", "--max-steps", "4")
@@ -142,40 +140,17 @@ def store(side):
 @contextlib.contextmanager
 def bucket(side):
     """A server of S3 with the world's pairs and model; what it holds at the end is written down."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    seen = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
-    named = {name.lower(): value for name, value in seen.items()}
-    seen |= {"AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
-    where = {"endpoint_url": seen["AWS_ENDPOINT_URL"], "region_name": seen["AWS_REGION"]}
-    client = boto3.client("s3", **where, **named)
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(words, **quiet) as server:
-        try:
-            _wait_for(port)
-            client.create_bucket(Bucket="bucket")
-            client.upload_file(str(side.folder / PAIRED), "bucket", "pairs.parquet")
-            for path in (side.folder / MODEL).iterdir():
-                client.upload_file(str(path), "bucket", f"model/{path.name}")
-            yield seen
-            pages = client.get_paginator("list_objects_v2").paginate(Bucket="bucket")
-            for name in [one["Key"] for page in pages for one in page["Contents"]]:
-                path = side.folder / "bucket" / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                client.download_file("bucket", name, str(path))
-        finally:
-            server.terminate()
-
-
-def _wait_for(port):
-    for _ in range(300):
-        with socket.socket() as one:
-            if not one.connect_ex(("127.0.0.1", port)):
-                return
-        time.sleep(0.1)
-    raise PlayError("the server of the bucket did not begin")
+    with s3_server() as url:
+        there = client(url)
+        there.upload_file(str(side.folder / PAIRED), BUCKET, "pairs.parquet")
+        for path in (side.folder / MODEL).iterdir():
+            there.upload_file(str(path), BUCKET, f"model/{path.name}")
+        yield environment(url)
+        pages = there.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+        for name in [one["Key"] for page in pages for one in page["Contents"]]:
+            path = side.folder / BUCKET / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            there.download_file(BUCKET, name, str(path))
 
 
 PLAYS = (demo, caches, tables, rounds, trainings, store)

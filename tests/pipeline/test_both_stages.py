@@ -18,9 +18,7 @@ def loaded_reference(_):
     raise AssertionError("the reference is loaded")
 
 
-def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
-    server, world, here, monkeypatch
-):
+def test_one_command_makes_the_cache_and_trains(server, world, here, monkeypatch):
     cache = ("--cache", "cache", "--max-length", 512, "--reference-dtype", "float32")
     policy = ("--method", "kto", "--beta", 0.3, "--output", "run", "--no-mlflow")
     short = ("--max-steps", 1, "--batch-size", 8, "--seed", 5)
@@ -45,7 +43,7 @@ def test_one_command_makes_the_cache_and_trains_and_the_next_scores_nothing(
     assert not (here / "other").exists()
 
 
-def test_a_stopped_run_tells_what_is_kept_and_goes_on_where_it_was(server, world, here):
+def test_a_stopped_run_reports_what_is_kept_and_resumes(server, world, here):
     """Stopped in the first stage, and again in the second."""
     small = ("--max-steps", 2, "--batch-size", 8, "--no-mlflow", "--set", "cache.shards=4")
     words = ("run", world.data.paired, "--model", world.model, "--method", "dpo", *small)
@@ -77,7 +75,7 @@ def test_both_stages_take_no_cache_of_the_settings_and_no_launcher(here, monkeyp
     refusal(2, *words, names=("one process",))
 
 
-def test_each_flag_of_either_stage_is_one_of_both_under_a_name_of_its_own():
+def test_run_has_the_flags_of_both_stages():
     flags = flags_of("run")
     either = {*flags_of("precompute-ref"), *flags_of("train")} - {"train.cache"}
     assert flags.keys() == either

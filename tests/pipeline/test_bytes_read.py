@@ -68,7 +68,7 @@ def test_only_the_first_start_of_a_machine_reads_every_byte_of_a_cache(long_prom
     assert again < whole / 2
 
 
-def test_a_data_file_is_read_once_for_its_digest_and_again_when_it_was_written(tmp_path):
+def test_a_data_file_is_read_once_for_its_digest(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a"}\n' * 100_000)
     inputs = open_inputs([str(path)])

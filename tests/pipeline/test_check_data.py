@@ -37,7 +37,7 @@ def conversations(config, tmp_path):
     return replace(config, data=DataOptions(files=[path], max_bad_frac=0.5))
 
 
-def test_what_is_said_before_scoring_is_what_the_cache_then_holds(conversations):
+def test_check_reports_what_the_cache_then_holds(conversations):
     checked = check_data(conversations, progress=Silent())
     manifest = run(replace(conversations, cache=replace(conversations.cache, kl_pairs=0))).manifest
     folder = Cache(Path(conversations.cache.output))
@@ -77,7 +77,7 @@ def test_without_a_model_the_shape_and_the_balance_are_told(conversations):
     assert "tokens" not in text
 
 
-def test_ties_and_one_of_several_splits_are_told_as_stage_one_tells_them(conversations, tmp_path):
+def test_check_counts_ties_and_takes_a_split(conversations, tmp_path):
     rows = [
         {"prompt": f"{n}?", "response_1": "a", "response_2": "b", "preference_strength": n % 2}
         for n in range(6)

@@ -152,7 +152,7 @@ def table(server, world, reward_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_command_that_is_killed_and_given_again_ends_as_one_that_is_not(table, name, tmp_path):
+def test_a_killed_command_ends_as_one_that_is_not(table, name, tmp_path):
     whole, given = table.whole(name), words(name, tmp_path / "out")
     assert whole
     for place in STEPS[name].kills:

@@ -48,9 +48,7 @@ def require_clean(place, root):
     assert Remote(f"{place}/cache").list().keys() == {*named, "manifest.json"}
 
 
-def test_both_stages_in_a_store_end_as_on_a_disk_though_training_moves_to_another_machine(
-    person, bucket, world, cache_on_disk
-):
+def test_both_stages_in_a_store_end_as_on_a_disk(person, bucket, world, cache_on_disk):
     """Killed after its second checkpoint; nothing is lost but the steps since."""
     place = Remote(bucket)
     for path in world.model.rglob("*"):

@@ -3,6 +3,7 @@
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -65,7 +66,6 @@ CASES = {
     "four partners": Case([*pairs(300)], {"kl_pairs": 4, "shards": 2}),
     "five rows a shard": Case([*pairs(100)], {"shards": 20, "kl_pairs": 2}, most_uses=4),
     "300 files": Case([*pairs(600)], {"shards": 3}, files=300),
-    "3,000 files": Case([*pairs(3000)], {"shards": 3}, files=3000),
     "long form": Case([*scores(300)], {"shards": 4}),
     "one prompt of 40 %": Case([*labels(500, same=0.4)], {"shards": 4}, most_uses=6),
     "two answers": Case([*labels(400, answers=["yes", "no"])], {"shards": 4}, most_uses=2),
@@ -106,13 +106,8 @@ def completions_in(cache, num_pairs):
             yield row["prompt_key"], ids, [*partners]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name == "3,000 files")) for name in CASES],
-)
-def test_partners_are_of_other_prompts_and_other_texts_and_each_is_used_in_turn(
-    config, tmp_path, name
-):
+@pytest.mark.parametrize("name", CASES)
+def test_partners_are_of_other_prompts_and_used_in_turn(config, tmp_path, name):
     case = CASES[name]
     config = with_rows(config, tmp_path / "data", case)
     manifest = run(config).manifest
@@ -141,11 +136,6 @@ def test_partners_are_of_other_prompts_and_other_texts_and_each_is_used_in_turn(
     assert all(count <= case.most_uses * times[ids] for (_, ids), count in uses.items())
 
 
-class Unopened(StubReference):
-    def open(self):
-        pytest.fail("the model is loaded")
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -154,19 +144,17 @@ class Unopened(StubReference):
         Case([*labels(300, answers=["yes"])]),
     ],
 )
-def test_data_that_cannot_be_paired_are_refused_before_a_model_is_loaded(config, tmp_path, case):
+def test_unpairable_data_are_refused_before_a_model_is_loaded(config, tmp_path, case):
     config = with_rows(config, tmp_path / "data", case)
     with refuses(BadDataError, "--kl-pairs 0") as caught:
-        run(config, Unopened())
+        run(config, StubReference(opening=partial(pytest.fail, "the model is loaded")))
     assert caught.value.exit_code == 3
     assert not Path(config.cache.output, "manifest.json").exists()
     assert run(replace(config, cache=replace(config.cache, kl_pairs=0))).manifest.rows
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_any_number_of_parts_any_order_of_files_and_children_make_the_same_bytes(
-    config, tmp_path, count
-):
+def test_parts_and_children_make_the_same_bytes(config, tmp_path, count):
     case = CASES["300 files"]
     whole = with_rows(config, tmp_path / "data", case)
     run(whole)

@@ -4,26 +4,159 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from align.pipeline.precompute.opening import open_job
 from align.pipeline.precompute.prepare import Encode, Slices, encode, make_plan
 from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError, Interrupted
+from align.schemas.row_table import Rows
 from align.stages.data import files as data_files
+from align.stages.data.encode import Encoder, InputCounts
+from align.stages.data.records import records_in
+from align.stages.data.row_keys import key_rows
+from align.stages.pairing import partition
+from align.stages.pairing.long_form import merge_same_prompts
+from align.stages.storage.cache_work import printable
 from align.stages.tracking.progress import NoProgress
 from support.encoded_rows import plain
-from support.one_process import prepared_at_once
 from support.patience import PATIENCE
-from support.random_data import KINDS, draw_files, small_sizes
+from support.read_rows import parted, write_rows
 from support.stage_one import CHILDREN, contents, run
 from support.stub_reference import StubReference
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))
+WORDS = ["alpha", "Beta", "gamma,", "δelta", "  ", "eps\nilon", "42", "is", "yes", "👋", "a" * 40]
+KINDS = ("paired", "unpaired", "scored", "scored_long")
+ENDINGS = (".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
+
+
+def small_sizes(draw):
+    """Sizes of slices, ranges and portions, most of them tiny: module, name and size."""
+    return [
+        (data_files, "LEAST_SLICE", draw.choice([300, 2000, 1 << 21])),
+        (data_files, "SLICES", draw.choice([2, 64, 10**6])),
+        (partition, "BYTES_PER_RANGE", draw.choice([500, 3000, 8 << 20])),
+        (partition, "MOST_RANGES", draw.choice([4, 32])),
+        (partition, "ROWS_PER_SHARD", draw.choice([5, 40])),
+        (partition, "TOKENS_PER_PORTION", draw.choice([300, 3000, 1 << 22])),
+    ]
+
+
+def draw_files(folder, kind, draw):
+    """Some files of one kind of data."""
+    folder.mkdir(parents=True)
+    files = []
+    for number in range(draw.randint(1, 4)):
+        path = folder / f"data-{number}{draw.choice(ENDINGS)}"
+        rows = _rows(kind, draw.choice([20, 33, 100]), draw)
+        write_rows(path, rows, row_group_size=draw.choice([7, 50, 10_000]))
+        files.append(path)
+    if draw.random() < 0.2:
+        files.append(folder / f"copy{files[0].suffix}")
+        shutil.copy(files[0], files[-1])
+    return files
+
+
+def _text(draw):
+    return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, 12)))
+
+
+def _rows(kind, count, draw):
+    prompts = [
+        _text(draw) for _ in range(max(3, draw.choice([count // 5, count, count // 40 + 3])))
+    ]
+    answers = [_text(draw) for _ in range(max(4, draw.choice([5, count // 4, count])))]
+    rows = []
+    for _ in range(count):
+        rows.append(_row(kind, draw.choice(prompts), answers, draw))
+        if draw.random() < 0.1:
+            rows.append(dict(rows[-1]))
+    return rows
+
+
+def _row(kind, prompt, answers, draw):
+    is_bad = draw.random() < 0.04
+    answer = "" if is_bad else draw.choice(answers)
+    if kind == "paired":
+        return {"prompt": prompt, "chosen": draw.choice(answers), "rejected": answer}
+    if kind == "unpaired":
+        return {"prompt": prompt, "completion": answer, "label": draw.random() < 0.5}
+    if kind == "scored_long":
+        prompt += draw.choice(["", "", " "])  # so that some prompts have two tokenizations
+        return {"prompt": prompt, "completion": answer, "score": float(draw.randint(0, 3))}
+    count = draw.randint(1, 4)
+    scores = [float(draw.randint(0, 3)) for _ in range(count - is_bad)]
+    completions = [draw.choice(answers) for _ in range(count)]
+    return {"prompt": prompt, "completions": completions, "scores": scores}
+
+
+# The same in one process and in memory.
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that preparing decides."""
+
+    rows: list  # in key order
+    places: list  # of the rows before those of one prompt are joined
+    can_be_paired: bool
+    rejected: list
+    rows_per_file: dict
+    reasons: dict
+
+
+def prepared_at_once(job):
+    """Reads all rows and sorts them with Python's sort."""
+    config, intake, parts = job.config, InputCounts(), []
+    encoder = Encoder(job.tokenizer, config.tokens)
+    for number, file in enumerate(job.inputs):
+        found = encoder.encode(records_in(file, job.shape, job.files[number]))
+        rows, rejected = parted(found)
+        parts.append(key_rows(rows, carried=job.shape.carried))
+        intake.rows_per_file[number] += len(rows) + len(rejected)
+        intake.rejected += rejected
+    keyed = _sorted(Rows.concat(parts))
+    prompts = Counter(keyed.range_keys[keyed.row_of_branch].tolist())
+    can_be_paired = 2 * max(prompts.values(), default=0) <= prompts.total()
+    can_be_paired &= len({*keyed.completion_key.tolist()}) > 1
+    places = keyed.range_keys.tolist()
+    if job.shape.name == "scored_long":
+        side = config.tokens.prompt_side
+        keyed = merge_same_prompts(keyed, intake.notes, prompt_side=side)
+    rejected = [
+        replace(one, detail=printable(one.detail))
+        for one in sorted(intake.rejected, key=lambda one: (job.files.index(one.file), one.row))
+    ]
+    reasons = Counter(one.reason for one in rejected)
+    rows = _copies(plain(keyed))
+    per_file = dict(intake.rows_per_file)
+    return Prepared(rows, places, can_be_paired, rejected, per_file, dict(reasons))
+
+
+def _sorted(rows):
+    """By place, by digest, and of equal rows by file and number."""
+    ids, places = rows.ids(), rows.range_keys.tolist()
+
+    def key(at):
+        return places[at], ids[at], int(rows.file[at]), int(rows.row[at])
+
+    order = sorted(range(len(places)), key=key)
+    return rows.take(np.array(order, dtype=np.int64))
+
+
+def _copies(rows):
+    seen, numbered = Counter(), []
+    for row in rows:
+        numbered.append(row._replace(copy=seen[row.row_id]))
+        seen[row.row_id] += 1
+    return numbered
 
 
 @pytest.fixture
@@ -122,9 +255,7 @@ class Impatient(NoProgress):
             raise Interrupted(2)
 
 
-def test_children_that_are_interrupted_keep_what_is_committed_and_change_no_byte(
-    config, data, tmp_path, monkeypatch
-):
+def test_interrupted_children_keep_what_is_committed(config, data, tmp_path, monkeypatch):
     """Its few rows are cut into many slices, which two children encode."""
     config = replace(config, data=DataOptions(files=[str(data.paired_jsonl)], workers=2))
     run(replace(config, cache=replace(config.cache, output=str(tmp_path / "clean"))))

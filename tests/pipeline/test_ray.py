@@ -15,11 +15,12 @@ from align.schemas.errors import ServerError, UsageError
 from align.stages.storage.cache import Cache
 from align.stages.storage.cache_work import unfinished_work
 from support.command import refusal, start
+from support.deadly import refused, slow
 from support.patience import PATIENCE, wait_until
 from support.programs import TESTS
 from support.ray_cluster import LOOPBACK, descendants, name_of, two_nodes
 from support.stage_one import child, contents, run
-from support.stub_reference import SlowReference
+from support.stub_reference import StubReference
 
 SHARDS = 8  # of 120 rows
 
@@ -38,9 +39,10 @@ def on_ray(config, cluster):
     return replace(config, scoring=replace(config.scoring, **options))
 
 
-def child_on_ray(config, *, fails=False, **how):
+def child_on_ray(config, *, scoring=slow, **how):
     """Starts a driver that looks for its cluster on loopback."""
-    return child(config, environment=LOOPBACK, reference=SlowReference(fails=fails), **how)
+    reference = StubReference(scoring=scoring)
+    return child(config, environment=LOOPBACK, reference=reference, **how)
 
 
 def has_committed(config, shards):
@@ -50,9 +52,7 @@ def has_committed(config, shards):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_the_run_is_told_what_is_kept_and_leaves_the_cluster_as_it_was(
-    on_ray, clean, cluster, tmp_path, number
-):
+def test_a_stopped_run_leaves_the_cluster_as_it_was(on_ray, clean, cluster, tmp_path, number):
     stopped = child_on_ray(on_ray, stderr=tmp_path / "said")
     wait_until(lambda: has_committed(on_ray, 3))
     os.kill(stopped.pid, number)
@@ -65,7 +65,7 @@ def test_who_stops_the_run_is_told_what_is_kept_and_leaves_the_cluster_as_it_was
 
 
 def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, cluster, tmp_path):
-    stopped = child_on_ray(on_ray, fails=True, stderr=tmp_path / "said")
+    stopped = child_on_ray(on_ray, scoring=refused, stderr=tmp_path / "said")
     wait_until(cluster.actors)
     assert {actor.environ()["USE_HUB_KERNELS"] for actor in cluster.actors()} == {"0"}
     stopped.join(PATIENCE)
@@ -121,9 +121,7 @@ def test_ray_has_no_parts_and_a_number_of_actors(world, tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
-def test_a_real_model_gives_the_bytes_of_one_process_and_a_cluster_of_its_own_ends_with_the_run(
-    journey, tmp_path, number
-):
+def test_a_cluster_of_its_own_ends_with_the_run(journey, tmp_path, number):
     """Though one of its actors is killed."""
     cache = tmp_path / "cache"
     words = ("precompute-ref", journey.folder / "data.parquet", "--output", cache, "--no-mlflow")

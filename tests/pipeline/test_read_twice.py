@@ -48,7 +48,7 @@ def own_data(config, data, tmp_path):
     return replace(config, data=DataOptions(files=[str(path)]))
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused_and_then_read_whole(own_data):
+def test_a_file_that_grows_while_it_is_read_is_refused(own_data):
     path = Path(own_data.data.files[0])
 
     def grow():

@@ -13,9 +13,7 @@ from support.command import align, refusal
 pytestmark = pytest.mark.numeric
 
 
-def test_a_shortened_reference_is_refused_and_where_it_is_allowed_every_stage_knows(
-    world, tmp_path
-):
+def test_a_shortened_reference_is_refused_unless_allowed(world, tmp_path):
     """Its config.json asks for fewer layers than the folder holds."""
     config = shutil.copytree(world.model, tmp_path / "model") / "config.json"
     settings = json.loads(config.read_text())

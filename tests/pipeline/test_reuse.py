@@ -339,9 +339,7 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
     assert [output in line for output, line in zip(outputs, warnings(), strict=True)] == [True] * 2
 
 
-def test_a_cache_that_was_finished_and_not_listed_is_listed_by_the_next_run(
-    to, tmp_path, monkeypatch
-):
+def test_an_unlisted_cache_is_listed_by_the_next_run(to, tmp_path, monkeypatch):
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
     run(to())
     (tmp_path / "caches.txt").unlink()
@@ -349,9 +347,7 @@ def test_a_cache_that_was_finished_and_not_listed_is_listed_by_the_next_run(
     assert candidates(to(reuse_known=True).cache) == (str(Path(to().cache.output).resolve()),)
 
 
-def test_a_list_of_caches_may_hold_anything_passes_over_what_is_gone_and_need_not_be_writable(
-    to, tmp_path, monkeypatch, warnings
-):
+def test_a_list_of_caches_may_be_damaged_old_or_read_only(to, tmp_path, monkeypatch, warnings):
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
     run(to())
     folder = CacheWork(Path(to().cache.output), "0" * 64)

@@ -66,7 +66,7 @@ def row_ids(made):
     return [pq.read_table(shard)["row_id"].to_pylist() for shard in shards]
 
 
-def test_text_is_left_as_it_is_and_one_line_says_so_where_there_is_a_template(over):
+def test_unwrapped_text_is_noted_where_there_is_a_template(over):
     auto, (line,) = said(over("auto", "qwen", TEXTS))
     assert "20 rows" in line
     assert "data.wrap=chat" in line
@@ -79,7 +79,7 @@ def test_text_is_left_as_it_is_and_one_line_says_so_where_there_is_a_template(ov
         run(over("bare", "bare", TEXTS, wrap="chat"))
 
 
-def test_a_cache_of_wrapped_text_says_so_and_holds_what_one_of_conversations_holds(over):
+def test_wrapped_text_makes_the_rows_of_conversations(over):
     wrapped, lines = said(over("chat", "qwen", TEXTS, wrap="chat"))
     assert (wrapped.manifest.fingerprint["data.wrap"], lines) == ("chat", [])
     asked = run(over("chats", "qwen", CHATS))
@@ -88,7 +88,7 @@ def test_a_cache_of_wrapped_text_says_so_and_holds_what_one_of_conversations_hol
         run(over("chat", "qwen", TEXTS, wrap="none"))
 
 
-def test_what_cannot_be_wrapped_is_refused_with_each_way_on_and_each_goes(over):
+def test_text_that_cannot_be_wrapped_is_refused(over):
     rendered = [text(n, prompt=f"Human: Q{n}?") for n in range(20)]
     config = over("rendered", "qwen", rendered, wrap="chat")
     for refuse in (run, split_prompts):  # the rounds ask what stage 1 scores

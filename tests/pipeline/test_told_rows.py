@@ -36,7 +36,7 @@ def pair(number, **more):
     return {"prompt": f"Why {number}?", "chosen": " so", "rejected": " no", **more}
 
 
-def test_columns_that_nothing_reads_are_named_first_and_no_part_of_the_cache(config_over):
+def test_unread_columns_are_named_and_no_part_of_the_cache(config_over):
     rows = [pair(n, id=f"a{n}", note=f"Some words of an annotator, {n}.") for n in range(300)]
     rows.append(pair(0, chosen=" no", rejected=" so"))
     config, heard = config_over(*rows), Heard()
@@ -68,40 +68,6 @@ def test_ties_are_counted_apart_and_any_number_of_them_may_be_there(config_over)
     ties = config_over(*(compared(n, 0) for n in range(4)))
     with refuses(BadDataError, "0 of 4", "4 ties"):
         run(replace(ties, cache=replace(ties.cache, output=f"{ties.cache.output}-3")))
-
-
-@pytest.mark.parametrize(
-    ("row", "columns", "said"),
-    [
-        (pair(1, margin=2), {}, "paired rows: prompt, chosen, rejected, margin"),
-        (
-            {"question": "Why?", "chosen": " so", "rejected": " no", "score_chosen": 1.5},
-            {"prompt": "question"},
-            "paired rows: question -> prompt, chosen, rejected, score_chosen -> chosen_score",
-        ),
-        (
-            {"chosen": "Why? So.", "rejected": "Why? No."},
-            {},
-            "paired rows: what both begin with -> prompt, chosen, rejected",
-        ),
-        (
-            {"prompt": "Why?", "completions": [" so", " no"], "scores": [1, 0]},
-            {},
-            "scored rows: prompt, completions, scores",
-        ),
-        (
-            compared(1, 2),
-            {},
-            "HelpSteer2 rows: prompt, response_1 and response_2 -> chosen or rejected, "
-            "preference_strength -> the winner and margin",
-        ),
-    ],
-)
-def test_what_is_read_as_what_is_told_before_it_is_read(config_over, row, columns, said):
-    heard = Heard()
-    rows = [json.loads(json.dumps(row).replace("Why", f"Why {n}")) for n in range(4)]
-    precompute(config_over(*rows, **columns), StubReference(), progress=heard)
-    assert heard.lines[0] == f"rows.jsonl: read as {said}"
 
 
 def row_shown(config, *, part=None):

@@ -65,20 +65,6 @@ def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, cl
     assert contents(config.cache.output) == clean
 
 
-def test_parts_may_start_and_end_in_any_order(config, clean):
-    order = (2, 0, 1)
-    gates = {number: Gate() for number in order}
-    runs = []
-    for number in order:
-        reference = gates[number].reference()
-        runs.append(child(config, part=parts(3)[number], reference=reference))
-        assert gates[number].reached.wait(PATIENCE)  # each has begun before the next starts
-    for number in reversed(order):
-        gates[number].opened.set()
-    assert joined(*runs) == [0, 0, 0]
-    assert contents(config.cache.output) == clean
-
-
 def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean):
     gate = Gate()
     late = child(config, part=Part(1, 2), reference=gate.reference())
@@ -102,9 +88,7 @@ class Meanwhile(Silent):
 
 
 @pytest.mark.parametrize("place", ["disk", "store"])
-def test_a_part_of_other_settings_does_not_change_what_is_finished_in_its_folder_meanwhile(
-    config, tmp_path, request, place
-):
+def test_a_part_of_other_settings_changes_no_finished_cache(config, tmp_path, request, place):
     root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
     late, other = (
         replace(config, cache=replace(config.cache, output=f"{root}/cache", kl_pairs=pairs))

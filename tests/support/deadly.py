@@ -1,7 +1,8 @@
-"""Work that other processes do, and at which they fail or die."""
+"""Work that other processes do, and at which they fail, die or take long."""
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 from align.schemas.errors import UsageError
@@ -20,3 +21,13 @@ class Squares:
         if item == self.fails:
             raise UsageError(f"item {item}")
         return item * item
+
+
+def slow(_):
+    """Long enough in a shard to be killed there."""
+    time.sleep(0.5)
+
+
+def refused(_):
+    """What a model may say of a batch."""
+    raise UsageError("This reference was told to refuse.")

@@ -81,6 +81,19 @@ def watch(before=lambda op: None, after=lambda op: None):
         yield
 
 
+@contextmanager
+def killed_before(number):
+    """Kills this process before it changes the disk for the so manieth time, counted from 1."""
+    operations = count(1)
+
+    def strike(_):
+        if next(operations) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with watch(strike):
+        yield
+
+
 def _watched(real, name, before, after, inside):
     @wraps(real)
     def call(*given, **how):

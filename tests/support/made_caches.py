@@ -1,9 +1,7 @@
 """Small caches that are made the way stage 1 makes them, without a model."""
 
 import hashlib
-import itertools
 import multiprocessing
-import os
 import signal
 import warnings
 from dataclasses import replace
@@ -141,7 +139,7 @@ def states_of_kills(prepare, work, look):
 
     `prepare` lays out what was there before, and `look` says what is there then.
     """
-    seen, number, code = [], 0, KILLED
+    seen, number, code = [], 1, KILLED
     while code:
         prepare()
         code = in_child(partial(_killed_before, number, work))
@@ -152,13 +150,7 @@ def states_of_kills(prepare, work, look):
 
 
 def _killed_before(number, work):
-    visits = itertools.count()
-
-    def kill(_):
-        if next(visits) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with disk_faults.watch(kill):
+    with disk_faults.killed_before(number):
         work()
 
 

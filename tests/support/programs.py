@@ -1,6 +1,5 @@
 """The modules of this folder that are programs, in processes of their own."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -46,15 +45,6 @@ def run_program(name, *arguments, **environment):
     )
     assert done.returncode == 0, done.stderr
     return done
-
-
-def run_ranks(name, folder, *arguments, ranks=1, **how):
-    """Runs a module that leaves a JSON file of each rank in a folder."""
-    done = run_program(name, folder, *arguments, **how)
-    paths = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
-    return Seen(
-        [json.loads(path.read_text()) for path in paths], done.stdout, done.stderr, Path(folder)
-    )
 
 
 def may_mount():

@@ -1,15 +1,18 @@
 """A reference without a model: log-probabilities from a hash of two neighbouring tokens."""
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
 
 from align.schemas.columns import Ragged
-from align.schemas.errors import UsageError
 
 _NO_TOKEN = -1  # stands before the first completion token when the prompt is empty
+
+
+def _nothing(*_):
+    """Happens."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class StubReference:
     """Scores any tokens at once; another name gives other scores and another identity."""
 
     name: str = "stub"
+    opening: Callable = _nothing  # what happens before it is opened
+    scoring: Callable = _nothing  # and before a batch is scored, which is given
 
     def identity(self):
         """What makes the scores: the name and this rule's version."""
@@ -28,7 +33,8 @@ class StubReference:
 
     def open(self):
         """There is nothing to load."""
-        return StubScorer(salt=crc32(self.name.encode()))
+        self.opening()
+        return StubScorer(crc32(self.name.encode()), self.scoring)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class StubScorer:
     """log p(token | previous token) = -6 u^2 - 1/1024, with u in [0, 1) hashed from the pair."""
 
     salt: int
+    scoring: Callable
     pads: bool = False
 
     def launch(self, trees):
@@ -45,6 +52,7 @@ class StubScorer:
 
     def score(self, trees):
         """Scores one batch: every completion token, in the order tree, branch, token."""
+        self.scoring(trees)
         branches = Ragged.of([branch for tree in trees for branch in tree.branches], np.int32)
         filled = branches.lengths > 0
         previous = np.empty_like(branches.values)
@@ -78,17 +86,6 @@ def _hashed_logps(previous, tokens, salt):
     return uniform
 
 
-@dataclass(frozen=True)
-class SlowReference(StubReference):
-    """The same scores, a while later in each unit; or a refusal instead."""
-
-    fails: bool = False
-
-    def open(self):
-        """There is nothing to load."""
-        return SlowScorer(salt=crc32(self.name.encode()), fails=self.fails)
-
-
 class Liar:
     """Claims to be the model, and scores as the stub does."""
 
@@ -99,17 +96,3 @@ class Liar:
         honest = HfReference(options)
         self.identity, self.hidden_size = honest.identity, honest.hidden_size
         self.open = StubReference().open
-
-
-@dataclass(frozen=True)
-class SlowScorer(StubScorer):
-    """Long enough in a unit to be killed there."""
-
-    fails: bool = False
-
-    def score(self, trees):
-        """Scores one batch."""
-        if self.fails:
-            raise UsageError("This reference was told to refuse.")
-        time.sleep(0.5)
-        return super().score(trees)

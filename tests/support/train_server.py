@@ -124,20 +124,12 @@ def become(request):
 
 @contextmanager
 def meanwhile(request):
-    """What befalls the command besides: a small disk, a kill before an operation, one who counts.
-
-    These are imported by what they are asked for: most commands meet nothing.
-    """
+    """What befalls the command besides: faults of its disk, or a small one."""
     with ExitStack() as stack:
         if faults := request["env"].get("DISK_FAULTS"):
             importlib.import_module("support.disk_faults").arm(faults)
         if "disk" in request:
             stack.enter_context(small_disk(**request["disk"]))
-        if "kill_before" in request or "paid_into" in request:
-            kills = importlib.import_module("support.kills")
-            stack.enter_context(kills.killed_before(request.get("kill_before", 0)))
-            if "paid_into" in request:
-                stack.enter_context(kills.paid_into(request["paid_into"]))
         yield
 
 
