@@ -2,22 +2,18 @@
 
 import errno
 import itertools
-import multiprocessing
 import os
-import random
 import shutil
-import signal
 
 import pytest
 
 from align.schemas.errors import AlignError, CorruptionError, StorageError
 from align.stages.storage.answers import Answers
 from support import disk_faults
-from support.answer_folders import LIVES, STEPS, killed_as_it_adds, pays
-from support.flips import flips
-from support.patience import PATIENCE
+from support.flips import flip_bits
+from support.made_caches import KILLED, at_once, in_child
 
-CHILDREN = multiprocessing.get_context("forkserver")
+LIVES, STEPS = 5, 6
 
 
 @pytest.fixture
@@ -61,7 +57,7 @@ def test_a_refusal_is_known_to_every_process_until_there_is_an_answer(answers_fo
     assert all_of(other) == {"a": "one", "b": "two"}
 
 
-def test_of_two_answers_the_smaller_line_counts_in_whatever_order_they_come(tmp_path):
+def test_of_two_answers_the_smaller_line_counts(tmp_path):
     for order in ("xb", "bx"):
         reader = Answers(tmp_path / order)
         for text, key in itertools.product(order, "abcdefgh"):
@@ -105,29 +101,23 @@ def test_after_a_full_disk_nothing_follows_the_half_of_a_line(answers_folder):
     assert len([*answers_folder.iterdir()]) == 2
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1200, marks=pytest.mark.long)])
-def test_a_flipped_bit_is_refused_with_the_file_or_changes_no_answer(answers_folder, count):
+def test_a_flipped_bit_is_refused_with_the_file_or_changes_no_answer(answers_folder):
     texts, found = {key: f"of {key}" for key in "abcd"}, 0
     for key, text in texts.items():
         added(answers_folder, **{key: text})
     reader = Answers(answers_folder)
-    sizes = {path: path.stat().st_size for path in answers_folder.iterdir()}
-    for path, byte, bit in flips(sizes, count):
-        good = path.read_bytes()
-        path.write_bytes(good[:byte] + bytes([good[byte] ^ 1 << bit]) + good[byte + 1 :])
-        for read in (lambda: all_of(Answers(answers_folder)), lambda: all_of(reader)):
-            try:
-                assert read().items() <= texts.items()  # without its end a line is not whole
-            except CorruptionError as error:
-                found += 1
-                assert path.name in str(error)  # noqa: PT017
-        path.write_bytes(good)
-    assert found > count
+    for path in answers_folder.iterdir():
+        for _ in flip_bits(path, 15):
+            for read in (lambda: all_of(Answers(answers_folder)), lambda: all_of(reader)):
+                try:
+                    assert read().items() <= texts.items()  # without its end a line is not whole
+                except CorruptionError as error:
+                    found += 1
+                    assert path.name in str(error)  # noqa: PT017
+    assert found > 60
 
 
-def test_answers_that_went_while_they_were_known_are_an_error_and_later_ones_are_kept(
-    answers_folder,
-):
+def test_known_answers_that_are_gone_are_an_error(answers_folder):
     answers = Answers(answers_folder)
     answers.add({"a": {"text": "a"}})
     shutil.rmtree(answers_folder)
@@ -150,11 +140,14 @@ def test_answers_that_went_while_they_were_known_are_an_error_and_later_ones_are
 )
 def test_a_writer_that_is_killed_loses_nothing_of_what_it_has_added(answers_folder, fault, kept):
     where, _, visit = fault.partition("@")
-    faults = f"{where}=kill@{visit or 1}"
-    process = CHILDREN.Process(target=killed_as_it_adds, args=(answers_folder, faults))
-    process.start()
-    process.join(PATIENCE)
-    assert process.exitcode == -signal.SIGKILL
+
+    def add():
+        disk_faults.arm(f"{where}=kill@{visit or 1}")
+        answers = Answers(answers_folder)
+        for pair in ("ab", "cd", "ef"):
+            answers.add({key: {"text": key} for key in pair})
+
+    assert in_child(add) == KILLED
     assert all_of(Answers(answers_folder)) == {key: key for key in "abcdef"[:kept]}
 
 
@@ -174,23 +167,24 @@ def test_an_answer_is_synced_with_its_name_before_add_returns(answers_folder):
     ]
 
 
-ADDERS = 3
-
-
 def test_processes_that_add_at_once_lose_nothing_and_pay_once(answers_folder, tmp_path):
-    own = [[f"{one}-{number}" for number in range(LIVES * STEPS)] for one in range(ADDERS)]
-    logs = [tmp_path / f"log-{one}" for one in range(ADDERS)]
-    adders = [
-        CHILDREN.Process(target=pays, args=(answers_folder, keys, log))
-        for keys, log in zip(own, logs, strict=True)
-    ]
-    for process in adders:
-        process.start()
-    for process in adders:
-        process.join(PATIENCE)
-    assert [process.exitcode for process in adders] == [0] * ADDERS
-    assert [log.read_text().split() for log in logs] == own
-    answers, keys = Answers(answers_folder), [key for some in own for key in some]
-    random.Random(0).shuffle(keys)
-    assert dict(answers.of(keys)) == {key: {"text": f"of {key}"} for key in keys}
+    """Each has several lives, which begin with what is stored."""
+    own = [[f"{one}-{number}" for number in range(LIVES * STEPS)] for one in range(3)]
+
+    def pay(one):
+        for life in range(1, LIVES + 1):
+            answers = Answers(answers_folder)
+            for key in own[one][: life * STEPS]:
+                if answers.missing([key]):
+                    with (tmp_path / str(one)).open("a") as paid:
+                        paid.write(f"{key}\n")
+                    answers.add({key: {"text": f"of {key}"}, "of all": {"text": own[one][0]}})
+                    answers.look()
+                assert dict(answers.of([key])) == {key: {"text": f"of {key}"}}
+
+    assert at_once(3, pay) == [0, 0, 0]
+    assert [(tmp_path / str(one)).read_text().split() for one in range(3)] == own
+    answers = Answers(answers_folder)
+    for keys in own:
+        assert dict(answers.of(keys)) == {key: {"text": f"of {key}"} for key in keys}
     assert dict(answers.of(["of all"])) == {"of all": {"text": "0-0"}}

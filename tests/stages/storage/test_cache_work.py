@@ -16,7 +16,7 @@ from align.stages.storage.cache import Cache
 from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk import fs
 from align.stages.storage.shards import read_shard
-from support.flips import flipped
+from support.flips import flip_bits
 from support.made_caches import FACTS, NAMES, at_once, block_of, make_cache, plan_of
 
 
@@ -50,7 +50,7 @@ LOST = (Rejected(1, 4, "oom", "big"), Rejected(0, 9, "oom", "big"), Rejected(0, 
 LOSSY = FACTS | {"rejected": LOST}
 
 
-def test_a_record_names_the_rows_its_shard_lost_and_one_file_of_the_cache_all_of_them(work):
+def test_lost_rows_are_named_by_shard_and_by_cache(work):
     shard = work.commit(4, block_of(9, 1), **LOSSY)
     assert shard.reasons == {"null": 1, "oom": 2}
     in_order = sorted(LOST, key=lambda row: (row.file, row.row))
@@ -118,7 +118,7 @@ def edited(**fields):
         edited(bytes=1),
     ],
 )
-def test_a_record_whose_shard_is_missing_or_short_goes_so_that_it_is_made_again(work, harm):
+def test_a_missing_or_short_shard_is_made_again(work, harm):
     shard = work.commit(0, block_of(5, 1), **LOSSY)
     harm(work, shard)
     assert work.done(is_own=False) == {}
@@ -163,20 +163,16 @@ def test_scribbles_are_refused_without_a_traceback(cache, tmp_path):
             cache.manifest()
 
 
-@pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_manifest_a_plan_or_a_record_with_a_flipped_bit_is_refused(cache, work, flips):
+def test_a_manifest_a_plan_or_a_record_with_a_flipped_bit_is_refused(cache, work):
     shard, plan = work.commit(0, block_of(5, 1), **LOSSY), work.put_plan(plan_of([1]))
     for path, read, held in [
         (cache.manifest_file, cache.manifest, cache.manifest()),
         (work.plan, work.find_plan, plan),
         (work.record(0), work.done, {0: shard}),
     ]:
-        good = path.read_bytes()
-        for damaged in flipped(good, flips):
-            path.write_bytes(damaged)
+        for _ in flip_bits(path):
             with pytest.raises(CorruptionError, match=path.name):
                 read()
-        path.write_bytes(good)
         assert read() == held
 
 

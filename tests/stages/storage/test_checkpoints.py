@@ -165,9 +165,7 @@ def test_a_damaged_checkpoint_is_skipped_and_an_older_one_chosen(saved_run, what
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_each_rank_reads_its_share_of_a_checkpoint_and_together_they_find_every_flipped_bit(
-    saved_run, ranks
-):
+def test_ranks_find_every_flipped_bit_together(saved_run, ranks):
     step = saved_run.step(3)
     record = read_checkpoint(step)
     every = [damage(step, record, rank, ranks) for rank in range(ranks)]

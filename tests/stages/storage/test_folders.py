@@ -113,7 +113,7 @@ def test_what_killed_runs_left_is_swept_up(prepared_run):
     assert {path.name for path in prepared_run.root.iterdir()} == {"_align", "checkpoints"}
 
 
-def test_drafts_of_killed_rounds_go_when_their_folder_is_prepared_again(tmp_path):
+def test_drafts_of_killed_rounds_are_removed(tmp_path):
     folder = RoundsFolder(tmp_path / "rounds")
     folder.prepare()
     for path in (folder.prompts, folder.held_out_prompts):

@@ -12,12 +12,7 @@ from align.schemas.json_codec import from_signed_json
 from align.stages.storage.disk import fs
 from align.stages.storage.run.run_folder import save_model
 from support import disk_faults
-from support.made_caches import (
-    at_once,
-    in_child,
-    make_cache,
-    tree_of,
-)
+from support.made_caches import in_child, make_cache, tree_of
 
 
 class Fault:
@@ -33,7 +28,7 @@ class Fault:
 
 
 @pytest.mark.slow
-def test_no_operation_that_fails_commits_half_a_unit(tmp_path):
+def test_a_failed_operation_commits_no_half_shard(tmp_path):
     """N = 1, 2, ... until a run meets no fault: refused with 74, and a rerun converges."""
     make_cache(tmp_path / "clean")
     clean, codes = tree_of(tmp_path / "clean"), []
@@ -105,19 +100,6 @@ def test_each_kind_of_refusal_has_its_own_code_and_names_the_path(tmp_path, code
     assert refused.value.exit_code == code
     for part in (os.strerror(number), str(tmp_path / "x")):
         assert part in str(refused.value)
-
-
-def test_of_twelve_writers_of_one_file_one_wins(tmp_path):
-    won = tmp_path / "won"
-    won.mkdir()
-
-    def put(writer):
-        if fs.put_if_absent(tmp_path / "a", b"%d" % writer):
-            (won / str(writer)).touch()
-
-    assert at_once(12, put) == [0] * 12
-    assert [path.name.encode() for path in won.iterdir()] == [(tmp_path / "a").read_bytes()]
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "won"}
 
 
 def test_a_file_system_without_hard_links_gets_the_file_by_a_rename(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def test_what_is_appended_is_read_from_any_lines_beginning_on(path):
         next(read_lines(path.with_name("nothing")))
 
 
-def test_a_torn_last_line_is_passed_over_and_cut_away_with_what_is_not_kept(path):
+def test_a_torn_last_line_is_skipped_and_cut_away(path):
     whole = path.read_bytes()
     for cut in range(1, len(TEXTS[-1]) + 2):
         path.write_bytes(whole[:-cut])

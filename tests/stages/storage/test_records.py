@@ -10,6 +10,7 @@ from align.stages.storage.records import Records
 from support.at_once import at_the_same_time
 from support.flips import flipped
 from support.made_caches import states_of_kills
+from support.refusals import refuses
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,7 @@ def folder(tmp_path):
     return tmp_path / "records"
 
 
-def write(path, text):
-    path.write_bytes(text)
-
-
-def test_of_those_who_put_at_the_same_time_one_wins_and_all_are_told_what_counts(folder):
+def test_of_writers_at_once_one_wins_and_all_see_its_record(folder):
     path, told = folder / "one.json", {}
 
     def put(writer):
@@ -56,16 +53,14 @@ def test_a_record_is_found_and_dropped(folder):
     assert PLAIN.find(path) is None
 
 
-def test_every_flipped_bit_is_loud_with_the_file_and_the_remedy(folder):
+def test_damage_is_loud_with_the_file_and_the_remedy(folder):
     path = folder / "one.json"
     good = to_signed_json(Plain(1, ("a", "b"))).encode()
-    for damaged in (*flipped(good, 60), b"", good[:-1], good + b"\n"):
-        write(path, damaged)
-        with pytest.raises(CorruptionError) as refused:
+    for damaged in (*flipped(good), b"", good[:-1], good + b"\n"):
+        path.write_bytes(damaged)
+        with refuses(CorruptionError, path, PLAIN.remedy):
             PLAIN.read(path)
-        assert str(path) in str(refused.value)
-        assert PLAIN.remedy in str(refused.value)
-    write(path, good)
+    path.write_bytes(good)
     assert PLAIN.find(path) == Plain(1, ("a", "b"))
 
 
@@ -78,7 +73,7 @@ def test_a_folder_is_no_record_and_not_none(tmp_path):
 
 
 @pytest.mark.parametrize("operation", ["put", "replace", "drop"])
-def test_a_kill_before_any_operation_leaves_the_old_record_or_the_new_one(tmp_path, operation):
+def test_a_kill_leaves_the_old_record_or_the_new_one(tmp_path, operation):
     path, old, new = tmp_path / "one.json", Plain(1), Plain(2)
     before, after = {"put": (None, new), "replace": (old, new), "drop": (old, None)}[operation]
     work = {

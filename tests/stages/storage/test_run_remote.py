@@ -10,7 +10,7 @@ from align.stages.storage.remote import Remote
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder
 from align.stages.storage.run.run_remote import RunRemote
 from support.checkpoint_saves import content, measure, save, train, writer
-from support.flips import flips
+from support.flips import flipped
 from support.object_server import Faults, faulty_proxy, use
 
 
@@ -71,9 +71,7 @@ def test_a_place_with_anything_in_it_is_not_begun_in(run_remote, bucket, tmp_pat
             ask()
 
 
-def test_a_machine_takes_a_buckets_checkpoint_for_its_own_of_the_same_step(
-    run_remote, bucket, other
-):
+def test_a_buckets_checkpoint_replaces_a_local_one(run_remote, bucket, other):
     """As of a run that was begun anew since."""
     save(other, 2, write=writer(9))
     RunRemote(Remote(bucket), other).pull()
@@ -96,7 +94,7 @@ def test_a_model_is_pulled_only_from_a_run_that_has_ended(prepared_run, run_remo
     assert (other.model / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_a_bucket_keeps_no_answers_of_an_earlier_model_and_no_rows_of_steps_trained_anew(
+def test_files_that_are_gone_here_are_removed_from_the_bucket(
     prepared_run, run_remote, bucket, other
 ):
     fs.make_folder(prepared_run.row_parts)
@@ -136,10 +134,7 @@ def held(folder):
     return {path.relative_to(folder.root): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.long)])
-def test_a_flipped_bit_of_a_checkpoint_in_a_bucket_reaches_no_other_machine(
-    bucket, tmp_path, count
-):
+def test_a_flipped_bit_of_a_checkpoint_in_a_bucket_reaches_no_other_machine(bucket, tmp_path):
     run, numbers, found = RunFolder(tmp_path / "run"), itertools.count(), 0
     train(run, lambda *_: None)
     run.metrics.write_text("{}\n")
@@ -154,14 +149,14 @@ def test_a_flipped_bit_of_a_checkpoint_in_a_bucket_reaches_no_other_machine(
 
     whole = pulled()
     assert whole == held(run)
-    kept = {name: remote.get(name) for name in remote.list() if name.startswith("checkpoints/")}
-    for name, byte, bit in flips({name: len(good) for name, good in kept.items()}, count):
-        good = kept[name]
-        remote.put(name, good[:byte] + bytes([good[byte] ^ 1 << bit]) + good[byte + 1 :])
-        try:
-            assert pulled() == whole, (name, byte, bit)
-        except CorruptionError as error:
-            found += 1
-            assert name in str(error)  # noqa: PT017
+    for name in remote.list("checkpoints"):
+        good = remote.get(name)
+        for damaged in flipped(good, 2):
+            remote.put(name, damaged)
+            try:
+                assert pulled() == whole, name
+            except CorruptionError as error:
+                found += 1
+                assert name in str(error)  # noqa: PT017
         remote.put(name, good)
-    assert found > count // 2
+    assert found > 8

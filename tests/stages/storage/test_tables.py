@@ -14,7 +14,7 @@ from align.stages.storage import tables
 from align.stages.storage.disk.locks import lock_of
 from align.stages.storage.tables import TableFolder, drawing_of, read_table
 from support import disk_faults
-from support.flips import flips
+from support.flips import flip_bits
 from support.refusals import refuses
 
 TABLE = pl.DataFrame({"prompt": ["a", "b"], "score": [1.0, None], "nothing": [None, None]})
@@ -101,13 +101,10 @@ def test_a_table_says_how_its_samples_were_drawn(on_disk):
     assert drawing_of(on_disk.file) is None
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1200, marks=pytest.mark.long)])
-def test_a_flipped_bit_is_refused_with_the_file_or_changes_nothing(on_disk, count):
+def test_a_flipped_bit_is_refused_with_the_file_or_changes_nothing(on_disk):
     published(on_disk)
-    whole, found = read_table(on_disk), 0
-    good = on_disk.file.read_bytes()
-    for _, byte, bit in flips({"": len(good)}, count):
-        on_disk.file.write_bytes(good[:byte] + bytes([good[byte] ^ 1 << bit]) + good[byte + 1 :])
+    whole, good, found = read_table(on_disk), on_disk.file.read_bytes(), 0
+    for _ in flip_bits(on_disk.file):
         try:
             manifest, table = read_table(on_disk)
             assert (manifest.root, manifest.settings) == (whole[0].root, whole[0].settings)
@@ -115,7 +112,7 @@ def test_a_flipped_bit_is_refused_with_the_file_or_changes_nothing(on_disk, coun
         except AlignError as error:
             found += 1
             assert "samples.parquet" in str(error)  # noqa: PT017
-    assert found > count / 3
+    assert found > 20
     for damaged in (b"", good[:-1], good[: len(good) // 2], good[1:], b"PAR2" + good[4:]):
         on_disk.file.write_bytes(damaged)
         with pytest.raises(CorruptionError, match=r"samples\.parquet"):
