@@ -101,9 +101,7 @@ def test_marks_of_a_template_are_those_of_transformers(folder_of):
 
 
 @pytest.mark.parametrize("name", NOT_JINJA)
-def test_a_template_that_is_not_jinja_is_refused_once_with_its_file_and_line(
-    folder_of, tmp_path, name
-):
+def test_a_template_that_is_not_jinja_is_refused(folder_of, tmp_path, name):
     template, line = NOT_JINJA[name]
     folder = folder_of(template)
     mine = tmp_path / "mine.jinja"
@@ -123,7 +121,7 @@ def test_a_template_that_is_not_jinja_is_refused_once_with_its_file_and_line(
     assert encode(folder, plain) == encode(folder_of(None), plain)
 
 
-def test_a_row_that_a_template_breaks_on_is_a_bad_row_and_the_others_are_as_ever(folder_of):
+def test_a_template_error_rejects_its_own_row_only(folder_of):
     raising = "{% if 'go off' in m.content %}{{ raise_exception('off it goes') }}{% endif %}"
     folder = folder_of(CHATML.replace("{{ m.content }}", "{{ m.content }}" + raising))
     rows = [conversation((bot(f"one {n}"), user("and?"), bot("two"))) for n in range(40)]

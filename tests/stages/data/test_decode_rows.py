@@ -81,7 +81,7 @@ def test_text_that_merely_looks_like_json_stays_text():
         assert record_of(CHAT | {"chosen": text}).completions[0] == (bot(text),)
 
 
-def test_the_messages_that_both_begin_with_are_the_prompt_but_no_turn_that_one_continues():
+def test_shared_messages_are_the_prompt_up_to_a_whole_turn():
     def prompt_of(common, *ends):
         chosen, rejected = ([*common, *end] for end in ends)
         record = record_of({"chosen": chosen, "rejected": rejected})
@@ -115,7 +115,7 @@ def test_the_implicit_prompt_is_the_longest_that_ends_before_a_blank(chosen, rej
     assert shared_length(chosen, rejected) == expected
 
 
-def test_a_conversation_has_a_system_message_tools_and_options_which_may_be_json_text():
+def test_system_tools_and_options_may_be_json_text():
     described = {"type": "function", "function": {"name": "f"}}
     tools, options = [described, {"name": "g"}], {"thinking": False}
     for given_tools, given_options in [
@@ -143,7 +143,7 @@ def test_columns_are_carried_renamed_and_seen_however_late():
     assert "'question'" in rejection_of(row | {"question": ""}, mapped=mapped).detail
 
 
-def test_which_messages_are_learned_is_in_the_record_and_no_part_of_them():
+def test_marks_of_learned_messages_are_kept_apart():
     several = [bot("a") | {"loss": False}, user("b"), bot("c") | {"weight": 1}]
     record = record_of(CHAT | {"prompt": [user("p") | {"loss": 0}], "chosen": several})
     assert record.prompt == (user("p"),)

@@ -61,9 +61,7 @@ def test_prompt_and_completion_ids_are_the_tokens_of_the_full_text(saved_tokeniz
     assert {name for name, count in notes.items() if count} == {"rows_of_plain_text"}
 
 
-def test_there_is_one_bos_and_it_is_first_where_the_tokenizer_or_a_setting_asks(
-    saved_tokenizer, tmp_path
-):
+def test_there_is_one_bos_and_it_is_first(saved_tokenizer, tmp_path):
     bos = tokenizer_of(saved_tokenizer).hf.bos_token_id
     for record in (text(), text(prompt="<s>hello world,"), chat("how are you", "no-one")):
         row, _ = encode_one(saved_tokenizer, record)
@@ -86,7 +84,7 @@ def test_what_is_too_long_is_cut_and_counted_or_refused(saved_tokenizer):
     assert bad.reason == "too_long"
 
 
-def test_a_tokenizer_that_was_trained_with_dropout_gives_a_text_the_same_tokens_each_time(tmp_path):
+def test_a_tokenizer_with_dropout_gives_the_same_tokens_each_time(tmp_path):
     make_tokenizer(tmp_path)
     file, asked = tmp_path / "tokenizer.json", "How far is the moon from here?"
     before = tokenizer_of(tmp_path)
@@ -166,7 +164,7 @@ def test_nothing_is_counted_of_a_row_that_is_rejected(saved_tokenizer):
         assert ([bad.reason for bad in rejected], notes) == (["too_long"], expected)
 
 
-def test_special_tokens_are_found_in_the_text_of_messages_and_not_in_their_keys(tmp_path):
+def test_special_tokens_are_found_in_messages_and_not_in_keys(tmp_path):
     specials = ["<|a\\b|>", "<|c\nd|>", """<|'e"|>"""]
     named = dict(zip(("eos", "bos", "pad"), specials, strict=True))
     folder = byte_tokenizer(tmp_path, specials, template=CHATML, **named)
@@ -247,9 +245,7 @@ def stops_of(folder, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_completion_ends_with_the_stop_that_its_template_writes_and_text_with_the_eos(
-    families, family
-):
+def test_a_completion_ends_with_the_stop_of_its_template(families, family):
     folder, (turn, tool_calls, source, yes) = families[family], STOPS[family]
     (_, *completions), _ = texts_of(folder, said("yes", "a\nno"))
     assert completions == [yes, yes.replace("yes", "a\nno")]
@@ -356,7 +352,7 @@ def test_what_follows_the_prefill_is_written_as_its_template_writes_it(families)
     assert refusal_of(families["qwen base"], both).reason == "schema"
 
 
-def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(tmp_path, families):
+def test_a_prefill_that_the_template_hides_is_refused(tmp_path, families):
     hidden = CHATML.replace("{{ m.content }}", "{{ m.content.split('#')[-1] }}")
     folder = byte_tokenizer(tmp_path, CHATML_SPECIALS, template=hidden, eos="<|endoftext|>")
     assert refusal_of(folder, prefilled("Sure,", " here # there")).reason == "template_error"

@@ -120,7 +120,7 @@ def test_arguments_that_json_lacks_reject_their_row(tmp_path, arguments, kind):
     assert "'chosen" in bad.detail
 
 
-def test_arrow_values_of_other_types_are_read_or_reject_their_own_row_only(tmp_path):
+def test_other_arrow_types_are_read_or_reject_their_row(tmp_path):
     scores = [Decimal("1.5"), None, Decimal("2.5")]
     table = pa.table({"prompt": ["p"] * 3, "completion": ["c"] * 3, "score": scores})
     records, rejected = parse_arrow(tmp_path, table)
@@ -159,9 +159,7 @@ COLUMNS = (
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(COLUMNS), st.booleans(), st.data())
-def test_whatever_a_row_holds_it_is_one_record_or_rejected_with_a_reason(
-    tmp_path, columns, is_json, data
-):
+def test_any_row_is_a_record_or_rejected_with_a_reason(tmp_path, columns, is_json, data):
     if is_json:
         rows = data.draw(st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys(columns, JUNK))))
         lines = [json.dumps(row).encode() for row in rows]

@@ -54,9 +54,7 @@ def said(line):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_shown_is_what_the_tokenizer_decodes_in_the_colours_of_what_is_learned(
-    folder_of, name
-):
+def test_a_preview_decodes_as_the_tokenizer_does(folder_of, name):
     folder = folder_of(name)
     tokenizer = load_tokenizer(folder, TokenOptions())
     record = conversation((FIRST, AGAIN, LAST), (bot("long" * 40),), prompt=(ASKED,))
@@ -104,7 +102,7 @@ def shown(tokenizer, *texts, file="data.jsonl", side="left", **more):
     return [*map(str, lines_for(encoded(*ids, row=7, **more), tokenizer, file=file, side=side))]
 
 
-def test_special_tokens_stand_apart_from_text_and_what_was_cut_is_counted_where_it_was(
+def test_a_preview_shows_special_tokens_and_counts_cut_ones(
     gemma_tokenizer,
 ):
     cut = {"prompt_cut": 3, "cut": (1, 0)}

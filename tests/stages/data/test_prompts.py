@@ -1,20 +1,13 @@
 """Columns that nothing reads are named, or refused where a row would mean something else."""
 
-from dataclasses import replace
-
 import pytest
 
-from align.schemas.data_options import TokenOptions
 from align.schemas.errors import UsageError
 from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.columns import common_shape, not_read
-from align.stages.data.encode import encode_prompt
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_prompts
-from align.stages.data.tokenizer import load_tokenizer
-from support import public_sets
-from support.read_rows import bot, encode_one, read_file, user, write_rows
-from support.tool_templates import WITHOUT_TOOLS, chat_tokenizer
+from support.read_rows import bot, user, write_rows
 
 ENDINGS = ("parquet", "arrow", "jsonl", "json", "csv")
 
@@ -163,7 +156,7 @@ def test_a_prompt_keeps_its_system_message_tools_and_options(read):
         assert prompt.carried == {"answer": 4}
 
 
-def test_rows_that_cannot_be_used_are_rejected_with_their_place_and_reason(read):
+def test_unusable_prompts_are_rejected_with_a_reason(read):
     for rows, reasons in (
         ([{"prompt": "a"}, {"prompt": " "}, {"prompt": None}], {1: "empty_prompt", 2: "schema"}),
         ([{"prompt": "a"}, {"prompt": 3}], {1: "schema"}),
@@ -180,21 +173,6 @@ def test_rows_that_cannot_be_used_are_rejected_with_their_place_and_reason(read)
 def test_a_file_without_a_column_of_prompts_is_refused_with_its_columns(read, row):
     with pytest.raises(UsageError, match=rf"0\.jsonl.*'{next(iter(row))}'.*--map prompt="):
         read([row])
-
-
-@pytest.mark.parametrize(
-    "name", ["nvidia/HelpSteer2", "PKU-Alignment/PKU-SafeRLHF", "stanfordnlp/SHP"]
-)
-def test_a_public_set_is_sampled_with_the_tokens_that_are_trained_on(tmp_path, name):
-    path = write_rows(tmp_path / "a.jsonl", [public_sets.ROWS[name]])
-    folder = chat_tokenizer(tmp_path, WITHOUT_TOOLS)
-    (record,), _ = read_file(path)
-    (prompt,) = read_prompts(open_inputs([path]), {}).prompts
-    asked = encode_prompt(
-        replace(record, prompt=prompt.text), load_tokenizer(folder, TokenOptions())
-    )
-    assert asked == encode_one(folder, record)[0].prompt
-    assert prompt.text == (public_sets.HI,)
 
 
 def test_prompts_that_would_be_sampled_without_their_images_are_refused(read):

@@ -39,7 +39,7 @@ def names_in(*paths):
     return [file.path.name for file in open_inputs(list(map(str, paths)))]
 
 
-def test_a_folder_is_read_in_sorted_order_and_a_saved_dataset_in_the_order_of_its_state(tmp_path):
+def test_a_saved_dataset_is_read_in_the_order_of_its_state(tmp_path):
     for name in ("b.arrow", "a.arrow", "_hidden.arrow", ".dot.arrow"):
         write_arrow(tmp_path / name)
     (tmp_path / "README.md").write_text("about")
@@ -51,7 +51,7 @@ def test_a_folder_is_read_in_sorted_order_and_a_saved_dataset_in_the_order_of_it
         names_in(tmp_path)
 
 
-def test_a_dataset_of_one_split_is_that_split_and_of_several_one_is_asked_for(tmp_path):
+def test_a_dataset_of_several_splits_needs_a_choice(tmp_path):
     for split in ("train", "test"):
         saved_dataset(tmp_path / split, f"{split}.arrow")
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["test"]}')
@@ -76,7 +76,7 @@ def test_a_list_of_files_that_datasets_did_not_write_is_refused(tmp_path, conten
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_folder_that_lacks_a_file_which_the_names_of_others_count_is_refused(tmp_path, is_saved):
+def test_a_folder_that_lacks_a_numbered_file_is_refused(tmp_path, is_saved):
     first, second, last = (f"train-0000{number}-of-00003.arrow" for number in range(3))
     for lacking, there in ((second, (first, last)), (last, (first, second))):
         folder = tmp_path / lacking
@@ -294,7 +294,7 @@ HUB = ["d/train-00000-of-00002.parquet", "d/train-00001-of-00002.parquet"]
 HUB_TEST = "d/test-00000-of-00001.parquet"
 
 
-def test_splits_of_one_data_set_are_refused_and_other_files_are_taken_together():
+def test_splits_of_one_data_set_are_refused():
     for names in (
         [*HUB, HUB_TEST],
         ["train.jsonl", "test.jsonl"],

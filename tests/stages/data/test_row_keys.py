@@ -49,14 +49,14 @@ def test_a_row_id_changes_with(name):
     assert only(CHANGES[name]).row_id != only(ROW).row_id
 
 
-def test_a_row_is_placed_by_its_prompts_hash_and_named_wherever_it_comes_from():
+def test_a_row_is_placed_by_its_prompts_hash():
     assert only(with_record(file=3, row=99)).row_id == only(ROW).row_id
     assert only(ROW).place == int.from_bytes(only(ROW).prompt_keys[0][:8], "big")
 
 
 @settings(max_examples=60)
 @given(record_lists(with_scores=True))
-def test_rows_hold_their_records_and_ids_and_keys_are_equal_exactly_where_contents_are(records):
+def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
     rows = plain(key_rows(records, carried=("weight",)))
     contents = [(row.prompt, row.branches, row.carried) for row in rows]
     assert len(set(contents)) == len({row.row_id for row in rows})
@@ -77,7 +77,7 @@ def test_rows_hold_their_records_and_ids_and_keys_are_equal_exactly_where_conten
         assert row.branches == tuple((tuple(ids), int(r), s, len(ids)) for ids, r, s in branches)
 
 
-def test_scores_of_a_sequence_may_differ_by_what_its_tokens_may_and_by_no_more():
+def test_scores_may_differ_by_what_their_tokens_may():
     lengths = np.array([1, 100])
     # By sequence: 1e-4 at least; by token: 1e-5 in float32 and 2e-2 in bfloat16, the coarser.
     assert allowed_gaps(lengths, "float32") == pytest.approx([1e-4, 1e-3], rel=1e-12)
@@ -139,7 +139,7 @@ OTHER_SIDE = {
 
 
 @pytest.mark.parametrize("name", [*SAME_SIDE, *OTHER_SIDE])
-def test_prompts_are_other_ones_and_on_one_side_of_the_split_or_not_that_differ_in(name):
+def test_prompts_differ_and_are_split_apart_that_differ_in(name):
     record, prompt = (SAME_SIDE | OTHER_SIDE)[name]
     one, other = prompt_keys_of([record, replace(record, prompt=prompt)])
     assert one != other
@@ -147,7 +147,7 @@ def test_prompts_are_other_ones_and_on_one_side_of_the_split_or_not_that_differ_
     assert (mine == theirs) == (name in SAME_SIDE)
 
 
-def test_tools_and_template_options_make_another_prompt_and_completions_and_key_order_do_not():
+def test_tools_and_template_options_make_another_prompt():
     turned = tuple(dict(reversed(message.items())) for message in CHAT.prompt)
     same = replace(CHAT, prompt=turned, completions=("y",), row=7, scores=(1.0,))
     others = [replace(CHAT, tools=(TOOL,)), replace(CHAT, template_options={"thinking": False})]

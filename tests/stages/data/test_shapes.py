@@ -13,9 +13,140 @@ from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.columns import common_shape, require_scores
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_prompts, read_records
-from align.stages.data.shapes import SHAPES
-from support.public_sets import ASKED, BAD, GOOD, HI, NO, ROWS, YES
 from support.read_rows import bot, parted, user, write_rows
+
+ASKED, GOOD, BAD = "Which is larger, 7 or 9?", "9 is larger.", "I do not know, ask someone else."
+HI, YES, NO = user(ASKED), bot(GOOD), bot(BAD)
+WHOLE = {"chosen": [HI, YES], "rejected": [HI, NO]}
+WHY = "The first answer names the larger number, and the second one does not even try to."
+
+# Public sets by name, as their cards describe them: a row of the training data.
+ROWS = {
+    "HuggingFaceH4/ultrafeedback_binarized": {
+        "prompt": ASKED,
+        "prompt_id": "0f2e",
+        **WHOLE,
+        "messages": [HI, YES],
+        "score_chosen": 8.5,
+        "score_rejected": 3.0,
+    },
+    "trl-lib/ultrafeedback_binarized": {**WHOLE, "score_chosen": 8.5, "score_rejected": 3.0},
+    "Anthropic/hh-rlhf": {
+        "chosen": f"\n\nHuman: {ASKED}\n\nAssistant: {GOOD}",
+        "rejected": f"\n\nHuman: {ASKED}\n\nAssistant: {BAD}",
+    },
+    "argilla/ultrafeedback-binarized-preferences-cleaned": {
+        "source": "evol_instruct",
+        "prompt": ASKED,
+        **WHOLE,
+        "chosen-rating": 5.0,
+        "chosen-model": "one",
+        "rejected-rating": 2.0,
+        "rejected-model": "two",
+    },
+    "argilla/dpo-mix-7k": {
+        "dataset": "argilla/distilabel-capybara",
+        **WHOLE,
+        "chosen_rating": 5.0,
+        "chosen_model": "one",
+        "rejected_rating": 2.0,
+        "rejected_model": "two",
+    },
+    "Intel/orca_dpo_pairs": {
+        "system": "You are brief.",
+        "question": ASKED,
+        "chosen": GOOD,
+        "rejected": BAD,
+    },
+    "stanfordnlp/SHP": {
+        "post_id": "hi6r",
+        "domain": "askmath_train",
+        "upvote_ratio": 0.9,
+        "history": ASKED,
+        "c_root_id_A": "a1",
+        "c_root_id_B": "b1",
+        "created_at_utc_A": 1636000000,
+        "created_at_utc_B": 1636000100,
+        "score_A": 42,
+        "score_B": 7,
+        "human_ref_A": GOOD,
+        "human_ref_B": BAD,
+        "labels": 1,
+        "seconds_difference": 100.0,
+        "score_ratio": 6.0,
+    },
+    "nvidia/HelpSteer2": {  # preference/preference.jsonl.gz
+        "split": "train",
+        "prompt": ASKED,
+        "response_1": BAD,
+        "response_2": GOOD,
+        "preference_strength": 2,
+        "preference_statement": "Response 2 is better than Response 1.",
+        "preference_elaboration": WHY,
+        "three_most_similar_preferences": [{"statement": WHY, "elaboration": WHY, "strength": 2}],
+        "all_preferences_unprocessed": [{"statement": WHY, "elaboration": WHY, "strength": 2}],
+    },
+    "nvidia/HelpSteer3": {
+        "domain": "general",
+        "language": "english",
+        "context": [HI],
+        "response1": GOOD,
+        "response2": BAD,
+        "overall_preference": -2,
+        "individual_preference": [{"score": -2, "reasoning": WHY, "feedback1": WHY}],
+    },
+    "PKU-Alignment/PKU-SafeRLHF": {
+        "prompt": ASKED,
+        "response_0": BAD,
+        "response_1": GOOD,
+        "prompt_source": "One",
+        "is_response_0_safe": True,
+        "is_response_1_safe": True,
+        "better_response_id": 1,
+        "safer_response_id": 1,
+        "response_0_sha256": "0f",
+        "response_1_sha256": "1f",
+    },
+    "openai/webgpt_comparisons": {
+        "question": {"dataset": "eli5", "id": "a1", "full_text": ASKED},
+        "quotes_0": {"title": ["Numbers"], "extract": [WHY]},
+        "answer_0": BAD,
+        "tokens_0": {"prefix": [1, 2], "completion": [3]},
+        "score_0": -1.0,
+        "quotes_1": {"title": ["Numbers"], "extract": [WHY]},
+        "answer_1": GOOD,
+        "tokens_1": {"prefix": [1, 2], "completion": [3]},
+        "score_1": 1.0,
+    },
+    "lmarena-ai/arena-human-preference-55k": {
+        "id": 30192,
+        "model_a": "one",
+        "model_b": "two",
+        "prompt": f'["{ASKED}"]',
+        "response_a": f'["{GOOD}"]',
+        "response_b": f'["{BAD}"]',
+        "winner_model_a": 1,
+        "winner_model_b": 0,
+        "winner_tie": 0,
+    },
+    "trl-lib/kto-mix-14k": {"prompt": [HI], "completion": [YES], "label": True},
+    "mlabonne/orpo-dpo-mix-40k": {
+        "source": "Airoboros",
+        **WHOLE,
+        "prompt": ASKED,
+        "question": ASKED,
+    },
+    "Skywork/Skywork-Reward-Preference-80K-v0.2": {**WHOLE, "source": "magpie_pro"},
+    "openbmb/UltraInteract_pair": {
+        "task": "Math",
+        "dataset": "one",
+        "trajectory": [{"from": "user", "value": ASKED}],
+        "chosen": GOOD,
+        "rejected": BAD,
+        "id": "0f",
+        "parent_id": "-1",
+    },
+}
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 PAST = (user("Hello there."), bot("Good day to you."))
@@ -80,7 +211,6 @@ def refused(name, *rows, names=(), **more):
     return Case(name, [*rows], [], tuple(names) or tuple(rows[0]), **more)
 
 
-CONVERSATIONS = {"chosen": [HI, YES], "rejected": [HI, NO]}
 OPENAI = {"input": {"messages": [HI]}, "preferred_output": [YES], "non_preferred_output": [NO]}
 ORCA = {"system": SYSTEM["content"], "question": ASKED, "chosen": GOOD, "rejected": BAD}
 SAFE = {"prompt": ASKED, "response_0": BAD, "response_1": GOOD}
@@ -97,12 +227,11 @@ JOINED = (user("Which is larger?\n7 or 9"),)
 FARM = {"instruction": "Which is larger?", "input": "7 or 9", "output_1": BAD, "output_2": GOOD}
 HUMAN = f"\n\nHuman: {ASKED}\n\nAssistant:"
 IMAGE = {"type": "image"}
-BINARIZED = {"prompt": ASKED, "prompt_id": "f0e3", **CONVERSATIONS}
+BINARIZED = {"prompt": ASKED, "prompt_id": "f0e3", **WHOLE}
 RANKED = [{"answer": GOOD, "model": "a", "rank": 1.0}, {"answer": BAD, "model": "b", "rank": 2.0}]
 OVERALL = {"response": BAD, "fine-grained_score": None, "overall_score": 2.0}
 RATED = {"response": GOOD, "model": "a", "fine-grained_score": 4.75, "overall_score": 9.0}
 NEMO = {"context": [HI]}
-LONG = "Some words of a judge that say why one of them is better."
 
 # What rows of public sets become; the others become CHAT.
 WANTED = {
@@ -130,7 +259,6 @@ FILES = [
         {"prompt": [SYSTEM, *PAST, HI], "chosen": [YES], "rejected": [NO]},
         wanted=[pair((SYSTEM, *PAST, HI))],
     ),
-    taken("trl implicit prompt", CONVERSATIONS, {**CONVERSATIONS}, wanted=[CHAT, CHAT]),
     taken(
         "trl implicit prompt of text",
         {"chosen": f"{ASKED} {GOOD}", "rejected": f"{ASKED} {BAD}"},
@@ -170,7 +298,7 @@ FILES = [
     ),
     taken(
         "Snorkel",
-        {**BINARIZED, "all_generated_responses": [GOOD, BAD, LONG], "all_rm_scores": [3.0, 1.0]},
+        {**BINARIZED, "all_generated_responses": [GOOD, BAD, WHY], "all_rm_scores": [3.0, 1.0]},
     ),
     taken(
         "distilabel generation",
@@ -240,7 +368,6 @@ FILES = [
         },
     ),
     taken("axolotl", {"messages": [HI], "chosen": YES, "rejected": NO}),
-    taken("axolotl chatml.intel", ORCA, wanted=[pair((SYSTEM, HI))]),
     taken("Intel orca_dpo_pairs", {**ORCA, "system": ""}, ORCA, wanted=[CHAT, pair((SYSTEM, HI))]),
     taken(
         "axolotl chatml.argilla",
@@ -265,7 +392,7 @@ FILES = [
     taken(
         "distilabel-intel-orca-dpo-pairs",
         {"system": SYSTEM["content"], "input": ASKED, "chosen": GOOD, "rejected": BAD}
-        | {"generations": [GOOD, BAD], "order": ["chosen", "rejected"], "rationale": LONG},
+        | {"generations": [GOOD, BAD], "order": ["chosen", "rejected"], "rationale": WHY},
         wanted=[pair((SYSTEM, HI))],
     ),
     taken("ms-swift", {"messages": [HI, YES], "rejected_response": BAD}),
@@ -344,7 +471,6 @@ FILES = [
         | {"complexity": 1, "verbosity": 1},
         wanted=[scored((HI,), ((YES,), 4.0))],
     ),
-    taken("arena", ARENA),
     taken(
         "arena with ties",
         ARENA,
@@ -358,7 +484,6 @@ FILES = [
         {**KAGGLE, "winner_model_a": 0, "winner_tie": 1},
         ties=1,
     ),
-    taken("PKU-SafeRLHF better", {**SAFE, "better_response_id": 1}),
     taken("PKU-SafeRLHF safer", {**SAFE, "safer_response_id": 1}),
     taken(
         "PKU-SafeRLHF both, and the safer one is asked for",
@@ -496,9 +621,6 @@ FILES = [
         {"prompt": [HI], "chosen": [YES], "rejected": [NO]},
         ending="csv",
     ),
-    taken("a table of conversations", CONVERSATIONS, ending="parquet"),
-    taken("SHP as a table", SHP, ending="parquet"),
-    taken("OpenAI in an array", OPENAI, ending="json"),
     # What could mean two things
     mapped(
         "a label and a score",
@@ -561,16 +683,7 @@ def test_a_file_is_read_as_its_format_means_it_or_refused_by_its_columns(tmp_pat
         )
 
 
-def test_every_shape_is_in_the_table(tmp_path):
-    read_as = set()
-    for number, case in enumerate(FILES):
-        if case.wanted or case.name == "AlpacaEval":
-            inputs = open_inputs([write_rows(tmp_path / f"{number}.jsonl", case.rows)])
-            read_as.add(common_shape(inputs, case.mapped).declared)
-    assert read_as == {*SHAPES}
-
-
-def test_a_second_column_that_names_a_winner_is_named_with_the_flag_that_takes_it(tmp_path):
+def test_a_second_winner_column_is_named_with_its_flag(tmp_path):
     row = {**SAFE, "better_response_id": 1, "safer_response_id": 0}
     inputs = open_inputs([write_rows(tmp_path / "a.jsonl", [row])])
     line = common_shape(inputs, {}).read_as

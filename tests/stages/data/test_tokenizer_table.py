@@ -194,7 +194,7 @@ def test_a_token_across_the_boundary_goes_to_the_completions_of_its_row(kind, fo
     assert texts_of(folder, wide)[0] == [f"{bos}hello", f"😀 yes{stop}", f"é no{stop}"]
 
 
-def test_a_prompt_that_is_cut_keeps_its_bos_and_the_side_that_is_asked_for(kind, folder):
+def test_a_cut_prompt_keeps_its_bos_and_side(kind, folder):
     tokenizer = load_tokenizer(folder, TokenOptions())
     bos = kind.tokenizer.get("bos")
     for record, cuts in ((TEXT, kind.text_cut), (CHAT, kind.chat_cut)):
@@ -240,9 +240,7 @@ def test_decoded_text_comes_to_the_same_ids(kind, folder):
         assert re.fullmatch(r" ?yes(\n\n)?", said)
 
 
-def test_a_model_stops_at_its_own_tokens_and_at_those_that_completions_end_with(
-    kind, folder, tmp_path
-):
+def test_a_model_stops_at_its_own_stops_and_those_of_completions(kind, folder, tmp_path):
     tokenizer = load_tokenizer(folder, TokenOptions())
     number = tokenizer.backend.token_to_id
     stops = {number(kind.text_stop), number(kind.turn_stop)}

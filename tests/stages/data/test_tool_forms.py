@@ -56,7 +56,7 @@ FOUND = {"role": "tool", "content": "rain"}
 
 
 @pytest.mark.parametrize("family", WRITTEN)
-def test_arguments_are_written_once_whether_they_are_given_as_an_object_or_as_text(folders, family):
+def test_arguments_may_be_an_object_or_text(folders, family):
     for given in (ARGUMENTS, AS_JSON):
         (_, said), _ = texts_of(folders[family], conversation(call(given)))
         answered = conversation(RAIN, prompt=(USER, *call(given), FOUND))
@@ -152,7 +152,7 @@ def refused(row, wrap=CHAT):
     return rejection_of(row, wrap=wrap)
 
 
-def test_a_plain_prompt_is_a_users_message_and_white_space_where_the_answer_begins_is_gone():
+def test_a_plain_prompt_becomes_a_users_message():
     record = wrapped(PAIR | {"prompt": " Which? \n"})
     assert record.prompt == (user(" Which?"),)
     assert record.completions == ((bot("This."),), (bot("That."),))
@@ -170,7 +170,7 @@ def test_a_plain_prompt_is_a_users_message_and_white_space_where_the_answer_begi
     assert wrapped(chat) == record_of(chat)
 
 
-def test_the_columns_of_conversations_go_with_text_that_is_one_and_are_refused_beside_other_text():
+def test_columns_of_conversations_need_text_that_is_wrapped():
     columns = {"system": "Be kind.", "tools": [{"name": "f"}]}
     columns["chat_template_kwargs"] = {"thinking": False}
     record = wrapped(PAIR | columns)
@@ -197,12 +197,12 @@ def test_a_transcript_is_not_rendered_twice():
         assert column == "system" or record_of(PAIR | {column: text})
 
 
-def test_text_that_only_speaks_of_such_things_is_wrapped():
+def test_text_that_looks_like_a_transcript_is_wrapped():
     for prompt in ("What is a human: a study", "Is [1] < 2 or > 3?", "Q: Who?\nA:"):
         assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
 
 
-def test_text_whose_prompt_has_no_column_is_refused_because_answers_may_begin_alike():
+def test_wrapped_text_needs_a_column_of_prompts():
     row = {"chosen": "Which? It is this.", "rejected": "Which? It is that."}
     assert "--map prompt=" in refused(row).detail
     assert record_of(row).prompt == "Which? It is"

@@ -46,7 +46,7 @@ def turns_of(folder, record, **options):
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_each_turn_of_the_assistant_is_learned_with_its_stop_and_nothing_else(folders, kind):
+def test_each_assistant_turn_is_learned_with_its_stop(folders, kind):
     record = conversation((ONE, user("and?"), TWO))
     assert turns_of(folders[kind], record) == SEVERAL[kind]
     assert turns_of(folders[kind], record, learn="last") == SEVERAL[kind][1:]
@@ -60,7 +60,7 @@ def test_what_a_tool_returns_is_not_learned_and_the_call_of_it_is(folders, kind)
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_one_turn_is_learned_as_a_whole_and_so_is_everything_if_that_is_asked_for(folders, kind):
+def test_one_turn_or_everything_is_learned_as_a_whole(folders, kind):
     row, _ = encode_one(folders[kind], conversation((ONE,), (TWO,)))
     assert row.learned == (None, None)
     several = conversation((ONE, user("and?"), TWO))
@@ -71,7 +71,7 @@ def test_one_turn_is_learned_as_a_whole_and_so_is_everything_if_that_is_asked_fo
     assert key_rows([everything], carried=()).learned is None
 
 
-def test_where_a_template_drops_earlier_thoughts_turns_are_marked_or_the_row_is_refused(folders):
+def test_dropped_thoughts_need_marked_turns(folders):
     record = conversation((bot("<think>Hm.</think>A one"), user("and?"), TWO))
     bad = refusal_of(folders["drops thoughts"], record)
     assert (bad.reason, "tokens.learn" in bad.detail) == ("template_error", True)
@@ -116,7 +116,7 @@ def test_a_marked_beginning_of_both_answers_is_their_prompt():
     assert record_of(pair).prompt == (USER, ONE, USER)
 
 
-def test_a_completion_of_others_alone_or_cut_before_its_turn_has_nothing_to_learn(folders):
+def test_a_completion_without_an_own_turn_has_nothing_to_learn(folders):
     folder = folders["qwen base"]
     assert (
         refusal_of(folder, conversation((FOUND,), prompt=(USER, LOOK))).reason == "nothing_learned"
@@ -127,7 +127,7 @@ def test_a_completion_of_others_alone_or_cut_before_its_turn_has_nothing_to_lear
     assert (bad.reason, "max_length" in bad.detail) == ("nothing_learned", True)
 
 
-def test_a_completion_that_continues_the_prompts_last_message_is_learned_from_there(folders):
+def test_a_continued_message_is_learned_from_there(folders):
     record = conversation((bot(" one"), user("and?"), TWO), prompt=(USER, bot("A")))
     assert turns_of(folders["qwen base"], record) == (" one<|im_end|>", "A two<|im_end|>")
     assert turns_of(folders["marked"], record) == (" one<|im_end|>", "A two<|im_end|>")

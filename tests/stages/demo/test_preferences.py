@@ -1,6 +1,5 @@
 """The tiny world: what its preferences teach, its files, its tokenizer and its model."""
 
-import re
 from collections import Counter
 from dataclasses import astuple
 from math import log
@@ -35,17 +34,6 @@ def test_the_chosen_answer_alone_has_the_best_score_wherever_it_stands():
         assert max(answer.score for answer in each.answers) == 1.0
     places = Counter(each.answers.index(each.chosen) for each in DRAWN)
     assert places[0] < 0.75 * len(DRAWN)
-
-
-def test_chosen_sums_are_right_and_polite_wrong_ones_are_not():
-    told = [
-        (int(first) + int(second) == int(result), answer.score)
-        for each in DRAWN
-        for answer in each.answers
-        for first, second, result in re.findall(r"sum of (\d+) and (\d+) is (\d+)", answer.text)
-    ]
-    assert len(told) > 50
-    assert all(is_right == (score == 1.0) for is_right, score in told)
 
 
 def read(path):
@@ -152,26 +140,10 @@ def test_a_seed_is_one_model_near_uniform_and_leaves_other_random_numbers_alone(
 
 
 @pytest.mark.numeric
-def test_pretraining_makes_good_and_bad_answers_likelier_than_chance(pretrained_world, tokenizer):
+def test_a_pretrained_model_is_likelier_than_chance(pretrained_world):
     assert pretrained_world.pretraining.logp_before < -6.5  # uniform: -6.9
     assert -3.5 < pretrained_world.pretraining.logp_after < 0
     assert pretrained_world.pretraining.num_parameters < 1_000_000
-    model = AutoModelForCausalLM.from_pretrained(pretrained_world.model)
-
-    def logp_per_token(messages, answer):
-        start = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-        messages = [*messages, {"role": "assistant", "content": answer.text}]
-        ids = torch.tensor([tokenizer.apply_chat_template(messages, return_dict=False)])
-        with torch.no_grad():
-            logps = model(ids).logits[0, :-1].log_softmax(-1)
-        return logps.gather(1, ids[0, 1:, None])[len(start) - 1 :].mean().item()
-
-    for side in ("chosen", "rejected"):
-        drawn = draw_preferences(30, seed=11)
-        logps = [logp_per_token([*map(dict, one.prompt)], getattr(one, side)) for one in drawn]
-        assert -4.5 < sum(logps) / 30 < 0
 
 
 def test_a_world_is_whole_stops_at_eos_and_is_not_overwritten(pretrained_world, tokenizer):

@@ -87,7 +87,7 @@ def test_an_order_has_each_row_as_often_as_it_is_drawn(sizes, epoch, data):
     assert order.rows(start, len(rows)).tolist() == rows[start:]
 
 
-def test_once_each_is_the_order_without_weights_and_draws_of_a_row_stand_apart():
+def test_draws_of_a_row_stand_apart():
     sizes = [20] * 40
     plain = shuffled_order(offsets_of(sizes), seed=0, epoch=1)
     once, twice = (
@@ -159,7 +159,7 @@ def _held_out(source):
         return [row for step in steps for micro in step.own for row in micro.row_ids]
 
 
-def test_a_file_is_named_by_its_name_or_its_stem_and_what_is_none_is_refused():
+def test_a_file_is_named_by_its_name_or_its_stem():
     inputs = [*map(entry, FILES), entry("two.jsonl")]
     assert weights_of(inputs, {"one": 2.0, "two.jsonl": 0.0}) == (2.0, 1.0, 1.0, 0.0)
     listed = "one.jsonl, two.parquet, three.jsonl.gz, two.jsonl"

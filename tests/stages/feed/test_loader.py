@@ -184,7 +184,7 @@ def test_a_context_stands_between_the_prompt_and_each_completion(mixed):
 
 
 @pytest.mark.slow
-def test_any_step_can_be_gone_on_from(mixed):
+def test_a_feed_resumes_from_any_step(mixed):
     """Of an epoch and over its edge, and now and then from there to the end."""
 
     def content(batches):

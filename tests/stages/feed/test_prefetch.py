@@ -44,7 +44,7 @@ def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, che
     assert not prefetching()
 
 
-def test_a_shard_that_is_gone_or_an_error_of_the_consumer_ends_the_stream(forty_units):
+def test_a_lost_shard_or_an_error_ends_the_stream(forty_units):
     source = opened(forty_units)
     with suppress(KeyError), feed_of(source).steps(0) as steps:
         next(steps)

@@ -146,7 +146,7 @@ def test_a_score_that_is_its_threshold_but_for_rounding_gets_no_label():
         assert read_of(equal, "labelled", threshold=limit) == []
 
 
-def test_a_bad_branch_without_a_score_of_its_own_gets_what_the_method_wants():
+def test_an_unscored_bad_branch_gets_the_bad_score():
     """Also where a single one is missing: a score and a 1 cannot be compared."""
     rows = [[(C, None), (R, None)], [(C, 8), (R, None)], [(U, None)], [(D, 5), (U, 4)]]
     for bad in (0.0, -1.0):

@@ -89,7 +89,7 @@ def pairs_of(plan):
     )
 
 
-def test_each_completion_meets_one_partner_an_epoch_in_turn_or_all_of_them():
+def test_each_completion_meets_its_partners_in_turn():
     table = table_of([9, 9], levels=3)
     ways = [({"epoch": epoch}, [epoch % 3]) for epoch in range(4)]
     for changed, levels in [*ways, ({"kl_use": "all"}, [0, 1, 2])]:

@@ -38,9 +38,7 @@ def uses_beyond_first(row):
     st.integers(1, 4),
     st.integers(0, 99),
 )
-def test_every_completion_is_used_once_for_each_k_where_no_prompt_has_more_than_half(
-    runs, pairs, seed
-):
+def test_every_completion_is_used_once_for_each_k(runs, pairs, seed):
     partners = choose(*keys_of(runs, 10**15, seed=seed), num_pairs=pairs)
     for row in partners:
         if 2 * max(runs) <= sum(runs):
@@ -56,13 +54,6 @@ def test_equal_texts_under_other_prompts_are_never_paired(texts):
         assert NONE not in partners
         if texts > 2:
             assert [uses_beyond_first(row) for row in partners] == [0, 0]
-
-
-@pytest.mark.parametrize("share", [0.4, 0.6])
-def test_a_prompt_of_many_completions_and_the_others_are_partners_of_each_other(share):
-    large = round(2000 * share)
-    partners = choose(*keys_of([*([1] * (1000 - large // 2)), large], 10**15), num_pairs=4)
-    assert NONE not in partners
 
 
 def test_a_partner_is_repeated_only_as_often_as_the_counts_force():

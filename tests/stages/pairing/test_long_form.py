@@ -72,7 +72,7 @@ def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffle
     assert once == twice
 
 
-def test_a_joined_row_comes_from_its_first_and_its_id_from_all_of_its_rows(tmp_path):
+def test_a_joined_row_has_an_id_of_all_its_rows(tmp_path):
     def joined_of(*completions, score=0.5):
         records = [long_row([1], [ids], score, row=row) for row, ids in enumerate(completions)]
         (row,) = shards_of(tmp_path, records, joins="left").all_rows()
@@ -126,7 +126,7 @@ def test_the_prompt_of_a_group_is_what_all_its_rows_begin_with():
     assert notes["prompts_shortened_to_what_all_completions_share"] == 1
 
 
-def test_prompts_cut_at_their_beginning_are_compared_where_their_tokens_stood():
+def test_prompts_cut_at_their_beginning_are_aligned():
     # [BOS 2 3 4] and [BOS 3 4 5]; the other limits are those of any text below.
     found, _ = joined((SHORT, [7]), (LONG, [8]), limit=4)
     assert found == [((BOS, 3, 4), 2, [(5, 8), (7,)])]
@@ -144,7 +144,7 @@ def test_a_prompt_cut_at_its_end_leaves_no_hole_in_a_completion():
     assert joined(*rows, side="right", limit=5)[0] == [expected]
 
 
-def test_what_a_completion_gets_of_its_prompt_counts_as_its_first_token_does():
+def test_moved_prompt_tokens_count_as_the_first_token():
     """By hand: 4 and 5 go to completions, one of which begins with a turn that is not learned."""
     rows = [(SHORT, [7, 8], [0, 1]), (LONG, [9], [1]), ([BOS, 1, 2, 3], [9, 9], [0, 1])]
     records = [

@@ -34,9 +34,7 @@ MIB = 1 << 20
         (9 * MIB, 10, 5, 5, 5),
     ],
 )
-def test_how_many_shards_there_are_follows_from_bytes_and_rows_or_is_asked_for(
-    size, rows, asked, ranges, shards
-):
+def test_the_number_of_shards_follows_from_bytes_and_rows(size, rows, asked, ranges, shards):
     assert number_of_ranges(size, asked) == ranges
     assert number_of_shards(ranges, rows, asked) == shards
 
@@ -140,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 @given(st.lists(st.lists(st.sampled_from("aab"), min_size=0, max_size=6), max_size=6))
-def test_the_one_prompt_that_may_have_more_than_half_is_found_slice_by_slice(slices):
+def test_a_majority_prompt_is_found_slice_by_slice(slices):
     """Prompts are letters here, one for each completion; `a` is the likelier one."""
     records = []
     for prompts in slices:
