@@ -22,7 +22,7 @@ from ...schemas.errors import BadDataError, CorruptionError, StorageError, damag
 from ...stages.data.cells import template_unused
 from ...stages.data.encode import Encoder, EncodingJob, InputCounts
 from ...stages.data.files import Digested, InputFile, require_unchanged, slices_of
-from ...stages.data.readers import Slice
+from ...stages.data.readers import Piece
 from ...stages.data.tokenizer import tokenizer_fingerprint
 from ...stages.engine.launchers import ranks_here
 from ...stages.pairing.partition import (
@@ -62,7 +62,7 @@ class Slices:
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]
-    slices: list[list[Slice]]  # each a list of pieces: one, or several small whole files
+    slices: list[list[Piece]]  # each a list of pieces: one, or several small whole files
     ranges: int
 
     @staticmethod

@@ -18,7 +18,7 @@ from ...schemas.rows import BadRow, Message, Record, Rejected
 from .cells import ASSISTANT
 from .chat_template import Conversation
 from .files import InputFile
-from .readers import Slice
+from .readers import Piece
 from .records import in_batches, records_in
 from .row_keys import EncodedRow, key_rows
 from .shapes import PAIR, Shape
@@ -255,17 +255,17 @@ class EncodingJob:
         return Encoder(tokenizer, self.options)
 
     def rows(
-        self, encoder: Encoder, inputs: Sequence[InputFile], part: Slice, counts: InputCounts
+        self, encoder: Encoder, inputs: Sequence[InputFile], piece: Piece, counts: InputCounts
     ) -> Iterator[Rows]:
         """The usable rows of a slice, numbered from its first row; all of its rows are counted."""
-        found = records_in(inputs[part.file], self.shape, self.files[part.file], part)
+        found = records_in(inputs[piece.file], self.shape, self.files[piece.file], piece)
         for batch in in_batches(found):
             with collector_paused():
                 encoded = [*encoder.encode(batch)]
                 own = [one for one in encoded if isinstance(one, EncodedRow)]
                 rows = key_rows(own, carried=self.shape.carried)
             rejected = [one for one in encoded if isinstance(one, Rejected)]
-            counts.rows_per_file[part.file] += len(batch)
+            counts.rows_per_file[piece.file] += len(batch)
             counts.notes.update(note for row in own for note in row.notes)
             counts.reasons.update(one.reason for one in rejected)
             counts.keep(rejected)

@@ -18,7 +18,7 @@ from ...schemas.file_version import FileVersion
 from ...schemas.rows import BadRow
 from ..storage.disk.digests import own_digests, remembered_sha256
 from ..storage.locations import origin_of
-from .readers import ENDINGS, READERS, WHOLE, Row, Slice, ending_of, open_bytes
+from .readers import ENDINGS, READERS, WHOLE, Piece, Row, ending_of, open_bytes
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
 HUB_FOLDER = "data"  # the one that the Hub's data sets have their files in
@@ -229,19 +229,19 @@ SLICES = 64  # of small data; large data have as many as LARGEST_SLICE asks for
 LEAST_SLICE, LARGEST_SLICE = 2 << 20, 32 << 20
 
 
-def slices_of(inputs: Sequence[InputFile], columns: Collection[str]) -> list[list[Slice]]:
-    """The data in order, cut for the tasks that read them: a slice each, or small whole files.
+def slices_of(inputs: Sequence[InputFile], columns: Collection[str]) -> list[list[Piece]]:
+    """The data in order, cut for the tasks that read them: a piece each, or several small files.
 
     The cuts depend on the files alone, and the sizes count these columns.
     """
-    files = [_slices_in(number, file, columns) for number, file in enumerate(inputs)]
-    total = sum(one.bytes for slices in files for one in slices)
+    files = [_pieces_in(number, file, columns) for number, file in enumerate(inputs)]
+    total = sum(one.bytes for pieces in files for one in pieces)
     most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
-    tasks: list[list[Slice]] = []
+    tasks: list[list[Piece]] = []
     room = 0  # for further whole files in the last task
-    for slices in files:
-        joined = slices[:1]
-        for one in slices[1:]:
+    for pieces in files:
+        joined = pieces[:1]
+        for one in pieces[1:]:
             last = joined[-1]
             if last.bytes + one.bytes <= most:
                 size = last.bytes + one.bytes
@@ -258,25 +258,25 @@ def slices_of(inputs: Sequence[InputFile], columns: Collection[str]) -> list[lis
     return tasks
 
 
-def _slices_in(number: int, file: InputFile, columns: Collection[str]) -> list[Slice]:
+def _pieces_in(number: int, file: InputFile, columns: Collection[str]) -> list[Piece]:
     try:
-        found = READERS[file.format].slices(file.path, columns, LEAST_SLICE)
+        found = READERS[file.format].pieces(file.path, columns, LEAST_SLICE)
     except _DAMAGE as error:
         raise _damaged(file, "", error) from error
     return [one._replace(file=number) for one in found]
 
 
 def rows_of(
-    file: InputFile, columns: Collection[str], part: Slice = WHOLE
+    file: InputFile, columns: Collection[str], piece: Piece = WHOLE
 ) -> Iterator[Row | BadRow]:
-    """The rows of a file or of a slice of it, with these columns at least."""
+    """The rows of a file or of a piece of it, with these columns at least."""
     row = 0
     try:
-        for cells in READERS[file.format].rows(file.path, columns, part):
+        for cells in READERS[file.format].rows(file.path, columns, piece):
             yield cells
             row += 1
     except _DAMAGE as error:
-        where = f" of its slice from {part.start:,} on" if part.start else ""
+        where = f" of its piece from {piece.start:,} on" if piece.start else ""
         raise _damaged(file, f" after row {row:,}{where}", error) from error
 
 

@@ -30,11 +30,11 @@ JSON_ROWS = 1000  # of which the keys are a JSON file's columns
 TOO_DEEP = "a value is nested too deeply to be read"
 
 
-class Slice(NamedTuple):
+class Piece(NamedTuple):
     """A part of a file that is read without the rest.
 
     Its unit is a row group of Parquet, a record batch of Arrow or a byte of JSON lines. A CSV file,
-    a JSON array and a compressed file cannot be cut: each is one slice.
+    a JSON array and a compressed file cannot be cut: each is one piece.
     """
 
     start: int
@@ -43,7 +43,7 @@ class Slice(NamedTuple):
     file: int = 0  # index of the input
 
 
-WHOLE = Slice(0, sys.maxsize, 0)
+WHOLE = Piece(0, sys.maxsize, 0)
 
 
 class Reader(NamedTuple):
@@ -51,9 +51,9 @@ class Reader(NamedTuple):
 
     columns: Callable[[Path], tuple[str, ...]]  # none if the file has no rows
     # As small as the file can be cut; lines are cut into so many bytes.
-    slices: Callable[[Path, Collection[str], int], list[Slice]]
+    pieces: Callable[[Path, Collection[str], int], list[Piece]]
     # Text files give all columns of a row, columnar ones those that are asked for.
-    rows: Callable[[Path, Collection[str], Slice], Iterator[Row | BadRow]]
+    rows: Callable[[Path, Collection[str], Piece], Iterator[Row | BadRow]]
 
 
 # Parquet
@@ -64,11 +64,11 @@ def _parquet_columns(path: Path) -> tuple[str, ...]:
         return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
 
 
-def _parquet_slices(path: Path, columns: Collection[str], _: int) -> list[Slice]:
+def _parquet_pieces(path: Path, columns: Collection[str], _: int) -> list[Piece]:
     with pq.ParquetFile(path, memory_map=False) as file:
         groups = map(file.metadata.row_group, range(file.num_row_groups))
         sizes = [_group_bytes(group, columns) for group in groups]
-    return [Slice(number, number + 1, size) for number, size in enumerate(sizes)]
+    return [Piece(number, number + 1, size) for number, size in enumerate(sizes)]
 
 
 def _group_bytes(group: pq.RowGroupMetaData, columns: Collection[str]) -> int:
@@ -81,12 +81,12 @@ def _group_bytes(group: pq.RowGroupMetaData, columns: Collection[str]) -> int:
     )
 
 
-def _parquet_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
+def _parquet_rows(path: Path, columns: Collection[str], piece: Piece) -> Iterator[Row | BadRow]:
     # Without buffer_size a whole column chunk is in memory; with pre_buffer the whole file.
     options = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
     with pq.ParquetFile(path, memory_map=False, **options) as file:
         wanted = [name for name in file.schema_arrow.names if name in columns]
-        for number in range(part.start, min(part.stop, file.num_row_groups)):
+        for number in range(piece.start, min(piece.stop, file.num_row_groups)):
             group, found = file.metadata.row_group(number), 0
             bytes_per_row = max(1, _group_bytes(group, wanted) // max(1, group.num_rows))
             size = max(1, min(BATCH_ROWS, BATCH_BYTES // bytes_per_row))
@@ -120,8 +120,8 @@ def _ipc_columns(path: Path) -> tuple[str, ...]:
     return names if any(batch.num_rows for batch in batches) else ()
 
 
-def _ipc_slices(path: Path, _: Collection[str], __: int) -> list[Slice]:
-    return [Slice(number, number + 1, size) for number, size in enumerate(_ipc_sizes(path))]
+def _ipc_pieces(path: Path, _: Collection[str], __: int) -> list[Piece]:
+    return [Piece(number, number + 1, size) for number, size in enumerate(_ipc_sizes(path))]
 
 
 def _ipc_sizes(path: Path) -> list[int]:
@@ -147,21 +147,21 @@ def _ipc_sizes(path: Path) -> list[int]:
         return sizes
 
 
-def _ipc_batches(path: Path, columns: Collection[str], part: Slice) -> Iterator[pa.RecordBatch]:
+def _ipc_batches(path: Path, columns: Collection[str], piece: Piece) -> Iterator[pa.RecordBatch]:
     # Mapped, not read: one record batch may be as large as the file.
     with pa.memory_map(str(path)) as source:
         names = _open_ipc(source).schema.names
         fields = [index for index, name in enumerate(names) if name in columns]
         reader = _open_ipc(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
         if isinstance(reader, pa.RecordBatchFileReader):
-            numbers = range(reader.num_record_batches)[part.start : part.stop]
+            numbers = range(reader.num_record_batches)[piece.start : piece.stop]
             yield from map(reader.get_batch, numbers)
         else:
-            yield from islice(reader, part.start, part.stop)
+            yield from islice(reader, piece.start, piece.stop)
 
 
-def _ipc_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
-    return chain.from_iterable(map(batch_rows, _ipc_batches(path, columns, part)))
+def _ipc_rows(path: Path, columns: Collection[str], piece: Piece) -> Iterator[Row | BadRow]:
+    return chain.from_iterable(map(batch_rows, _ipc_batches(path, columns, piece)))
 
 
 def batch_rows(batch: pa.RecordBatch) -> Iterator[Row | BadRow]:
@@ -229,7 +229,7 @@ def open_bytes(path: Path) -> BufferedReader:
     return BufferedReader(pa.input_stream(str(path), compression=codec), BLOCK_BYTES)
 
 
-def _one_slice(path: Path, _: Collection[str], __: int) -> list[Slice]:
+def _one_piece(path: Path, _: Collection[str], __: int) -> list[Piece]:
     size = path.stat().st_size
     return [WHOLE._replace(bytes=size * (_TEXT_PER_BYTE if path.suffix.lower() in _CODECS else 1))]
 
@@ -273,7 +273,7 @@ def _csv_columns(path: Path) -> tuple[str, ...]:
     return tuple(header) if next(rows, None) else ()
 
 
-def _csv_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
+def _csv_rows(path: Path, columns: Collection[str], piece: Piece) -> Iterator[Row | BadRow]:
     rows = _csv_cells(path)
     header = next(rows)
     for cells in rows:
@@ -299,19 +299,19 @@ def _json_columns(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _json_slices(path: Path, columns: Collection[str], each: int) -> list[Slice]:
+def _json_pieces(path: Path, columns: Collection[str], each: int) -> list[Piece]:
     if path.suffix.lower() in _CODECS or not _is_lines(path):
-        return _one_slice(path, columns, each)
+        return _one_piece(path, columns, each)
     size = path.stat().st_size
     count = max(1, -(-size // each))
     edges = [number * size // count for number in range(count + 1)]
-    return [Slice(start, stop, stop - start) for start, stop in pairwise(edges)]
+    return [Piece(start, stop, stop - start) for start, stop in pairwise(edges)]
 
 
-def _json_rows(path: Path, columns: Collection[str], part: Slice) -> Iterator[Row | BadRow]:
+def _json_rows(path: Path, columns: Collection[str], piece: Piece) -> Iterator[Row | BadRow]:
     """The rows; bytes that are no text are surrogates, which are refused where a cell is read."""
     if _is_lines(path):
-        for line in _lines(path, part):
+        for line in _lines(path, piece):
             try:
                 yield _object(json.loads(line.decode("utf-8", "surrogateescape")))
             except ValueError as error:
@@ -342,14 +342,14 @@ def _is_lines(path: Path) -> bool:
     return bool(more) or not isinstance(row.get("data"), list)
 
 
-def _lines(path: Path, part: Slice) -> Iterator[bytes]:
-    """The lines that begin in a part of a file, without blank ones."""
+def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
+    """The lines that begin in a piece of a file, without blank ones."""
     with open_bytes(path) as file:
-        position = part.start
+        position = piece.start
         if position:
             file.seek(position - 1)
-            position += len(file.readline()) - 1  # the rest of a line that begins before the part
-        while position < part.stop and (line := file.readline()):
+            position += len(file.readline()) - 1  # the rest of a line that begins before it
+        while position < piece.stop and (line := file.readline()):
             text = line if position else line.removeprefix(codecs.BOM_UTF8)
             position += len(line)
             if text and not text.isspace():
@@ -388,13 +388,13 @@ def _elements(text: str) -> Iterator[Any]:
         raise BadDataError(f"element {count - 1:,} of the array is followed by {shown(what)}")
 
 
-_JSON = Reader(_json_columns, _json_slices, _json_rows)
-_CSV = Reader(_csv_columns, _one_slice, _csv_rows)
+_JSON = Reader(_json_columns, _json_pieces, _json_rows)
+_CSV = Reader(_csv_columns, _one_piece, _csv_rows)
 _TEXTS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON, ".csv": _CSV, ".tsv": _CSV}
 READERS = {
-    ".parquet": Reader(_parquet_columns, _parquet_slices, _parquet_rows),
+    ".parquet": Reader(_parquet_columns, _parquet_pieces, _parquet_rows),
     **_TEXTS,
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), Reader(_ipc_columns, _ipc_slices, _ipc_rows)),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), Reader(_ipc_columns, _ipc_pieces, _ipc_rows)),
     **{f"{ending}{codec}": reader for ending, reader in _TEXTS.items() for codec in _CODECS},
 }
 _PLAIN = ", ".join(ending for ending in READERS if not ending.endswith((*_CODECS,)))

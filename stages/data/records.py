@@ -21,7 +21,7 @@ from .cells import (
 )
 from .columns import KNOWN, prompt_shapes
 from .files import InputFile, rows_of
-from .readers import MOST_CHARACTERS, TOO_DEEP, WHOLE, Row, Slice
+from .readers import MOST_CHARACTERS, TOO_DEEP, WHOLE, Piece, Row
 from .row_parts import Cells
 from .shapes import OPTIONAL, DataShape, Shape, read_prompt_alone, read_row
 
@@ -33,10 +33,10 @@ def read_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record |
 
 
 def records_in(
-    file: InputFile, shape: Shape, identity: int, part: Slice = WHOLE
+    file: InputFile, shape: Shape, identity: int, piece: Piece = WHOLE
 ) -> Iterator[Record | Rejected]:
     """Every row of a file or of a slice of it, numbered from the start of that."""
-    for row, cells in enumerate(rows_of(file, shape.columns, part)):
+    for row, cells in enumerate(rows_of(file, shape.columns, piece)):
         yield record_of(cells, shape, identity, row)
 
 
