@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .option import STRICT, PathStr
+from .option import STRICT, PathStr, Threshold
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -111,7 +111,7 @@ class SelectOptions:
             "groups: all samples with scores, for GRPO and PPO"
         ),
     )
-    threshold: float | str = Field(
+    threshold: Threshold = Field(
         default="mean",
         description=(
             "labels: desirable above this, undesirable below: mean or median of a prompt, or a "

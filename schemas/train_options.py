@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .option import STRICT, PathStr
+from .option import STRICT, PathStr, Threshold
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -110,7 +110,7 @@ class TrainOptions:
     min_score_gap: float = Field(
         default=0.0, ge=0, description="least difference between the scores of such a pair"
     )
-    label_threshold: float | str = Field(
+    label_threshold: Threshold = Field(
         default="mean",
         description=(
             "scored completions are desirable above this, undesirable below it, neither at it: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.option import wrong_value
 from ...schemas.safe_text import MASK, mask_secrets_of, masked, masked_address
 from ...stages.storage.locations import is_remote
 from ...stages.tracking.tracker import require_trackers
@@ -191,10 +191,11 @@ def _of_set(text: str) -> tuple[str, Any]:
 def _of_text(name: str, text: str, where: str) -> Any:
     """The value of a setting that is given as text: itself, where the setting is a text.
 
-    A text that may be true or false as well is read as the others are.
+    A text that may be true, false or a fraction as well is read as the others are.
     """
     field = fields().get(name)
-    if field and isinstance(field.default, str) and bool not in get_args(field.annotation):
+    kinds = {*get_args(field.annotation)} if field else set()
+    if field and isinstance(field.default, str) and not {bool, float} & kinds:
         return text
     try:
         return from_yaml(text)
@@ -231,20 +232,16 @@ def _checked(values: Mapping[str, Any], origins: Mapping[str, str], command: str
 
 def _blamed(section: str, error: ValidationError, origins: Mapping[str, str], command: str) -> str:
     """The sentence for the first wrong value of a section: its origin, its name, what it may be."""
-    errors = error.errors(include_url=False)
-    key, *inside = errors[0]["loc"]
-    name = f"{section}.{key}"
-    # A value of several types has an error for each of them; an item of a list has its place.
-    words = [one["msg"].removeprefix("Input should be ") for one in errors if one["loc"][0] == key]
-    expected = " or ".join(dict.fromkeys(words)).replace("a valid boolean", "true or false")
+    first = error.errors(include_url=False)[0]
+    key, *inside = first["loc"]
+    name, found = f"{section}.{key}", first["input"]
     of_items = get_origin(fields()[name].annotation) in (list, dict)
     place = name + "".join(f"[{step!r}]" for step in inside if of_items and step != "[key]")
     origin = (flag_of(name, command) if origins[name] == "flag" else "") or origins[name]
-    found = errors[0]["input"]
-    wrong = f"{origin}: {place} should be {expected}, found {found!r:.60}."
+    wrong = f"{origin}: {place} {wrong_value(error)}"
     if origin == "--set" and isinstance(found, str) and "," in found:
         return f"{wrong} `align sweep --vary {name}={found:.60}` tries several values."
-    return wrong + did_you_mean(closest(str(found), re.findall("'([^']+)'", expected)))
+    return wrong
 
 
 # Settings as they are written down.

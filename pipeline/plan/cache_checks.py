@@ -1,8 +1,8 @@
-"""Checks of a cache against the policy that is trained on it: text, reference and lengths."""
+"""What a training needs of a cache: its rows, log-probs and samples, its text and its reference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,16 +10,111 @@ from typing import TYPE_CHECKING
 from ...schemas.cache import Manifest
 from ...schemas.config import ModelOptions
 from ...schemas.data_options import TokenOptions
-from ...schemas.errors import FingerprintError, UsageError, differences
+from ...schemas.errors import FingerprintError, UsageError, counted, differences
+from ...schemas.rows import Role
+from ...schemas.samples import Drawing
+from ...schemas.train_options import TrainOptions
 from ...stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from ...stages.feed.select import ReadSpec, ScoreRules
 from ...stages.feed.train_source import TrainSource
+from ...stages.storage.cache import Cache
 from ..options.settings import Settings, flatten
 
 if TYPE_CHECKING:
     from ...stages.methods.recipe import Recipe
 
-# Parts of a fingerprint that two caches share when their numbers can be compared.
-MAKING = {"model", "numerics", "tokenizer", "tokens"}
+
+def read_spec_of(recipe: Recipe, train: TrainOptions, policy: str) -> ReadSpec:
+    """The read spec of stored rows; `policy` is the policy's folder, for its tokenizer."""
+    shares = (train.desirable_share, train.undesirable_share)
+    if recipe.rows != "labelled" and shares != (1.0, 1.0):
+        raise UsageError(
+            f"train.desirable_share and train.undesirable_share are for methods that read labels, "
+            f"such as kto; {recipe.name} reads {recipe.rows} rows. Unset both."
+        )
+    return ReadSpec(
+        kind=recipe.rows,
+        mismatched="mismatched" in recipe.needs,
+        eval_fraction=train.eval_fraction,
+        rules=ScoreRules(
+            train.pairs_from_scores,
+            train.min_score_gap,
+            train.label_threshold,
+            recipe.bad_score,
+        ),
+        needs_scores="scores" in recipe.needs or recipe.rows == "grouped",
+        columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
+        context=_context(recipe, policy),
+        file_weights=train.file_weights,
+        label_shares=shares,
+        seed=train.seed,
+    )
+
+
+def _context(recipe: Recipe, policy: str) -> dict[Role, tuple[int, ...]]:
+    """The tokens a method puts between a prompt and the completions of each role."""
+    part = next((one for one in recipe.parts if one.method.context), None)
+    if part is None or part.method.context is None:
+        return {}
+    if len(recipe.parts) > 1:
+        raise UsageError(
+            f"{part.method.name} shows the policy other prompts than the reference saw: it cannot "
+            "be mixed."
+        )
+    texts = part.method.context(part.options)
+    backend = load_tokenizer(policy, TokenOptions(bos="never", eos="never")).backend
+    context = {
+        role: tuple(backend.encode(text, add_special_tokens=False).ids)
+        for role, text in texts.items()
+    }
+    if not all(context.values()) or len({*context.values()}) < len(context):
+        raise UsageError(
+            f"{part.method.name} marks good and bad by {' and '.join(map(repr, texts.values()))}, "
+            "which are empty or alike to this tokenizer. Choose another method.good_token or "
+            "method.bad_token."
+        )
+    return context
+
+
+def require_logps(recipe: Recipe, folder: Cache, manifest: Manifest) -> None:
+    """Refuses a cache without log-probs, or without those of tokens, where a recipe needs them."""
+    if "reference" in recipe.needs and not manifest.is_scored:
+        raise UsageError(
+            f"{recipe.name} needs the reference's log-probs, and {folder.root} is not scored "
+            "(cache.scored is false). Make another cache without --no-scored: --output OTHER."
+        )
+    has_tokens = manifest.fingerprint["cache.token_logps"] == "true"
+    if "token_reference" in recipe.needs and not has_tokens:
+        raise UsageError(
+            f"{recipe.name} with these options needs the reference's log-prob of every token, and "
+            f"{folder.root} keeps their sums only. Make another cache with `align precompute-ref … "
+            "--token-logps --output OTHER`; it scores everything again."
+        )
+
+
+def require_own_samples(
+    recipe: Recipe, where: object, drawn: Iterable[Drawing | None], *, may_differ: bool
+) -> None:
+    """Refuses samples that the reference did not draw as it is, for a ratio to its log-probs."""
+    others = [one for one in dict.fromkeys(drawn) if one and not one.is_own]
+    if others and recipe.drawn_by_reference and not may_differ:
+        raise UsageError(
+            f"{recipe.name} divides by the probabilities of the reference itself, and the samples "
+            f"of {where} are drawn at {'; at '.join(map(str, others))}. Sample at temperature 1 "
+            "without top-p and top-k, or pass --set train.other_sampling=true."
+        )
+
+
+def sampling_note(recipe: Recipe, manifest: Manifest) -> str:
+    """The sampling of a cache's samples, where the loss depends on it."""
+    if not recipe.drawn_by_reference:
+        return ""
+    drawn = manifest.sampling or (None,) * len(manifest.inputs)
+    known = dict.fromkeys(f"at {one}" for one in drawn if one)
+    unknown = sum(one is None for one in drawn)
+    lines = [f"drawn {' and '.join(known)}"] if known else []
+    lines += [f"not known of {counted(unknown, 'data files')}"] if unknown else []
+    return f"samples: {', '.join(lines)}; {recipe.name} divides by the reference at temperature 1"
 
 
 def require_same_text(
@@ -48,11 +143,10 @@ def require_same_text(
 def named_elsewhere(settings: Settings, manifest: Manifest) -> ModelOptions | None:
     """The reference that align.yaml or ALIGN_MODEL names, unless it is at the cache's own path."""
     model = settings.config.model
-    named = replace(
-        model, path=model.path or manifest.model, adapter=model.adapter or manifest.adapter
-    )
-    is_same = _same_path(named.path, manifest.model)
-    return None if is_same and _same_path(named.adapter, manifest.adapter) else named
+    path, adapter = model.path or manifest.model, model.adapter or manifest.adapter
+    if _same_path(path, manifest.model) and _same_path(adapter, manifest.adapter):
+        return None
+    return replace(model, path=path, adapter=adapter)
 
 
 def require_same_model(
@@ -61,10 +155,10 @@ def require_same_model(
     """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
     if found := _other_than_reference(manifest, identity):
         name = "model.adapter" if _same_path(named.path, manifest.model) else "model.path"
-        origin, value = settings.origins[name], flatten(settings.config)[name]
+        cached = " with ".join(filter(None, (manifest.model, manifest.adapter)))
         raise FingerprintError(
-            f"{origin}: {name} is {value}, and the reference of the cache is {manifest.model}"
-            f"{f' with {manifest.adapter}' if manifest.adapter else ''}:{_lines(found)}\n"
+            f"{settings.origins[name]}: {name} is {flatten(settings.config)[name]}, and the "
+            f"reference of the cache is {cached}:{_lines(found)}\n"
             "Make a cache with that model, or set it to the cache's. To train from another model "
             "than the reference, pass --model DIR --set train.other_reference=true."
         )
@@ -96,7 +190,11 @@ def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> di
 def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
     """Refuses to evaluate on a cache of another reference, or of other tokens."""
     ours, theirs = (
-        {key: value for key, value in one.fingerprint.items() if key.partition(".")[0] in MAKING}
+        {
+            key: value
+            for key, value in one.fingerprint.items()
+            if key.startswith(("model.", "numerics.", "tokenizer.", "tokens."))
+        }
         for one in (manifest, other)
     )
     if found := differences(ours, theirs):
@@ -115,12 +213,7 @@ def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> 
     if last is None or source.longest <= last:
         return
     more = max(map(len, source.spec.context.values()), default=0)
-    added = (
-        f", {more} of them those that {recipe.name} puts behind a prompt (method.good_token and "
-        "method.bad_token)"
-        if more
-        else ""
-    )
+    added = f", {more} of them of method.good_token in {recipe.name}" if more else ""
     raise UsageError(
         f"The longest row of {source.folder.root} has {source.longest:,} tokens{added}, and "
         f"the policy's last position is {last:,}. Make a cache with `align precompute-ref … "

@@ -11,11 +11,11 @@ from textwrap import wrap
 
 from ...schemas.errors import UsageError, counted
 from ...stages.engine.deepspeed_config import PRESETS
-from ...stages.methods.table import recipe_of
 from ...stages.model.load import chosen_device, device_bytes
 from ...stages.model.model_folder import require_peft
 from ...stages.report.cache_tables import facts as named
 from ...stages.report.cache_tables import grid, heading
+from ..options.first_checks import asked_recipe
 from ..options.settings import BY_HAND, Settings, flatten, without_secrets
 from ..options.table import reads
 from .memory import (
@@ -80,12 +80,10 @@ def plan_run(
 ) -> RunPlan:
     """Plans the training of these settings, for the device that is here unless it is for a GPU."""
     config = settings.config
-    if not config.train.method:
-        raise UsageError("No method. Pass --method kto (or dpo, orpo, …; `align methods`).")
+    recipe = asked_recipe(config)
     require_effect(settings)
     if config.lora.enabled:
         require_peft()
-    recipe = recipe_of(config.train.method, config.method)
     device = "cuda" if is_for_gpu else chosen_device(config.model)
     rows = planned_rows(config, recipe, given)
     facts = PlanFacts(
@@ -105,22 +103,17 @@ def plan_run(
 def plan_text(plan: RunPlan) -> str:
     """The verdict, what there is to do, the memory, other ways, and the command to copy."""
     choice, best = plan.choice, plan.best
-    note = learning_rate_note(best.config.train, best.config.lora)
     device = "one GPU" if plan.facts.device == "cuda" else "each process"
     blocks = [
-        list(_verdict(plan)),
-        *([wrap(note, WIDTH)] if note else []),
-        [_title("Training"), *named(list(_work(plan)))],
-        [_title(f"Memory of {device} at its peak, in GiB"), *_components(plan)],
-        [_title("Other ways, with these micro-batches, in GiB"), *_ways(plan)],
+        [*_verdict(plan)],
+        wrap(learning_rate_note(best.config.train, best.config.lora), WIDTH),
+        [heading("Training")[:WIDTH], *named([*_work(plan)])],
+        [heading(f"Memory of {device} at its peak, in GiB")[:WIDTH], *_components(plan)],
+        [heading("Other ways, with these micro-batches, in GiB")[:WIDTH], *_ways(plan)],
         [f"Run it{'' if choice.fits else ', changed so that it fits or comes nearest'}:"],
         [command(plan)],
     ]
-    return "\n\n".join("\n".join(block) for block in blocks)
-
-
-def _title(text: str) -> str:
-    return heading(text)[:WIDTH]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _verdict(plan: RunPlan) -> Iterator[str]:
@@ -133,10 +126,8 @@ def _verdict(plan: RunPlan) -> Iterator[str]:
     yield f"{'Fits' if choice.fits else 'Does not fit'}: {needs} of the {choice.budget}, {where}."
     if choice.fits and choice.found.changes:
         without = amount(choice.given.estimate.peak)
-        yield from wrap(
-            f"auto chooses {flags_of(choice.found.changes)}; without, {without} would be needed.",
-            WIDTH,
-        )
+        flags = flags_of(choice.found.changes)
+        yield from wrap(f"auto chooses {flags}; without, {without} would be needed.", WIDTH)
     for line in () if choice.fits else choice.what_else():
         yield from wrap(line, WIDTH, break_on_hyphens=False)
 

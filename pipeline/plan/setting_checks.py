@@ -16,89 +16,72 @@ from ..options.settings import Settings
 
 def require_effect(settings: Settings) -> None:
     """Refuses settings that would have no effect, or that need another one."""
-    train, lora, best = settings.config.train, settings.config.lora, settings.config.train.best
-    of_adapter = [] if lora.enabled else [*settings.given("lora")]
-    is_measured_apart = bool(best) and wanted(best).metric.startswith(EVAL)
-    wrong = (
-        (
-            train.cache and settings.origins.get("cache.output") == "--set",
-            "cache.output and train.cache are both set. Name the cache once.",
-        ),
-        (
-            train.eval_cache and train.eval_fraction,
-            "train.eval_cache and train.eval_fraction are both set. Choose one.",
-        ),
-        (
-            of_adapter,
-            f"{', '.join(of_adapter[:1])} is set, but no adapter is trained. Add --lora, or unset "
-            "it.",
-        ),
-        (
-            lora.dropout and not train.dropout,
+    train, lora = settings.config.train, settings.config.lora
+    if train.cache and settings.origins.get("cache.output") == "--set":
+        raise UsageError("cache.output and train.cache are both set. Name the cache once.")
+    if not lora.enabled and (given := [*settings.given("lora")]):
+        raise UsageError(f"{given[0]} is set, but no adapter is trained. Add --lora, or unset it.")
+    if lora.dropout and not train.dropout:
+        raise UsageError(
             f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
-            "off. Set train.dropout, or leave lora.dropout at 0.",
-        ),
-        (
-            train.eval_text and not train.holds_rows_out,
-            "train.eval_text is set, but no rows are held out for it. Set train.eval_fraction or "
-            "train.eval_cache, or unset it.",
-        ),
-        (
-            train.eval_text and not train.eval_table,
-            "train.eval_text is set, but train.eval_table is 0: no held-out row is written down. "
-            "Say how many are to be.",
-        ),
-        (
-            train.min_lr and train.schedule == "constant",
-            f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
-            "train.schedule, or unset it.",
-        ),
-        (
-            train.offloads_inputs and not train.recomputes,
-            "train.checkpoint_offload is on, but train.gradient_checkpointing is not: nothing "
-            "would be kept that could wait on the CPU. Set the latter, or unset the former.",
-        ),
-        (
-            (train.write_best or train.patience) and not best,
+            "off. Set train.dropout, or leave lora.dropout at 0."
+        )
+    if train.min_lr and train.schedule == "constant":
+        raise UsageError(
+            f"train.min_lr is {train.min_lr}, but a constant train.schedule never falls. Unset one."
+        )
+    if train.offloads_inputs and not train.recomputes:
+        raise UsageError("train.checkpoint_offload is on: set train.gradient_checkpointing too.")
+    _require_measured(train)
+    bytes_of(train.memory, name="train.memory")
+
+
+def _require_measured(train: TrainOptions) -> None:
+    """Refuses settings of evaluation where nothing would be measured for them."""
+    if train.eval_cache and train.eval_fraction:
+        raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
+    if train.eval_text and not (train.holds_rows_out and train.eval_table):
+        raise UsageError(
+            "train.eval_text is set, and needs held-out rows: set train.eval_fraction or "
+            "train.eval_cache, and train.eval_table above 0."
+        )
+    best, ends = train.best, bool(train.patience)
+    if not best and (train.write_best or ends):
+        raise UsageError(
             f"train.{'write_best' if train.write_best else 'patience'} is set, and train.best is "
-            "not. Name the metric by which the best is chosen, such as train.best=eval/loss.",
-        ),
-        (
-            train.patience and not is_measured_apart,
-            f"train.patience is {train.patience}, and counts evaluations on held-out rows. Set "
-            "train.best to the metric that has to get better, such as eval/loss.",
-        ),
-        (
-            is_measured_apart and not train.holds_rows_out,
-            f"train.best is {best}, but no rows are held out to measure it on. Set "
-            "train.eval_fraction or train.eval_cache, or name a metric of the training steps.",
-        ),
-        (
-            is_measured_apart and not train.eval_every,
+            "not. Name the metric by which the best is chosen, such as train.best=eval/loss."
+        )
+    if not best or not wanted(best).metric.startswith(EVAL):
+        if ends:
+            raise UsageError(
+                f"train.patience counts evaluations, and train.best is {best}. Set it to one of "
+                "their metrics, such as eval/loss."
+            )
+        return
+    if not train.holds_rows_out:
+        raise UsageError(
+            f"train.best is {best}, and needs held-out rows: set train.eval_fraction or "
+            "train.eval_cache, or name a metric of the training steps."
+        )
+    if not train.eval_every:
+        raise UsageError(
             f"train.best is {best}, but train.eval_every is 0: no checkpoint on the way is "
-            "measured. Set it, best to train.save_every.",
-        ),
-        (
-            train.write_best
-            and is_measured_apart
-            and (not train.save_every or train.eval_every % train.save_every),
+            "measured. Set it, best to train.save_every."
+        )
+    if train.write_best and (not train.save_every or train.eval_every % train.save_every):
+        raise UsageError(
             "train.write_best needs a checkpoint of every evaluation: train.eval_every is "
             f"{train.eval_every}, and train.save_every {train.save_every}. Set the latter to the "
-            "same number.",
-        ),
-    )
-    for is_wrong, sentence in wrong:
-        if is_wrong:
-            raise UsageError(sentence)
-    bytes_of(train.memory, name="train.memory")
+            "same number."
+        )
 
 
 def require_margins(recipe: Recipe) -> None:
     """Refuses a method whose rows are neither right nor wrong."""
     if recipe.rows not in ("paired", "labelled") or not recipe.reward_formula:
         raise UsageError(
-            f"train.row_margins is on, but rows of {recipe.name} have no margin: it compares no "
-            "rewards of good and bad completions. Unset it."
+            f"train.row_margins is on, but {recipe.name} compares no rewards of good and bad "
+            "completions. Unset it."
         )
 
 
@@ -112,29 +95,26 @@ def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) ->
     if zero_stage == 3:
         raise UsageError(
             f"lora.quantize is {lora.quantize}, and train.deepspeed={train.deepspeed} is ZeRO 3, "
-            "which flattens and spreads the weights: packed ones cannot be. Use --deepspeed zero2, "
-            "or set lora.quantize to none."
+            "which flattens the weights: packed ones cannot be. Use --deepspeed zero2, or set "
+            "lora.quantize to none."
         )
 
 
 def require_compilable(config: Config, zero_stage: int) -> None:
     """Refuses compiled layers inside of which weights are gathered, or which would draw masks."""
     train, is_packed = config.train, config.lora.quantize != "none"
-    if not config.model.compile:
-        return
-    if zero_stage == 3 or is_packed or train.dropout or train.router_loss:
+    if config.model.compile and (
+        zero_stage == 3 or is_packed or train.dropout or train.router_loss
+    ):
         raise UsageError(
             "model.compile is on, and layers are not compiled under ZeRO-3, in 4 bits, with "
             "train.dropout or with train.router_loss. Set it to false."
         )
 
 
-FULL_LR = 1e-5  # rates up to this are usual for all weights
-
-
 def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
     """What is usual for LoRA, where its learning rate is one for training all weights."""
-    if not (lora.enabled and 0 < train.lr <= FULL_LR):
+    if not (lora.enabled and 0 < train.lr <= 1e-5):
         return ""
     return (
         f"note: train.lr is {train.lr:g}, which is usual where all weights learn; LoRA usually "
@@ -142,9 +122,8 @@ def learning_rate_note(train: TrainOptions, lora: LoraOptions) -> str:
     )
 
 
-_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([gm])(?:i?b)?", re.IGNORECASE)
-_BYTES = re.compile("[0-9]{1,18}")
-_UNITS = {"g": 2**30, "m": 2**20}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*(?:([gm])(?:i?b)?)?", re.IGNORECASE)
+_UNITS = {"": 1, "m": 2**20, "g": 2**30}
 
 
 def bytes_of(size: str | int, *, name: str, least: int = 2**20) -> int:
@@ -152,8 +131,7 @@ def bytes_of(size: str | int, *, name: str, least: int = 2**20) -> int:
     if not (text := str(size)):
         return 0
     match = _SIZE.fullmatch(text)
-    exact = int(text) if _BYTES.fullmatch(text) else 0
-    found = round(float(match[1]) * _UNITS[match[2].lower()]) if match else exact
+    found = round(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
     if found < least:
         raise UsageError(
             f"{name} is {size!r}; expected a size such as 24g or 512m, or {least:,} bytes or more."
@@ -161,17 +139,14 @@ def bytes_of(size: str | int, *, name: str, least: int = 2**20) -> int:
     return found
 
 
-_PARTS = re.compile("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"))
-_SECONDS = (86_400, 3600, 60, 1)
+_TIME = re.compile("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"))
 
 
 def seconds_of(text: str) -> float:
     """`3h30m` in seconds; an empty text is infinity."""
     if not text:
         return float("inf")
-    parts = _PARTS.fullmatch(text)
-    if parts is None:
+    if (parts := _TIME.fullmatch(text)) is None:
         raise UsageError(f"train.max_time is {text!r}; expected a time such as 3h30m, 45m or 90s.")
-    return float(
-        sum(int(count or 0) * size for count, size in zip(parts.groups(), _SECONDS, strict=True))
-    )
+    days, hours, minutes, seconds = (int(count or 0) for count in parts.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

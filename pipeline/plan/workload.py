@@ -37,7 +37,7 @@ from ...stages.model.logprobs import causal_model
 from ...stages.model.model_folder import model_config, stored_dtype, text_settings
 from ...stages.model.policy import Policy
 from ..jobs.object_inputs import cache_at, local_model
-from .method_needs import read_spec_of
+from .cache_checks import read_spec_of
 
 SAMPLED_STEPS = 32  # of the first epoch
 MOST_MADE_ROWS = 100_000

@@ -14,7 +14,7 @@ from ...stages.storage.run.rounds_folder import RoundsFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.first_checks import asked_recipe
 from ..options.settings import Settings, as_absolute
-from ..plan.method_needs import require_own_samples
+from ..plan.cache_checks import require_own_samples
 from ..precompute.opening import require_model
 from ..tables.judges import KINDS, NAMES, kind_of
 from ..tables.samplers import sampling_of

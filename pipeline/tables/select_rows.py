@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
@@ -118,12 +117,6 @@ def _require_sense(options: SelectOptions) -> None:
         raise UsageError(
             f"select.max_length_ratio is {options.max_length_ratio:g}; expected at least 1, or 0 "
             "for any: it is the longer length over the shorter."
-        )
-    if options.threshold in ("mean", "median"):
-        return
-    if isinstance(options.threshold, str) or not math.isfinite(options.threshold):
-        raise UsageError(
-            f"select.threshold is {options.threshold!r}; expected mean, median or a number."
         )
 
 

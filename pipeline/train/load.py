@@ -36,8 +36,8 @@ from ..plan.cache_checks import (
     require_positions,
     require_same_model,
     require_same_reference,
+    sampling_note,
 )
-from ..plan.method_needs import sampling_note
 from ..plan.setting_checks import learning_rate_note
 from ..plan.workload import feed_settings, short_plan
 from .resume import begun_preset

@@ -30,8 +30,13 @@ from ...stages.train.together import StopConditions
 from ..jobs.object_inputs import cache_at, local_model
 from ..options.first_checks import asked_recipe
 from ..options.settings import Settings
-from ..plan.cache_checks import require_same_making, require_same_text
-from ..plan.method_needs import read_spec_of, require_logps, require_own_samples
+from ..plan.cache_checks import (
+    read_spec_of,
+    require_logps,
+    require_own_samples,
+    require_same_making,
+    require_same_text,
+)
 from ..plan.setting_checks import (
     require_compilable,
     require_effect,

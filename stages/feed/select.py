@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from ...schemas.cache import StoredKind, branch_layout
 from ...schemas.columns import Ragged, joined_ranges, offsets_of
 from ...schemas.methods import RowKind
+from ...schemas.option import Threshold
 from ...schemas.row_table import Rows
 from ...schemas.rows import Role
 from ...schemas.score_gaps import ROUNDINGS, further_apart, precision, without_rounding
 from .epoch_order import key_of, mixed
 
 GOOD, BAD = (Role.CHOSEN, Role.DESIRABLE), (Role.REJECTED, Role.UNDESIRABLE)
-Threshold: TypeAlias = Literal["mean", "median"] | float
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from ...schemas.errors import UsageError, closest, did_you_mean
+from ...schemas.option import wrong_value
 from . import losses
 from .method import METHODS, STEP_OPTIONS, Method, Options
 from .modifiers import Modifiers
@@ -75,17 +75,12 @@ def _checked(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first, *others = error.errors(include_url=False)
+        first = error.errors(include_url=False)[0]
         key, known = str(first["loc"][0]), list(model.model_fields)
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(closest(key, known)) or f" Known: {', '.join(known) or 'none'}."
             raise UsageError(f"{name}: unknown option '{where}.{key}'.{hint}") from error
-        # A value of several types has an error for each of them.
-        words = [one["msg"] for one in (first, *others) if one["loc"][0] == first["loc"][0]]
-        expected = " or ".join(one.removeprefix("Input should be ") for one in words)
-        hint = did_you_mean(closest(str(first["input"]), re.findall("'([^']+)'", expected)))
-        found = f"found {first['input']!r:.60}"
-        raise UsageError(f"{name}: {where}.{key} should be {expected}, {found}.{hint}") from error
+        raise UsageError(f"{name}: {where}.{key} {wrong_value(error)}") from error
 
 
 def _flat(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,8 @@ def test_a_set_value_has_the_type_of_its_setting():
         ("cache.token_logps=true", True),
         ("data.max_bad_frac=1", 1.0),
         ("model.path=5", "5"),
+        ("select.threshold=0.5", 0.5),
+        ("train.label_threshold=median", "median"),
         ("data.map={prompt: question}", {"prompt": "question"}),
         ("data.files=[a, b]", ["a", "b"]),
         ("train.lr=1e-3", 0.001),  # YAML 1.1 alone would take it for text

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.options.settings import load_settings
-from align.pipeline.plan.method_needs import sampling_note
+from align.pipeline.plan.cache_checks import sampling_note
 from align.pipeline.precompute.export import export
 from align.pipeline.precompute.precompute import precompute
 from align.pipeline.precompute.verify import verify
@@ -184,7 +184,7 @@ def test_rows_without_scores_are_refused_to_who_reads_or_needs_them(training_wor
     ("method", "more", "said"),
     [
         ("dpo", {"pairs_from_scores": "all"}, "18 pairs"),
-        ("kto", {"label_threshold": "1.5"}, "above 1.5"),
+        ("kto", {"label_threshold": 1.5}, "above 1.5"),
         ("rpo_sq", {}, "6 pairs"),
         # Six rows of three labels, each of them a row of its own.
         ("csft", {}, "18 rows"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from align.pipeline.plan.method_needs import read_spec_of
+from align.pipeline.plan.cache_checks import read_spec_of
 from align.schemas.train_options import TrainOptions
 from align.stages.methods.losses import estimated, standardized
 from align.stages.methods.modifiers import Modifiers
