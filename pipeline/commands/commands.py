@@ -6,7 +6,6 @@ A command imports what it needs when it is given, so that --help and a refusal t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,19 +15,12 @@ from typer.core import TyperCommand
 
 from ... import __version__
 from ...schemas.errors import UsageError, closest, counted, did_you_mean
-from .flags import ConfigFile, Data, Part, SettingsCommand, settings_of, takes_several
-from .terminal import SafeGroup, begin_work, recorded_by_first, say, say_made, say_once, say_row
+from .flags import ConfigFile, SettingsCommand, settings_of, shared_work, takes_several
+from .terminal import SafeGroup, begin_work, say, say_made, say_once, say_row
 
 if TYPE_CHECKING:
     from ...schemas.config import ModelOptions
     from ..options.settings import Settings
-
-GIB = 2**30
-CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
-Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show an example row.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Uri = Annotated[str, typer.Option(help="Another store than that of your settings.")]
 
 app = typer.Typer(
     name="align",
@@ -40,10 +32,43 @@ app = typer.Typer(
 )
 
 
-def command(panel: str, example: str, cls: type[TyperCommand] = TyperCommand) -> Callable[..., Any]:
-    """Makes a function the command that its example gives, in a panel of `align --help`."""
-    name = example.split()[1]
-    return app.command(name, cls=cls, rich_help_panel=panel, epilog=f"Example: {example}")
+def command(panel: str, example: str) -> Callable[..., Any]:
+    """Makes a function the command that its example gives, in a panel of `align --help`.
+
+    One that takes its context has settings: a flag for each of them, --config and --set.
+    """
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        cls = SettingsCommand if "context" in function.__annotations__ else TyperCommand
+        epilog = f"Example: {example}"
+        made = app.command(example.split()[1], cls=cls, rich_help_panel=panel, epilog=epilog)
+        return made(function)
+
+    return add
+
+
+def argument(meaning: str, default: Any = ...) -> Any:
+    """A word without a flag; it has to be given unless it has a default."""
+    return typer.Argument(default, help=meaning)
+
+
+def option(meaning: str, default: Any = None, *words: str, **more: Any) -> Any:
+    """A flag that is no setting, named as the argument is unless `words` name it."""
+    return typer.Option(default, *words, help=meaning, **more)
+
+
+# What several commands take.
+Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
+CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
+RunDir = Annotated[Path, typer.Argument(help="Folder of a training run.")]
+Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show an example row.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Uri = Annotated[str, typer.Option(help="Another store than that of your settings.")]
+Part = Annotated[
+    str | None,
+    typer.Option("--part", metavar="<i/n>", help="Do part I of N; other processes do the rest."),
+]
 
 
 def _print_version(is_asked: bool) -> None:
@@ -52,27 +77,20 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[
-    bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
-]
-
-
 @app.callback()
-def about(version: Version = False) -> None:
+def about(
+    version: bool = option(
+        "Print the version.", False, "--version", callback=_print_version, is_eager=True
+    ),
+) -> None:
     """Takes what is asked of no command."""
 
 
 @command("Begin", "align init --method kto --schema")
 def init(
-    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Also write align.schema.json, for editors.")
-    ] = False,
-    method: Annotated[
-        str,
-        typer.Option("--method", metavar="<name>", help="Set it, with the options that it has."),
-    ] = "",
+    path: Path = argument("Where to write it.", Path("align.yaml")),
+    schema: bool = option("Also write align.schema.json, for editors.", False, "--schema"),
+    method: str = option("Set it, with the options that it has.", "", metavar="<name>"),
 ) -> None:
     """Write an align.yaml with every setting, its default and what it means."""
     from ...schemas.config import Config
@@ -100,13 +118,11 @@ def init(
     say(f"{path} written. Set model.path in it.\nnext: align precompute-ref data.parquet")
 
 
-@command("Begin", "align config --changed", SettingsCommand)
+@command("Begin", "align config --changed")
 def config(
     context: typer.Context,
     data: Data = None,
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Only the settings that are not at their default.")
-    ] = False,
+    changed: bool = option("Only the settings that are not at their default.", False, "--changed"),
 ) -> None:
     """Print every setting and where its value comes from."""
     from ...schemas.config import Config
@@ -119,8 +135,8 @@ def config(
 
         known = options_of_all(METHODS.values())
         for name in options:
-            if (option := name.rpartition(".")[2]) not in known:
-                near = did_you_mean(closest(option, known))
+            if (last := name.rpartition(".")[2]) not in known:
+                near = did_you_mean(closest(last, known))
                 raise UsageError(f"method.{name:.60}: no method has such an option.{near}")
     say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
     found, defaults = flatten(settings.config), flatten(Config())
@@ -131,9 +147,9 @@ def config(
 
 @command("Begin", "align tiny-world world --rows 200")
 def tiny_world(
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
-    rows: Annotated[int, typer.Option(min=1, help="Preference rows.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Another seed, another world.")] = 0,
+    folder: Path = argument("A new folder."),
+    rows: int = option("Preference rows.", 2000, min=1),
+    seed: int = option("Another seed, another world.", 0),
 ) -> None:
     """Make a tiny tokenizer, language model and preference data set to try align on."""
     from ...stages.demo.tiny_world import make_world
@@ -143,35 +159,26 @@ def tiny_world(
     say(f"next: align precompute-ref {world.data.paired} --model {world.model}")
 
 
-@command(
-    "Data and cache",
-    "align precompute-ref data.jsonl --model DIR --token-logps",
-    SettingsCommand,
-)
+@command("Data and cache", "align precompute-ref data.jsonl --model DIR --token-logps")
 def precompute_ref(
     context: typer.Context, data: Data = None, part: Part = None, quiet: Quiet = False
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
     from ..options.first_checks import require_inputs
-    from ..parts import part_of
 
-    given = recorded_by_first(settings_of(context, data=data).config)
-    require_inputs(given)
-    own_part = part_of(part, os.environ)
+    config, own_part = shared_work(context, part, data=data)
+    require_inputs(config)
     from ..precompute.precompute import make_cache
 
-    say_made(make_cache(given, progress=begin_work(), part=own_part, shows_row=not quiet))
+    say_made(make_cache(config, progress=begin_work(), part=own_part, shows_row=not quiet))
 
 
-@command("Data and cache", "align score data.jsonl --reward-model DIR", SettingsCommand)
+@command("Data and cache", "align score data.jsonl --reward-model DIR")
 def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
     """Score completions with a reward model, and write the data with its scores."""
-    from ..parts import part_of
-
-    given = recorded_by_first(settings_of(context, data=data).config)
-    if not given.rewards.model:
+    config, own_part = shared_work(context, part, data=data)
+    if not config.rewards.model:
         raise UsageError("No reward model. Pass --reward-model DIR.")
-    own_part = part_of(part, os.environ)
     from ...stages.model.reference import HfReward
     from ...stages.storage.disk.digests import own_digests
     from ..tables.score_rewards import rewards_from_model
@@ -179,10 +186,10 @@ def score(context: typer.Context, data: Data = None, part: Part = None) -> None:
     def reward(options: ModelOptions) -> HfReward:
         return HfReward(options, own_digests())
 
-    say_made(rewards_from_model(given, reward, progress=begin_work(), part=own_part))
+    say_made(rewards_from_model(config, reward, progress=begin_work(), part=own_part))
 
 
-@command("Data and cache", "align check data.jsonl --model DIR", SettingsCommand)
+@command("Data and cache", "align check data.jsonl --model DIR")
 def check(context: typer.Context, data: Data = None) -> None:
     """Show how data are read: their format, rows as a model reads them, and rows to be dropped."""
     from ..jobs.object_inputs import with_local_inputs
@@ -193,12 +200,12 @@ def check(context: typer.Context, data: Data = None) -> None:
         say_row(line)
 
 
-@command("Data and cache", "align verify align-cache --rescore 64", SettingsCommand)
+@command("Data and cache", "align verify align-cache --rescore 64")
 def verify(
     context: typer.Context,
     cache: CacheDir,
     model: Model = None,
-    rescore: Annotated[int, typer.Option(min=0, help="Rows to score again; 0: none.")] = 16,
+    rescore: int = option("Rows to score again; 0: none.", 16, min=0),
 ) -> None:
     """Check every digest of a cache, and score a sample of its rows again."""
     from ...stages.model.reference import HfReference
@@ -212,33 +219,27 @@ def verify(
 def inspect(
     cache: CacheDir,
     as_json: Json = False,
-    row: Annotated[
-        str | None, typer.Option("--row", help="Show this row: FILE:ROW, or an id's beginning.")
-    ] = None,
-    rejected: Annotated[
-        bool, typer.Option("--rejected", help="List the rows that could not be used, and why.")
-    ] = False,
+    row: str | None = option("Show this row: FILE:ROW, or an id's beginning."),
+    rejected: bool = option("List the rows that could not be used, and why.", False, "--rejected"),
     model: Model = None,
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
     from ..jobs.object_inputs import cache_at
     from ..precompute.inspect_rows import lines_of_inspection
 
-    for line in lines_of_inspection(
-        cache_at(cache), row=row, rejected=rejected, as_json=as_json, model=model
-    ):
+    folder = cache_at(cache)
+    how = {"rejected": rejected, "as_json": as_json}
+    for line in lines_of_inspection(folder, row=row, model=model, **how):
         say_row(line)
 
 
 @command("Data and cache", "align export align-cache --output pairs.parquet")
 def export(
     cache: CacheDir,
-    to: Annotated[Literal["trl"], typer.Option(help="Whose column names to use.")] = "trl",
-    output: Annotated[
-        Path | None, typer.Option(help="File (default: CACHE/../CACHE-trl.parquet).")
-    ] = None,
+    to: Literal["trl"] = option("Whose column names to use.", "trl"),
+    output: Path | None = option("File (default: CACHE/../CACHE-trl.parquet)."),
     model: Model = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+    overwrite: bool = option("Replace the file if it exists.", False),
 ) -> None:
     """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
 
@@ -255,59 +256,45 @@ def export(
     say(f"{target}: {counted(rows, 'rows')}")
 
 
-@command("Rounds", "align sample prompts.jsonl --model DIR -n 4", SettingsCommand)
+@command("Rounds", "align sample prompts.jsonl --model DIR -n 4")
 def sample(
     context: typer.Context,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="Files or folders with prompts.")
-    ] = None,
+    prompts: list[str] | None = argument("Files or folders with prompts.", None),
     part: Part = None,
 ) -> None:
     """Sample completions of prompts from a policy; what was sampled before is not sampled again."""
-    from ..parts import part_of
     from ..tables.sample import sample as run_sample
 
-    given = recorded_by_first(settings_of(context, data=prompts).config)
-    own_part = part_of(part, os.environ)
-    say_made(run_sample(given, progress=begin_work(), part=own_part))
+    config, own_part = shared_work(context, part, data=prompts)
+    say_made(run_sample(config, progress=begin_work(), part=own_part))
 
 
-@command("Rounds", "align judge align-samples --by reward --reward-model DIR", SettingsCommand)
+@command("Rounds", "align judge align-samples --by reward --reward-model DIR")
 def judge(
     context: typer.Context,
-    samples: Annotated[
-        str | None, typer.Argument(help="A folder made by `align sample`; none with --calibrate.")
-    ] = None,
-    calibrate: Annotated[
-        str | None,
-        typer.Option("--calibrate", help="Preference data: only measure how often it agrees."),
-    ] = None,
+    samples: str | None = argument("A folder made by `align sample`; none with --calibrate.", None),
+    calibrate: str | None = option("Preference data: only measure how often it agrees."),
     part: Part = None,
 ) -> None:
     """Judge samples: by a reward model, a language model, or a check of their answers."""
-    from ..parts import part_of
     from ..tables.judge import calibrate as run_calibrate
     from ..tables.judge import judge as run_judge
 
     if (samples is None) == (calibrate is None):
         raise UsageError("Name a folder of samples to judge, or data by --calibrate: one of them.")
-    given = settings_of(context, near=[samples or calibrate or ""]).config
+    if calibrate and part:
+        raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")
+    config, own_part = shared_work(context, part, near=[samples or calibrate or ""])
     if samples is not None:
-        own_part = part_of(part, os.environ)
-        given = recorded_by_first(given)
-        say_made(run_judge(given, samples, progress=begin_work(), part=own_part))
+        say_made(run_judge(config, samples, progress=begin_work(), part=own_part))
     elif calibrate is not None:
-        if part:
-            raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")
-        say(run_calibrate(given, calibrate, progress=begin_work()).text())
+        say(run_calibrate(config, calibrate, progress=begin_work()).text())
 
 
-@command("Rounds", "align select align-judged --rows labels", SettingsCommand)
+@command("Rounds", "align select align-judged --rows labels")
 def select(
     context: typer.Context,
-    judged: Annotated[
-        str, typer.Argument(help="A folder made by `align judge`, or a file with scores.")
-    ],
+    judged: str = argument("A folder made by `align judge`, or a file with scores."),
 ) -> None:
     """Make preference data from judged samples: pairs, labels, or groups with scores."""
     from ..tables.select_rows import select as run_select
@@ -315,10 +302,10 @@ def select(
     say(run_select(settings_of(context, near=[judged]).config, judged).text())
 
 
-@command("Rounds", "align rounds align.yaml", SettingsCommand)
+@command("Rounds", "align rounds align.yaml")
 def rounds(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="An align.yaml with the settings of all rounds.")],
+    config: Path = argument("An align.yaml with the settings of all rounds."),
 ) -> None:
     """Repeat sample, judge, select, precompute-ref and train, each round on the last policy."""
     from ..rounds.rounds import run_rounds
@@ -326,11 +313,7 @@ def rounds(
     say(run_rounds(settings_of(context, file=config), progress=begin_work()).text())
 
 
-@command(
-    "Training",
-    "align run data.jsonl --model DIR --method kto --lora --lr 1e-5",
-    SettingsCommand,
-)
+@command("Training", "align run data.jsonl --model DIR --method kto --lora --lr 1e-5")
 def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None:
     """Score the reference over preference data and train on it: both stages in one command.
 
@@ -355,11 +338,7 @@ def run(context: typer.Context, data: Data = None, quiet: Quiet = False) -> None
     say(train_on_cache(settings, progress=progress).text())
 
 
-@command(
-    "Training",
-    "align train --method dpo --beta 0.1 --lr 1e-6 --eval-fraction 0.05",
-    SettingsCommand,
-)
+@command("Training", "align train --method dpo --beta 0.1 --lr 1e-6 --eval-fraction 0.05")
 def train(context: typer.Context) -> None:
     """Train a policy on the shards of a cache; the reference is never loaded."""
     from ..options.first_checks import require_training
@@ -374,28 +353,18 @@ def train(context: typer.Context) -> None:
     say_once(run_training(checked, progress=begin_work()).text())
 
 
-@command("Training", "align plan --method kto --gpu 24g --lora", SettingsCommand)
+@command("Training", "align plan --method kto --gpu 24g --lora")
 def plan(
     context: typer.Context,
-    gpu: Annotated[
-        str, typer.Option("--gpu", help="Memory of a GPU: 24g, 48g, 80g, or bytes.")
-    ] = "",
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, metavar="<int>", help="How many (default 1).")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, metavar="<int>", help="Without a cache: pairs to train on.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="<int>", help="With --rows: tokens of a prompt (default 300)."),
-    ] = None,
-    completion_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="<int>", help="With --rows: tokens of a completion (default 300)."
-        ),
-    ] = None,
+    gpu: str = option("Memory of a GPU: 24g, 48g, 80g, or bytes.", ""),
+    gpus: int | None = option("How many (default 1).", min=1, metavar="<int>"),
+    rows: int | None = option("Without a cache: pairs to train on.", min=1, metavar="<int>"),
+    prompt_tokens: int | None = option(
+        "With --rows: tokens of a prompt (default 300).", min=1, metavar="<int>"
+    ),
+    completion_tokens: int | None = option(
+        "With --rows: tokens of a completion (default 300).", min=1, metavar="<int>"
+    ),
 ) -> None:
     """Estimate what a training needs: steps, tokens, and memory of each GPU."""
     from ..plan.run_plan import plan_run, plan_text
@@ -405,26 +374,22 @@ def plan(
     settings = settings_of(context)
     if (prompt_tokens or completion_tokens) and not rows:
         raise UsageError("--prompt-tokens and --completion-tokens are of --rows: add --rows N.")
-    plan = plan_run(
+    planned = plan_run(
         settings,
-        gpu_bytes=bytes_of(gpu, name="--gpu", least=GIB),
+        gpu_bytes=bytes_of(gpu, name="--gpu", least=2**30),
         ranks=gpus or 1,
         is_for_gpu=bool(gpu or gpus),
         given=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
     )
-    say_once(plan_text(plan))
+    say_once(plan_text(planned))
 
 
-@command("Training", "align sweep --method dpo --method kto --lr 1e-6,1e-5", SettingsCommand)
+@command("Training", "align sweep --method dpo --method kto --lr 1e-6,1e-5")
 def sweep(
     context: typer.Context,
-    methods: Annotated[list[str], typer.Option("--method", help="A method to train; repeatable.")],
-    vary: Annotated[
-        list[str] | None, typer.Option(help="SETTING=V1,V2,… to try; repeatable.")
-    ] = None,
-    output: Annotated[
-        str, typer.Option(help="Each run gets a folder in it.", metavar="<path>")
-    ] = "align-sweep",
+    methods: list[str] = option("A method to train; repeatable.", ..., "--method"),
+    vary: list[str] | None = option("SETTING=V1,V2,… to try; repeatable."),
+    output: str = option("Each run gets a folder in it.", "align-sweep", metavar="<path>"),
 ) -> None:
     """Train many methods and settings on one cache, and compare them in one table.
 
@@ -462,11 +427,9 @@ def sweep(
 
 @command("Look", "align methods kto")
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One of them, to be explained.")] = None,
+    name: str | None = argument("One of them, to be explained.", None),
     as_json: Json = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as the README has it.")
-    ] = False,
+    markdown: bool = option("Print the table as the README has it.", False, "--markdown"),
 ) -> None:
     """List the methods with their losses and options, or explain one."""
     from ...stages.methods import method_docs
@@ -485,11 +448,9 @@ def methods(
 
 @command("Look", "align report align-run")
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    answers: Annotated[
-        int, typer.Option(min=0, help="Prompts to answer before and after; 0: none.")
-    ] = 0,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    run: RunDir,
+    answers: int = option("Prompts to answer before and after; 0: none.", 0, min=0),
+    answer_tokens: int = option("Most tokens of an answer.", 128, min=1),
     config: ConfigFile = None,
 ) -> None:
     """Write report.html of a training run: curves, held-out completions, lineage.
@@ -512,11 +473,9 @@ def report(
 
 @command("Look", "align diff runs/dpo runs/kto")
 def diff(
-    run_a: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    run_b: Annotated[Path, typer.Argument(help="Folder of another one.")],
-    step: Annotated[
-        int | None, typer.Option(help="Compare after this step (default: each one's last).")
-    ] = None,
+    run_a: RunDir,
+    run_b: Path = argument("Folder of another one."),
+    step: int | None = option("Compare after this step (default: each one's last)."),
 ) -> None:
     """Compare two runs row by row: which held-out rows flip, and whether chance explains it."""
     from ..train.run_diff import diff_runs
@@ -526,11 +485,9 @@ def diff(
 
 @command("Look", "align register align-run prefs --alias champion")
 def register(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished training run.")],
-    name: Annotated[str, typer.Argument(help="Name of the model in MLflow's registry.")],
-    alias: Annotated[
-        str, typer.Option(help="Alias to give to this version, for example champion.")
-    ] = "",
+    run: Path = argument("Folder of a finished training run."),
+    name: str = argument("Name of the model in MLflow's registry."),
+    alias: str = option("Alias to give to this version, for example champion.", ""),
     uri: Uri = "",
     config: ConfigFile = None,
 ) -> None:
@@ -546,7 +503,7 @@ def register(
 
 @command("Look", "align mlflow-sync align-run")
 def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run, sweep, scores or cache.")],
+    run: Path = argument("Folder of a training run, sweep, scores or cache."),
     uri: Uri = "",
     config: ConfigFile = None,
 ) -> None:

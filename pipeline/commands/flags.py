@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -11,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-if TYPE_CHECKING:
-    from ..options.settings import Settings
+from .terminal import is_first_rank
 
-Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
-Part = Annotated[
-    str | None,
-    typer.Option("--part", metavar="<i/n>", help="Do part I of N; other processes do the rest."),
-]
+if TYPE_CHECKING:
+    from ...schemas.config import Config
+    from ..options.settings import Settings
+    from ..parts import Part
+
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="Config file (default: align.yaml, here or beside the data)."),
@@ -78,6 +79,25 @@ def settings_of(
     )
 
 
+def shared_work(
+    context: typer.Context,
+    part: str | None,
+    *,
+    data: Sequence[str] | None = None,
+    near: Sequence[str] = (),
+) -> tuple[Config, Part | None]:
+    """The config of work that several processes may share, and the part of this one.
+
+    The first rank records the run, and no other.
+    """
+    from ..parts import part_of
+
+    config = settings_of(context, data=data, near=near).config
+    if not is_first_rank():
+        config = replace(config, tracking=config.tracking.none())
+    return config, part_of(part, os.environ)
+
+
 def takes_several(name: str) -> bool:
     """Whether a sweep takes several values behind the flag; a path may hold a comma."""
     from ..options.table import fields, paths
@@ -99,12 +119,11 @@ def _parameters(command: str) -> Sequence[Any]:
         from ...stages.methods.method_docs import options_of_all
         from ...stages.methods.table import METHODS
 
+        panel = "method: Options of methods; `align methods NAME` explains them"
         for name, meaning in options_of_all(METHODS.values()).items():
+            text = meaning.replace("[", r"\[")  # else it is a style of the terminal
             option = typer.Option(
-                word_of(name),
-                help=meaning.replace("[", r"\["),  # else it is a style of the terminal
-                metavar="<value>",
-                rich_help_panel="method: Options of methods; `align methods NAME` explains them",
+                word_of(name), help=text, metavar="<value>", rich_help_panel=panel
             )
             flags[f"method.{name}"] = Annotated[str | None, option]
 
@@ -130,7 +149,7 @@ def _flag(name: str, word: str, command: str) -> Any:
     """What typer makes the flag of; a value is text, which is checked with all other settings."""
     from ..options.table import SECTIONS, fields, paths
 
-    field = fields()[name]
+    field, section = fields()[name], name.partition(".")[0]
     kind: Any = field.annotation
     text, default = field.description, field.get_default(call_default_factory=True)
     if default not in ("", [], {}) and not isinstance(default, bool):
@@ -138,16 +157,14 @@ def _flag(name: str, word: str, command: str) -> Any:
     if get_origin(kind) is Literal:
         *others, last = get_args(kind)
         text = f"{', '.join(others)} or {last}; {text}"
-    section = name.partition(".")[0]
-    panel = f"{section}: {SECTIONS[section].__doc__.rstrip('.')}"
+    typed: Any = list[str] if get_origin(kind) in (list, dict) else str
+    placeholder: str | None = {int: "<int>", float: "<float>"}.get(kind, "<text>")
     if kind is bool:
-        switch = typer.Option(f"{word}/--no-{word[2:]}", help=text, rich_help_panel=panel)
-        return Annotated[bool | None, switch]
-    placeholder = {int: "<int>", float: "<float>"}.get(kind, "<text>")
-    if name in paths():
+        typed, placeholder, word = bool, None, f"{word}/--no-{word[2:]}"
+    elif name in paths():
         placeholder = "<path>"
-    if command == "sweep" and takes_several(name):
+    elif command == "sweep" and takes_several(name):
         placeholder = "<value,…>"
-    typed = list[str] if get_origin(kind) in (list, dict) else str
+    panel = f"{section}: {SECTIONS[section].__doc__.rstrip('.')}"
     option = typer.Option(word, help=text, metavar=placeholder, rich_help_panel=panel)
     return Annotated[typed | None, option]

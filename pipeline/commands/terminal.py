@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,7 +22,6 @@ from ...stages.tracking.progress import NoProgress, Progress, make_progress
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ...schemas.config import Config
     from ..tables.score_rewards import Rewarded
     from ..work import Made
 
@@ -67,13 +65,6 @@ def begin_work() -> Progress:
     return make_progress() if is_first_rank() else NoProgress()
 
 
-def recorded_by_first(config: Config) -> Config:
-    """The config, without a record of the run on all ranks but the first."""
-    if is_first_rank():
-        return config
-    return replace(config, tracking=config.tracking.none())
-
-
 def is_first_rank() -> bool:
     """Whether this process is the first of those launched together."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
@@ -100,18 +91,14 @@ def _readable() -> Iterator[None]:
         yield
     except Exception as error:
         message = getattr(error, "message", None)  # what typer shows
-        if isinstance(message, str):
-            flag, command = getattr(error, "option_name", ""), getattr(error, "ctx", None)
-            if flag and (meant := _meant(flag, getattr(command, "info_name", ""))):
+        if isinstance(message, str) and (flag := getattr(error, "option_name", "")):
+            from ..options.other_names import meant_by
+            from ..options.table import flag_of
+
+            command = getattr(getattr(error, "ctx", None), "info_name", "")
+            if meant := [flag_of(name, command) or name for name in meant_by(flag)]:
                 message = f"{message}.{did_you_mean(meant)}"
                 vars(error)["possibilities"] = None
+        if isinstance(message, str):
             vars(error)["message"] = safe(message)
         raise
-
-
-def _meant(flag: str, command: str) -> list[str]:
-    """The flags, or settings without one, that a name of another trainer means in a command."""
-    from ..options.other_names import meant_by
-    from ..options.table import flag_of
-
-    return [flag_of(name, command) or name for name in meant_by(flag)]

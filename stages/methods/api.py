@@ -42,18 +42,14 @@ def __dir__() -> list[str]:
 @cache
 def _function(method: Method) -> Callable[..., Tensor]:
     """The loss on one-dimensional tensors: those that the method reads, its options by keyword."""
-    tensors, lengths, defaults = _tensors(method), _sides(method, "num_tokens"), _options(method)
-    signature = Signature(
-        [
-            *(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in tensors),
-            *(Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in lengths),
-            *(
-                Parameter(name, Parameter.KEYWORD_ONLY, default=default)
-                for name, default in defaults.items()
-            ),
-        ],
-        return_annotation=Tensor,
-    )
+    tensors, lengths = _tensors(method), _sides(method, "num_tokens")
+    # Options of the step or of the prompts are none of the loss itself.
+    fields = {} if method.context else method.fields
+    defaults = {name: one for name, (_, one) in fields.items() if name not in STEP_OPTIONS}
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in tensors]
+    for name, default in {**dict.fromkeys(lengths), **defaults}.items():
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
+    signature = Signature(parameters, return_annotation=Tensor)
 
     def loss(*given: Any, **named: Any) -> Tensor:
         bound = signature.bind(*given, **named)
@@ -62,8 +58,9 @@ def _function(method: Method) -> Callable[..., Tensor]:
         options = options_of(method, {name: values[name] for name in defaults})
         missing = [name for name in lengths if values[name] is None]
         if missing and _reads_lengths(method, options):
-            named_ones = " and ".join(missing)
-            raise UsageError(f"losses.{method.name} divides by lengths. Pass {named_ones}.")
+            raise UsageError(
+                f"losses.{method.name} divides by lengths. Pass {' and '.join(missing)}."
+            )
         read = {name: values[name] for name in (*tensors, *lengths) if values[name] is not None}
         return _losses(method, options, _float64(method, read))
 
@@ -86,28 +83,18 @@ def _function(method: Method) -> Callable[..., Tensor]:
 def _tensors(method: Method) -> list[str]:
     """The names of the tensors that a method reads, in the order of the arguments."""
     value = "scores" if method.head == "score" else "logps"
-    names = [*_sides(method, value)]
-    if method.rows == "labelled":
-        names.append("labels")
-    if "reference" in method.needs:
-        names += [f"reference_{name}" for name in _sides(method, value)]
-    if "mismatched" in method.needs:
-        names += KL
-    if "scores" in method.needs:
-        names += _sides(method, "scores")
-    return names
+    own = _sides(method, value)
+    return [
+        *own,
+        *(["labels"] if method.rows == "labelled" else []),
+        *(f"reference_{name}" for name in own if "reference" in method.needs),
+        *(KL if "mismatched" in method.needs else []),
+        *(_sides(method, "scores") if "scores" in method.needs else []),
+    ]
 
 
 def _sides(method: Method, name: str) -> tuple[str, ...]:
     return (f"chosen_{name}", f"rejected_{name}") if method.rows == "paired" else (name,)
-
-
-def _options(method: Method) -> dict[str, Any]:
-    """The defaults of the options that the loss itself reads; others change step or prompts."""
-    if method.context:
-        return {}
-    fields = method.fields.items()
-    return {name: default for name, (_, default) in fields if name not in STEP_OPTIONS}
 
 
 def _float64(method: Method, given: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -118,21 +118,14 @@ class Pairs:
         self.lp_c, self.lp_l = branches.logps[0::2], branches.logps[1::2]
         self.n_c, self.n_l = branches.num_tokens[0::2], branches.num_tokens[1::2]
         self.D = self.r_c - self.r_l
+        self.D_mean = self.r_c / self.n_c - self.r_l / self.n_l
         # The log-probs that are compared: modifiers change them, and not those to be imitated.
         self.compared_c = branches.compared_logps[0::2]
         self.compared_l = branches.compared_logps[1::2]
-        # The margin that the data wants.
+        # What the data says: the margin that is wanted, and how far the scores lie apart.
         self.wanted: Tensor | float = 0.0 if branches.margin is None else branches.margin
-
-    @property
-    def D_mean(self) -> Tensor:  # noqa: N802  as the formulas write it
-        """D of the ratios' means per token."""
-        return self.r_c / self.n_c - self.r_l / self.n_l
-
-    @property
-    def score_gap(self) -> Tensor:
-        """How far the scores of the data lie apart."""
-        return self.branches.scores[0::2] - self.branches.scores[1::2]
+        self.score_gap = branches.scores[0::2] - branches.scores[1::2]
+        self.index = branches.step_indices[0::2] // 2  # of each row in the whole step
 
     @property
     def m_c(self) -> Tensor:
@@ -143,11 +136,6 @@ class Pairs:
     def m_l(self) -> Tensor:
         """The mean log-prob per token of the rejected completions."""
         return self.lp_l / self.n_l
-
-    @property
-    def index(self) -> Tensor:
-        """The index of each row in the whole step."""
-        return self.branches.step_indices[0::2] // 2
 
     def nll(self, scope: Scope) -> Tensor:
         """Each pair's part of the step's mean negative log-likelihood of chosen tokens."""
@@ -164,11 +152,7 @@ class Labelled:
         self.branches, self.step = branches, step
         self.lp, self.n, self.r = branches.logps, branches.num_tokens, branches.ratios
         self.is_good = is_good(branches)
-
-    @property
-    def sign(self) -> Tensor:
-        """+1 for good and -1 for bad completions."""
-        return self.weights(1.0, -1.0)
+        self.sign = self.weights(1.0, -1.0)
 
     @property
     def z(self) -> Tensor:
@@ -252,10 +236,8 @@ class Method:
     @cached_property
     def fields(self) -> dict[str, tuple[Any, Any]]:
         """The type, with meaning and bounds, and the default of each option, by its name."""
-        found = dict(_keywords(self.function))
-        if self.imitates:
-            found |= _keywords(imitated_too)
-        return found
+        more = _keywords(imitated_too) if self.imitates else {}
+        return {**_keywords(self.function), **more}
 
     @cached_property
     def options(self) -> type[Options]:
@@ -270,16 +252,14 @@ class Method:
     def loss(self, branches: Branches, step: Step, options: Any) -> Output:
         """The losses of a micro-batch, with what its family adds to them; metrics are detached."""
         seen = _SEEN[self.rows](branches, step)
-        own = {name: getattr(options, name) for name in _keywords(self.function)}
-        found = self.function(seen, **own)
+        found = self.function(seen, **_values(options, self.function))
         output = found if isinstance(found, Output) else Output(found)
         losses, metrics = output.losses, dict(output.metrics)
         if isinstance(seen, Pairs) and self.head != "score":
             metrics |= {"logps/chosen": seen.lp_c, "logps/rejected": seen.lp_l}
         if isinstance(seen, Pairs) and self.imitates:
             metrics["nll"] = -seen.m_c
-            how = {name: getattr(options, name) for name in _keywords(imitated_too)}
-            losses = imitated_too(seen, losses, **how)
+            losses = imitated_too(seen, losses, **_values(options, imitated_too))
         if isinstance(seen, Labelled) and "reference" in self.needs:
             metrics["logps/chosen"] = Mean.of(seen.lp, seen.is_good)
             metrics["logps/rejected"] = Mean.of(seen.lp, ~seen.is_good)
@@ -315,26 +295,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _method(
-    formula: str,
-    source: str,
-    *,
-    needs: Iterable[str] = (),
-    modifiers: Iterable[str] = (),
-    **declared: Any,
+    formula: str, source: str, *, needs: Any = (), modifiers: Iterable[str] = (), **declared: Any
 ) -> Callable[[Function], Function]:
     """Adds a function to METHODS under its own name."""
+    declared |= {"needs": frozenset(needs), "modifiers": frozenset(modifiers)}
 
     def add(function: Function) -> Function:
-        needed = cast("frozenset[Need]", frozenset(needs))
-        METHODS[function.__name__] = Method(
-            function.__name__,
-            formula,
-            source,
-            function,
-            needs=needed,
-            modifiers=frozenset(modifiers),
-            **declared,
-        )
+        name = function.__name__
+        METHODS[name] = Method(name, formula, source, function, **declared)
         return function
 
     return add
@@ -392,3 +360,7 @@ def _keywords(function: Callable[..., Any]) -> Mapping[str, tuple[Any, Any]]:
             is_explained = get_origin(kind) is Annotated
             found[name] = (kind if is_explained else Annotated[kind, OPTIONS[name]], one.default)
     return found
+
+
+def _values(options: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in _keywords(function)}

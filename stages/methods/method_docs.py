@@ -117,10 +117,8 @@ def options_of_all(methods: Iterable[Method]) -> dict[str, str]:
     found: dict[str, dict[str, list[str]]] = {}
     for method in methods:
         taken = names_within(method.modifiers)
-        fields = method.options.model_fields | {
-            name: one for name, one in Modifiers.model_fields.items() if name in taken
-        }
-        for name, one in fields.items():
+        modifiers = {name: one for name, one in Modifiers.model_fields.items() if name in taken}
+        for name, one in {**method.options.model_fields, **modifiers}.items():
             text = f"{one.description} (default {_shown(one.default) or 'none'}"
             found.setdefault(name, {}).setdefault(text, []).append(method.name)
     meanings = {}

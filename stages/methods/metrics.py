@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,13 +68,13 @@ def reward_metrics(
 
 def compared(gaps: Tensor, rounding: Tensor, is_counted: Tensor | None = None) -> dict[str, Metric]:
     """The accuracy of the gaps, a tie counted half, and the rate of ties."""
-    accuracies, ties = higher(gaps, rounding), is_tie(gaps, rounding).double()
-    if is_counted is None:
-        return {"rewards/accuracies": accuracies, "rewards/ties": ties}
-    return {
-        "rewards/accuracies": Mean.of(accuracies, is_counted),
-        "rewards/ties": Mean.of(ties, is_counted),
+    rates = {
+        "rewards/accuracies": higher(gaps, rounding),
+        "rewards/ties": is_tie(gaps, rounding).double(),
     }
+    if is_counted is None:
+        return {**rates}
+    return {name: Mean.of(values, is_counted) for name, values in rates.items()}
 
 
 def higher(gaps: Tensor, rounding: Tensor) -> Tensor:
@@ -93,15 +94,16 @@ def row_margins(
 
     Of a row with one side only the other counts as 0. (branches,) each: a row's is at its number.
     """
-    values, sides = torch.stack([rewards, rounding]), []
-    for which in (good, ~good):
-        count = rewards.new_zeros(len(rows)).index_add(0, rows, which.to(rewards.dtype))
-        sides.append(_means_by_row(values, rows, which).masked_fill(count == 0, 0.0))
-    return sides[0][0] - sides[1][0], sides[0][1] + sides[1][1]
+    values = torch.stack([rewards, rounding])
+    right, wrong = (_means_by_row(values, rows, one, of_none=0.0) for one in (good, ~good))
+    return right[0] - wrong[0], right[1] + wrong[1]
 
 
-def _means_by_row(values: Tensor, rows: Tensor, which: Tensor) -> Tensor:
-    """Means by row of values (kinds, branches); NaN for a row without a completion in `which`."""
+def _means_by_row(
+    values: Tensor, rows: Tensor, which: Tensor, *, of_none: float = math.nan
+) -> Tensor:
+    """Means by row of values (kinds, branches), over the completions in `which`."""
     none = torch.zeros_like(values)  # one column per completion: there are no more rows than those
     totals = none.index_add(1, rows, values.masked_fill(~which, 0.0))
-    return totals / none[0].index_add(0, rows, which.to(none.dtype))
+    counts = none[0].index_add(0, rows, which.to(none.dtype))
+    return (totals / counts).masked_fill(counts == 0, of_none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from ...schemas.errors import UsageError
 from ...schemas.methods import Branches, Metric, Need
@@ -23,26 +23,24 @@ _NEEDS: dict[str, Need] = {
 class Modifiers(Options):
     """The values of all modifiers."""
 
-    f_divergence: Annotated[
-        Literal["reverse_kl", "forward_kl", "js", "alpha"],
-        option("divergence that holds the policy near the reference"),
-    ] = "reverse_kl"
-    f_alpha: Annotated[float, option("the alpha of f_divergence: alpha")] = 0.5
-    ld_alpha: Annotated[
-        float,
-        option("weight of tokens beyond the shorter side's length; 1: as all others", ge=0),
-    ] = 1.0
-    mean_ratios: Annotated[
-        bool, option("compares log-ratios per token, r / n, as NeMo-Aligner can")
-    ] = False
-    wpo: Annotated[bool, option("weighs pairs by how likely the policy is to write them")] = False
-    margin: Annotated[str, option("column of the data: how far apart each pair should be")] = ""
-    row_weight: Annotated[str, option("column of the data: how much each row counts")] = ""
-    humanline: Annotated[
-        bool, option("clamps each token's log-ratio to [log_eps_p, log_eps_r]")
-    ] = False
-    log_eps_p: Annotated[float, option("lower end of humanline", lt=0)] = -1.0
-    log_eps_r: Annotated[float, option("upper end of humanline", gt=0)] = 1.5
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = option(
+        "divergence that holds the policy near the reference", default="reverse_kl"
+    )
+    f_alpha: float = option("the alpha of f_divergence: alpha", default=0.5)
+    ld_alpha: float = option(
+        "weight of tokens beyond the shorter side's length; 1: as all others", default=1.0, ge=0
+    )
+    mean_ratios: bool = option(
+        "compares log-ratios per token, r / n, as NeMo-Aligner can", default=False
+    )
+    wpo: bool = option("weighs pairs by how likely the policy is to write them", default=False)
+    margin: str = option("column of the data: how far apart each pair should be", default="")
+    row_weight: str = option("column of the data: how much each row counts", default="")
+    humanline: bool = option(
+        "clamps each token's log-ratio to [log_eps_p, log_eps_r]", default=False
+    )
+    log_eps_p: float = option("lower end of humanline", default=-1.0, lt=0)
+    log_eps_r: float = option("upper end of humanline", default=1.5, gt=0)
 
     @property
     def active(self) -> dict[str, Any]:

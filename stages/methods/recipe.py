@@ -143,10 +143,10 @@ class Recipe:
         for part in self.parts:
             options = part.options
             if "desirable_weight" in part.method.fields:
-                options, lines = resolve_weights(options, labels)
-                advice += lines
+                options, line = resolve_weights(options, labels)
+                advice.append(line)
             parts.append(replace(part, options=options))
-        return replace(self, parts=tuple(parts)), tuple(advice)
+        return replace(self, parts=tuple(parts)), tuple(filter(None, advice))
 
     def pre_pass(self, branches: Branches) -> dict[str, Tensor]:
         """The values to be gathered of each completion, (branches,) each, named `method/value`."""
@@ -263,32 +263,26 @@ def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
     return REWARDS[formula](branches, part.options).detach() if formula else None
 
 
-_ROLES: dict[RowKind, tuple[set[Role], set[Role]]] = {
-    "paired": ({Role.CHOSEN}, {Role.REJECTED}),
-    "labelled": ({Role.DESIRABLE, Role.UNDESIRABLE},) * 2,
-}
-
-
 def reads(kind: RowKind, roles: NDArray[np.int8]) -> bool:
     """Whether rows of this kind have these roles; of pairs the chosen completion comes first."""
-    if kind not in _ROLES or (roles == Role.MISMATCHED).all():
+    if (roles == Role.MISMATCHED).all():
         return True
-    sides = zip(_ROLES[kind], (roles[0::2], roles[1::2]), strict=True)
-    return all(set(found.tolist()) <= allowed for allowed, found in sides)
+    if kind == "paired":
+        return bool((roles[0::2] == Role.CHOSEN).all() and (roles[1::2] == Role.REJECTED).all())
+    labels = (roles == Role.DESIRABLE) | (roles == Role.UNDESIRABLE)
+    return kind != "labelled" or bool(labels.all())
 
 
-def resolve_weights(options: Any, labels: Labels) -> tuple[Any, tuple[str, ...]]:
+def resolve_weights(options: Any, labels: Labels) -> tuple[Any, str]:
     """The options with `auto` weights resolved, and advice if a label weighs too little.
 
     `auto` makes wD nD = wU nU; with both free, the larger class weighs 1.
     """
-    desirable, undesirable = options.desirable_weight, options.undesirable_weight
+    desirable, undesirable, advice = options.desirable_weight, options.undesirable_weight, ""
     if not (labels.desirable and labels.undesirable):
         desirable, undesirable = (1.0 if one == "auto" else one for one in (desirable, undesirable))
         only = "desirable" if labels.desirable else "undesirable"
-        advice: tuple[str, ...] = (
-            f"All training rows are {only}: a contrast cannot be learned from them.",
-        )
+        advice = f"All training rows are {only}: a contrast cannot be learned from them."
     else:
         if desirable == undesirable == "auto":
             larger = max(labels.desirable, labels.undesirable)
@@ -297,22 +291,14 @@ def resolve_weights(options: Any, labels: Labels) -> tuple[Any, tuple[str, ...]]
             desirable = undesirable * labels.undesirable / labels.desirable
         elif undesirable == "auto":
             undesirable = desirable * labels.desirable / labels.undesirable
-        advice = _advice(desirable, undesirable, labels)
+        ratio = (desirable * labels.desirable) / (undesirable * labels.undesirable)
+        if not LOWEST - 1e-9 <= ratio <= HIGHEST + 1e-9:
+            low, high = desirable * LOWEST / ratio, desirable * HIGHEST / ratio
+            advice = (
+                f"Desirable completions weigh {ratio:.3g} times as much as undesirable ones in "
+                f"all ({labels.desirable:,} x {desirable:g} to {labels.undesirable:,} x "
+                f"{undesirable:g}); KTO wants {LOWEST:g} to {HIGHEST:g}. Set "
+                f"method.desirable_weight between {low:.4g} and {high:.4g}, or both to auto."
+            )
     weights = {"desirable_weight": desirable, "undesirable_weight": undesirable}
     return options.model_copy(update=weights), advice
-
-
-def _advice(desirable: float, undesirable: float, labels: Labels) -> tuple[str, ...]:
-    """The weights that would bring the ratio of both labels within bounds."""
-    ratio = (desirable * labels.desirable) / (undesirable * labels.undesirable)
-    if LOWEST - 1e-9 <= ratio <= HIGHEST + 1e-9:
-        return ()
-    more = [desirable * bound / ratio for bound in (LOWEST, HIGHEST)]
-    fewer = [undesirable * ratio / bound for bound in (HIGHEST, LOWEST)]
-    return (
-        f"Desirable completions weigh {ratio:.3g} times as much as undesirable ones in all "
-        f"({labels.desirable:,} x {desirable:g} to {labels.undesirable:,} x {undesirable:g}); KTO "
-        f"wants {LOWEST:g} to {HIGHEST:g}. Set method.desirable_weight between {more[0]:.4g} and "
-        f"{more[1]:.4g}, or method.undesirable_weight between {fewer[0]:.4g} and {fewer[1]:.4g}, "
-        "or both to auto.",
-    )
