@@ -17,7 +17,7 @@ from ...schemas.cache import Stops
 from ...schemas.data_options import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Record
-from ..model.library_errors import refused_as
+from ..model.library_errors import as_usage_error
 from ..model.model_folder import CONFIG
 from .cells import Wrapping
 from .chat_template import SAID, USER, ChatTemplate, dated
@@ -94,7 +94,7 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
         )
     files = f"{folder}: no tokenizer can be loaded from its {CONFIG} and tokenizer.json"
     again = "Save the model's tokenizer beside its weights again."
-    with collector_paused(), refused_as(files, again):
+    with collector_paused(), as_usage_error(files, again):
         hf: Any = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )

@@ -165,17 +165,38 @@ class DeepSpeedEngine:
         """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed takes the mean of the gradients over ranks; these are parts, to be summed.
-        # Ranks of a group have the same loss, and each has its tokens' part of the gradient.
         self._engine.backward(loss * self.world.size, scale_wrt_gas=False)
 
     def step(self) -> Update:
-        """Clips, updates and clears the gradients; if one is not finite it only clears."""
-        return apply_update(self._engine)
+        """Clips, updates and clears the gradients; where one is not finite it only clears."""
+        engine = self._engine
+        is_wrapped = isinstance(engine.optimizer, WRAPPED_OPTIMIZER)
+        if not is_wrapped:
+            # DeepSpeed checks no norm for NaN in float32 without ZeRO. The gradients are reduced
+            # already, so every rank computes the same number.
+            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            if not math.isfinite(norm):
+                self._clear_gradients()
+                return Update(applied=False, grad_norm=norm)
+        engine.step()
+        if is_wrapped:
+            norm = float(engine.get_global_grad_norm())
+        applied = bool(engine.was_step_applied())
+        if not applied:
+            self._clear_gradients()
+        return Update(applied=applied, grad_norm=norm)
 
     def skip(self) -> None:
         """Clears the gradients without an update, those of an interrupted pass too."""
         forget_passes(self._engine.optimizer)
-        clear_gradients(self._engine)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        """Clears every gradient, also those that are reduced already."""
+        self._engine.zero_grad()
+        self._engine.optimizer.zero_grad(set_to_none=True)
+        clear_partitions(self._engine.optimizer)
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of float64 values over ranks."""
@@ -214,32 +235,3 @@ class DeepSpeedEngine:
         """
         policy, rank = self._engine.module, self.world.rank
         return whole_weights(policy, rank=rank, trainable_only=trainable_only)
-
-
-def apply_update(engine: Any) -> Update:
-    """Clips to the configured norm and updates, unless a gradient is not finite on any rank."""
-    wrapped = isinstance(engine.optimizer, WRAPPED_OPTIMIZER)
-    if not wrapped and not math.isfinite(norm := _norm(engine)):
-        clear_gradients(engine)
-        return Update(applied=False, grad_norm=norm)
-    engine.step()
-    if wrapped:
-        norm = float(engine.get_global_grad_norm())
-    applied = bool(engine.was_step_applied())
-    if not applied:
-        clear_gradients(engine)
-    return Update(applied=applied, grad_norm=norm)
-
-
-def clear_gradients(engine: Any) -> None:
-    """Clears every gradient, also those that are reduced already."""
-    engine.zero_grad()
-    engine.optimizer.zero_grad(set_to_none=True)
-    clear_partitions(engine.optimizer)
-
-
-def _norm(engine: Any) -> float:
-    """The gradient norm, which DeepSpeed does not check for NaN in float32 without ZeRO."""
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    # The gradients are reduced already, so every rank computes the same number.
-    return float(torch.nn.utils.get_total_norm(gradients))

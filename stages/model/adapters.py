@@ -11,7 +11,7 @@ from torch import nn
 
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions
-from .library_errors import in_short, refused_as
+from .library_errors import as_usage_error, in_short
 from .model_folder import adapter_tensors, require_adapter
 from .transformers_compat import is_reward_model, quiet
 
@@ -24,7 +24,7 @@ def with_adapter(model: Any, folder: str) -> Any:
 
     made_for = "Set model.adapter to a PEFT adapter made for model.path."
     cannot = f"{folder}: the adapter of adapter_config.json cannot be put on the model"
-    with refused_as(cannot, made_for):
+    with as_usage_error(cannot, made_for):
         kind = PeftConfig.from_pretrained(folder, local_files_only=True)
         if kind.is_prompt_learning or getattr(kind, "alora_invocation_tokens", None):
             raise ValueError("adapters of prompt tokens, or behind some tokens, are not supported")
@@ -89,7 +89,7 @@ def merged(model: Any) -> nn.Module:
     if not hasattr(model, "merge_and_unload"):
         return model  # type: ignore[no-any-return]
     cannot = "The adapter of adapter_config.json cannot be merged into the model"
-    with refused_as(cannot, "Merge it with PEFT, or train without it."), quiet():
+    with as_usage_error(cannot, "Merge it with PEFT, or train without it."), quiet():
         plain: nn.Module = model.merge_and_unload()
     return plain
 

@@ -209,16 +209,16 @@ def _write_gradients(
             logits = tiles.logits_of(states[part], tile, (part.start, start))
             of_tile = logsumexp[part], targets[part] - start, head.spec.softcap
             if logits.is_cuda:
-                deviation = compiled(deviations)(logits, *of_tile, states.dtype)
+                of_logits = compiled(grad_logits)(logits, *of_tile, states.dtype)
             else:
-                deviation = _deviations_in_cache(logits, *of_tile, tiles)
+                of_logits = _grad_logits_in_cache(logits, *of_tile, tiles)
             if grad_hidden is not None:
-                _add_product(grad_hidden[part], deviation, tile.weight)
+                _add_product(grad_hidden[part], of_logits, tile.weight)
             if grad_weight is not None:
-                _add_product(of_weight, weighted[:, part], deviation)
+                _add_product(of_weight, weighted[:, part], of_logits)
             if grad_bias is not None:
-                of_bias.addmv_(deviation.float().t(), slopes[part])
-            del logits, deviation  # on a GPU: before the next tile takes as much again
+                of_bias.addmv_(of_logits.float().t(), slopes[part])
+            del logits, of_logits  # on a GPU: before the next tile takes as much again
         if grad_weight is not None:
             grad_weight[columns] = of_weight.mul_(unit).t()
         if grad_bias is not None:
@@ -315,10 +315,10 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
-def _deviations_in_cache(
+def _grad_logits_in_cache(
     logits: Tensor, logsumexp: Tensor, targets: Tensor, softcap: float, tiles: Tiles
 ) -> Tensor:
-    """`deviations` in float32, in a buffer that stays in the cache of a CPU: (rows, columns)."""
+    """`grad_logits` in float32, in a buffer that stays in the cache of a CPU: (rows, columns)."""
     probabilities = torch.sub(logits, logsumexp[:, None], out=tiles.softmax_like(logits))
     probabilities.exp_()
     inside = (targets >= 0) & (targets < logits.shape[1])
@@ -445,7 +445,7 @@ def log_purity(logits: Tensor) -> Tensor:
     return torch.logsumexp(2 * logits, dim=1) - 2 * torch.logsumexp(logits, dim=1)
 
 
-def deviations(
+def grad_logits(
     logits: Tensor, logsumexp: Tensor, targets: Tensor, softcap: float, dtype: torch.dtype
 ) -> Tensor:
     """p_v - [v = y], times the slope of the softcap, in `dtype`: (rows, columns).

@@ -12,8 +12,8 @@ NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC
 
 
 @contextmanager
-def refused_as(said: str, remedy: str) -> Iterator[None]:
-    """Turns any error of the block into a UsageError: what is said, its words, and what to do.
+def as_usage_error(message: str, remedy: str) -> Iterator[None]:
+    """Turns any error of the block into a UsageError: the message, its words, and what to do.
 
     Memory that runs out is no fault of the file.
     """
@@ -24,9 +24,10 @@ def refused_as(said: str, remedy: str) -> Iterator[None]:
     except Exception as error:  # a library refuses a file in any way it likes
         if is_out_of_memory(error):
             raise MemoryLimitError(
-                f"{said} (memory ran out: {in_short(error)}). Free some, or take a larger machine."
+                f"{message} (memory ran out: {in_short(error)}). Free some, or take a larger "
+                "machine."
             ) from error
-        raise UsageError(f"{said} ({in_short(error)}). {remedy}") from error
+        raise UsageError(f"{message} ({in_short(error)}). {remedy}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from .adapters import with_adapter
-from .library_errors import refused_as
+from .library_errors import as_usage_error
 from .model_folder import CONFIG, model_config, require_own_weights, stored_dtype
 from .transformers_compat import quiet, supports_sdpa
 
@@ -118,7 +118,7 @@ def resolve(options: ModelOptions) -> Resolved:
             f"Set model.dtype to one of {', '.join(DTYPES)}."
         )
     cannot = f"{Path(options.path) / CONFIG}: cannot be built as a causal language model"
-    with refused_as(cannot, f"Use a causal model. {OTHER_CONFIG}"):
+    with as_usage_error(cannot, f"Use a causal model. {OTHER_CONFIG}"):
         has_sdpa = supports_sdpa(config)
     if options.attention == "sdpa" and not has_sdpa:
         raise UsageError(
@@ -146,7 +146,7 @@ def empty_model(options: ModelOptions, dtype: str, kind: Any) -> nn.Module:
     """The model of config.json on the meta device; the folder needs no weights."""
     settings, file = require_own_weights(options.path), Path(options.path) / CONFIG
     cannot = f"{file}: no model can be built from it"
-    with quiet(), torch.device("meta"), refused_as(cannot, OTHER_CONFIG):
+    with quiet(), torch.device("meta"), as_usage_error(cannot, OTHER_CONFIG):
         empty: nn.Module = kind.from_config(
             _config(options, settings), dtype=DTYPES[dtype], trust_remote_code=False
         )
@@ -164,7 +164,7 @@ def _config(options: ModelOptions, settings: dict[str, Any]) -> Any:
         raise UsageError(
             f"{file}: the model needs code of its folder, which align never runs. {remedy}"
         )
-    with refused_as(f"{file}: transformers cannot read this model's config.json", remedy):
+    with as_usage_error(f"{file}: transformers cannot read this model's config.json", remedy):
         return AutoConfig.from_pretrained(
             options.path, local_files_only=True, trust_remote_code=False
         )
@@ -183,7 +183,7 @@ def from_folder(
         os.environ.setdefault("DS_ACCELERATOR", found)
     cannot = f"{options.path}: the model cannot be loaded from config.json and its weights"
     remedy = "Check the folder, model.device_map and model.dtype."
-    with refused_as(cannot, remedy):
+    with as_usage_error(cannot, remedy):
         model, report = kind.from_pretrained(
             options.path,
             dtype=DTYPES[resolved.dtype],

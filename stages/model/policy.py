@@ -24,7 +24,7 @@ from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
 from .adapters import add_lora, merged
 from .fused_head import call_head_for_logps, output_head
-from .library_errors import refused_as
+from .library_errors import as_usage_error
 from .load import load_in_4_bits, load_model, text_config
 from .logprobs import (
     ScoringPath,
@@ -259,7 +259,7 @@ def stored_value_head(model: ModelOptions) -> Path | None:
 def read_value_head(head: ScalarHead, file: Path) -> None:
     """Sets the head's weights to those of a file, whatever their dtype."""
     remedy = "Move the file away to begin with a new head."
-    with refused_as(f"{file}: no value head of this model", remedy):
+    with as_usage_error(f"{file}: no value head of this model", remedy):
         weights = load_file(file)
         head.load_state_dict(weights)
         if odd := sorted(name for name, one in weights.items() if not one.isfinite().all()):

@@ -14,8 +14,8 @@ from align.stages.model.fused_head import (
     LogitsBuffer,
     OutputHead,
     compiled,
-    deviations,
     fused_rows,
+    grad_logits,
     log_purity,
     log_sum_exp,
 )
@@ -155,14 +155,14 @@ def test_what_a_gpu_makes_of_a_tile_is_what_float64_makes_of_it(logits, softcap)
     torch.testing.assert_close(sums, shown.detach().logsumexp(1), rtol=0, atol=SUMS)
     exact = shown.detach().softmax(1).square().sum(1).log()
     torch.testing.assert_close(purity, exact, rtol=0, atol=SUMS)
-    # The deviations are the slopes of -log p.
+    # They are the slopes of -log p.
     targets = torch.tensor([0, 5, 32, 40, -1, 7, 12])  # two are of other tiles
     inside = (targets >= 0) & (targets < 33)
     beyond = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
     logsumexp = torch.logaddexp(shown.logsumexp(1), beyond)  # of this tile and the others
     chosen = shown[torch.arange(7), targets.clamp(0, 32)]
     (logsumexp - torch.where(inside, chosen, 0.0)).sum().backward()
-    found = deviations(tile, logsumexp.detach().float(), targets, softcap, torch.float32)
+    found = grad_logits(tile, logsumexp.detach().float(), targets, softcap, torch.float32)
     torch.testing.assert_close(found.double(), raw.grad, rtol=SUMS, atol=SUMS)
 
 
