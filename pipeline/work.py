@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,19 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ..schemas.config import TrackingOptions
-from ..schemas.errors import AlignError, Interrupted, StorageError
+from ..schemas.errors import Interrupted
 from ..stages.storage.disk.locks import owner_lock
 from ..stages.tracking.journaled_run import Run, recorded
-from ..stages.tracking.outbox import unsent_runs
-from ..stages.tracking.tracker import addresses, kind_of
-from .jobs.tracker_sync import sync_ledger
 from .parts import Part
 
 if TYPE_CHECKING:
     from ..stages.storage.cache_work import CacheWork
     from ..stages.storage.tables import TableFolder
-
-logger = logging.getLogger("align")
 
 Manifest = TypeVar("Manifest")
 
@@ -62,45 +56,13 @@ def working(
     """
     with (
         owned(folder, stage, part),
-        recorded_work(tracking, folder.root, stage, name=name, is_alone=not part) as run,
+        recorded(tracking, folder.root, stage, name=name, is_alone=not part) as run,
     ):
         run.set_tags({"align.part": str(part)} if part else {})
         try:
             yield run
         except Interrupted as stop:
             raise Interrupted(stop.signal_number, at=stop.at or f". Kept: {kept()}") from None
-
-
-@contextmanager
-def recorded_work(
-    options: TrackingOptions, home: Path, stage: str, *, name: str = "", is_alone: bool = True
-) -> Iterator[Run]:
-    """Records the work on a folder; what earlier runs there left is sent first, if it is alone."""
-    before = send_earlier(home, options) if is_alone else {}
-    with recorded(options, home, stage, name=name, is_alone=is_alone, goes_on_from=before) as run:
-        yield run
-
-
-def send_earlier(home: Path, options: TrackingOptions) -> dict[str, str]:
-    """Sends what earlier runs left; returns by tracker the id of the last one if it was cut off.
-
-    A failure is logged, and what was not sent stays.
-    """
-    run_ids = {}
-    for kind in map(kind_of, addresses(options, home)):
-        for folder in unsent_runs(home):
-            if not folder.ledger(kind.name).exists():
-                continue
-            try:
-                sent = sync_ledger(kind, folder, home, options)
-            except AlignError as error:
-                title = kind.title
-                logger.warning("%s does not get the rest of an earlier run: %s", title, error)
-                if isinstance(error, StorageError):
-                    break  # the store would fail the others too, each after a wait
-            else:
-                run_ids[kind.name] = "" if sent.status == "FINISHED" else sent.run_id
-    return run_ids
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import typer
 from align import __version__, cli
 from align.stages.methods.method_docs import render_method, render_table
 from align.stages.methods.table import METHODS
+from align.stages.storage.run.run_folder import RunFolder
 from support.command import align, refusal
-from support.mlflow_runs import run_of, stored
+from support.mlflow_runs import id_on_disk, run_of, stored
 from support.programs import said_by
 from support.stage_one import contents
 from support.tracked_training import journalled
@@ -191,7 +192,7 @@ def test_a_store_is_told_all_of_a_run_that_it_missed_and_nothing_twice(course, t
     place.mkdir()
     first = align("mlflow-sync", run, "--uri", uri)
     assert first.code == 0, first
-    run_id = json.loads((run / "_align" / "mlflow.json").read_text())["run_id"]
+    run_id = id_on_disk(RunFolder(run))
     assert run_id in first.out
     assert "FINISHED" in first.out
     assert f"{len(journalled(run))} numbers sent" in first.out

@@ -511,5 +511,5 @@ def mlflow_sync(
     from ..jobs.tracker_sync import own_options, sync_runs
 
     for synced in sync_runs(run, own_options(run, config), uri=uri):
-        sent = f"{counted(synced.points_sent, 'numbers')} sent"
+        sent = f"{counted(synced.numbers_sent, 'numbers')} sent"
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")

@@ -177,6 +177,6 @@ def _loaded(
 
 
 def _progress(*, shown: bool) -> Progress:
-    from ...stages.tracking.progress import NoProgress, make_progress
+    from ...stages.tracking.progress import Progress, make_progress
 
-    return make_progress() if shown else NoProgress()
+    return make_progress() if shown else Progress()

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from ...schemas.errors import did_you_mean
 from ...schemas.safe_text import safe
-from ...stages.tracking.progress import NoProgress, Progress, make_progress
+from ...stages.tracking.progress import Progress, make_progress
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -62,7 +62,7 @@ def begin_work() -> Progress:
     """
     gc.freeze()
     gc.enable()
-    return make_progress() if is_first_rank() else NoProgress()
+    return make_progress() if is_first_rank() else Progress()
 
 
 def is_first_rank() -> bool:

@@ -1,48 +1,31 @@
-"""Sends trackers what they missed of a run; sending it twice changes nothing.
+"""`align mlflow-sync`: sends trackers what they lack of a run; sending it twice changes nothing.
 
-The folder may come from someone else, so what it names is not trusted: the address is the user's
-own or one given by hand, and only files inside the folder are sent.
+The folder may come from someone else, so the address is the user's own or one given by hand.
 """
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import AlignError, StorageError, UsageError, log_failure
-from ...schemas.safe_text import redacted
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.output_folder import SCORES
 from ...stages.storage.run.run_folder import RunFolder, read_ending
-from ...stages.tracking.delivery import Delivery
-from ...stages.tracking.outbox import (
-    Ledger,
-    address_of,
-    close_record,
-    kinds_in,
-    load_ledger,
+from ...stages.tracking.run_record import (
+    GROUP_TAG,
+    ROUNDS_TAG,
+    RunRecord,
     now_ms,
-    reason_of,
-    remove_if_sent,
+    remove_sent,
     unsent_runs,
 )
-from ...stages.tracking.tracker import (
-    GROUP_TAG,
-    MAIN,
-    ROUNDS_TAG,
-    TRACKERS,
-    TrackerKind,
-    kind_of,
-    wanted,
-)
+from ...stages.tracking.tracker import MAIN, TRACKERS, Tracker, tracker_of, wanted
+from ...stages.tracking.uploader import Sender, reason_of, shown_address
 from ..options.settings import FILE_NAME, load_settings
-
-logger = logging.getLogger("align")
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
 
@@ -55,7 +38,7 @@ class Synced:
     uri: str
     run_id: str
     status: str
-    points_sent: int
+    numbers_sent: int
 
 
 def own_options(root: Path, config: Path | None) -> TrackingOptions:
@@ -70,169 +53,113 @@ def own_options(root: Path, config: Path | None) -> TrackingOptions:
 
 
 def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Synced]:
-    """Sends the rest of a training run, or of every run of a cache, scores, sweep or rounds.
+    """Sends the rest of a training, or of all runs of a cache, scores, a sweep or rounds.
 
     One that fails does not keep the others from being sent; the first failure is raised at the end.
     """
-    sync = _Sync(options, uri)
-    if kinds_in(RunFolder(root)):
-        sync.send(RunFolder(root), root)
-    else:
-        for home in (root, root / SCORES):
-            for folder in unsent_runs(home):
-                sync.send(folder, home)
-        parents = {one.tracker: one.run_id for one in sync.done}
-        for home in _homes_within(root):
-            for folder in (*unsent_runs(home), RunFolder(home)):
-                sync.send(folder, home, parents=parents)
-    if sync.failed:
-        raise sync.failed[0]
-    if not sync.done:
-        raise _nothing_to_send(root)
-    return sync.done
-
-
-_GROUPS = {GROUP_TAG, ROUNDS_TAG}
-
-
-def _homes_within(root: Path) -> list[Path]:
-    """The folders of the runs of a sweep, and those of the verbs of rounds."""
-    found = [*root.glob("*"), *root.glob("round-*/*"), *root.glob("held-out/*")]
-    return [path for path in sorted(found) if not (path.is_symlink() or path.parent.is_symlink())]
-
-
-def _nothing_to_send(root: Path) -> UsageError:
-    titles = " or ".join(kind_of(name).title for name in TRACKERS)
-    ledger = RunFolder(root).ledger(MAIN).relative_to(root)
-    return UsageError(
-        f"{root} holds no run that was recorded in {titles} and not sent whole: it has no "
-        f"{ledger}, and no run in {ledger.parent}/outbox. Name the --output of `align train`, of "
-        "a sweep, or a cache."
-    )
-
-
-@dataclass(frozen=True)
-class _Sync:
-    """The runs that were sent, and what failed."""
-
-    options: TrackingOptions
-    uri: str
-    done: list[Synced] = field(default_factory=list)
-    failed: list[AlignError] = field(default_factory=list)
-
-    def send(
-        self, folder: RunFolder, home: Path, *, parents: Mapping[str, str] | None = None
-    ) -> None:
-        """Sends a run to each of its trackers; as one of a group only if its tags say so."""
-        for kind in kinds_in(folder):
-            with self._kept():
-                if parents is None or _GROUPS & load_ledger(kind, folder).record.tags.keys():
-                    parent = (parents or {}).get(kind.name, "")
-                    uri = self.uri if kind.name == MAIN else ""
-                    self.done.append(
-                        sync_ledger(kind, folder, home, self.options, uri=uri, parent=parent)
-                    )
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
+    done: list[Synced] = []
+    failed: list[AlignError] = []
+    for folder, home in _runs_of(root):
         try:
-            yield
+            done += sync_run(folder, home, options, uri=uri)
         except AlignError as error:
-            self.failed.append(error)
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    if not done:
+        titles = " or ".join(tracker_of(name).title for name in TRACKERS)
+        record = RunFolder(root).run_record.relative_to(root)
+        raise UsageError(
+            f"{root} holds no run that was recorded in {titles} and not sent whole: it has no "
+            f"{record}, and no run in {record.parent}/outbox. Name the --output of `align train`, "
+            "of a sweep, or a cache."
+        )
+    return done
 
 
-def require_no_links(folder: RunFolder) -> None:
-    """Refuses a run whose records are somebody else's."""
-    for private in {folder.private, *(folder.ledger(name).parent for name in TRACKERS)}:
-        if private.is_symlink():
-            raise UsageError(f"{private} is a link. Name the folder of the run itself.")
+def _runs_of(root: Path) -> Iterator[tuple[RunFolder, Path]]:
+    """The runs with a record, each with the folder that it belongs to; parents come first."""
+    if RunFolder(root).run_record.exists():
+        yield RunFolder(root), root
+        return
+    for home in (root, root / SCORES):
+        yield from ((folder, home) for folder in unsent_runs(home))
+    # The trainings of a sweep, and the runs of the steps of rounds.
+    for home in sorted((*root.glob("*"), *root.glob("round-*/*"), *root.glob("held-out/*"))):
+        for folder in (*unsent_runs(home), RunFolder(home)):
+            if folder.run_record.exists() and home != root / SCORES:
+                tags = RunRecord.read(folder).facts.tags
+                if {GROUP_TAG, ROUNDS_TAG} & tags.keys():
+                    yield folder, home
 
 
-def sync_ledger(
-    kind: TrackerKind,
-    folder: RunFolder,
-    home: Path,
-    options: TrackingOptions,
-    *,
-    uri: str = "",
-    parent: str = "",
-) -> Synced:
-    """Sends a run that is in its own folder, or in the outbox of `home`, to one tracker."""
-    require_no_links(folder)
-    load_ledger(kind, folder)
+def sync_run(
+    folder: RunFolder, home: Path, options: TrackingOptions, *, uri: str = "", only: str = ""
+) -> list[Synced]:
+    """Sends a run that is in its own folder, or in the outbox of `home`, to its trackers."""
+    done = []
     with owner_lock(folder.root, "mlflow-sync"):
-        ledger = load_ledger(kind, folder)
-        address = _address(kind, home, ledger.record.uri, options, uri)
-        ledger.move_to(address)
-        if parent and kind.parent_tag not in ledger.record.tags:
-            ledger.add("tags", {kind.parent_tag: parent})
-        ending = read_ending(folder)
-        if not ledger.record.status:  # no process owns it, and the store does not know its end
+        record = RunRecord.read(folder)
+        if not record.facts.status:  # no process owns it, so it was killed, or ended unsent
+            ending = read_ending(folder)
             status = STATUS[ending.ending] if ending else "KILLED"
-            ledger.change(status=status, ended_ms=now_ms())
-        points = _deliver(address, folder, ledger)
-        if folder.root != home:
-            close_record(ledger, folder)
-        record = ledger.record
+            record.change(status=status, ended_ms=now_ms())
+        for name in [only] if only else sorted(record.facts.trackers):
+            done.append(_send(record, name, home, options, uri if name == MAIN else ""))
     if folder.root != home:
-        remove_if_sent(folder)
-    return Synced(kind.name, record.uri, record.run_id, record.status, points)
+        remove_sent([record])
+    return done
 
 
-def owe_again(folder: RunFolder, files: Sequence[Path]) -> None:
-    """Notes files that a recorded run is given after its end; who calls it owns the folder."""
-    for kind in kinds_in(folder):
-        ledger = load_ledger(kind, folder)
+def _send(record: RunRecord, name: str, home: Path, options: TrackingOptions, uri: str) -> Synced:
+    tracker = tracker_of(name)
+    address = _address(name, home, record.facts.trackers[name], options, uri)
+    record.send_to({name: tracker.plain_address(address)})
+    with asked_store(name, address):
+        sender = Sender(name, address, record)
+        sender.send()
+    facts, run_id = record.facts, record.sent(name).run_id
+    return Synced(name, facts.trackers[name], run_id, facts.status, sender.numbers)
+
+
+def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOptions) -> None:
+    """Adds files to a recorded run that has ended, and sends them; who calls it owns the folder."""
+    if record := RunRecord.find(folder):
         for file in files:
-            ledger.renew_artifact(file.relative_to(folder.root).as_posix())
-
-
-def send_again(folder: RunFolder, options: TrackingOptions) -> None:
-    """Sends what is owed of a run that has ended; what a store did not get, `mlflow-sync` sends."""
-    for kind in kinds_in(folder):
-        if kind.name in wanted(options):
-            ledger = load_ledger(kind, folder)
-            with log_failure(f"{kind.title} lacks a part of {folder.root}"):
-                address = _address(kind, folder.root, ledger.record.uri, options, uri="")
-                _deliver(address, folder, ledger)
-
-
-def _deliver(address: str, folder: RunFolder, ledger: Ledger) -> int:
-    kind = ledger.kind
-    with asked_store(kind, address):
-        delivery = Delivery(kind.open(address), ledger, folder.metrics)
-        delivery.deliver()
-        return delivery.points
+            record.log_file(file.absolute())
+        for name in {*wanted(options)} & record.facts.trackers.keys():
+            with log_failure(f"{tracker_of(name).title} lacks a part of {folder.root}"):
+                _send(record, name, folder.root, options, uri="")
 
 
 @contextmanager
-def asked_store(kind: TrackerKind, address: str) -> Iterator[None]:
+def asked_store(name: str, address: str) -> Iterator[None]:
     """Keeps the library quiet inside; whatever it raises is a StorageError that says what to do."""
+    tracker: type[Tracker] = tracker_of(name)
     try:
-        with kind.quiet():
+        with tracker.quiet():
             yield
-    except Exception as error:  # whatever the libraries of a store raise
-        if not kind.is_failure(error):
-            logger.error("%s", redacted(traceback.format_exc()))
-        other = "name another store with --uri, then " if kind.name == MAIN else ""
+    except Exception as error:  # whatever the library of a tracker raises
+        other = "name another store with --uri, then " if name == MAIN else ""
         raise StorageError(
-            f"{kind.title} at {address_of(address)} failed: {reason_of(error)}. Start it, or "
+            f"{tracker.title} at {shown_address(address)} failed: {reason_of(error)}. Start it, or "
             f"{other}run the same command again."
         ) from error
 
 
-def _address(kind: TrackerKind, root: Path, named: str, options: TrackingOptions, uri: str) -> str:
+def _address(name: str, root: Path, recorded: str, options: TrackingOptions, uri: str) -> str:
     """The store to send to: the one given by hand, else the user's, if the folder names it too."""
-    own = kind.address(options, root)
-    if uri or (own and kind.plain(own) == named):
+    tracker = tracker_of(name)
+    own = tracker.address_of(options, root)
+    if uri or (own and tracker.plain_address(own) == recorded):
         return uri or own
     way = (
-        f"pass --uri {named or 'ADDRESS'}, with its password if it has one, to send the run there"
-        if kind.name == MAIN
+        f"pass --uri {recorded}, with its password if it has one, to send the run there"
+        if name == MAIN
         else "name that store there, to send the run to it"
     )
     raise UsageError(
-        f"{root} names the store {named or 'nowhere'}, and your own ({kind.named_by}) is "
-        f"{kind.plain(own) if own else 'nowhere'}. A folder does not decide where your data go: "
-        f"{way}."
+        f"{root} names the store {recorded}, and your own ({tracker.named_by}) is "
+        f"{tracker.plain_address(own) if own else 'nowhere'}. A folder does not decide where your "
+        f"data go: {way}."
     )

@@ -28,14 +28,13 @@ from ...stages.storage.cache_work import unfinished_work
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import try_owner_lock
 from ...stages.tracking.journaled_run import Run
-from ...stages.tracking.outbox import unsent_runs
-from ...stages.tracking.progress import NoProgress, Progress
+from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows
 from ..parts import WHOLE, Part
 from ..ray_actors import run_on_ray
-from ..work import Made, send_earlier, working
+from ..work import Made, working
 from .opening import (
     STAGE_ONE,
     CacheJob,
@@ -148,14 +147,13 @@ def _own_manifest(job: CacheJob) -> Manifest | None:
 def _tidy(job: CacheJob, manifest: Manifest, part: Part | None, stage: str) -> None:
     """Finishes the work of a run that died after its manifest, unless another process does."""
     cache = job.cache
-    if part:  # it takes no lock, and leaves what others have not sent yet
-        if not cache.is_tidy(manifest):
+    if not cache.is_tidy(manifest):
+        if part:  # it takes no lock
             cache.tidy()
-    elif not cache.is_tidy(manifest) or unsent_runs(cache.root):
-        with try_owner_lock(cache.root, stage) as is_owner:
-            if is_owner:
-                cache.tidy()
-                send_earlier(cache.root, job.config.tracking)
+        else:
+            with try_owner_lock(cache.root, stage) as is_owner:
+                if is_owner:
+                    cache.tidy()
     register_cache(cache)
 
 
@@ -282,7 +280,7 @@ def _scored(
 
     if scoring.executor == "ray":
         gpus = scoring.ray_gpus_per_worker or float(job.device == "cuda")
-        scorer, todo = ShardScorer(shards, NoProgress()), [*missing()]
+        scorer, todo = ShardScorer(shards, Progress()), [*missing()]
         made = run_on_ray(scorer, todo, "shard", scoring.ray_address, scoring.ray_workers, gpus)
         with closing(made):
             for shard, done in made:

@@ -20,10 +20,10 @@ from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.storage.run.rounds_folder import ROUNDS, OneRound
 from ...stages.storage.tables import TableFolder
-from ...stages.tracking.journaled_run import Run, tagged
+from ...stages.tracking.journaled_run import Run, recorded, tagged
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run_record import ROUND_TAG, ROUNDS_TAG
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ...stages.tracking.tracker import ROUND_TAG, ROUNDS_TAG
 from ..options.settings import Settings, without_secrets
 from ..precompute.precompute import precompute
 from ..tables.judge import judge
@@ -31,7 +31,6 @@ from ..tables.sample import sample
 from ..tables.select_rows import select
 from ..train.setup import check
 from ..train.train import train
-from ..work import recorded_work
 from .round_prompts import write_prompts
 from .rounds_checks import open_rounds
 from .rounds_evaluation import evaluate, stop_reason
@@ -51,7 +50,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
         write_prompts(job.folder.prompts, job.split.train)
         write_prompts(job.folder.held_out_prompts, job.split.held_out)
         name = run_name(job.first.path, "rounds", data_name(job.config.data.files))
-        with recorded_work(job.config.tracking, job.folder.root, "rounds", name=name) as parent:
+        with recorded(job.config.tracking, job.folder.root, "rounds", name=name) as parent:
             _describe(parent, job)
             for record in finished:
                 _record(parent, job, record)
@@ -162,7 +161,7 @@ def _rows(job: RoundsJob, one: OneRound, progress: Progress) -> TableManifest:
     known = TableFolder(one.selected, "selected").file.is_file()
     made = _said(select(job.selecting(one), str(one.judged)), progress)
     if not known:
-        with recorded_work(job.config.tracking, one.selected, "select") as run:
+        with recorded(job.config.tracking, one.selected, "select") as run:
             run.set_tags({"align.selected_root": made.root, "align.selected": str(one.selected)})
             run.log_metrics({f"select/{name}": float(n) for name, n in made.counts.items()})
     return made

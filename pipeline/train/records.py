@@ -24,9 +24,9 @@ from ...stages.storage.run.run_folder import ENDINGS
 from ...stages.tracking import journaled_run
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.journaled_run import inherited, open_training_run
-from ...stages.tracking.progress import NoProgress, Progress
+from ...stages.tracking.progress import Progress
+from ...stages.tracking.run_record import NUMBERS_TAG, ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
 from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ...stages.tracking.tracker import NUMBERS_TAG, ROUND_TAG, SIGNS_TAG, TRIAL_TAG, Status
 from ...stages.train.patience import why_unmeasured
 from ..options.settings import flatten, without_secrets
 from .checkpoint import add_evaluation, require_disk_space, save_state
@@ -48,7 +48,7 @@ PLACES = ("train.cache", "train.model", "train.output")
 
 @contextmanager
 def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
-    """Opens a run's records: rank zero writes the journal and the ledgers, every rank saves."""
+    """Opens a run's records: rank zero writes metrics and tables, every rank saves."""
     folder, state = run.folder, run.checkpoint.state if run.checkpoint else None
     tracked = journaled_run.Run(folder.root)
     if run.world.rank == 0:
@@ -71,7 +71,7 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
         )
         tracked.callbacks = run.callbacks
     else:
-        progress = NoProgress()
+        progress = Progress()
     status: Status = "FAILED"
     records = run.records = RunRecords(run, tracked, progress)
     try:

@@ -19,7 +19,7 @@ from ...stages.report.side_by_side import Answered, answers_jsonl
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.tracking.progress import Progress
-from ..jobs.tracker_sync import owe_again, own_options, require_no_links, send_again
+from ..jobs.tracker_sync import own_options, send_files
 from ..options.settings import load_settings
 from ..tables.samplers import LocalSampler
 from .load import identify
@@ -36,7 +36,6 @@ def answer_again(
     Trackers are the user's own, as they are for `mlflow-sync`.
     """
     folder = training_folder(root)
-    require_no_links(folder)
     ending = require_finished(folder)
     here = {"train.resume": "auto", "train.output": str(root)}
     settings = load_settings({}, here, file=folder.config)
@@ -87,10 +86,9 @@ def answer_again(
                 prompts.items(), *answers, strict=True
             )
         ]
-        owe_again(folder, folder.pages)
         fs.publish(folder.answers, answers_jsonl(answered))
         write_report(folder.root)
-        send_again(folder, tracking)
+        send_files(folder, folder.pages, tracking)
     return folder.report
 
 

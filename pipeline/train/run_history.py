@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...stages.tracking.journal import EVAL, RESERVED, entry_batches
+from ...stages.tracking.journal import EVAL, RESERVED, read_entries
 
 if TYPE_CHECKING:
     import polars as pl
+
+LINES_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,9 @@ def read_history(metrics: Path) -> History:
 
     kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
     frames = [pl.DataFrame(schema=kinds)]
-    for entries in entry_batches(metrics):
-        rows = [
-            {
-                "step": entry.step,
-                "time": entry.points[0].time_ms,
-                **{point.key: point.value for point in entry.points},
-            }
-            for entry in entries
-        ]
+    entries = (entry for entry in read_entries(metrics) if entry.metrics)
+    while some := [*islice(entries, LINES_AT_ONCE)]:
+        rows = [{"step": one.step, "time": round(1000 * one.time), **one.metrics} for one in some]
         frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
     lines = pl.concat(frames, how="diagonal")
     parts = []

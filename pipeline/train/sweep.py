@@ -20,13 +20,12 @@ from ...stages.storage.locations import origin_of, require_on_disk
 from ...stages.storage.output_folder import OutputFolder
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking import journaled_run
-from ...stages.tracking.journaled_run import tagged
+from ...stages.tracking.journaled_run import recorded, tagged
 from ...stages.tracking.progress import Progress
+from ...stages.tracking.run_record import GROUP_TAG, TRIAL_TAG
 from ...stages.tracking.run_texts import description, run_name
-from ...stages.tracking.tracker import GROUP_TAG, TRIAL_TAG
 from ..options.settings import Settings, flatten, instead_of
 from ..options.table import fields, reads
-from ..work import recorded_work
 from .load import identify
 from .records import data_of
 from .run_diff import ranking
@@ -59,7 +58,7 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
         run_on_rank_zero(world, partial(_prepare, output, runs))
         tracking = tracking if world.rank == 0 else tracking.none()
         name = run_name(facts["policy"], "sweep", facts["data"])
-        with recorded_work(tracking, output, "sweep", name=name) as parent:
+        with recorded(tracking, output, "sweep", name=name) as parent:
             _describe(parent, result, runs)
             for number, trial in enumerate(trials, 1):
                 progress.say(f"run {number} of {len(trials)}: {trial.name}")

@@ -4,7 +4,7 @@ manifest.json                         written last; readers read only this
 data/part-<shard>-<sha256>.parquet    shards, named by their content
 rejected.parquet                      rows that could not be used, if there are any
 _align/LOCK                           held by the owner of the folder
-_align/outbox/<time>-<id>/            a run that a tracker was not sent all of, as a run_folder
+_align/outbox/<time>-<id>/            a run that a tracker does not have yet, as a run_folder
 _align/<plan key>/                    work in progress, removed when it is done
 
 A finished cache never changes.

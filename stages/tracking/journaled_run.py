@@ -1,7 +1,8 @@
-"""The record of a run: a journal of its numbers, and ledgers of the rest, sent on to trackers."""
+"""The record of a run as its command writes it; trackers are sent it by threads beside the work."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -15,43 +16,51 @@ from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.safe_text import redacted
 from ..storage.disk import fs
-from ..storage.disk.locks import owner_lock
+from ..storage.disk.locks import owner_lock, try_owner_lock
 from ..storage.run.run_folder import RunFolder
-from .delivery import PRIVATE, Senders
-from .journal import MAX_PARAM, MAX_TAG, Callback, Journal, key_of, open_journal, shortened
-from .outbox import Ledger, close_record, new_record, now_ms, open_ledger, remove_if_sent
-from .tracker import (
-    GOES_ON_TAG,
+from .journal import Callback, Journal, open_journal
+from .run_record import (
+    COPIES,
     KEY_TAG,
     NUMBERS_TAG,
-    TRACKERS,
-    DatasetNote,
-    ModelLink,
+    PARENT_TAG,
+    Dataset,
+    RunRecord,
     Status,
-    addresses,
-    kind_of,
+    new_facts,
+    new_outbox_folder,
+    now_ms,
+    remove_remnants,
+    remove_sent,
+    unsent_runs,
 )
+from .tracker import addresses, tracker_of
+from .uploader import Uploader
 
-# Who stops a process by a signal kills it half a minute later.
-PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
+# A process that is stopped by a signal is often killed half a minute later.
+WAIT_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
 UPLOAD_SECONDS = 6 * 3600.0
 
-
-_NOTHING: Mapping[str, str] = MappingProxyType({})
-_TAGS: ContextVar[Mapping[str, str]] = ContextVar("tags", default=_NOTHING)
-_PARENTS: ContextVar[Mapping[str, str]] = ContextVar("parents", default=_NOTHING)  # id by tracker
+_NO_TAGS: Mapping[str, str] = MappingProxyType({})
+_TAGS: ContextVar[Mapping[str, str]] = ContextVar("tags", default=_NO_TAGS)
 
 
 @contextmanager
 def tagged(tags: Mapping[str, str], parent: Run | None = None) -> Iterator[None]:
-    """Gives every run that begins inside these tags, and the run that it belongs to."""
-    own = _TAGS.set({**_TAGS.get(), **tags})
-    above = _PARENTS.set(parent.run_ids if parent else _PARENTS.get())
+    """Gives these tags to every run that begins inside, and the run that it belongs to.
+
+    It waits until each store had a chance to make the parent, which trackers find by its key.
+    """
+    above = {}
+    if parent and parent.record:
+        above = {PARENT_TAG: parent.record.facts.key}
+        for uploader in parent.uploaders:
+            uploader.wait(WAIT_SECONDS["FINISHED"])
+    token = _TAGS.set({**_TAGS.get(), **tags, **above})
     try:
         yield
     finally:
-        _PARENTS.reset(above)
-        _TAGS.reset(own)
+        _TAGS.reset(token)
 
 
 def inherited(tag: str) -> str:
@@ -68,62 +77,64 @@ def open_training_run(
     keep_through: int,
     is_evaluated: bool = True,
 ) -> Run:
-    """Begins the record of a run, or continues it after a step; -1 keeps no earlier line.
+    """Begins the record of a training, or resumes it after a step; -1 keeps no earlier line.
 
-    A ledger of a tracker that is left out this time is kept up to date, for `mlflow-sync`.
+    A resumed training stays one run, unless steps of it are trained again with other settings. A
+    record is kept up to date for `mlflow-sync` while no tracker is in use.
     """
     journal = open_journal(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
-    wanted = addresses(options, folder.root)
-    names = [one for one in TRACKERS if one in wanted or folder.ledger(one).exists()]
-    ledgers = [_open_ledger(one, options, folder, name, wanted.get(one, "")) for one in names]
-    for ledger in ledgers:
-        size, begun = folder.metrics.stat().st_size, ledger.record.tags.get(NUMBERS_TAG)
-        is_same = begun == tags.get(NUMBERS_TAG)
-        is_other = bool(begun and not is_same and not size)  # another run, of which nothing is kept
-        if journal.dropped or ledger.record.metrics_sent > size or is_other:
-            ledger.cut_back(size, is_same=is_same)
-        _add_tags(ledger, tags)
-    senders = Senders(ledgers, wanted, folder.metrics, folder.root) if wanted else None
-    return Run(folder.root, journal, ledgers, senders, uploads=options.upload_model)
+    wanted, record = addresses(options, folder.root), RunRecord.find(folder)
+    if not (wanted or record):
+        return Run(folder.root, journal)
+    size = folder.metrics.stat().st_size
+    if record is None:
+        record = RunRecord(folder, new_facts(options, name))
+    before = record.facts.tags.get(NUMBERS_TAG)
+    if before and before != tags.get(NUMBERS_TAG) and (journal.dropped or not size):
+        record.replace_run(keeps_facts=size > 0)
+    record.cut_back(size)
+    record.change(status="", ended_ms=0)
+    run = Run(folder.root, journal, record, uploads_model=options.upload_model)
+    run.send_to(wanted)
+    run.set_tags({**_version_tags(), **_TAGS.get(), **tags})
+    return run
 
 
 @contextmanager
 def recorded(
-    options: TrackingOptions,
-    home: Path,
-    stage: str,
-    *,
-    name: str = "",
-    is_alone: bool = True,
-    goes_on_from: Mapping[str, str] = _NOTHING,
+    options: TrackingOptions, home: Path, stage: str, *, name: str = "", is_alone: bool = True
 ) -> Iterator[Run]:
-    """Records the work on a cache or sweep, under this name or that of its stage.
+    """Records a run that is not a training, in the outbox of the folder that it makes.
 
-    The record is in the outbox of that folder until all trackers were sent all of it. Unless a
-    process is alone there, it leaves the rest of the outbox as it is.
+    A process that is alone there also sends what earlier runs left; one that was killed ends then.
     """
     wanted = addresses(options, home)
     if not wanted:
         yield Run(home)
         return
-    folder = new_record(home, is_alone=is_alone)
+    records: list[RunRecord] = []
     with ExitStack() as stack:
-        # After the lock, which is in the folder.
-        stack.callback(remove_if_sent, folder, is_alone=is_alone)
+        stack.callback(remove_sent, records)  # after the locks, which are in their folders
+        if is_alone:
+            remove_remnants(home)
+            for folder in unsent_runs(home):
+                with log_failure("An earlier run is not sent"):
+                    is_free = stack.enter_context(try_owner_lock(folder.root, stage))
+                    if is_free and (left := RunRecord.find(folder)):
+                        if not left.facts.status:
+                            left.change(status="KILLED", ended_ms=now_ms())
+                        records.append(left)
+        folder = new_outbox_folder(home)
         stack.enter_context(owner_lock(folder.root, stage))
-        status: Status = "FAILED"
         journal = open_journal(folder.metrics, keep_through=-1)
-        ledgers = [
-            _open_ledger(one, options, folder, name or stage, at) for one, at in wanted.items()
-        ]
-        for ledger in ledgers:
-            before = goes_on_from.get(ledger.kind.name)
-            _add_tags(ledger, {**({GOES_ON_TAG: before} if before else {}), "align.stage": stage})
-        senders = Senders(ledgers, wanted, folder.metrics, home)
-        run = Run(folder.root, journal, ledgers, senders)
+        record = RunRecord(folder, new_facts(options, name or stage))
+        run = Run(folder.root, journal, record, earlier=[*records])
+        records.append(record)
+        run.send_to(wanted, home)
+        run.set_tags({**_version_tags(), **_TAGS.get(), "align.stage": stage})
+        run.begin_sending()
+        status: Status = "FAILED"
         try:
-            # A library is imported by then, and what belongs to this run can name it.
-            senders.wait_for_answers(PATIENCE_SECONDS["FINISHED"])
             yield run
             status = "FINISHED"
         except (Interrupted, KeyboardInterrupt):
@@ -132,35 +143,9 @@ def recorded(
         finally:
             with log_failure("No record of how the run ended"):
                 run.finish(status)
-                for ledger in senders.complete:
-                    close_record(ledger, folder)
 
 
-def _open_ledger(
-    tracker: str, options: TrackingOptions, folder: RunFolder, name: str, address: str
-) -> Ledger:
-    kind = kind_of(tracker)
-    return open_ledger(
-        kind,
-        folder,
-        address=address,
-        experiment=kind.experiment(options),
-        run_name=redacted(options.run_name or name),
-    )
-
-
-def _add_tags(ledger: Ledger, tags: Mapping[str, str]) -> None:
-    """The tags of a run, with those that it inherits."""
-    parent = _PARENTS.get().get(ledger.kind.name)
-    above = {**_TAGS.get(), **({ledger.kind.parent_tag: parent} if parent else {})}
-    ledger.add("tags", _labels({**version_tags(), **above, **tags}))
-
-
-def _labels(tags: Mapping[str, str]) -> dict[str, str]:
-    return {key_of(name): shortened(value, MAX_TAG) for name, value in tags.items()}
-
-
-def version_tags() -> dict[str, str]:
+def _version_tags() -> dict[str, str]:
     """The versions that the numbers of a run may depend on."""
     tags = {"align.version": __version__}
     for package in ("torch", "transformers", "deepspeed"):
@@ -172,109 +157,120 @@ def version_tags() -> dict[str, str]:
 
 
 class Run:
-    """Writes numbers to the journal and all else to the ledgers; other threads send both.
+    """Writes numbers to metrics.jsonl and all else to the record; uploaders send both.
 
-    Without a journal it keeps no numbers, without a ledger nothing is for a tracker.
+    Without a journal it keeps no numbers, without a record no tracker is sent anything.
     """
 
     def __init__(
         self,
         root: Path,
         journal: Journal | None = None,
-        ledgers: Sequence[Ledger] = (),
-        senders: Senders | None = None,
+        record: RunRecord | None = None,
         *,
-        uploads: bool = False,
+        earlier: Sequence[RunRecord] = (),
+        uploads_model: bool = False,
     ) -> None:
         self.callbacks: tuple[Callback, ...] = ()
+        self.record = record
+        self.uploaders: list[Uploader] = []
         self._root = root.absolute()
         self._journal = journal
-        self._ledgers = ledgers
-        self._senders = senders
-        self._patience = PATIENCE_SECONDS | ({"FINISHED": UPLOAD_SECONDS} if uploads else {})
+        self._earlier = earlier
+        self._quiet = ExitStack()
+        self._wait = WAIT_SECONDS | ({"FINISHED": UPLOAD_SECONDS} if uploads_model else {})
+
+    def send_to(self, wanted: Mapping[str, str], home: Path | None = None) -> None:
+        """Sends the run to these trackers by their addresses, once `begin_sending` is called."""
+        assert self.record
+        plain = {name: tracker_of(name).plain_address(at) for name, at in wanted.items()}
+        self.record.send_to(plain)
+        for name, address in wanted.items():
+            of_others = [
+                one for one in self._earlier if one.facts.trackers.get(name) == plain[name]
+            ]
+            self._quiet.enter_context(tracker_of(name).quiet())
+            records = [self.record, *of_others]
+            self.uploaders.append(Uploader(name, address, records, home or self._root))
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """The id of this run by tracker; of those whose store has answered."""
-        found = {ledger.kind.name: ledger.record.run_id for ledger in self._ledgers}
+        """The id of this run in each store that has answered."""
+        if not self.record:
+            return {}
+        found = {name: self.record.sent(name).run_id for name in self.record.facts.trackers}
         return {name: run_id for name, run_id in found.items() if run_id}
 
     def origins(self) -> dict[str, str]:
-        """The trackers' ids of this run, and the tag by which they find it, sooner or later."""
+        """The trackers' ids of this run, and the tag that finds it sooner or later."""
         found = {}
-        for ledger in self._ledgers:
-            title, record = ledger.kind.title, ledger.record
-            found[f"{title} run"] = record.run_id or "not named yet"
-            found[f"{title} tag {KEY_TAG}"] = record.key
+        if record := self.record:
+            for name in record.facts.trackers:
+                title = tracker_of(name).title
+                found[f"{title} run"] = record.sent(name).run_id or "not named yet"
+                found[f"{title} tag {KEY_TAG}"] = record.facts.key
         return found
 
-    def log_params(self, params: Mapping[str, str]) -> None:
+    def log_params(self, params: Mapping[str, object]) -> None:
         """Records flat settings; a store keeps the first value, so a later one becomes a tag."""
-        for ledger in self._ledgers:
-            values = {key_of(k): shortened(str(v), MAX_PARAM) for k, v in params.items()}
-            known = ledger.record.params
+        if record := self.record:
+            values = {name: redacted(str(value)) for name, value in params.items()}
+            known = record.facts.params
             changed = {f"changed.{k}": v for k, v in values.items() if known.get(k, v) != v}
-            ledger.add("params", {k: v for k, v in values.items() if k not in known})
-            ledger.add("tags", _labels(changed))
+            record.change(params={**values, **known}, tags={**record.facts.tags, **changed})
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
-        """Writes the numbers of one step as one line."""
+        """Writes a line of metrics.jsonl, and shows it to the callbacks."""
         if self._journal:
             line = self._journal.append(metrics, step=step)
             for callback in self.callbacks:
                 callback(step, line)
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
-        """Records the input data, under our own digest."""
-        note = DatasetNote(redacted(name), digest, redacted(source), context)
-        for ledger in self._ledgers:
-            ledger.append("datasets", note)
+        """Records input data, by a digest of ours."""
+        if record := self.record:
+            data = Dataset(redacted(name), digest, redacted(source), context)
+            record.change(datasets=(*dict.fromkeys((*record.facts.datasets, data)),))
 
     def log_files(self, files: Iterable[InputEntry], *, context: str) -> None:
         """Records the data files that a cache is made of."""
-        notes = [
-            DatasetNote(redacted(one.name), one.sha256, redacted(one.name), context)
-            for one in files
-        ]
-        for ledger in self._ledgers:
-            ledger.append("datasets", *notes)
+        for one in files:
+            self.log_dataset(one.name, digest=one.sha256, source=one.name, context=context)
 
     def log_artifact(self, path: Path) -> None:
         """Records a file or folder to keep with the run; again when it has changed.
 
-        Of a file elsewhere a copy is kept: only files inside the run are sent.
+        A file elsewhere is copied into the run.
         """
-        if not self._ledgers:
-            return
-        whole = path.absolute()
-        if not whole.is_relative_to(self._root):
-            whole = self._root / PRIVATE / "artifacts" / path.name
-            fs.make_folder(whole.parent)
-            fs.publish(whole, fs.read_bytes(path))
-        for ledger in self._ledgers:
-            ledger.renew_artifact(str(whole.relative_to(self._root)))
+        if record := self.record:
+            whole = path.absolute()
+            if not whole.is_relative_to(self._root):
+                whole = self._root / COPIES / path.name
+                fs.make_folder(whole.parent)
+                fs.publish(whole, fs.read_bytes(path))
+            record.log_file(whole)
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
         """Records the path of the model that this run made; the model itself stays there."""
-        where = redacted(str(folder.absolute()))
-        for ledger in self._ledgers:
-            ledger.link_model(ModelLink(where, _labels(tags), ""))
+        if record := self.record:
+            model = {redacted(str(folder.absolute())): dict(tags)}
+            record.change(models={**record.facts.models, **model})
 
     def describe(self, text: str) -> None:
         """Records what a store shows beside the run; only the first call counts."""
-        for ledger in self._ledgers:
-            if ledger.kind.note_tag not in ledger.record.tags:
-                ledger.add("tags", _labels({ledger.kind.note_tag: text}))
+        if self.record and not self.record.facts.description:
+            self.record.change(description=redacted(text))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Sets tags to search by."""
-        for ledger in self._ledgers:
-            ledger.add("tags", _labels(tags))
+        if record := self.record:
+            values = {name: redacted(value) for name, value in tags.items()}
+            record.change(tags={**record.facts.tags, **values})
 
     def begin_sending(self) -> None:
-        """Starts the threads that import libraries and send to stores, beside the work."""
-        if self._senders:
-            self._senders.begin()
+        """Lets the uploaders import libraries and send, beside the work."""
+        for uploader in self.uploaders:
+            uploader.begin()
 
     def sync(self) -> None:
         """Makes every line durable; call it before a checkpoint is saved."""
@@ -282,13 +278,17 @@ class Run:
             self._journal.sync()
 
     def finish(self, status: Status) -> None:
-        """Records the final status; only the first call counts."""
+        """Records the final status and waits for the uploaders; only the first call counts."""
         if self._journal:
             self._journal.sync()
             self._journal.close()
             self._journal = None
-        running = [ledger for ledger in self._ledgers if not ledger.record.status]
-        for ledger in running:
-            ledger.change(status=status, ended_ms=now_ms())
-        if running and self._senders:
-            self._senders.finish(self._patience[status])
+        if not self.record or self.record.facts.status:
+            return
+        self.record.change(status=status, ended_ms=now_ms())
+        for uploader in self.uploaders:
+            uploader.end()
+        with self._quiet:
+            deadline = time.monotonic() + self._wait[status]
+            for uploader in self.uploaders:
+                uploader.join(max(0.0, deadline - time.monotonic()))

@@ -25,32 +25,24 @@ def register_version(
 ) -> ModelVersion:
     """Uploads a model's folder to its run and makes a version of it, unless there is one.
 
-    The path is named by the content: a run that learns on never writes over a version's files.
+    The path is named by the content: a longer training never writes over a version's files.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     content = digest([[str(path.relative_to(folder)), fs.sha256_of(path)] for path in files])
     at = f"{folder.name}-{content[:16]}"
     source = f"{client.get_run(run_id).info.artifact_uri.rstrip('/')}/{at}"
-    found = _version(client, run_id, name, source)
+    made = client.search_model_versions(f"run_id = '{run_id}'")
+    found = next((one for one in made if (one.name, one.source) == (name, source)), None)
     if found is None:
         client.log_artifacts(run_id, str(folder), at)
-        _make_name(client, name)
+        exceptions = importlib.import_module("mlflow.exceptions")
+        try:
+            client.create_registered_model(name)
+        except exceptions.MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         made = client.create_model_version(name, source, run_id=run_id, await_creation_for=0)
     version = str((found or made).version)
     if alias:
         client.set_registered_model_alias(name, alias, version)
     return ModelVersion(name, version, is_new=found is None)
-
-
-def _version(client: Any, run_id: str, name: str, source: str) -> Any:
-    made = client.search_model_versions(f"run_id = '{run_id}'")
-    return next((one for one in made if (one.name, one.source) == (name, source)), None)
-
-
-def _make_name(client: Any, name: str) -> None:
-    exceptions = importlib.import_module("mlflow.exceptions")
-    try:
-        client.create_registered_model(name)
-    except exceptions.MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise

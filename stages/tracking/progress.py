@@ -7,32 +7,10 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from ...schemas.safe_text import safe
-
-
-class Progress(Protocol):
-    """A person watching."""
-
-    def say(self, line: str) -> None:
-        """One plain sentence."""
-        ...
-
-    def begin(self, task: str, *, total: int | None, unit: str) -> None:
-        """A task with so many things to do, when that is known."""
-        ...
-
-    def advance(self, done: int, *, tokens: int = 0, padding: int = 0) -> None:
-        """So many more are done."""
-        ...
-
-    def end(self) -> None:
-        """The task is over."""
-        ...
-
 
 SECONDS_PER_LINE = 5.0
 SECONDS_PER_FRAME = 0.1
@@ -40,104 +18,73 @@ SECONDS_PER_FRAME = 0.1
 
 def make_progress(stream: TextIO | None = None) -> Progress:
     """Shows progress on a stream; None is standard error as it is now."""
-    chosen = sys.stderr if stream is None else stream
-    if chosen.isatty() and os.environ.get("TERM") != "dumb":
-        return BarProgress(chosen)
-    return LineProgress(chosen)
+    return Progress(sys.stderr if stream is None else stream)
 
 
-class LineProgress:
-    """A line when a task begins and ends, and one every few seconds between."""
+class Progress:
+    """Shows one task at a time: its begin, how far it is, and its end; without a stream nothing."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
+        self._is_terminal = bool(
+            stream and stream.isatty() and os.environ.get("TERM", "") != "dumb"
+        )
         self._meter: TaskProgress | None = None
-        self._last_line = 0.0
+        self._bar: Any = None
+        self._shown_at = 0.0
 
     def say(self, line: str) -> None:
-        """One plain sentence."""
+        """Prints one line, above the bar if there is one."""
+        if not self._stream:
+            return
         with suppress(OSError):  # the reader is gone; the work is not
-            self._stream.write(_plain(line, self._stream) + "\n")
-            self._stream.flush()
+            text = _plain(line, self._stream)
+            if self._bar:
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                self._stream.write(text + "\n")
+                self._stream.flush()
 
     def begin(self, task: str, *, total: int | None, unit: str) -> None:
-        """Prints the task that begins."""
+        """Begins a task of so many units, where that is known."""
         self.end()
         self._meter = TaskProgress(task, total, unit)
-        self._last_line = time.monotonic()
-        self.say(self._meter.opening())
+        self._shown_at = time.monotonic()
+        if self._stream and self._is_terminal:
+            with suppress(OSError):
+                self._bar = _rich_bar(self._stream)
+                name = _plain(task, self._stream)
+                self._bar.add_task(name, total=total, counted="", speed="")
+                self._bar.start()
+                self._bar.console.show_cursor(True)  # a killed process could not bring it back
+        else:
+            self.say(self._meter.opening())
 
     def advance(self, done: int, *, tokens: int = 0, padding: int = 0) -> None:
-        """Counts, and says so when the last line is old enough."""
+        """Counts units that are done, and shows them now and then."""
         assert self._meter, "a task must have begun"
         self._meter.add(done, tokens, padding)
-        if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
-            self._last_line = time.monotonic()
+        now = time.monotonic()
+        if now - self._shown_at < (SECONDS_PER_FRAME if self._bar else SECONDS_PER_LINE):
+            return
+        self._shown_at = now
+        if self._bar:
+            with suppress(OSError):
+                shown = {"counted": self._meter.counted(), "speed": self._meter.speed()}
+                self._bar.update(self._bar.task_ids[0], completed=self._meter.done, **shown)
+                self._bar.refresh()
+        else:
             self.say(self._meter.so_far())
 
     def end(self) -> None:
-        """Says what was done."""
-        if self._meter:
-            self.say(self._meter.closing())
-        self._meter = None
-
-
-class BarProgress:
-    """A bar that is redrawn in place, and a line in its stead when the task is over."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._lines = LineProgress(stream)
-        self._stream = stream
-        self._meter: TaskProgress | None = None
-        self._bar: Any = None
-        self._last_frame = 0.0
-
-    def say(self, line: str) -> None:
-        """One plain sentence, above the bar when there is one."""
-        if self._bar is None:
-            self._lines.say(line)
-            return
-        with suppress(OSError):
-            text = _plain(line, self._stream)
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def begin(self, task: str, *, total: int | None, unit: str) -> None:
-        """Draws an empty bar."""
-        self.end()
-        self._meter = TaskProgress(_plain(task, self._stream), total, unit)
-        with suppress(OSError):
-            self._bar = _rich_bar(self._stream)
-            self._bar.add_task(self._meter.task, total=total, counted="", speed="")
-            self._bar.start()
-            # A killed process could not bring the cursor back.
-            self._bar.console.show_cursor(True)
-
-    def advance(self, done: int, *, tokens: int = 0, padding: int = 0) -> None:
-        """Counts, and redraws when the last frame is old enough."""
-        assert self._meter, "a task must have begun"
-        self._meter.add(done, tokens, padding)
-        if time.monotonic() - self._last_frame >= SECONDS_PER_FRAME:
-            self._last_frame = time.monotonic()
-            self._draw(self._meter)
-
-    def end(self) -> None:
-        """Takes the bar away and says what was done."""
-        if self._meter is None:
-            return
-        if self._bar is not None:
+        """Ends the task, and says how much was done."""
+        if self._bar:
             with suppress(OSError):
                 self._bar.stop()
         self._bar = None
-        self._lines.say(self._meter.closing())
+        if self._meter:
+            self.say(self._meter.closing())
         self._meter = None
-
-    def _draw(self, meter: TaskProgress) -> None:
-        if self._bar is not None:
-            with suppress(OSError):
-                first = self._bar.task_ids[0]
-                shown = {"counted": meter.counted(), "speed": meter.speed()}
-                self._bar.update(first, completed=meter.done, **shown)
-                self._bar.refresh()
 
 
 def _rich_bar(stream: TextIO) -> Any:
@@ -164,23 +111,20 @@ def _plain(text: str, stream: TextIO) -> str:
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
-@dataclass
 class TaskProgress:
-    """Counters of one task."""
+    """Counters of one task, in words."""
 
-    task: str
-    total: int | None
-    unit: str
-    done: int = 0
-    tokens: int = 0  # run through the model, padding included
-    padding: int = 0
-    started: float = field(default_factory=time.monotonic)
+    def __init__(self, task: str, total: int | None, unit: str) -> None:
+        self.task, self.total, self.unit = task, total, unit
+        self.done = 0
+        self._tokens = self._padding = 0  # run through the model, padding included
+        self._started = time.monotonic()
 
     def add(self, done: int, tokens: int, padding: int) -> None:
         """Counts so many more."""
         self.done += done
-        self.tokens += tokens
-        self.padding += padding
+        self._tokens += tokens
+        self._padding += padding
 
     def opening(self) -> str:
         """The task and its size."""
@@ -188,15 +132,17 @@ class TaskProgress:
 
     def so_far(self) -> str:
         """The progress so far, and the time left."""
-        left = self._left()
-        parts = [self.counted(), *self._speed()]
-        return f"{self.task}: {', '.join(parts + ([f'{left} left'] if left else []))}"
+        parts = [self.counted(), self.speed()]
+        if self.total and 0 < self.done < self.total:
+            rest = self._seconds() / self.done * (self.total - self.done)
+            parts.append(f"{timedelta(seconds=round(rest))} left")
+        return f"{self.task}: {', '.join(filter(None, parts))}"
 
     def closing(self) -> str:
         """The total, and the time it took."""
         counted = self.counted() if self.done != self.total else f"{self.done:,} {self.unit}"
-        took = f"{counted} in {_clock(self._elapsed())}"
-        return f"{self.task}: {', '.join([took, *self._speed()])}"
+        took = f"{counted} in {timedelta(seconds=round(self._seconds()))}"
+        return f"{self.task}: {', '.join(filter(None, (took, self.speed())))}"
 
     def counted(self) -> str:
         """The done count, of the total."""
@@ -206,39 +152,10 @@ class TaskProgress:
 
     def speed(self) -> str:
         """Tokens per second and the share of padding, if any; empty before the first token."""
-        return ", ".join(self._speed())
-
-    def _speed(self) -> list[str]:
-        if not self.tokens:
-            return []
-        per_second = self.tokens / max(self._elapsed(), 1e-9)
-        padding = [f"{self.padding / self.tokens:.1%} padding"] if self.padding else []
-        return [f"{per_second:,.0f} tokens/s", *padding]
-
-    def _left(self) -> str:
-        if not self.total or not self.done or self.done >= self.total:
+        if not self._tokens:
             return ""
-        return _clock(self._elapsed() / self.done * (self.total - self.done))
+        speed = f"{self._tokens / max(self._seconds(), 1e-9):,.0f} tokens/s"
+        return f"{speed}, {self._padding / self._tokens:.1%} padding" if self._padding else speed
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self.started
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
-
-
-class NoProgress:
-    """Takes everything a `Progress` takes and shows none of it."""
-
-    def say(self, line: str) -> None:
-        """Shows nothing."""
-
-    def begin(self, task: str, *, total: int | None, unit: str) -> None:
-        """Shows nothing."""
-
-    def advance(self, done: int, *, tokens: int = 0, padding: int = 0) -> None:
-        """Shows nothing."""
-
-    def end(self) -> None:
-        """Shows nothing."""
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started

@@ -1,25 +1,27 @@
-"""Trackers: the facts they record of a run, their interface, and the known ones.
+"""Trackers: what each does for a run, and the table of those that there are.
 
-The numbers of a run reach it as lines of the run's journal, all else as the record beside it. Both
-are on disk before a tracker gets them, so a store that is down costs a warning, never a run.
+All that a tracker is given is on disk first (`run_record.py`, `journal.py`), so a store that is
+down costs a warning, never a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import cast
 
 from ...schemas.config import TrackingOptions
-from ...schemas.errors import StorageError, UsageError
-from ...schemas.safe_text import bare_address, redacted
+from ...schemas.errors import UsageError
+from ...schemas.safe_text import bare_address
 from .journal import Entry
+from .run_record import RunFacts, Sent
 
-# Each by its name and its file here, whose KIND is imported when a run is recorded.
+# Each by its name and its file here, whose TRACKER is imported when a run is recorded.
 TRACKERS: dict[str, str] = {
     "mlflow": "mlflow_tracker",
     "tensorboard": "tensorboard_tracker",
@@ -27,132 +29,66 @@ TRACKERS: dict[str, str] = {
 }
 MAIN = "mlflow"  # whose address `tracking.uri` is, and `--uri` of mlflow-sync
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-KEY_TAG = "align.run_key"  # by which a run is found whose id is unknown here
-GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
-NUMBERS_TAG = "align.numbers_of"  # a digest of the settings that the numbers of a run depend on
-GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
-ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
-TRIAL_TAG = "align.trial"  # the name of a training in its sweep
-ROUND_TAG = "align.round"  # the number of a round
-SIGNS_TAG = "align.stands_out"  # what stands out in a training, or nothing
+class Tracker:
+    """One run in one store. A call that is repeated, by this or a later process, adds nothing.
 
-
-@dataclass(frozen=True)
-class DatasetNote:
-    """Data that went into a run."""
-
-    name: str
-    digest: str
-    source: str
-    context: str
-
-
-@dataclass(frozen=True)
-class ModelLink:
-    """The model that a run made, and its path."""
-
-    folder: str
-    tags: dict[str, str]
-    model_id: str  # the store's name for it, empty until the store knows it
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """All that a store has to be sent of a run but its metrics, and what it knows already."""
-
-    format_version: int
-    uri: str  # without user and password
-    experiment: str
-    run_name: str
-    key: str  # by which the run is found again when the answer that named it was lost
-    run_id: str  # empty until there is one
-    began_ms: int
-    ended_ms: int
-    status: str  # empty while it runs
-    tags: dict[str, str]
-    params: dict[str, str]
-    datasets: tuple[DatasetNote, ...]
-    artifacts: dict[str, bool]  # path, and whether the store has it
-    models: tuple[ModelLink, ...]
-    metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
-
-
-class Tracker(Protocol):
-    """One run in one store; a call that is repeated, by this process or a later one, adds nothing.
-
-    `begin` comes first. Each call raises when it fails, and is made again later.
+    A thread makes the calls; one that raises is made again later, after `begin`. Importing its
+    file imports no library; `__init__` imports it, inside `quiet`, and asks the store nothing.
     """
 
-    def begin(self, record: RunRecord) -> str:
-        """Finds the run by its id, else by its key, or makes it; sets it going if it has no status.
+    title = ""  # in messages
+    named_by = ""  # the settings that `address` reads, in words
+    library = ""  # a package that must be installed; the extra of the tracker's name has it
 
-        Returns its id; empty if the record names one that the store lost. Then all starts over.
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    @staticmethod
+    def address_of(options: TrackingOptions, home: Path) -> str:
+        """The store, by settings, environment and the run's folder; empty: there is none."""
+        raise NotImplementedError
+
+    @staticmethod
+    def plain_address(address: str) -> str:
+        """The address without secrets, and the same from every folder."""
+        return bare_address(address) if "://" in address else str(Path(address).absolute())
+
+    @staticmethod
+    def quiet() -> AbstractContextManager[object]:
+        """Keeps the library quiet; the thread that works enters it, before the import."""
+        return nullcontext()
+
+    def has(self, facts: RunFacts, run_id: str) -> bool:
+        """Whether the store still has a run that it was sent."""
+        raise NotImplementedError
+
+    def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
+        """Finds or makes the run, by its key if it has no id yet, and sets it running.
+
+        Returns its id and the offset in metrics.jsonl from which lines are to be sent.
         """
-        ...
+        raise NotImplementedError
 
-    def label(self, record: RunRecord) -> None:
-        """Parameters, tags and data, all that there are; a tag may have changed since."""
-        ...
+    def log(self, entries: Sequence[Entry]) -> None:
+        """Lines of metrics.jsonl, in their order."""
+        raise NotImplementedError
 
-    def log(self, entries: Sequence[Entry]) -> int:
-        """Lines of the journal in their order; returns how many numbers the store lacked.
+    def label(self, facts: RunFacts) -> None:
+        """Parameters, tags, data, models and the status; called again when one has changed."""
+        raise NotImplementedError
 
-        The first of them may be there already: each is known by `end`, its offset in the journal.
-        """
-        ...
+    def file(self, path: Path, folder: str) -> None:
+        """A file or a folder, into this folder of the run, in place of an earlier one."""
 
-    def artifact(self, path: Path, *, under: str) -> None:
-        """A file or folder, in this folder of the run, in place of an earlier one of its name."""
-        ...
-
-    def model(self, link: ModelLink) -> str:
-        """A model that stays where it is; returns the store's name for it."""
-        ...
-
-    def end(self, status: str, ended_ms: int) -> None:
-        """Sets the status of an ended run; its files and models may still follow."""
-        ...
+    def close(self, facts: RunFacts) -> None:
+        """The end: the store has all of an ended run."""
 
 
-def plain_address(address: str) -> str:
-    """The address without secrets, and the same from every folder."""
-    return bare_address(address) if "://" in address else str(Path(address).absolute())
-
-
-@dataclass(frozen=True)
-class TrackerKind:
-    """Facts of a tracker that need no import of its library."""
-
-    name: str  # of its ledger, and in TRACKERS
-    title: str  # in messages
-    named_by: str  # the settings that `address` reads, in words
-    # By settings, environment and the folder that the run belongs to; empty: there is none.
-    address: Callable[[TrackingOptions, Path], str]
-    open: Callable[[str], Tracker]  # of an address
-    # Called once all of an ended run was sent, for a library that writes the rest only then.
-    close: Callable[[Any], None] = lambda _: None
-    library: str = ""  # the package that it imports; installed by the extra of the tracker's name
-    experiment: Callable[[TrackingOptions], str] = lambda options: redacted(options.experiment)
-    plain: Callable[[str], str] = plain_address
-    load: Callable[[str], object] = lambda _: None  # imports what an address needs, asks nobody
-    # Keeps the library quiet; entered by the thread that works, before it is imported.
-    quiet: Callable[[], AbstractContextManager[object]] = nullcontext
-    failures: Callable[[], tuple[type[BaseException], ...]] = tuple  # beside those of every store
-    parent_tag: str = "align.parent"  # the run, by its id, that a run belongs to
-    note_tag: str = "align.description"  # Markdown that the store shows beside the run
-
-    def is_failure(self, error: BaseException) -> bool:
-        """Whether a store failed, which costs a warning; all else is an error of ours."""
-        # OSError covers requests too, ValueError a malformed address or answer.
-        known = (OSError, ValueError, ImportError, StorageError)
-        return isinstance(error, (*known, *self.failures()))
-
-
-def kind_of(name: str) -> TrackerKind:
+def tracker_of(name: str) -> type[Tracker]:
     """The tracker of that name."""
-    return cast("TrackerKind", import_module(f".{TRACKERS[name]}", __package__).KIND)
+    module = import_module(f".{TRACKERS[name]}", __package__)
+    return cast("type[Tracker]", module.TRACKER)
 
 
 def wanted(options: TrackingOptions) -> list[str]:
@@ -162,14 +98,14 @@ def wanted(options: TrackingOptions) -> list[str]:
 
 
 def require_trackers(options: TrackingOptions) -> None:
-    """Refuses a tracker that there is not, or whose library is not installed."""
+    """Refuses an unknown tracker, and one whose library is not installed."""
     for name in wanted(options):
         if name not in TRACKERS:
             raise UsageError(
                 f"tracking.trackers: {name!r:.60} is none of {', '.join(TRACKERS)}. Name one of "
                 "them, or several with commas between."
             )
-        library = kind_of(name).library
+        library = tracker_of(name).library
         spec = find_spec(library) if library else None
         # A folder of that name, as a run may have one here, looks like a package without a file.
         if library and (spec is None or spec.origin is None):
@@ -186,11 +122,23 @@ def require_trackers(options: TrackingOptions) -> None:
 def addresses(options: TrackingOptions, home: Path) -> Mapping[str, str]:
     """The address of each tracker in use, for a run that belongs to this folder."""
     require_trackers(options)
-    found = {name: kind_of(name).address(options, home) for name in wanted(options)}
+    found = {name: tracker_of(name).address_of(options, home) for name in wanted(options)}
     for name, address in found.items():
         if not address:
             raise UsageError(
-                f"tracking.trackers: {name} has no address ({kind_of(name).named_by}). Set it, or "
-                "leave the tracker out."
+                f"tracking.trackers: {name} has no address ({tracker_of(name).named_by}). Set it, "
+                "or leave the tracker out."
             )
     return found
+
+
+def typed(text: str) -> str | float | bool:
+    """A setting as a number or a truth where it is one: trackers draw and compare them."""
+    if text in ("True", "False"):
+        return text == "True"
+    if re.fullmatch(r"-?(0|[1-9][0-9]{0,14})", text):  # longer ones JavaScript rounds
+        return int(text)
+    if re.fullmatch(r"-?(0|[1-9][0-9]*)([.][0-9]+)?(e[-+]?[0-9]+)?", text):
+        number = float(text)
+        return number if math.isfinite(number) else text
+    return text

@@ -1,350 +1,32 @@
-"""Weights & Biases as a tracker: an offline run in the folder of the run, for `wandb sync`."""
+"""Weights & Biases as a tracker: online where somebody is logged in, else an offline run."""
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import importlib
-import json
-import math
+import netrc
 import os
 import re
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from ...schemas.config import TrackingOptions
-from ...schemas.errors import StorageError
 from ...schemas.safe_text import redacted
 from ..storage.disk import fs
 from .journal import Entry
-from .tracker import GOES_ON_TAG, GROUP_TAG, ROUNDS_TAG, ModelLink, RunRecord, TrackerKind
+from .run_record import GROUP_TAG, ROUNDS_TAG, RunFacts, Sent
+from .tracker import Tracker, typed
 
 FOLDER = "wandb"  # in the folder of the run, or in WANDB_DIR; wandb names it so
 FILES = "align"  # among the files of the run, whose config.yaml is W&B's own
-NOTE = "align.json"
-NOTE_TAG = "align.description"
-STEP = "step"  # the axis of every chart
-RUN_KEY = re.compile(r"[0-9a-f]{16}")
-WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,14})")  # which JavaScript does not round
-NUMBER = re.compile(r"-?(0|[1-9][0-9]*)([.][0-9]+)?(e[-+]?[0-9]+)?")
-LONGEST_PROJECT = 128
-FLUSH_SECONDS = 1.0  # `wandb beta sync --live` reads what is flushed
 REPORTING = "WANDB_ERROR_REPORTING"
-PROJECT = "WANDB_PROJECT"
-
-
-@dataclass
-class Told:
-    """What a run was told, and wandb's own object while it is open in this process."""
-
-    journal: int = 0  # in bytes
-    facts: dict[str, Any] = field(default_factory=dict)
-    run: Any = None
-    is_broken: bool = False
-
-
-# One process cannot open a run twice, and a fork cannot use what its parent has opened.
-_OPEN: dict[tuple[int, Path, str], Told] = {}
-
-
-class WandbTracker:
-    """One run as an offline run, written from its first line to its end by one process.
-
-    A run that was not ended, or that goes on, is written anew: wandb adds to no file. Its step is
-    the offset of a line in the journal, under which no line can be there twice.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._root = Path(address)
-        self._wandb = importlib.import_module("wandb")
-        self._record_key = ""
-        self._told = Told()
-
-    def begin(self, record: RunRecord) -> str:
-        """The key of the run; empty if not all of what it was told is there."""
-        self._record_key = record.key
-        if self._root.is_symlink():
-            raise StorageError(f"{self._root} is a link, and leads elsewhere. Remove it.")
-        told = self._opened() or self._ended(record)
-        if told is None and record.run_id:
-            return ""
-        self._told = told or self._open(record)
-        if not record.status:
-            self._tell(status="RUNNING")
-        return record.key
-
-    def label(self, record: RunRecord) -> None:
-        """All of it as config, where W&B filters; the description as notes."""
-        self._tell(**_labels(record))
-
-    def log(self, entries: Sequence[Entry]) -> int:
-        """A row for each line that the run lacks."""
-        new = [entry for entry in entries if entry.end > self._told.journal]
-        for entry in new:
-            if entry.points:
-                with self._using() as run:
-                    run.log(_row(entry), step=entry.end, commit=True)
-            self._told.journal = entry.end
-        return sum(len(entry.points) for entry in new)
-
-    def artifact(self, path: Path, *, under: str) -> None:
-        """A copy among the files of the run, which takes no room where there can be links."""
-        with self._using() as run:
-            target = Path(run.dir) / FILES / under / path.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                fs.remove_tree(target)
-                shutil.copytree(path, target, copy_function=_copy)
-            else:
-                _copy(path, target)
-            files = [target] if target.is_file() else [*target.rglob("*")]
-            for file in files:
-                if file.is_file():
-                    run.save(glob.escape(str(file)), base_path=run.dir, policy="now")
-
-    def model(self, link: ModelLink) -> str:
-        """The path of the model, in the config."""
-        model_id = _model_id(link)
-        models = self._told.facts.get("models", {})
-        self._tell(models={**models, model_id: _model(link)})
-        return model_id
-
-    def end(self, status: str, ended_ms: int) -> None:
-        """The status, in the config; W&B's own is that of the process, set when all is sent."""
-        self._tell(status=status)
-
-    def close(self) -> None:
-        """Ends the offline run; only then is it said to be there."""
-        told = self._told
-        if told.run is None:
-            return
-        with self._using() as run:
-            run.finish(exit_code=0 if told.facts.get("status") == "FINISHED" else 1)
-            fs.fsync(Path(run.settings.sync_file))
-            self._keep(told, ends_at=Path(run.settings.sync_file).stat().st_size)
-        told.run = None
-        _OPEN.pop(self._place, None)
-
-    @property
-    def _place(self) -> tuple[int, Path, str]:
-        return os.getpid(), self._root, self._record_key
-
-    def _opened(self) -> Told | None:
-        """The run as this process has it open, unless its file is gone or a call has failed."""
-        told = _OPEN.get(self._place)
-        if told is None or (not told.is_broken and Path(told.run.settings.sync_file).exists()):
-            return told
-        self._abandon(self._place)
-        return None
-
-    def _abandon(self, place: tuple[int, Path, str]) -> None:
-        """Closes a run that is not to be read."""
-        if told := _OPEN.pop(place, None):
-            try:
-                told.run.finish(exit_code=1)
-            except ConnectionError:  # wandb's service has died, and with it all that it had open
-                with suppress(ConnectionError):
-                    self._wandb.teardown()
-
-    def _ended(self, record: RunRecord) -> Told | None:
-        """The run as it was ended, if there is nothing to add to it."""
-        for folder in self._folders(record.key):
-            note = _read_note(folder)
-            file = folder / f"run-{record.key}.wandb"
-            # At least: wandb's service may write its last bytes after the run was finished.
-            ends_at = note.get("ends_at")
-            is_whole = type(ends_at) is int and file.exists() and file.stat().st_size >= ends_at > 0
-            has_all = record.metrics_sent == note.get("journal") and all(record.artifacts.values())
-            if is_whole and has_all and note.get("facts") == _facts(record):
-                return Told(record.metrics_sent, note["facts"])
-        return None
-
-    def _open(self, record: RunRecord) -> Told:
-        self._root.mkdir(parents=True, exist_ok=True)
-        for folder in [*self._folders(record.key), *self._given_up(record)]:
-            fs.remove_tree(folder)
-        settings = self._wandb.Settings(
-            mode="offline",
-            root_dir=str(self._root.parent),
-            silent=True,
-            console="off",
-            host="-",  # nothing of the machine is recorded
-            disable_git=True,
-            disable_code=True,
-            save_code=False,
-            symlink=False,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_disable_machine_info=True,
-            x_save_requirements=False,
-            x_start_time=record.began_ms / 1000,
-            x_transaction_log_flush_interval=FLUSH_SECONDS,
-        )
-        with _plain_project_named():
-            run = self._wandb.init(
-                id=record.key,
-                project=_plain_project(record.experiment),
-                name=record.run_name or None,
-                group=_group(record.tags) or None,
-                job_type=record.tags.get("align.stage") or None,
-                settings=settings,
-                reinit="create_new",  # beside a run that somebody else has open here
-            )
-        told = Told(run=run)
-        if Path(run.settings.sync_dir).parent != self._root:  # it took a folder for passing files
-            run.finish(exit_code=1)
-            fs.remove_tree(Path(run.settings.sync_dir))
-            raise StorageError(f"{self._root} cannot be written")
-        run.define_metric("*", step_metric=STEP)
-        self._keep(told, began_ms=record.began_ms)
-        _OPEN[self._place] = told
-        return told
-
-    def _tell(self, **facts: Any) -> None:
-        """Puts into the config what is not there yet."""
-        known = self._told.facts
-        if facts.items() <= known.items():
-            return
-        changed = {**known, **facts}
-        params = {name: _plain(value) for name, value in changed.get("params", {}).items()}
-        own = {name: value for name, value in changed.items() if name != "params"}
-        with self._using() as run:
-            run.config.update({**params, FILES: own}, allow_val_change=True)
-            note = changed.get("tags", {}).get(NOTE_TAG, "")
-            if note and note != known.get("tags", {}).get(NOTE_TAG):
-                run.notes = note
-        self._told.facts = changed
-
-    @contextmanager
-    def _using(self) -> Iterator[Any]:
-        """The open run; of one that fails, nothing is believed any more."""
-        if self._told.run is None:
-            raise StorageError(f"the run {self._record_key} has been ended. Begin it again.")
-        try:
-            yield self._told.run
-        except BaseException:
-            self._told.is_broken = True
-            raise
-
-    def _folders(self, key: str) -> list[Path]:
-        return sorted(self._root.glob(f"offline-run-*-{key}*"))
-
-    def _given_up(self, record: RunRecord) -> list[Path]:
-        """What the same run had of steps that were trained again after a kill."""
-        before = record.tags.get(GOES_ON_TAG, "")
-        if not RUN_KEY.fullmatch(before):
-            return []
-        self._abandon((os.getpid(), self._root, before))
-        found = self._folders(before)
-        return [one for one in found if _read_note(one).get("began_ms") == record.began_ms]
-
-    def _keep(self, told: Told, *, ends_at: int = 0, began_ms: int = 0) -> None:
-        folder = Path(told.run.settings.sync_dir)
-        began_ms = began_ms or _read_note(folder).get("began_ms", 0)
-        note = {"began_ms": began_ms, "ends_at": ends_at, "journal": told.journal}
-        payload = json.dumps({**note, "facts": told.facts}).encode()
-        fs.publish(folder / NOTE, payload)
-
-
-def _read_note(folder: Path) -> dict[str, Any]:
-    """What is said of an offline run; nothing where it cannot be read."""
-    try:
-        note = json.loads(fs.read_bytes(folder / NOTE))
-    except (OSError, ValueError, RecursionError, StorageError):
-        return {}
-    return note if isinstance(note, dict) else {}
-
-
-def _row(entry: Entry) -> dict[str, float]:
-    numbers = {point.key: point.value for point in entry.points}
-    return {**numbers, STEP: entry.step, "_timestamp": entry.points[0].time_ms / 1000}
-
-
-def _labels(record: RunRecord) -> dict[str, Any]:
-    data = {note.digest: f"{note.name}, {note.context}, {note.source}" for note in record.datasets}
-    return {"params": record.params, "tags": record.tags, "data": data}
-
-
-def _facts(record: RunRecord) -> dict[str, Any]:
-    """All that the config has to say of a run of which all was sent."""
-    models = {link.model_id: _model(link) for link in record.models}
-    return {**_labels(record), **({"models": models} if models else {}), "status": record.status}
-
-
-def _model_id(link: ModelLink) -> str:
-    return hashlib.sha256(link.folder.encode()).hexdigest()[:16]
-
-
-def _model(link: ModelLink) -> dict[str, str]:
-    return {"folder": link.folder, **link.tags}
-
-
-def _group(tags: Mapping[str, str]) -> str:
-    """The name of the sweep's folder, or of that of the rounds."""
-    return Path(tags.get(GROUP_TAG) or tags.get(ROUNDS_TAG, "")).name
-
-
-def _plain(text: str) -> str | float | bool:
-    """A setting as a number or a truth where it is one: W&B draws and compares them."""
-    if text in ("True", "False"):
-        return text == "True"
-    if not NUMBER.fullmatch(text):
-        return text
-    if WHOLE.fullmatch(text):
-        return int(text)
-    number = float(text)
-    return number if math.isfinite(number) else text
-
-
-def _copy(path: Path | str, target: Path | str) -> None:
-    """A second name of the file, or a copy where it can have none."""
-    Path(target).unlink(missing_ok=True)
-    try:
-        os.link(path, target, follow_symlinks=False)
-    except OSError:
-        shutil.copyfile(path, target)
-
-
-def _address(options: TrackingOptions, home: Path) -> str:
-    """Where the offline runs are; none where somebody has asked wandb for another mode."""
-    if os.environ.get("WANDB_MODE", "offline") != "offline":
-        return ""
-    return str(Path(os.environ.get("WANDB_DIR") or home).absolute() / FOLDER)
-
-
-def _project(options: TrackingOptions) -> str:
-    """The project of the config, else the environment, else the default."""
-    default = TrackingOptions().experiment
-    named = options.experiment if options.experiment != default else os.environ.get(PROJECT)
-    return redacted(named or default)
-
-
-def _plain_project(name: str) -> str:
-    """The name of a project as wandb takes it."""
-    return re.sub(r"[/\\#?%:]", "-", name)[:LONGEST_PROJECT]
-
-
-@contextmanager
-def _plain_project_named() -> Iterator[None]:
-    """Makes WANDB_PROJECT one that wandb takes: it reads it before it looks at what it is told."""
-    named = os.environ.get(PROJECT)
-    if named is None:
-        yield
-        return
-    os.environ[PROJECT] = _plain_project(named)
-    try:
-        yield
-    finally:
-        os.environ[PROJECT] = named
-
-
-def _load(_: str) -> None:
-    importlib.import_module("wandb")
+INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # of a server that does not answer
+FLUSH_SECONDS = 1.0  # `wandb beta sync --live` reads what is flushed
+OPEN_RUNS: dict[str, Any] = {}  # wandb's objects by key: one process cannot open a run twice
 
 
 @contextmanager
@@ -359,34 +41,153 @@ def _without_reports() -> Iterator[None]:
             os.environ.pop(REPORTING, None)
 
 
-def failures() -> tuple[type[BaseException], ...]:
-    """The exceptions of wandb; a library that was never imported cannot have raised any."""
-    named = {
-        "wandb.errors": ("Error",),
-        "wandb.sdk.mailbox.mailbox": ("MailboxClosedError",),
-        "wandb.sdk.mailbox.mailbox_handle": ("HandleAbandonedError", "ServerResponseError"),
-    }
-    return tuple(
-        getattr(sys.modules[module], name)
-        for module, names in named.items()
-        if module in sys.modules
-        for name in names
-    )
+class WandbTracker(Tracker):
+    """A run of W&B under its key; W&B's own step is made of the line's, so none is there twice."""
+
+    title = "Weights & Biases"
+    named_by = "the folder wandb of the run or of WANDB_DIR; WANDB_MODE must not be disabled"
+    library = "wandb"
+    quiet = staticmethod(_without_reports)
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._wandb = importlib.import_module("wandb")
+        self._run: Any = None
+        self._step = self._first_step = -1
+
+    @staticmethod
+    def address_of(options: TrackingOptions, home: Path) -> str:
+        """The folder of wandb's files; none where wandb is disabled."""
+        if os.environ.get("WANDB_MODE") == "disabled":
+            return ""
+        return str(Path(os.environ.get("WANDB_DIR") or home).absolute() / FOLDER)
+
+    @staticmethod
+    def plain_address(address: str) -> str:
+        """It goes where the run's folder goes, unless WANDB_DIR names another."""
+        return address if os.environ.get("WANDB_DIR") else FOLDER
+
+    def has(self, facts: RunFacts, run_id: str) -> bool:
+        """Whether nobody has removed the files of an offline run; a server resumes any."""
+        return _mode() == "online" or bool(self._folders(facts))
+
+    def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
+        """Resumes the run of that key on a server; an offline run is written anew."""
+        self._abandon(facts)
+        if _mode() == "offline":
+            for folder in self._folders(facts):
+                fs.remove_tree(folder)
+            sent = Sent()
+        group = facts.tags.get(GROUP_TAG) or facts.tags.get(ROUNDS_TAG, "")
+        settings = self._wandb.Settings(
+            mode=_mode(),
+            root_dir=str(Path(self.address).parent),
+            init_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            silent=True,
+            console="off",
+            host="-",  # nothing of the machine is recorded
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            symlink=False,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            x_start_time=facts.began_ms / 1000,
+            x_transaction_log_flush_interval=FLUSH_SECONDS,
+        )
+        Path(self.address).mkdir(parents=True, exist_ok=True)
+        self._run = self._wandb.init(
+            id=facts.key,
+            resume="allow" if _mode() == "online" else None,
+            project=_project(facts),
+            name=facts.name or None,
+            group=Path(group).name or None,
+            job_type=facts.tags.get("align.stage") or None,
+            notes=facts.description or None,
+            settings=settings,
+            reinit="create_new",  # beside a run that somebody else has open here
+        )
+        OPEN_RUNS[facts.key] = self._run
+        self._run.define_metric("*", step_metric="step")
+        self._step, self._first_step = -1, self._run.starting_step
+        # All lines come again, and those that the server has are passed over.
+        return Sent(facts.key, 0, sent.files)
+
+    def log(self, entries: Sequence[Entry]) -> None:
+        """A row for each line. The server drops a row whose own step does not rise."""
+        for entry in entries:
+            self._step = max(self._step + 1, 4 * entry.step + 2 * entry.is_eval)
+            if self._step >= self._first_step:
+                row = {**entry.metrics, "step": entry.step, "_timestamp": entry.time}
+                self._run.log(row, step=self._step, commit=True)
+
+    def label(self, facts: RunFacts) -> None:
+        """Everything as config, by which W&B filters."""
+        data = {one.digest: f"{one.name}, {one.context}, {one.source}" for one in facts.datasets}
+        own = {"status": facts.status or "RUNNING", "tags": facts.tags, "data": data}
+        params = {name: typed(value) for name, value in facts.params.items()}
+        config = {**params, FILES: {**own, "models": facts.models}}
+        self._run.config.update(config, allow_val_change=True)
+
+    def file(self, path: Path, folder: str) -> None:
+        """A copy among the files of the run, which takes no room where there can be links."""
+        target = Path(self._run.dir) / FILES / folder / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            fs.remove_tree(target)
+            shutil.copytree(path, target, copy_function=_copy)
+        else:
+            _copy(path, target)
+        for file in [target] if target.is_file() else [*target.rglob("*")]:
+            if file.is_file():
+                self._run.save(glob.escape(str(file)), base_path=self._run.dir, policy="now")
+
+    def close(self, facts: RunFacts) -> None:
+        """Ends the run; W&B knows only runs that finished and that failed."""
+        self._run.finish(exit_code=0 if facts.status == "FINISHED" else 1)
+        del OPEN_RUNS[facts.key]
+
+    def _abandon(self, facts: RunFacts) -> None:
+        """Closes the run if a call of it has failed in this process."""
+        if run := OPEN_RUNS.pop(facts.key, None):
+            try:
+                run.finish(exit_code=1)
+            except ConnectionError:  # wandb's service has died, and with it all that it had open
+                with suppress(ConnectionError):
+                    self._wandb.teardown()
+
+    def _folders(self, facts: RunFacts) -> list[Path]:
+        return sorted(Path(self.address).glob(f"offline-run-*-{facts.key}*"))
 
 
-KIND = TrackerKind(
-    name="wandb",
-    title="Weights & Biases",
-    named_by="the folder wandb of the run or of WANDB_DIR; WANDB_MODE has to be offline or unset",
-    library="wandb",
-    address=_address,
-    open=WandbTracker,
-    close=WandbTracker.close,
-    experiment=_project,
-    load=_load,
-    quiet=_without_reports,
-    failures=failures,
-    note_tag=NOTE_TAG,
-    # It goes where the run's folder goes, unless somebody has named another.
-    plain=lambda address: address if os.environ.get("WANDB_DIR") else FOLDER,
-)
+def _mode() -> str:
+    """WANDB_MODE, else online where wandb finds a key, as in ~/.netrc after `wandb login`."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    server = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    with suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc(os.environ.get("NETRC")).authenticators(server):
+            return "online"
+    return "online" if os.environ.get("WANDB_API_KEY") else "offline"
+
+
+def _project(facts: RunFacts) -> str:
+    """The experiment of the settings, else WANDB_PROJECT, as a name that wandb takes."""
+    is_default = facts.experiment == TrackingOptions().experiment
+    name = redacted((is_default and os.environ.get("WANDB_PROJECT")) or facts.experiment)
+    return re.sub(r"[/\\#?%:]", "-", name)[:128]
+
+
+def _copy(path: Path | str, target: Path | str) -> None:
+    """A second name of the file, or a copy where it can have none."""
+    Path(target).unlink(missing_ok=True)
+    try:
+        os.link(path, target, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(path, target)
+
+
+TRACKER = WandbTracker

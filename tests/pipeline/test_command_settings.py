@@ -17,7 +17,7 @@ from align.schemas.config import Config
 from align.schemas.errors import UsageError
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS
-from align.stages.tracking.tracker import TRACKERS, kind_of
+from align.stages.tracking.tracker import TRACKERS, tracker_of
 from support.command import align, refusal
 from support.pages import page
 from support.refusals import refuses, require_names
@@ -151,8 +151,8 @@ def test_a_library_that_is_missing_is_named_before_data_or_a_model_is_looked_at(
     here, journey, monkeypatch
 ):
     data, train = ("nowhere.jsonl", "--model", "nowhere"), ("train", "--method", "dpo")
-    own = [name for name in TRACKERS if kind_of(name).library]
-    for library in ("ray", "peft", *(kind_of(name).library for name in own)):
+    own = [name for name in TRACKERS if tracker_of(name).library]
+    for library in ("ray", "peft", *(tracker_of(name).library for name in own)):
         monkeypatch.setitem(sys.modules, library, None)
     for words, name in (
         (("precompute-ref", *data, "--set", "scoring.executor=ray"), "Ray"),

@@ -14,7 +14,7 @@ from align.schemas.round_options import JudgeOptions
 from align.stages.judge.win_rate import win_rate
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
-from align.stages.tracking.progress import NoProgress
+from align.stages.tracking.progress import Progress
 from support.command import align
 from support.refusals import refuses
 from support.sample_tables import sample_table
@@ -35,7 +35,7 @@ def judged(tmp_path):
 
     def run(samples, sampler=None, *, output=tmp_path / "judged", part=None, **options):
         config = config_of(output, options)
-        result = judge(config, samples, progress=NoProgress(), part=part, sampler=sampler)
+        result = judge(config, samples, progress=Progress(), part=part, sampler=sampler)
         if result.manifest is None:
             return result, []
         return result, read_table(TableFolder.at(str(output), "judged"))[1].rows(named=True)
@@ -175,7 +175,7 @@ def measured(tmp_path, stub, by, rows):
     """The figures of a judge on gold rows."""
     (tmp_path / "gold.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config, gold = config_of(tmp_path / "calibrated", {"by": by}), str(tmp_path / "gold.jsonl")
-    found = calibrate(config, gold, progress=NoProgress(), sampler=stub)
+    found = calibrate(config, gold, progress=Progress(), sampler=stub)
     return {name: (share.count, share.of) for name, share in found.shares.items()}
 
 

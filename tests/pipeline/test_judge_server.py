@@ -11,7 +11,7 @@ from align.schemas.round_options import JudgeOptions, ServerOptions
 from align.stages.server import server_client
 from align.stages.server.server_sampler import ServerSampler
 from align.stages.storage.tables import TableFolder, read_table
-from align.stages.tracking.progress import NoProgress
+from align.stages.tracking.progress import Progress
 from support.chat_server import chat_server
 from support.command import align
 from support.refusals import refuses
@@ -46,7 +46,7 @@ def by_server(tmp_path):
             tracking=TrackingOptions(mlflow=False),
         )
         sampler = ServerSampler(ServerOptions(**options))
-        result = judge(config, samples, progress=NoProgress(), sampler=sampler)
+        result = judge(config, samples, progress=Progress(), sampler=sampler)
         return result, rows_of(tmp_path / output)
 
     return run

@@ -24,7 +24,7 @@ from align.stages.data.row_keys import key_rows
 from align.stages.pairing import partition
 from align.stages.pairing.long_form import merge_same_prompts
 from align.stages.storage.cache_work import printable
-from align.stages.tracking.progress import NoProgress
+from align.stages.tracking.progress import Progress
 from support.encoded_rows import plain
 from support.patience import PATIENCE
 from support.read_rows import parted, write_rows
@@ -197,7 +197,7 @@ def encode_in_any_order(job, draw):
 
 def planned(job, progress=None):
     """Encodes what is missing, and plans."""
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     encoded = encode(Slices.of(job), job.config, None, progress=progress)
     return make_plan(job, encoded, progress)
 
@@ -243,7 +243,7 @@ def require_equal(job, plan, expected):
     assert [*plan.rejected] == expected.rejected
 
 
-class Impatient(NoProgress):
+class Impatient(Progress):
     """Asks to stop after some slices."""
 
     left = 4

@@ -229,9 +229,8 @@ def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, t
         ("orpo", "finished"),
     ]
     runs = open_store(uri).search_runs(["1"], order_by=["attributes.start_time"])
-    first, second, third = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
-    assert [one.info.status for one in (first, second, third)] == ["KILLED", "KILLED", "FINISHED"]
-    assert third.data.tags["align.goes_on_from"] == second.info.run_id
+    statuses = [run.info.status for run in runs if run.data.tags["align.stage"] == "sweep"]
+    assert statuses == ["KILLED", "KILLED", "FINISHED"]
     assert not (folder / "_align" / "outbox").exists()
 
 
@@ -257,5 +256,5 @@ def test_a_sweep_that_met_no_store_is_nested_once_it_is_synced(try_out, tmp_path
     assert {tag["mlflow.parentRunId"] for tag in tags} == {parent.info.run_id}
     assert [tag["align.trial"] for tag in tags] == ["dpo", "orpo"]
     again = sync_runs(folder, TrackingOptions(), uri=uri)
-    sent = [(one.run_id, one.points_sent) for one in again]
+    sent = [(one.run_id, one.numbers_sent) for one in again]
     assert sent == [(one.run_id, 0) for one in synced[1:]]

@@ -14,8 +14,8 @@ from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.cache_work import CacheWork
 from align.stages.storage.disk.fs import sha256_of
 from align.stages.tracking import journaled_run
-from align.stages.tracking.outbox import new_record, unsent_runs
-from support.mlflow_runs import ledger_of, new_ledger, open_store, the_run, warnings_in
+from align.stages.tracking.run_record import RunRecord, new_outbox_folder, unsent_runs
+from support.mlflow_runs import new_record, open_store, the_run, warnings_in
 from support.patience import PATIENCE
 from support.refusals import refuses
 from support.stage_one import Heard, child, contents, run
@@ -27,8 +27,8 @@ def tracked(config, uri, tmp_path, monkeypatch):
     """The config with one experiment of its own in the store."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for status in journaled_run.PATIENCE_SECONDS:  # the machine may be busy
-        monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, status, 60.0)
+    for status in journaled_run.WAIT_SECONDS:  # the machine may be busy
+        monkeypatch.setitem(journaled_run.WAIT_SECONDS, status, 60.0)
     return replace(config, tracking=TrackingOptions(uri=uri, experiment=tmp_path.name))
 
 
@@ -142,47 +142,39 @@ def test_runs_that_were_killed_are_ended_by_the_next_or_by_mlflow_sync_whatever_
     """The last of them is killed when its cache is whole: nothing is left to be done."""
     home = output_of(tracked).root
     kill_at(tracked, "after:fsync_folder:commits=kill")
-    assert statuses(tracked) == ["RUNNING"]
     kill_at(tracked, "after:remove_tree:.trash-*=kill")
-    first, second = recorded(tracked)
-    assert statuses(tracked) == ["KILLED", "RUNNING"]
-    assert first.info.end_time >= first.info.start_time
-    assert second.data.tags["align.goes_on_from"] == first.info.run_id
     with refuses(UsageError, "--uri", tracked.tracking.uri):
         sync_runs(home, TrackingOptions(uri="sqlite:///elsewhere.db"))
-    damaged = new_record(home)
-    damaged.mlflow.write_text("{}")
+    damaged = new_outbox_folder(home)
+    damaged.run_record.write_text("{}")
     damaged.root.rename(damaged.root.with_name(f"{'0' * 13}-{'0' * 8}"))  # the oldest
-    with refuses(CorruptionError, "mlflow.json"):
+    with refuses(CorruptionError, damaged.run_record.name):
         sync_runs(home, tracked.tracking)
     assert statuses(tracked) == ["KILLED", "KILLED"]
     assert len(unsent_runs(home)) == 1  # the damaged
     assert run(tracked).was_complete
-    assert len(recorded(tracked)) == 2
+    first, second = recorded(tracked)
+    assert first.info.end_time >= first.info.start_time
+    assert second.data.tags["align.stage"] == "precompute-ref"
 
 
-def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(down, mlflow_server):
-    """Both are sent once the store answers: how the first ended, and that the second went on."""
+def test_a_run_that_was_killed_before_the_store_knew_it_is_sent_by_the_next(down, mlflow_server):
     kill_at(down, "after:fsync_folder:commits=kill@2")
     mlflow_server.start()
     run(down)
-    first, second = recorded(down)
-    assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
-    assert second.data.tags["align.goes_on_from"] == first.info.run_id
-    assert 0 < first.data.metrics["rows"] < output_of(down).manifest().rows
+    assert sorted(statuses(down)) == ["FINISHED", "KILLED"]
+    assert not output_of(down).outbox.exists()
 
 
 def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):
     """Somebody else's run in somebody else's store, and one that cannot be read."""
     folder = output_of(tracked)
     folder.prepare()
-    new_record(folder.root).mlflow.write_text("{")
-    theirs = new_record(folder.root)
-    ledger = new_ledger(theirs, "http://theirs")
+    new_outbox_folder(folder.root).run_record.write_text("{")
+    theirs = new_record(new_outbox_folder(folder.root), "http://theirs")
     run(tracked)
     assert statuses(tracked) == ["FINISHED"]
-    damaged, foreign = sorted(warnings_in(caplog), key=lambda one: "http://theirs" in one)
-    assert "mlflow.json" in damaged
-    assert "http://theirs" in foreign
-    assert ledger_of(theirs).record == ledger.record
+    (damaged,) = warnings_in(caplog)
+    assert theirs.folder.run_record.name in damaged
+    assert RunRecord.read(theirs.folder).sent("mlflow").run_id == ""
     assert len(unsent_runs(folder.root)) == 2

@@ -23,8 +23,9 @@ from align.stages.report.side_by_side import read_answers
 from align.stages.report.signs import Sign
 from align.stages.storage.cache import Cache
 from align.stages.storage.run.run_folder import RunFolder
+from align.stages.tracking.run_record import RunRecord
 from support.command import refusal
-from support.mlflow_runs import open_store, run_of, stored
+from support.mlflow_runs import id_on_disk, open_store, run_of, stored
 from support.refusals import require_names
 from support.stage_one import contents
 from support.tracked_training import begin, journalled, run_folder
@@ -67,13 +68,13 @@ def store_of(run):
     return f"sqlite:///{run.parent}/mlflow.db"
 
 
-def ledger_of(run):
-    return json.loads((run / "_align" / "mlflow.json").read_text())
+def id_in(run):
+    return id_on_disk(RunFolder(run))
 
 
 def kept_by_mlflow(run):
     """Every artifact by its name, and where it lies."""
-    uri = run_of(store_of(run), ledger_of(run)["run_id"]).info.artifact_uri
+    uri = run_of(store_of(run), id_in(run)).info.artifact_uri
     root = Path(uri.removeprefix("file://"))
     return {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
 
@@ -127,13 +128,17 @@ def test_the_saved_model_is_the_policy_that_was_evaluated_last(plain, course):
 
 def test_its_card_names_everything_it_came_from(plain, course):
     manifest = json.loads((course.cache / "manifest.json").read_text())
-    card, ledger = (plain / "model" / "README.md").read_text(), ledger_of(plain)
+    card = (plain / "model" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "transformers"
     assert {"align", "kto"} <= set(front["tags"])
     for said in (
         *(manifest["root"], manifest["fingerprint"]["model.weights"], str(course.model)),
-        *(manifest["inputs"][0]["sha256"], ledger["run_id"], ledger["key"]),
+        *(
+            manifest["inputs"][0]["sha256"],
+            id_in(plain),
+            RunRecord.read(RunFolder(plain)).facts.key,
+        ),
         *("| beta | 0.1 |", "| train.lr | 0.001 |", "24 rows seen out of 60", "| eval/loss | "),
         "<\\|im_end\\|> (1), as the chat template writes it |",
     ):
@@ -185,7 +190,7 @@ def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_an
 ):
     run = shutil.copytree(plain, tmp_path / "run")
     RunFolder(run).answers.unlink()
-    RunFolder(run).mlflow.unlink()
+    RunFolder(run).run_record.unlink()
     asked = ("report", run, *ANSWERS)
     assert course.server.run(*asked, cwd=tmp_path).code == 0
     assert RunFolder(run).answers.read_bytes() == RunFolder(plain).answers.read_bytes()
@@ -209,7 +214,7 @@ def test_its_config_file_makes_the_same_model_again(plain, course, tmp_path):
 
 
 def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain, course):
-    run_id = ledger_of(plain)["run_id"]
+    run_id = id_in(plain)
     assert stored(store_of(plain), run_id) == journalled(plain)
     names = {name for name, *_ in journalled(plain)}
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
@@ -282,20 +287,18 @@ def test_a_finished_run_becomes_a_version_and_learning_on_makes_another(plain, c
     assert client.get_model_version_by_alias("prefs", "champion").version == 1
     for version, run in ((1, plain), (2, learned_on)):
         made = client.get_model_version("prefs", version)
-        assert made.run_id == ledger_of(plain)["run_id"]
+        assert made.run_id == id_in(plain)
         kept = Path(client.get_model_version_download_uri("prefs", version).removeprefix("file://"))
         assert contents(kept) == contents(run / "model")
     registered(learned_on, "--alias", "champion")
     assert client.get_model_version_by_alias("prefs", "champion").version == 2
 
-    (learned_on / "model" / "outside").symlink_to(tmp_path)
-    refusal(2, "register", learned_on, "prefs", *store, names=(learned_on / "model", "link"))
     shutil.rmtree(learned_on / "model")
     refusal(2, "register", learned_on, "prefs", *store, names=(learned_on, "model"))
     # Another store than the run names.
     refusal(2, "register", plain, "prefs", names=(store_of(plain), "--uri"))
     unrecorded = shutil.copytree(plain, tmp_path / "unrecorded")
-    RunFolder(unrecorded).mlflow.unlink()
+    RunFolder(unrecorded).run_record.unlink()
     refusal(2, "register", unrecorded, "prefs", *store, names=(unrecorded, "MLflow"))
 
 
@@ -379,7 +382,7 @@ def test_a_run_in_four_bits_learns_an_adapter_for_the_plain_weights(course, tmp_
 
 
 def test_a_tracker_is_told_what_stands_out(plain, tmp_path):
-    tags = run_of(store_of(plain), ledger_of(plain)["run_id"]).data.tags
+    tags = run_of(store_of(plain), id_in(plain)).data.tags
     page = write_report(shutil.copytree(plain, tmp_path / "run"))
     seen = [f"{sign.name}: {sign.said}" for sign in page]
     assert tags["align.stands_out"] == ("; ".join(seen) or "nothing")
@@ -387,7 +390,6 @@ def test_a_tracker_is_told_what_stands_out(plain, tmp_path):
     told = []
     for signs in (("KL at 0", "It is 0."), ("length", "Long ones win.")), ():
         record_signs(run, [Sign(*sign, "Do this.") for sign in signs])
-        ledger = run_folder(tmp_path).ledger("tensorboard")
-        told.append(json.loads(ledger.read_text())["tags"]["align.stands_out"])
+        told.append(RunRecord.read(run_folder(tmp_path)).facts.tags["align.stands_out"])
     run.finish("FINISHED")
     assert told == ["KL at 0: It is 0.; length: Long ones win.", "nothing"]

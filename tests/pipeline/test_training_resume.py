@@ -12,8 +12,8 @@ from align.schemas.json_codec import to_signed_json
 from align.stages.storage.cache import Cache
 from align.stages.storage.run.checkpoints import read_checkpoint
 from align.stages.storage.run.run_folder import RECORD_NAME, RunFolder, read_ending
+from align.stages.tracking.run_record import RunRecord
 from support.command import align
-from support.mlflow_runs import ledger_of
 from support.refusals import require_names
 from support.stage_one import contents
 from support.trainings import KILLED, learned, refused, require_same, weights
@@ -58,7 +58,7 @@ def test_a_run_that_is_begun_anew_is_the_same_in_mlflow_unless_a_setting_differs
         place = ["before:make_folder:checkpoints/.tmp-*=kill@1"]
         (answer,) = course.start(run, *told, *RESUME, *words, faults=place).answers()
         assert answer.code == KILLED
-        keys.append(ledger_of(RunFolder(run)).record.key)
+        keys.append(RunRecord.read(RunFolder(run)).facts.key)
     first, again, other = keys
     assert first == again != other
 
@@ -168,9 +168,10 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
 ):
     copy = shutil.copytree(finished, tmp_path / "copy", copy_function=shutil.copyfile)
     os.utime(copy / "model", ns=(0, 0))
-    ledger = ledger_of(RunFolder(copy))
-    ledger.change(status="", ended_ms=0)
-    assert "FINISHED" in course.server.run("mlflow-sync", copy, "--uri", ledger.record.uri).out
+    record = RunRecord.read(RunFolder(copy))
+    record.change(status="", ended_ms=0)
+    uri = record.facts.trackers["mlflow"]
+    assert "FINISHED" in course.server.run("mlflow-sync", copy, "--uri", uri).out
     trained = weights(copy)
     course.run(copy, *RESUME)
     assert weights(copy) == trained

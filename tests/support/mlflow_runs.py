@@ -7,8 +7,8 @@ import mlflow
 
 from align.schemas.config import TrackingOptions
 from align.stages.tracking.journaled_run import recorded
-from align.stages.tracking.outbox import load_ledger, open_ledger
-from align.stages.tracking.tracker import kind_of
+from align.stages.tracking.mlflow_tracker import MlflowTracker
+from align.stages.tracking.run_record import RunRecord, new_facts
 from support.tracker_contract import Told
 
 
@@ -18,15 +18,17 @@ def begun(home, uri, **options):
     return recorded(tracking, home, "precompute-ref")
 
 
-def ledger_of(folder):
-    """What MLflow has to be sent of a run."""
-    return load_ledger(kind_of("mlflow"), folder)
+def new_record(folder, uri, **facts):
+    """The record of a run that no store has heard of."""
+    record = RunRecord(folder, new_facts(TrackingOptions(), "x"))
+    record.send_to({"mlflow": MlflowTracker.plain_address(uri)})
+    record.change(**facts)
+    return record
 
 
-def new_ledger(folder, uri):
-    """The same of a run that no store has heard of."""
-    names = {"experiment": "align", "run_name": "x"}
-    return open_ledger(kind_of("mlflow"), folder, address=uri, **names)
+def id_on_disk(folder):
+    """What MLflow calls the run in a folder."""
+    return RunRecord.read(folder).sent("mlflow").run_id
 
 
 def id_of(run):
@@ -74,8 +76,10 @@ def warnings_in(caplog):
 class MlflowStore:
     """A SQLite store, as a tracker's contract tries it."""
 
+    name = "mlflow"
     unkept = ()
     bits = 64
+    description = "mlflow.note.content"
 
     def __init__(self, path):
         self.path = Path(path)

@@ -8,7 +8,8 @@ from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.journaled_run import open_training_run
-from align.stages.tracking.tracker import NUMBERS_TAG
+from align.stages.tracking.run_record import NUMBERS_TAG
+from support.patience import PATIENCE, wait_until
 
 STEPS = 50
 
@@ -39,17 +40,25 @@ def learn(run, steps, *, at=None):
     return entered
 
 
+def kill(run):
+    """Leaves a run as a kill does, after all lines so far were sent."""
+    for uploader in run.uploaders:
+        uploader.end()
+        uploader.thread.join(PATIENCE)
+
+
 def journalled(root):
     """Every number that was measured."""
+    return sorted((key, step, value) for key, step, value, _ in timed(root))
+
+
+def timed(root):
+    """The same with its time."""
     lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
-    times = {"step", "time"}
-    return sorted((key, line["step"], line[key]) for line in lines for key in line.keys() - times)
-
-
-def sender_of(run):
-    """What sends a run to its one tracker."""
-    (sender,) = run._senders._all
-    return sender
+    own = {"step", "time"}
+    return sorted(
+        (key, line["step"], line[key], line["time"]) for line in lines for key in line.keys() - own
+    )
 
 
 def run_folder(tmp_path):
@@ -63,9 +72,4 @@ def sync_run(root, options, **where):
     return synced
 
 
-def wait_for(condition):
-    """Returns when something has come true."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
+wait_for = wait_until

@@ -4,22 +4,18 @@ import gc
 import json
 import shutil
 import struct
-import tempfile
 import warnings
-from itertools import count
 from pathlib import Path
 
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from align.stages.tracking.wandb_tracker import _OPEN, FILES, FOLDER, NOTE_TAG, STEP
+from align.stages.tracking.wandb_tracker import FILES, FOLDER, OPEN_RUNS
 from support.patience import wait_until
 from support.tracker_contract import Told
 
 HEADER, BLOCK = 7, 32768  # of the file and of each chunk; no chunk goes over the end of a block
 WHOLE, FIRST, _, LAST = 1, 2, 3, 4
-BARRIER = "the reader waits for this"
-_numbers = count()
 
 
 def records(file):
@@ -50,28 +46,18 @@ def rows(file):
 
 def numbers(file):
     """Name, step, value and seconds of every number, as often as it is there."""
-    own = {STEP, "_step", "_runtime", "_timestamp"}
+    own = {"step", "_step", "_runtime", "_timestamp"}
     return sorted(
-        (name, row[STEP], row[name], row["_timestamp"])
+        (name, row["step"], row[name], row["_timestamp"])
         for row in rows(file)
         for name in row.keys() - own
     )
 
 
-def journalled(root):
-    """The same of every number that was measured."""
-    lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
-    own = {"step", "time"}
-    return sorted(
-        (name, line["step"], line[name], line["time"])
-        for line in lines
-        for name in line.keys() - own
-    )
-
-
 def run_file(folder, run_id):
-    """The one file of a run."""
+    """The one file of a run that was ended, once all is in it: wandb's service is the slower."""
     (file,) = Path(folder).glob(f"offline-run-*/run-{run_id}.wandb")
+    wait_until(lambda: any(record.HasField("exit") for record in records(file)))
     return file
 
 
@@ -84,57 +70,36 @@ def config(file):
     return known
 
 
-def wait_for_records(run_id):
-    """Returns when all is in the file that a run of this process was told."""
-    for told in [told for (_, _, key), told in _OPEN.items() if key == run_id]:
-        number = next(_numbers)
-        told.run.config.update({BARRIER: number}, allow_val_change=True)
-        file = told.run.settings.sync_file
-        wait_until(lambda: config(file).get(BARRIER) == number)  # noqa: B023 - called at once
-
-
-def wait_for_end(file):
-    """Returns when a run that has been ended is all in its file: wandb's service is the slower."""
-    wait_until(lambda: any(record.HasField("exit") for record in records(file)))
-
-
 class WandbStore:
     """A folder of offline runs."""
 
+    name = "wandb"
     unkept = ()
     bits = 64
+    description = "notes"
 
     def __init__(self, root):
         self.root = Path(root).absolute()
         self.address = str(self.root / FOLDER)
 
-    @staticmethod
-    def new():
-        """One that holds nothing."""
-        return WandbStore(tempfile.mkdtemp(dir="."))
-
     def told(self, run_id):
         """All that it was told of a run."""
         file = run_file(self.address, run_id)
-        if any(key == run_id for _, _, key in _OPEN):
-            wait_for_records(run_id)
-        else:
-            wait_for_end(file)
         known = config(file)
         own = known.pop(FILES)
         run = [record.run for record in records(file) if record.HasField("run")][-1]
-        assert run.notes == own.get("tags", {}).get(NOTE_TAG, "")
-        params = {
-            name: str(value) for name, value in known.items() if name not in ("_wandb", BARRIER)
-        }
+        names = {path.path for record in records(file) for path in record.files.files}
         return Told(
             own["status"],
-            params,
-            own.get("tags", {}),
-            sorted(own.get("data", {})),
+            {name: str(value) for name, value in known.items() if name != "_wandb"},
+            own["tags"] | {"notes": run.notes},
+            sorted(own["data"]),
             [number[:3] for number in numbers(file)],
-            _files(file),
-            sorted(model["folder"] for model in own.get("models", {}).values()),
+            {
+                name.removeprefix(f"{FILES}/"): (file.parent / "files" / name).read_text()
+                for name in names
+            },
+            sorted(own["models"]),
         )
 
     def lose(self, run_id):
@@ -150,17 +115,9 @@ class WandbStore:
         (self.root / FOLDER).unlink()
 
 
-def _files(file):
-    """Those that are to be uploaded from the folder of ours, with their text."""
-    named = {path.path for record in records(file) for path in record.files.files}
-    return {
-        name.removeprefix(f"{FILES}/"): (file.parent / "files" / name).read_text() for name in named
-    }
-
-
 def tear_down():
     """Ends wandb's service, which a fork could not use, and what is open in it."""
-    _OPEN.clear()
+    OPEN_RUNS.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # nobody waits for the service to end
         wandb.teardown()

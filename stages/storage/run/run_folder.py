@@ -14,8 +14,8 @@ model/                          the trained policy of a finished run
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     locked by the process that trains here
 _align/ending.json              how the run ended; missing while it runs, or after a kill
-_align/mlflow.json              what MLflow has to be sent
-_align/trackers/<name>.json     what another tracker has to be sent
+_align/run.json                 what trackers are sent of the run, beside metrics.jsonl
+_align/sent.json                how much of it each tracker has
 _align/rows/<rank>.jsonl        the lines that rows.parquet is made of
 _align/artifacts/               copies of files from elsewhere that trackers have to be sent
 """
@@ -62,7 +62,8 @@ class RunFolder:
         self.model = root / "model"
         self.merged = root / "model-merged"
         self.private = root / "_align"
-        self.mlflow = self.private / "mlflow.json"
+        self.run_record = self.private / "run.json"
+        self.sent = self.private / "sent.json"
         self.row_parts = self.private / "rows"
         self.ending = self.private / "ending.json"
         self.pages = (self.answers, self.report)  # made once a run has ended
@@ -71,17 +72,6 @@ class RunFolder:
     def loadable(self) -> Path:
         """The model for whoever loads it: where an adapter was merged, the merged one."""
         return self.merged if self.merged.exists() else self.model
-
-    # What trackers have to be sent
-
-    def ledger(self, tracker: str) -> Path:
-        """What a tracker has to be sent."""
-        return self.mlflow if tracker == "mlflow" else self.private / "trackers" / f"{tracker}.json"
-
-    def ledgers(self) -> list[Path]:
-        """What is still to be sent, to whichever tracker."""
-        others = sorted((self.private / "trackers").glob("*.json"))
-        return [path for path in (self.mlflow, *others) if path.exists()]
 
     # Tables of evaluations and of training rows
 
@@ -164,7 +154,7 @@ class RunFolder:
         if not self.root.is_dir():
             return []
         folders = (self.root, self.checkpoints, self.root / "evaluations", self.private)
-        of_private = (self.row_parts, self.private / "trackers", self.private / "artifacts")
+        of_private = (self.row_parts, self.private / "artifacts")
         found = [path for folder in (*folders, *of_private) for path in folder.glob(".*")]
         return sorted(path for path in found if LEFT_OVER.fullmatch(path.name))
 

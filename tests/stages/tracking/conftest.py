@@ -1,8 +1,12 @@
 import shutil
 
 import pytest
+import wandb
 
+from align.stages.tracking import wandb_tracker
+from align.stages.tracking.tracker import tracker_of
 from support.mlflow_runs import open_store
+from support.wandb_runs import tear_down
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +21,26 @@ def made_store(tmp_path_factory):
 def new_store(made_store, tmp_path_factory):
     """Makes the file of a store that no other test uses."""
     return lambda: shutil.copy(made_store, tmp_path_factory.mktemp("store") / "mlflow.db")
+
+
+@pytest.fixture(scope="session")
+def wandb_imported(tmp_path_factory):
+    """All that wandb imports for a run is imported, which each fork would do for itself."""
+    settings = wandb.Settings(
+        mode="offline", silent=True, console="off", root_dir=str(tmp_path_factory.mktemp("first"))
+    )
+    with tracker_of("wandb").quiet():
+        wandb.init(settings=settings).finish()
+    tear_down()
+
+
+@pytest.fixture
+def no_wandb_settings(wandb_imported, here, monkeypatch):
+    """Nobody has set anything for wandb nor is logged in, and its service ends with the test."""
+    monkeypatch.setattr(wandb_tracker, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setenv("NETRC", str(here / "netrc"))
+    monkeypatch.setenv("HOME", str(here))
+    for name in ("API_KEY", "BASE_URL", "DIR", "ENTITY", "ERROR_REPORTING", "MODE", "PROJECT"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    yield
+    tear_down()

@@ -7,21 +7,12 @@ import pytest
 
 from align.schemas.errors import Interrupted
 from align.stages.storage.cache import Cache
-from align.stages.tracking import delivery, journaled_run
-from align.stages.tracking.journal import open_journal
+from align.stages.tracking import journaled_run
 from align.stages.tracking.mlflow_silence import mlflow_silenced
 from align.stages.tracking.mlflow_sqlite import artifacts_beside
 from align.stages.tracking.mlflow_tracker import MlflowTracker
-from align.stages.tracking.outbox import new_record, unsent_runs
-from support.mlflow_runs import (
-    begun,
-    id_of,
-    key_of,
-    ledger_of,
-    new_ledger,
-    open_store,
-    warnings_in,
-)
+from align.stages.tracking.run_record import RunRecord, new_outbox_folder, unsent_runs
+from support.mlflow_runs import begun, id_of, key_of, new_record, open_store, warnings_in
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
@@ -29,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 @pytest.fixture(autouse=True)
 def _waits_long(monkeypatch):
     """The machine may be busy."""
-    for status in journaled_run.PATIENCE_SECONDS:
-        monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, status, 60.0)
+    for status in journaled_run.WAIT_SECONDS:
+        monkeypatch.setitem(journaled_run.WAIT_SECONDS, status, 60.0)
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ def test_a_run_holds_what_was_logged_and_leaves_nothing_behind(uri, home, tmp_pa
         run.log_artifact(tmp_path / "note.txt")
         # More than one request takes, and one that is too long.
         run.log_params({"long": "x" * 7000, **{f"p{number}": "x" for number in range(100)}})
-    assert not list(Cache(home).private.iterdir())
+    assert not Cache(home).outbox.exists()
     stored = read(uri, run)
     assert (stored.info.run_name, stored.info.status) == ("precompute-ref", "FINISHED")
     assert stored.data.metrics == {"tokens/s": 5.0, "odd_name": 1.5, "rows": 60.0}
@@ -117,7 +108,7 @@ def test_a_store_that_cannot_be_costs_one_warning(address, home, caplog):
     (warning,) = warnings_in(caplog)
     assert f"align mlflow-sync {home}" in warning
     (left,) = unsent_runs(home)
-    assert ledger_of(left).record.params == {"a": "b"}
+    assert RunRecord.read(left).facts.params == {"a": "b"}
 
 
 def test_a_server_that_never_answers_costs_one_warning_and_what_the_user_gave_it(
@@ -134,51 +125,21 @@ def test_a_server_that_never_answers_costs_one_warning_and_what_the_user_gave_it
     assert len(warnings_in(caplog)) == 1
 
 
-def test_what_a_kill_left_of_a_removal_goes_with_the_next_run(uri, home):
-    begun_to_go, halfway = new_record(home), new_record(home, is_alone=False)
-    begun_to_go.metrics.write_text("")
-    halfway.private.rmdir()
-    with begun(home, uri):
+def test_what_a_kill_left_goes_with_the_next_run(uri, home):
+    """Of a removal, and of a run, which is told as killed."""
+    begun_to_go, killed = new_outbox_folder(home), new_outbox_folder(home)
+    killed.metrics.write_text('{"step":1,"time":1.5,"loss":0.5}\n')
+    new_record(killed, uri)
+    with begun(home, uri) as run:
         assert not begun_to_go.root.exists()
-        assert not halfway.root.exists()
     assert not Cache(home).outbox.exists()
-
-
-def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
-    uri, home, monkeypatch
-):
-    folder, sent = new_record(home), MlflowTracker.label
-    ledger = new_ledger(folder, uri)
-    open_journal(folder.metrics, keep_through=-1).close()
-
-    def late(tracker, record):
-        sent(tracker, record)
-        ledger.add("tags", {"late": "yes"})
-        ledger.change(status="FINISHED", ended_ms=1)
-
-    with mlflow_silenced(), monkeypatch.context() as patch:
-        one = delivery.Delivery(MlflowTracker(uri), ledger, folder.metrics)
-        ledger.add("tags", {"early": "yes"})
-        patch.setattr(MlflowTracker, "label", late)
-        one.deliver()
-        assert not one.is_complete
-        patch.setattr(MlflowTracker, "label", sent)
-        one.deliver()
-        assert one.is_complete
-    assert open_store(uri).get_run(ledger.record.run_id).data.tags["late"] == "yes"
-
-
-def test_no_record_is_looked_for_behind_a_link(home, tmp_path):
-    (tmp_path / "theirs" / "_align").mkdir(parents=True)
-    record, ours = new_record(tmp_path / "theirs"), Cache(home).outbox
-    record.mlflow.write_text("{}")
-    assert len(unsent_runs(tmp_path / "theirs")) == 1
-    ours.symlink_to(record.root.parent)
-    assert unsent_runs(home) == []
-    ours.unlink()
-    ours.mkdir()
-    (ours / record.root.name).symlink_to(record.root)
-    assert unsent_runs(home) == []
+    client = open_store(uri)
+    (other,) = [
+        one
+        for one in client.search_runs([read(uri, run).info.experiment_id])
+        if one.info.run_name == "x"
+    ]
+    assert (other.info.status, other.data.metrics) == ("KILLED", {"loss": 0.5})
 
 
 def test_what_is_uploaded_lies_beside_the_store_and_not_where_one_stands(home, tmp_path, new_store):

@@ -1,11 +1,10 @@
-"""Trackers keep to what a run relies on, and of several none holds another up."""
+"""What every tracker keeps to; and of several trackers none holds another up."""
 
-import signal
 import subprocess
 import sys
 import threading
-from functools import partial
 
+import mlflow
 import pytest
 
 from align.pipeline.jobs.tracker_sync import sync_runs
@@ -13,207 +12,281 @@ from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
 from align.stages.storage.cache import Cache
 from align.stages.storage.run.run_folder import RunFolder
-from align.stages.tracking import journaled_run
-from align.stages.tracking.delivery import Sender
+from align.stages.tracking import journaled_run, uploader
 from align.stages.tracking.journaled_run import recorded, tagged
 from align.stages.tracking.mlflow_tracker import KIND_TAG
-from align.stages.tracking.outbox import unsent_runs
-from align.stages.tracking.tracker import kind_of
+from align.stages.tracking.run_record import RunRecord, unsent_runs
+from align.stages.tracking.tracker import tracker_of
+from align.stages.tracking.uploader import Uploader
 from support.file_store import FileStore, register
 from support.mlflow_runs import MlflowStore, open_store, warnings_in
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_until
 from support.refusals import refuses
 from support.tensorboard_runs import TensorboardStore
-from support.tracked_training import begin, learn
-from support.tracker_contract import Deadly, Recorded, ended, require_tracker_contract
+from support.tracked_training import begin, kill, learn
+from support.tracker_contract import STEPS, Recorded, ended, killed_after
+from support.wandb_runs import WandbStore
 
 BOTH = ["mlflow,files"]
+STORES = ("mlflow", "tensorboard", "wandb", "files")
 
-pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
-
-
-def test_mlflow_keeps_to_the_contract(new_store, tmp_path):
-    require_tracker_contract(kind_of("mlflow"), lambda: MlflowStore(new_store()), tmp_path)
-
-
-def test_tensorboard_keeps_to_the_contract(here, tmp_path):
-    require_tracker_contract(kind_of("tensorboard"), TensorboardStore.new, tmp_path)
-
-
-# Of MLflow's client, in the order in which a run of an experiment without a kind needs them.
-CALLS = (
-    *(("set_experiment_tag", 1), ("create_run", 1), ("log_batch", 1), ("log_inputs", 1)),
-    *(("set_terminated", 1), ("log_artifact", 1)),
-    *(("create_logged_model", 1), ("finalize_logged_model", 1), ("log_outputs", 1)),
-)
-
-
-def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(mlflow, tmp_path):
-    kind = kind_of("mlflow")
-    run = Recorded(kind, mlflow.address, tmp_path / "run")
-    run.end()
-    with kind.quiet():
-        kind.load(mlflow.address)  # a fork has it then
-    assert ended(lambda: open_store(mlflow.address).create_experiment("align")) == 0
-
-    def deliver(call, number):
-        with kind.quiet():
-            tracker = kind.open(mlflow.address)
-            tracker.client = Deadly(tracker.client, call, number)
-            run.heard_by(tracker).deliver()
-
-    assert [ended(partial(deliver, *call)) for call in CALLS] == [-signal.SIGKILL] * len(CALLS)
-    run.deliver()
-    run.require_told(mlflow)
-    client = open_store(mlflow.address)
-    told = client.get_run(run.ledger.record.run_id)
-    assert len(told.outputs.model_outputs) == 1
-    assert [model.name for model in client.search_logged_models(["1"])] == ["model"]
-
-
-def test_an_experiment_is_of_the_kind_that_somebody_gave_it_or_trains_models(mlflow, tmp_path):
-    client = open_store(mlflow.address)
-    client.set_experiment_tag(client.create_experiment("chats"), KIND_TAG, "genai_development")
-    client.create_experiment("older")
-    kinds = {}
-    for name in ("chats", "older", "new"):
-        begin(RunFolder(tmp_path / name), mlflow.address, experiment=name).finish("FINISHED")
-        kinds[name] = client.get_experiment_by_name(name).tags[KIND_TAG]
-    trains = "custom_model_development"
-    assert kinds == {"chats": "genai_development", "older": trains, "new": trains}
+pytestmark = pytest.mark.usefixtures("no_mlflow_settings", "no_wandb_settings")
 
 
 @pytest.fixture
-def mlflow(new_store):
+def mlflow_store(new_store):
     return MlflowStore(new_store())
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """A folder of runs, in which runs are recorded beside MLflow."""
-    store = FileStore(tmp_path / "runs")
+    store = FileStore(tmp_path)
     monkeypatch.setenv("RUNS_FOLDER", store.address)
     register(monkeypatch)
     return store
 
 
-def test_every_tracker_is_told_all_of_a_run_and_of_the_run_that_it_belongs_to(
-    mlflow, files, tmp_path
+@pytest.fixture
+def run(request, tmp_path, monkeypatch):
+    """A run of a tracker whose store holds nothing; its library is imported, for forks."""
+    monkeypatch.setattr(uploader, "NUMBERS_PER_CALL", 10)
+    if request.param == "mlflow":
+        store = MlflowStore(request.getfixturevalue("new_store")())
+    elif request.param == "files":
+        store = request.getfixturevalue("files")
+    else:
+        store = {"tensorboard": TensorboardStore, "wandb": WandbStore}[request.param](
+            tmp_path / "run"
+        )
+    with tracker_of(store.name).quiet():
+        tracker_of(store.name)(store.address)
+    return Recorded(store, tmp_path / "run")
+
+
+each_tracker = pytest.mark.parametrize("run", STORES, indirect=True)
+
+
+@each_tracker
+def test_a_sender_that_is_killed_after_any_call_loses_nothing_and_doubles_nothing(run):
+    run.run.finish("FINISHED")
+    tracker = tracker_of(run.store.name)
+    assert killed_after(RunRecord, "keep_sent", 4, run.send)
+    for call in (
+        *(("begin", 1), ("log", 1), ("log", 2), ("label", 1)),
+        *(("file", 1), ("file", 2), ("close", 1)),
+    ):
+        assert killed_after(tracker, *call, run.send), call
+    assert ended(run.send) == 0
+    run.require_told()
+    assert run.send() == 0
+    run.require_told()
+
+
+@each_tracker
+def test_what_was_refused_or_forgotten_is_sent_again_and_is_there_once(run, monkeypatch):
+    def refuse(*_):
+        raise ConnectionError
+
+    run.run.finish("FINISHED")
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker_of(run.store.name), "log", refuse)
+        with pytest.raises(ConnectionError):
+            run.send()
+    run.send()
+    run.require_told()
+    run.folder.sent.unlink()
+    run.send()
+    run.require_told()
+    run.folder.config.write_text("train: {lr: 1}")
+    run.run.log_artifact(run.folder.config)
+    run.run.set_tags({"align.stage": "another"})
+    run.send()
+    if not run.store.unkept:
+        run.require_told(
+            files={"config.yaml": "train: {lr: 1}", "model/inner/card.md": "# a model"}
+        )
+
+
+@each_tracker
+def test_a_run_that_the_store_has_lost_is_sent_again_from_the_first_line(run):
+    run.run.finish("FINISHED")
+    sent = run.send()
+    run.store.lose(run.run_id)
+    assert run.send() == sent == 2 * STEPS + STEPS / 10
+    run.require_told()
+
+
+@each_tracker
+def test_a_store_that_is_down_costs_one_warning_and_gets_everything_once_it_is_back(
+    run, monkeypatch, caplog
 ):
-    options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
+    monkeypatch.setattr(uploader, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(uploader, "SECONDS_PER_TICK", 0.05)
+    run.store.break_down()
+    run.run.send_to({run.store.name: run.store.address})
+    run.run.begin_sending()
+    wait_until(lambda: warnings_in(caplog))
+    run.learn(range(STEPS, 2 * STEPS))
+    assert run.run_id == ""
+    run.store.mend()
+    wait_until(lambda: run.run_id)
+    run.run.finish("FINISHED")
+    (warning,) = warnings_in(caplog)
+    assert run.store.address in warning
+    assert f"align mlflow-sync {run.folder.root}" in warning
+    run.require_told()
+
+
+# Of MLflow's client, in the order in which a run of an experiment without a kind needs them.
+CALLS = (
+    *(("set_experiment_tag", 1), ("create_run", 1), ("log_batch", 1), ("log_inputs", 1)),
+    *(("set_terminated", 1), ("create_logged_model", 1), ("finalize_logged_model", 1)),
+    *(("log_outputs", 1), ("log_artifact", 1)),
+)
+
+
+@pytest.mark.parametrize("run", ["mlflow"], indirect=True)
+def test_a_kill_after_any_call_to_mlflow_loses_nothing_and_doubles_nothing(run):
+    run.run.finish("FINISHED")
+    address = run.store.address
+    assert ended(lambda: open_store(address).create_experiment("align")) == 0
+    assert all(killed_after(mlflow.MlflowClient, *call, run.send) for call in CALLS)
+    run.send()
+    run.require_told()
+    client = open_store(address)
+    assert len(client.get_run(run.run_id).outputs.model_outputs) == 1
+    assert [model.name for model in client.search_logged_models(["1"])] == ["model"]
+
+
+def test_an_experiment_is_of_the_kind_that_somebody_gave_it_or_trains_models(
+    mlflow_store, tmp_path
+):
+    client = open_store(mlflow_store.address)
+    client.set_experiment_tag(client.create_experiment("chats"), KIND_TAG, "genai_development")
+    client.create_experiment("older")
+    kinds = {}
+    for name in ("chats", "older", "new"):
+        run = begin(RunFolder(tmp_path / name), mlflow_store.address, experiment=name)
+        run.finish("FINISHED")
+        kinds[name] = client.get_experiment_by_name(name).tags[KIND_TAG]
+    trains = "custom_model_development"
+    assert kinds == {"chats": "genai_development", "older": trains, "new": trains}
+
+
+def test_every_tracker_gets_all_of_a_run_and_the_run_that_it_belongs_to(
+    mlflow_store, files, tmp_path
+):
+    options = TrackingOptions(uri=mlflow_store.address, trackers=BOTH)
     home = tmp_path / "sweep"
-    home.mkdir()
+    (home / "_align").mkdir(parents=True)
     with recorded(options, home, "sweep") as parent:
-        assert parent.run_ids.keys() == {"mlflow", "files"}
+        wait_until(lambda: len(parent.run_ids) == 2)
         with tagged({"align.trial": "one"}, parent):
-            run = begin(RunFolder(tmp_path / "run"), mlflow.address, trackers=BOTH)
+            run = begin(RunFolder(tmp_path / "run"), mlflow_store.address, trackers=BOTH)
         learn(run, range(20))
         run.log_params({"lr": "0.1"})
         run.finish("FINISHED")
-    assert not list(Cache(home).private.iterdir()), "all of it was sent"
-    above = parent.run_ids
-    stores = {"mlflow": mlflow, "files": files}
+        above = parent.run_ids
+    assert not Cache(home).outbox.exists(), "all of it was sent"
+    stores = {"mlflow": mlflow_store, "files": files}
     told = {name: store.told(run.run_ids[name]) for name, store in stores.items()}
     for one in told.values():
         assert (one.status, one.params) == ("FINISHED", {"lr": "0.1"})
         assert one.tags["align.trial"] == "one"
+        assert one.tags["align.parent"] == above["files"]
         assert one.numbers == told["mlflow"].numbers
     assert len(told["files"].numbers) == 20 * 2 + 2
     assert told["mlflow"].tags["mlflow.parentRunId"] == above["mlflow"]
-    assert told["files"].tags["align.parent"] == above["files"]
-    assert "align.parent" not in told["mlflow"].tags
 
 
-def held_up(monkeypatch, kind):
+def held_up(monkeypatch, name):
     """Lets no run be begun in these stores; the event ends that."""
-    goes_on = threading.Event()
+    goes_on, tracker = threading.Event(), tracker_of(name)
+    begin_now = tracker.begin
 
-    def begin_late(tracker, record):
+    def begin_late(*given):
         assert goes_on.wait(PATIENCE)
-        return begin_now(tracker, record)
+        return begin_now(*given)
 
-    begin_now = kind.open.begin
-    monkeypatch.setattr(kind.open, "begin", begin_late)
+    monkeypatch.setattr(tracker, "begin", begin_late)
     return goes_on
 
 
 def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
-    mlflow, files, tmp_path, monkeypatch, caplog
+    mlflow_store, files, tmp_path, monkeypatch, caplog
 ):
-    goes_on = held_up(monkeypatch, kind_of("files"))
-    for status in journaled_run.PATIENCE_SECONDS:
-        monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, status, 3.0)
-    options = TrackingOptions(uri=mlflow.address, trackers=BOTH)
+    goes_on = held_up(monkeypatch, "files")
+    for status in journaled_run.WAIT_SECONDS:
+        monkeypatch.setitem(journaled_run.WAIT_SECONDS, status, 5.0)
+    options = TrackingOptions(uri=mlflow_store.address, trackers=BOTH)
     home = tmp_path / "cache"
     (home / "_align").mkdir(parents=True)
     with recorded(options, home, "precompute-ref") as run:
         run.log_metrics({"rows": 16.0}, step=4)
-    (sender,) = [one for one in run._senders._all if not one.is_complete]
-    assert mlflow.told(run.run_ids["mlflow"]).numbers == [("rows", 4, 16.0)]
+    assert mlflow_store.told(run.run_ids["mlflow"]).numbers == [("rows", 4, 16.0)]
     (warning,) = warnings_in(caplog)
     assert files.address in warning
     (left,) = unsent_runs(home)
-    assert left.ledgers() == [left.private / "trackers" / "files.json"]
+    assert not RunRecord.read(left).is_sent("files")
     goes_on.set()
-    sender._thread.join(PATIENCE)
-    (synced,) = sync_runs(home, options)
-    assert files.told(synced.run_id).numbers == [("rows", 4, 16.0)]
+    kill(run)
+    synced = {one.tracker: one.run_id for one in sync_runs(home, options)}
+    assert files.told(synced["files"]).numbers == [("rows", 4, 16.0)]
     assert not Cache(home).outbox.exists()
 
 
 def test_trackers_share_the_seconds_that_a_run_waits_at_its_end(
-    mlflow, files, tmp_path, monkeypatch
+    mlflow_store, files, tmp_path, monkeypatch
 ):
-    held = [held_up(monkeypatch, kind_of(name)) for name in ("mlflow", "files")]
-    monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, "FINISHED", 0.5)
-    waited, join = [], Sender.join
+    held = [held_up(monkeypatch, name) for name in ("mlflow", "files")]
+    monkeypatch.setitem(journaled_run.WAIT_SECONDS, "FINISHED", 0.5)
+    waited, join = [], Uploader.join
 
-    def watched(sender, patience):
-        waited.append(patience)
-        join(sender, patience)
+    def watched(one, seconds):
+        waited.append(seconds)
+        join(one, seconds)
 
-    monkeypatch.setattr(Sender, "join", watched)
-    run = begin(RunFolder(tmp_path / "run"), mlflow.address, trackers=BOTH)
+    monkeypatch.setattr(Uploader, "join", watched)
+    run = begin(RunFolder(tmp_path / "run"), mlflow_store.address, trackers=BOTH)
     run.finish("FINISHED")
     for goes_on in held:
         goes_on.set()
-    for sender in run._senders._all:
-        sender._thread.join(PATIENCE)
+    kill(run)
     first, second = waited
     assert 0 < first <= 0.5
     assert second == 0, "the first took all of it"
 
 
-def test_a_run_without_trackers_keeps_the_ledgers_that_it_has(mlflow, files, tmp_path):
+def test_a_run_without_trackers_keeps_its_record_up_to_date(mlflow_store, files, tmp_path):
     folder = RunFolder(tmp_path / "run")
-    begin(folder, mlflow.address, trackers=BOTH).finish("KILLED")
-    assert folder.ledgers() == [folder.mlflow, folder.private / "trackers" / "files.json"]
+    begin(folder, mlflow_store.address, trackers=BOTH).finish("KILLED")
     run = begin(folder, "", keep_through=0, mlflow=False)
     learn(run, range(1, 4))
     run.finish("FINISHED")
-    stores = {"mlflow": mlflow, "files": files}
+    stores = {"mlflow": mlflow_store, "files": files}
     assert {stores[name].told(run_id).status for name, run_id in run.run_ids.items()} == {"KILLED"}
-    for synced in sync_runs(folder.root, TrackingOptions(uri=mlflow.address)):
+    for synced in sync_runs(folder.root, TrackingOptions(uri=mlflow_store.address)):
         told = stores[synced.tracker].told(synced.run_id)
         assert (told.status, len(told.numbers)) == ("FINISHED", 6)
     fresh = RunFolder(tmp_path / "fresh")
     begin(fresh, "", mlflow=False).finish("FINISHED")
-    assert not fresh.ledgers()
+    assert not fresh.run_record.exists()
 
 
 def test_a_folder_does_not_decide_to_which_tracker_its_data_go(
-    mlflow, files, tmp_path, monkeypatch
+    mlflow_store, files, tmp_path, monkeypatch
 ):
     folder = RunFolder(tmp_path / "run")
-    begin(folder, mlflow.address, trackers=BOTH).finish("FINISHED")
-    own = TrackingOptions(uri=mlflow.address)
+    begin(folder, mlflow_store.address, trackers=BOTH).finish("FINISHED")
+    own = TrackingOptions(uri=mlflow_store.address)
     for mine in (tmp_path / "other", ""):
         monkeypatch.setenv("RUNS_FOLDER", str(mine))
         with refuses(UsageError, files.address, "RUNS_FOLDER", mine):
             sync_runs(folder.root, own)
     assert not (tmp_path / "other").exists()
     monkeypatch.setenv("RUNS_FOLDER", files.address)
-    assert [one.points_sent for one in sync_runs(folder.root, own)] == [0, 0]
+    assert [one.numbers_sent for one in sync_runs(folder.root, own)] == [0, 0]
 
 
 LIGHT = """
