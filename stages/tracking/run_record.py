@@ -21,7 +21,6 @@ from typing import Any, Literal
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import UsageError, log_failure
 from ...schemas.safe_text import redacted
-from ..storage.cache import Cache
 from ..storage.disk import fs
 from ..storage.output_folder import make_place
 from ..storage.records import Records
@@ -29,6 +28,7 @@ from ..storage.run.run_folder import RunFolder
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
+OUTBOX = "_align/outbox"  # in the folder of a cache or sweep
 COPIES = "_align/artifacts"  # of files from elsewhere that a run logs
 OUTBOX_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
 
@@ -191,7 +191,7 @@ def now_ms() -> int:
 
 def new_outbox_folder(home: Path) -> RunFolder:
     """Makes the folder of a run in the outbox of a cache or sweep."""
-    folder = RunFolder(Cache(home).outbox / f"{now_ms():013d}-{secrets.token_hex(4)}")
+    folder = RunFolder(home / OUTBOX / f"{now_ms():013d}-{secrets.token_hex(4)}")
     make_place(folder.root, folder.private)
     return folder
 
@@ -222,6 +222,6 @@ def remove_sent(records: Sequence[RunRecord]) -> None:
 
 
 def _outbox_folders(home: Path) -> list[RunFolder]:
-    outbox = Cache(home).outbox
+    outbox = home / OUTBOX
     found = outbox.iterdir() if outbox.is_dir() else ()
     return [RunFolder(path) for path in sorted(found) if OUTBOX_NAME.fullmatch(path.name)]
