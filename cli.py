@@ -42,11 +42,11 @@ def main() -> None:
         # Threads of the lost collective are still there: the usual way out would abort on them.
         os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
-        _fail(str(error), error.exit_code)
+        _fail(error)
     except BrokenPipeError:  # the reader of the output has ended
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
+        _fail(unexpected_os_error(error))
     except Exception:
         # Python would print it by itself, and the secrets in it.
         say(traceback.format_exc().rstrip(), err=True)
@@ -99,6 +99,6 @@ def _end(signal_number: int, _: Any) -> NoReturn:
     os._exit(128 + signal_number)
 
 
-def _fail(message: str, exit_code: int) -> NoReturn:
-    say(f"error: {message}", err=True)
-    sys.exit(exit_code)
+def _fail(error: AlignError | Interrupted) -> NoReturn:
+    say(f"error: {error}", err=True)
+    sys.exit(error.exit_code)

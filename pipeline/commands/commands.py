@@ -130,10 +130,9 @@ def config(
 
     settings = settings_of(context, data=data)
     if options := settings.config.method:  # else the table of methods is not read
-        from ...stages.methods.method_docs import options_of_all
-        from ...stages.methods.table import METHODS
+        from ...stages.methods.table import options_of_all
 
-        known = options_of_all(METHODS.values())
+        known = options_of_all()
         for name in options:
             if (last := name.rpartition(".")[2]) not in known:
                 near = did_you_mean(closest(last, known))
@@ -227,9 +226,9 @@ def inspect(
     from ..jobs.object_inputs import cache_at
     from ..precompute.inspect_rows import lines_of_inspection
 
-    folder = cache_at(cache)
-    how = {"rejected": rejected, "as_json": as_json}
-    for line in lines_of_inspection(folder, row=row, model=model, **how):
+    for line in lines_of_inspection(
+        cache_at(cache), row=row, rejected=rejected, as_json=as_json, model=model
+    ):
         say_row(line)
 
 

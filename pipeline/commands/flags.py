@@ -116,11 +116,10 @@ def _parameters(command: str) -> Sequence[Any]:
     flags = {name: _flag(name, word, command) for name, word in flags_of(command).items()}
     flags |= {"--config": ConfigFile, "--set": Sets}
     if flag_of("method.*", command):  # for others the table of methods is not read
-        from ...stages.methods.method_docs import options_of_all
-        from ...stages.methods.table import METHODS
+        from ...stages.methods.table import options_of_all
 
         panel = "method: Options of methods; `align methods NAME` explains them"
-        for name, meaning in options_of_all(METHODS.values()).items():
+        for name, meaning in options_of_all().items():
             text = meaning.replace("[", r"\[")  # else it is a style of the terminal
             option = typer.Option(
                 word_of(name), help=text, metavar="<value>", rich_help_panel=panel

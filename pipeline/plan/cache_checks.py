@@ -83,8 +83,7 @@ def require_logps(recipe: Recipe, folder: Cache, manifest: Manifest) -> None:
             f"{recipe.name} needs the reference's log-probs, and {folder.root} is not scored "
             "(cache.scored is false). Make another cache without --no-scored: --output OTHER."
         )
-    has_tokens = manifest.fingerprint["cache.token_logps"] == "true"
-    if "token_reference" in recipe.needs and not has_tokens:
+    if "token_reference" in recipe.needs and manifest.fingerprint["cache.token_logps"] != "true":
         raise UsageError(
             f"{recipe.name} with these options needs the reference's log-prob of every token, and "
             f"{folder.root} keeps their sums only. Make another cache with `align precompute-ref … "

@@ -1,4 +1,4 @@
-"""The table of methods as text, JSON or Markdown, and the meaning of every option."""
+"""The table of methods as text, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from ...schemas.methods import Need, RowKind
 from .method import Method
-from .modifiers import Modifiers, names_within
+from .table import shown
 
 WIDTH = 88
-NAMED_METHODS = 3  # more are counted where an option of many methods is explained
 ROWS: dict[RowKind, str] = {
     "paired": "paired: one chosen and one rejected completion per row",
     "labelled": "labelled: desirable and undesirable completions",
@@ -95,7 +94,7 @@ def render_method(method: Method) -> str:
     options = describe(method)["options"]
     lines.append("options, each a flag or --set method.NAME=VALUE" if options else "no options")
     for one in options:
-        head = f"  {one['name']:<20}{_shown(one['default']) + ' ':<8}"
+        head = f"  {one['name']:<20}{shown(one['default']) + ' ':<8}"
         lines.append(_wrapped(head, f"{one['help']} [{one['values']}]"))
     return "\n".join([*lines, "", LEGEND, ""])
 
@@ -109,26 +108,6 @@ def markdown_table(methods: Iterable[Method]) -> str:
     return "".join(f"| {line} |\n" for line in lines)
 
 
-def options_of_all(methods: Iterable[Method]) -> dict[str, str]:
-    """Every option of some method: what it means, its default, and the methods that have it.
-
-    Of several meanings the most common one; the others are in `align methods NAME`.
-    """
-    found: dict[str, dict[str, list[str]]] = {}
-    for method in methods:
-        taken = names_within(method.modifiers)
-        modifiers = {name: one for name, one in Modifiers.model_fields.items() if name in taken}
-        for name, one in {**method.options.model_fields, **modifiers}.items():
-            text = f"{one.description} (default {_shown(one.default) or 'none'}"
-            found.setdefault(name, {}).setdefault(text, []).append(method.name)
-    meanings = {}
-    for name, texts in found.items():
-        text, names = max(texts.items(), key=lambda one: len(one[1]))
-        of = ", ".join(names) if len(names) <= NAMED_METHODS else f"{len(names)} methods"
-        meanings[name] = f"{text}; of {of})"
-    return meanings
-
-
 def _needs(method: Method) -> str:
     """What it needs of the cache and of the policy, in words."""
     names = [words for name, words in NEEDS.items() if name in method.needs]
@@ -140,7 +119,7 @@ def _needs(method: Method) -> str:
 def _defaults(method: Method) -> str:
     """Its options with their defaults, in a line."""
     fields = method.options.model_fields
-    return ", ".join(f"{name} {_shown(one.default)}" for name, one in fields.items())
+    return ", ".join(f"{name} {shown(one.default)}" for name, one in fields.items())
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
@@ -157,7 +136,3 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 def _wrapped(head: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-
-
-def _shown(value: float | str) -> str:
-    return str(value) if isinstance(value, str | bool) else f"{value:g}"

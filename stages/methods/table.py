@@ -12,7 +12,7 @@ from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.option import wrong_value
 from . import losses
 from .method import METHODS, STEP_OPTIONS, Method, Options
-from .modifiers import Modifiers
+from .modifiers import Modifiers, names_within
 from .recipe import Part, Recipe
 
 __all__ = ["METHODS", "STEP_OPTIONS", "find_method", "losses", "options_of", "recipe_of"]
@@ -33,6 +33,31 @@ def find_method(name: str) -> Method:
 def options_of(method: Method, values: Mapping[str, Any]) -> Options:
     """The method's options with these values, and defaults for the others."""
     return _checked(method.options, values, method.name)
+
+
+def options_of_all() -> dict[str, str]:
+    """Every option of some method: what it means, its default, and the methods that have it.
+
+    Of several meanings the most common one; the others are in `align methods NAME`.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for method in METHODS.values():
+        taken = names_within(method.modifiers)
+        modifiers = {name: one for name, one in Modifiers.model_fields.items() if name in taken}
+        for name, one in {**method.options.model_fields, **modifiers}.items():
+            text = f"{one.description} (default {shown(one.default) or 'none'}"
+            found.setdefault(name, {}).setdefault(text, []).append(method.name)
+    meanings = {}
+    for name, texts in found.items():
+        text, names = max(texts.items(), key=lambda one: len(one[1]))
+        of = ", ".join(names) if len(names) <= 3 else f"{len(names)} methods"
+        meanings[name] = f"{text}; of {of})"
+    return meanings
+
+
+def shown(value: float | str) -> str:
+    """The value of an option as a user writes it."""
+    return str(value) if isinstance(value, str | bool) else f"{value:g}"
 
 
 def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:

@@ -9,9 +9,16 @@ import typer
 
 from align import cli
 from align.pipeline.commands.flags import SettingsCommand, takes_several
-from align.pipeline.options.other_names import OURS
 from align.pipeline.options.settings import flatten, load_settings
-from align.pipeline.options.table import COMMANDS, FLAGS, INSTEAD, WORDS_OF_RUN, bound, reads
+from align.pipeline.options.table import (
+    COMMANDS,
+    FLAGS,
+    INSTEAD,
+    OURS,
+    WORDS_OF_RUN,
+    bound,
+    reads,
+)
 from align.pipeline.train.setup import check
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
