@@ -15,30 +15,14 @@ from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
 from align.stages.storage.cache import Cache
 from support.refusals import refuses
-from support.stage_one import Silent, run
+from support.stage_one import Acting, Silent, run
 from support.stub_reference import StubReference
 
 
-class Meddling(Silent):
-    """A progress that does something once, when a task of this unit begins or has advanced."""
-
-    def __init__(self, meddle, *, at_once=False, scored=False):
-        self.meddle, self.at_once, self.scored = meddle, at_once, scored
-
-    def begin(self, task, *, total, unit):
-        """Meddles before any row is read."""
-        if self.at_once:
-            self._meddle()
-
-    def advance(self, done, *, tokens=0, padding=0):
-        """Meddles when rows have been read, or scored."""
-        if bool(tokens) == self.scored:
-            self._meddle()
-
-    def _meddle(self):
-        if self.meddle:
-            self.meddle()
-        self.meddle = None
+def once(act, *, scored=False):
+    """Acts when rows have first been read, or scored."""
+    left = [act]
+    return Acting(advanced=lambda tokens: bool(tokens) == scored and left and left.pop()())
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(own_data):
             file.write(json.dumps({"prompt": "And?", "chosen": "yes", "rejected": "no"}) + "\n")
 
     with refuses(FingerprintError, "rows.jsonl"):
-        precompute(own_data, StubReference(), progress=Meddling(grow))
+        precompute(own_data, StubReference(), progress=once(grow))
     folder = Cache(Path(own_data.cache.output))
     assert not folder.manifest_file.exists()
     run(own_data)
@@ -68,7 +52,7 @@ def test_a_tokenizer_that_changes_before_rows_are_read_is_refused(own_data, tmp_
     model = shutil.copytree(own_data.model.path, tmp_path / "model")
     own = replace(own_data, model=ModelOptions(path=str(model)))
     template = next(model.glob("chat_template*"))
-    meddling = Meddling(lambda: template.write_text(template.read_text() + " "), at_once=True)
+    meddling = Acting(begun=lambda _: template.write_text(template.read_text() + " "))
     with refuses(FingerprintError, "tokenizer"):
         precompute(own, StubReference(), progress=meddling)
 
@@ -90,7 +74,7 @@ def test_a_model_that_is_written_over_while_it_is_used_is_refused(config, world,
             return super().open()
 
     own = replace(config, model=ModelOptions(path=str(model)))
-    progress = Meddling(overwrite if when == "scored" else None, scored=True)
+    progress = once(overwrite, scored=True) if when == "scored" else Silent()
     with refuses(FingerprintError, "model.safetensors"):
         precompute(own, Overwritten(own.model), progress=progress)
     assert not Cache(Path(own.cache.output)).manifest_file.exists()

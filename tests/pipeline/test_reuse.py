@@ -20,18 +20,10 @@ from align.stages.data.row_keys import prompt_keys_of
 from align.stages.storage.cache import Cache
 from align.stages.storage.cache_work import CacheWork, unfinished_work
 from support.patience import PATIENCE
+from support.read_rows import write_rows
 from support.refusals import refuses
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
-
-
-def rows_of(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def write(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
 
 
 def with_data(config, *files):
@@ -40,7 +32,7 @@ def with_data(config, *files):
 
 @pytest.fixture
 def data_rows(data):
-    return rows_of(data.paired_jsonl)
+    return [json.loads(line) for line in data.paired_jsonl.read_text().splitlines()]
 
 
 def values(folder):
@@ -80,11 +72,11 @@ def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_pa
 
 def test_a_finished_cache_never_changes(config, data_rows, tmp_path):
     path = tmp_path / "data.jsonl"
-    write(path, data_rows[:100])
+    write_rows(path, data_rows[:100])
     few = with_data(config, path)
     run(few)
     kept = contents(few.cache.output)
-    write(path, data_rows)
+    write_rows(path, data_rows)
     with refuses(FingerprintError, "data.files: ", "--output"):
         run(few)  # the same command, the same folder
     assert contents(few.cache.output) == kept
@@ -108,7 +100,7 @@ NEXT = {
 @pytest.mark.parametrize("kl_pairs", [0, 1])
 def test_of_changed_data_only_what_is_new_is_scored(config, tmp_path, kl_pairs):
     def made(name, pairs, reuse=()):
-        data = with_data(config, write(tmp_path / f"{name}.jsonl", pairs))
+        data = with_data(config, write_rows(tmp_path / f"{name}.jsonl", pairs))
         how = {"kl_pairs": kl_pairs, "shards": 4, "reuse": [*reuse]}
         return run(replace(data, cache=replace(config.cache, output=str(tmp_path / name), **how)))
 
@@ -139,7 +131,7 @@ def test_names_of_files_and_their_order_make_no_other_cache(config, data_rows, t
         "c": [bad, *data_rows[:60]],
         "twin of b": [],
     }
-    files = [write(tmp_path / f"{name}.jsonl", part) for name, part in parts.items()]
+    files = [write_rows(tmp_path / f"{name}.jsonl", part) for name, part in parts.items()]
     Path(files[3]).write_bytes(Path(files[1]).read_bytes())
     found = {}
     for name, order in (("first", files), ("second", files[::-1])):
@@ -188,7 +180,7 @@ CHANGES = {
 
 
 def test_a_changed_setting_is_noticed_and_named(config, data_rows, tmp_path):
-    path = write(tmp_path / "data.jsonl", [row | {"weight2": 1.0} for row in data_rows])
+    path = write_rows(tmp_path / "data.jsonl", [row | {"weight2": 1.0} for row in data_rows])
     config = with_data(config, path)
     run(config)
     before = contents(config.cache.output)
@@ -238,10 +230,10 @@ def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
 
 def test_an_unfinished_cache_that_is_named_is_reused(config, data_rows, tmp_path):
     path = tmp_path / "data.jsonl"
-    write(path, data_rows[:100])
+    write_rows(path, data_rows[:100])
     few = with_data(config, path)
     child(few, "after:fsync_folder:commits=kill@4").join(PATIENCE)
-    write(path, data_rows)
+    write_rows(path, data_rows)
     output = few.cache.output
     with refuses(FingerprintError, "--output", f"--reuse {output}"):
         run(few)

@@ -23,7 +23,7 @@ from support.command import align
 from support.mlflow_runs import open_store, the_run
 from support.patience import PATIENCE
 from support.refusals import refuses, require_names
-from support.stage_one import Gate, Silent, child, contents, run
+from support.stage_one import Acting, Gate, child, contents, run
 from support.stub_reference import StubReference
 from support.trainings import KILLED
 
@@ -75,18 +75,6 @@ def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean
     assert contents(config.cache.output) == clean
 
 
-class Meanwhile(Silent):
-    """A progress during whose first task others do something."""
-
-    def __init__(self, act):
-        self.act = act
-
-    def begin(self, task, *, total, unit):
-        """Lets them do it once."""
-        act, self.act = self.act, lambda: None
-        act()
-
-
 @pytest.mark.parametrize("place", ["disk", "store"])
 def test_a_part_of_other_settings_changes_no_finished_cache(config, tmp_path, request, place):
     root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
@@ -95,7 +83,7 @@ def test_a_part_of_other_settings_changes_no_finished_cache(config, tmp_path, re
         for pairs in (0, 1)
     )
     made = []
-    progress = Meanwhile(lambda: made.append(run(other).manifest))
+    progress = Acting(begun=lambda _: made or made.append(run(other).manifest))
     with refuses(LockedError, f"{root}/cache"):
         precompute(late, StubReference(), progress=progress, part=Part(1, 1))
     folder = CacheWork.at(f"{root}/cache", made[0].plan_key)

@@ -1,5 +1,6 @@
 """Optimizer steps for losses: branches made by hand or by chance, run as a trainer would."""
 
+import inspect
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -54,24 +55,13 @@ RECIPES = {
 
 
 def each(cases):
-    """Makes one test of many small ones, and says which of `cases`, by their names, fail."""
+    """Makes a test of each of `cases`: its name, and the arguments that it gives."""
 
-    def joined(test):
-        def test_of_all():
-            failed = {}
-            for name, arguments in cases.items():
-                try:
-                    test(*arguments)
-                except (Exception, pytest.fail.Exception) as error:
-                    failed[name] = error
-            if failed:
-                first = next(iter(failed.values()))
-                raise AssertionError(f"{test.__name__} of: {', '.join(failed)}") from first
+    def named(test):
+        names = [*inspect.signature(test).parameters]
+        return pytest.mark.parametrize(names, [*cases.values()], ids=[*cases])(test)
 
-        test_of_all.__doc__ = test.__doc__
-        return test_of_all
-
-    return joined
+    return named
 
 
 def branches(

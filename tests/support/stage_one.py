@@ -23,6 +23,17 @@ class Silent:
     say = begin = advance = end = _hears_nothing
 
 
+class Acting(Silent):
+    """Does something as a task begins, whose name it gets, and as rows are read or scored.
+
+    Tokens come with rows that are scored.
+    """
+
+    def __init__(self, *, begun=lambda _: None, advanced=lambda _: None):
+        self.begin = lambda task, **_: begun(task)
+        self.advance = lambda _, *, tokens=0, **__: advanced(tokens)
+
+
 class Heard(Silent):
     """Keeps what is said, and when a task begins."""
 
