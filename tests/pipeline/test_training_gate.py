@@ -11,6 +11,7 @@ from align.pipeline.options.settings import load_settings
 from align.schemas.config import CacheOptions, ModelOptions, TrackingOptions
 from support import stage_one
 from support.command import align, refusal
+from support.refusals import require_names
 from support.stub_reference import Liar
 
 
@@ -120,7 +121,7 @@ def test_a_run_resumes_under_the_deepspeed_configuration_it_began_with(course, w
     begun = align("train", *words)
     assert begun.code == 0, begun
     prompts = len(set(pq.read_table(world.data.paired)["prompt"].to_pylist()))
-    assert f"{prompts} of {prompts} prompts of {course.cache}" in begun.err
+    require_names(begun.err, f"{prompts} of {prompts}", course.cache)
     more = (*words, "--max-steps", 2, "--resume", "auto")
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "prescale_gradients": True}))
     refusal(4, "train", *more, names=("deepspeed prescale_gradients: ", "True"))

@@ -161,7 +161,6 @@ def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
     run = tmp_path / "run"
     (answer,) = course.start(run, "--lr", 1e30).answers()
     assert answer.code == 6, answer
-    assert "3 times" in answer.err
     listed = [json.loads(line) for line in (run / "nonfinite.jsonl").read_text().splitlines()]
     assert [line["step"] for line in listed] == [2, 3, 4]
     assert len({row for line in listed for row in line["row_ids"]}) == 12

@@ -7,6 +7,7 @@ import pytest
 from align.schemas.safe_text import (
     bare_address,
     beginning,
+    is_plain_path,
     mask_secrets_of,
     masked,
     masked_address,
@@ -100,3 +101,15 @@ def test_what_a_terminal_would_obey_is_written_out():
     # And JSON stays JSON.
     plain = {"name": "a\x1b\x9b\u202e\U000e0001b", "text": "é\n"}
     assert json.loads(shown(json.dumps(plain, ensure_ascii=False))) == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "is_plain"),
+    [
+        ("a", True),
+        ("a/b.bin", True),
+        *((p, False) for p in ("", "..", "../a", "a/..", "/a", "a\\b")),
+    ],
+)
+def test_a_path_of_plain_names_stays_below_its_folder(path, is_plain):
+    assert is_plain_path(path) == is_plain
