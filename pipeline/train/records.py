@@ -298,9 +298,9 @@ class RunRecords:
         signs: tuple[Sign, ...] = ()
         folder = self._run.folder
         if self._run.world.rank == 0 and folder.metrics.stat().st_size:
-            from .run_report import write_report  # noqa: PLC0415 - polars, charts and templates
-
             with log_failure("No report"):
+                from .run_report import write_report  # noqa: PLC0415 - charts and templates
+
                 signs = write_report(folder.root)
                 self._tracked.log_artifact(folder.report)
                 record_signs(self._tracked, signs)
