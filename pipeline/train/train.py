@@ -72,10 +72,13 @@ def train_in(run: Run, progress: Progress) -> Trained:
         hold_to_checkpoint(run)
         with open_records(run, progress) as records, naming_lost_peers(world):
             records.say(f"policy: {run.policy.path}")
-            state = restored(run)
-            if state is None:
-                require_cached_logps(run)
+            if run.checkpoint:
+                state = run.checkpoint.state
+                saved = run.folder.step(state.step)
+                run_on_all_ranks(world, lambda: run.engine.load_state(saved))
+            else:
                 state = State()
+                require_cached_logps(run)
             with asked_to_stop() as asked:
                 deadline = run.began + run.max_seconds
                 run.stop = StopConditions(asked, deadline, 60 * run.config.train.save_minutes)
@@ -284,16 +287,6 @@ def may_end_at(run: Run, step: int, state: State) -> bool:
     options, best = run.config.train, state.best
     is_waiting = options.patience and best and best.since + 1 >= options.patience
     return bool(is_waiting) and run.is_due(step, options.eval_every)
-
-
-def restored(run: Run) -> State | None:
-    """The state of the checkpoint, which the engine has loaded; None for a new run."""
-    if run.checkpoint is None:
-        return None
-    state = run.checkpoint.state
-    folder = run.folder.step(state.step)
-    run_on_all_ranks(run.world, lambda: run.engine.load_state(folder))
-    return state
 
 
 def require_cached_logps(run: Run) -> None:

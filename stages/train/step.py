@@ -78,7 +78,11 @@ def train_step(
             margins.append(torch.stack(recipe.margins(branches))[:, : len(micro.row_ids)])
     # The only host-device sync of a step.
     means, after = sums.read(engine, state_then)
-    visits = _visits(batch, margins) if keeps_margins else None
+    visits = None
+    if keeps_margins:
+        values = torch.cat(margins, dim=1)  # read from the device at once
+        ties = is_tie(*values)
+        visits = Visits(rows_in(batch), tuple(values[0].tolist()), tuple(ties.tolist()))
     if not math.isfinite(recipe.reported(means)[LOSS]):
         engine.skip()
         return StepResult(False, means, _suspects(batch, step, losses), visits, state)
@@ -87,13 +91,6 @@ def train_step(
     if not update.applied:
         return StepResult(False, means, rows_in(batch), visits, state)
     return StepResult(True, means, (), visits, after)
-
-
-def _visits(batch: StepBatch, margins: list[Tensor]) -> Visits:
-    """This rank's rows with their margins, read from the device at once."""
-    values = torch.cat(margins, dim=1)
-    ties = is_tie(*values)
-    return Visits(rows_in(batch), tuple(values[0].tolist()), tuple(ties.tolist()))
 
 
 def rows_in(batch: StepBatch) -> tuple[str, ...]:
