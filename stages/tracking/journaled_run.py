@@ -228,14 +228,16 @@ class Run:
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
         """Records input data, by a digest of ours."""
-        if record := self.record:
-            data = Dataset(redacted(name), digest, redacted(source), context)
-            record.change(datasets=(*dict.fromkeys((*record.facts.datasets, data)),))
+        self._add_data([Dataset(redacted(name), digest, redacted(source), context)])
 
     def log_files(self, files: Iterable[InputEntry], *, context: str) -> None:
         """Records the data files that a cache is made of."""
-        for one in files:
-            self.log_dataset(one.name, digest=one.sha256, source=one.name, context=context)
+        names = [(redacted(one.name), one.sha256) for one in files]
+        self._add_data([Dataset(name, digest, name, context) for name, digest in names])
+
+    def _add_data(self, data: Sequence[Dataset]) -> None:
+        if record := self.record:
+            record.change(datasets=(*dict.fromkeys((*record.facts.datasets, *data)),))
 
     def log_artifact(self, path: Path) -> None:
         """Records a file or folder to keep with the run; again when it has changed.
