@@ -226,7 +226,7 @@ def _write_gradients(
 
 
 def score_targets(
-    hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, purity: bool = False
+    hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, purity: bool
 ) -> tuple[Tensor, Tensor]:
     """`fused_rows` without a gradient, and the log-sum-exp of each position's logits: (T,) float32.
 

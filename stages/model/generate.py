@@ -14,8 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from ...schemas.config import ModelOptions
-from ...schemas.errors import UsageError, counted
-from ...schemas.rows import OutOfMemory
+from ...schemas.errors import UsageError
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
 from .library_errors import is_out_of_memory
@@ -79,14 +78,13 @@ class Generator:
         while rows:
             width = len(prompts[rows[0][0]].ids) + self._sampling.max_new_tokens  # the longest
             batch = list(islice(rows, max(1, self._tokens_per_batch // width)))
-            try:
-                drawn = self._drawn(prompts, batch)
-            except OutOfMemory as error:
+            drawn = self._drawn(prompts, batch)
+            if drawn is None:
                 if len(batch) == 1:
                     raise UsageError(
-                        f"{error}: there is no memory for one sample of {width:,} tokens. Lower "
+                        f"There is no memory for one sample of {width:,} tokens. Lower "
                         "--max-new-tokens, or sample where there is more memory."
-                    ) from error
+                    )
                 self._tokens_per_batch = width * (len(batch) // 2)
                 continue
             for _ in batch:
@@ -96,51 +94,44 @@ class Generator:
 
     def _drawn(
         self, prompts: Sequence[PromptTokens], batch: Sequence[tuple[int, int]]
-    ) -> list[Drawn]:
-        """The samples of these prompts and streams."""
+    ) -> list[Drawn] | None:
+        """The samples of these prompts and streams; None if memory runs out."""
         ids, mask = left_padded(
             [prompts[prompt].ids for prompt, _ in batch], input_device(self._model)
         )
         streams = [prompts[prompt].streams[stream] for prompt, stream in batch]
-        try:
-            with quiet(), torch.inference_mode():
-                tokens = self._generated(ids, mask, streams).tolist()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            return [
-                Drawn(prompt, stream, *self._until_stop(drawn))
-                for (prompt, stream), drawn in zip(batch, tokens, strict=True)
-            ]
-        # Outside the handler: the traceback no longer keeps the failed batch alive.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        raise OutOfMemory(f"no memory for a batch of {counted(len(batch), 'samples')}")
-
-    def _generated(self, ids: Tensor, mask: Tensor, streams: Sequence[int]) -> Tensor:
-        """New tokens of each row: (rows, T)."""
         length, sampling = ids.shape[1], self._sampling
         processors = _public.LogitsProcessorList(warpers(sampling))
         if sampling.temperature:
             processors.append(KeyedNoise(streams, length, ids.device))
-        made: Tensor = self._model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            logits_processor=processors,
-            generation_config=_public.GenerationConfig(
-                do_sample=False,
-                max_new_tokens=sampling.max_new_tokens,
-                eos_token_id=self._stops or None,
-                pad_token_id=self._stops[0] if self._stops else None,
-            ),
+        settings = _public.GenerationConfig(
+            do_sample=False,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=self._stops or None,
+            pad_token_id=self._stops[0] if self._stops else None,
         )
-        return made[:, length:]
-
-    def _until_stop(self, tokens: list[int]) -> tuple[tuple[int, ...], bool]:
-        stops = frozenset(self._stops)
-        end = next((index for index, token in enumerate(tokens) if token in stops), None)
-        return tuple(tokens[:end]), end is not None
+        made: list[list[int]] | None = None
+        try:
+            with quiet(), torch.inference_mode():
+                made = self._model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    logits_processor=processors,
+                    generation_config=settings,
+                )[:, length:].tolist()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        if made is None:
+            # Outside the handler: the traceback no longer keeps the failed batch alive.
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return None
+        drawn = []
+        for (prompt, stream), tokens in zip(batch, made, strict=True):
+            end = next((at for at, token in enumerate(tokens) if token in self._stops), None)
+            drawn.append(Drawn(prompt, stream, tuple(tokens[:end]), end is not None))
+        return drawn
 
 
 def warpers(sampling: Sampling) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -140,8 +139,8 @@ def _last_positions(trees: Sequence[Tree], batch: TreeBatch, pad: int) -> np.nda
     so: where a tokenizer pads with its EOS, the token before it is scored.
     """
     positions = []
-    for tree, (start, fork, *stops) in zip(trees, batch.edges, strict=True):
-        for branch, (begin, _) in zip(tree.branches, pairwise((fork, *stops)), strict=True):
+    for tree, (start, *begins) in zip(trees, batch.edges, strict=True):
+        for branch, begin in zip(tree.branches, begins, strict=False):  # the last is an end
             if (kept := np.flatnonzero(branch != pad)).size:
                 positions.append(begin + kept[-1])
             else:

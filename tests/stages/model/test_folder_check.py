@@ -169,6 +169,7 @@ def test_no_code_of_a_folder_runs_and_nobody_is_asked(
         {"base_model_name_or_path": "someone/some-model", "revision": "main"},
         {"peft_type": "XLORA", "adapters": {"0": "../other"}, "hidden_size": 32},
         {"alora_invocation_tokens": [5]},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2},
         {"peft_type": "NOTHING"},
         {"target_modules": 5},
     ],

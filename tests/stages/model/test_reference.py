@@ -7,7 +7,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from align.schemas.config import ModelOptions
@@ -17,7 +16,6 @@ from align.stages.model import reference as module
 from align.stages.model.load import load_causal_lm, rank_device, resolve
 from align.stages.model.path_search import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
-from align.stages.model.transformers_compat import quiet
 from support.families import TREE_FAMILIES, mixed_trees, saved_adapter, tiny_model
 from support.refusals import refuses
 
@@ -62,15 +60,6 @@ def test_an_adapter_changes_the_scores_and_is_never_bypassed(saved_llama, tmp_pa
     assert not scorer.model.training
     assert np.abs(scorer.score([TREE]) - base.score([TREE])).max() > 1e-3
     assert HfReference(adapted).identity() != HfReference(options).identity()
-
-
-def test_an_adapter_of_prompt_tokens_is_refused(saved_llama, tmp_path):
-    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with quiet():
-        model = load_causal_lm(options_of(saved_llama))
-        get_peft_model(model, settings).save_pretrained(tmp_path)
-    with refuses(UsageError, tmp_path):
-        load_causal_lm(options_of(saved_llama, adapter=str(tmp_path)))
 
 
 def test_only_a_full_memory_asks_for_a_smaller_batch(llama, monkeypatch):
