@@ -30,7 +30,7 @@ from .deepspeed_compat import (
 )
 from .deepspeed_config import TYPES, EngineContext, engine_config, offloads_optimizer, stage_of
 from .deepspeed_state import whole_weights
-from .freed_blocks import giving_more_blocks_back
+from .freed_blocks import give_holes_back, giving_more_blocks_back
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -163,9 +163,14 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
+        on_cpu = self._engine.device.type == "cpu"
+        if on_cpu:
+            give_holes_back()  # of the forward pass, and below of this one
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed takes the mean of the gradients over ranks; these are parts, to be summed.
         self._engine.backward(loss * self.world.size, scale_wrt_gas=False)
+        if on_cpu:
+            give_holes_back()
 
     def step(self) -> Update:
         """Clips, updates and clears the gradients; where one is not finite it only clears."""

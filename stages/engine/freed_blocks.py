@@ -2,7 +2,8 @@
 
 glibc keeps what is freed in one heap. A tensor's small neighbours there outlive it, so the hole
 that it leaves is soon too small for the next tensor of its size, and the heap grows by a GiB that
-nobody uses. A block that is mapped by itself leaves no hole, but its pages are new each time.
+nobody uses. A block that is mapped by itself leaves no hole, but its pages are new each time; those
+of the holes can be given back as well, now and then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # Blocks mapped by themselves. With fewer the heap has holes; with more, new pages cost time.
 LARGE, LARGE_WHILE_SHARDING = 8 << 20, 1 << 20
-# What the end of the heap may have free. glibc follows its own threshold no more once one is set.
+# What the heap may have free. glibc follows its own threshold no more once one is set.
 SPARE = 64 << 20
 
 
@@ -25,6 +26,25 @@ def give_large_blocks_back(large: int = LARGE) -> None:
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, large)
         set_option(M_TRIM_THRESHOLD, SPARE)
+
+
+class _Heap(ctypes.Structure):
+    """What mallinfo2 says of glibc's heap, in bytes."""
+
+    _fields_ = [
+        ("others", ctypes.c_size_t * 8),
+        ("free", ctypes.c_size_t),
+        ("free_at_the_end", ctypes.c_size_t),
+    ]
+
+
+def give_holes_back() -> None:
+    """Gives back the pages of holes in the heap, where there are many; only glibc can."""
+    library = ctypes.CDLL(None)
+    if os.name == "posix" and (heap_now := getattr(library, "mallinfo2", None)) is not None:
+        heap_now.restype = _Heap
+        if heap_now().free > SPARE:
+            library.malloc_trim(0)
 
 
 @contextmanager
