@@ -20,14 +20,15 @@ from ...schemas.batches import World
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.train_options import LoraOptions, TrainOptions
-from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config
+from ...stages.engine.deepspeed_config import PRESETS, EngineContext, engine_config, stage_of
 from ...stages.engine.engine_memory import Elements, elements_of, engine_memory
 from ...stages.feed.cache_index import RowTable
 from ...stages.methods.recipe import Recipe
+from ...stages.model.cheap_again import drops_cheap
 from ...stages.model.fused_head import BUFFER_BYTES
 from ...stages.model.load import DTYPES, empty_model
 from ...stages.model.logprobs import ScoringPath, causal_model
-from ...stages.model.memory.micro_batch import Kept, UntracedError, head_bytes, kept, untraced
+from ...stages.model.micro_batch import Kept, UntracedError, head_bytes, kept, untraced
 from ...stages.model.model_folder import model_config
 from ...stages.model.policy import as_it_learns
 from ..options.settings import flatten
@@ -122,6 +123,7 @@ class PlanFacts:
     device: str
     ranks: int
     budget: Budget = Budget()
+    host: int = 0  # bytes of the CPU's memory for each rank of a machine; 0: not known
     begun: str = ""  # the preset of a run that resumes, which it keeps
     workloads: dict[Any, Workload] = field(default_factory=dict)  # by settings of the feed
 
@@ -178,15 +180,22 @@ def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
     train, device = config.train, facts.device
     policy = measured_policy(config, facts, work.row)
     context = EngineContext(facts.dtype, policy.hidden_size, facts.ranks, device)
+    settings = engine_config(train, context)
     engine = engine_memory(
         policy.elements(config.lora.quantize),
-        engine_config(train, context),
+        settings,
         train,
         ranks=facts.ranks,
         itemsize=DTYPES[facts.dtype].itemsize,
         device=device,
     )
-    keeps = policy.recomputing if train.recomputes else policy.keeping
+    is_partitioned = stage_of(settings) == 3
+    if train.recomputes:
+        keeps = policy.recomputing
+    elif drops_cheap(device, compiles=config.model.compile, is_partitioned=is_partitioned):
+        keeps = policy.dropping
+    else:
+        keeps = policy.keeping
     if keeps is None:
         raise UsageError(
             "train.gradient_checkpointing: this architecture does not support it. Set it to false."
@@ -203,18 +212,21 @@ def estimate(config: Config, facts: PlanFacts, work: Workload) -> Estimate:
         of_weight = policy.head.nbytes if policy.head.requires_grad else 0
         buffer = BUFFER_BYTES
     # (gradients, activations, head): the head and then the layers run backward, where the gradient
-    # of the head's weight is in memory besides, unless it is cut into parts at once.
-    last = engine.arriving + policy.trained.largest * DTYPES[facts.dtype].itemsize
+    # of the head's weight is in memory besides, unless it is cut into parts at once. That of a tied
+    # head waits for the embedding's; then there are both, and their sum beside that of before.
+    waiting = of_weight if policy.is_tied else 0
+    last = engine.arriving + policy.trained.largest * DTYPES[facts.dtype].itemsize + waiting
     moments = [
         (engine.first, activations, head),
         (engine.first + engine.arriving_first + of_weight, activations + in_layer, 0),
         (engine.gradients + last, 0, 0),
     ]
     if work.micro_batches > 1:  # a later one meets the gradients of those before
-        more = engine.arriving + of_weight if engine.arriving else 0
+        more = engine.arriving + of_weight if engine.arriving else waiting
         moments += [
             (engine.gradients, activations, head),
             (engine.gradients + more, activations + in_layer, 0),
+            (engine.gradients + last + waiting, 0, 0),
         ]
     found = [(*moment, engine.gathered) for moment in moments] + [(engine.update, 0, 0, 0)]
     gradients, activations, head, gathered = max(found, key=sum)
@@ -242,7 +254,9 @@ class MeasuredPolicy:
     packed: int  # elements of frozen layers, which 4 bits hold
     hidden_size: int
     head: Tensor | None  # weight of the fused head; none of a model that scores
+    is_tied: bool  # to the embedding
     keeping: Kept
+    dropping: Kept  # without what is cheap
     recomputing: Kept | None  # with gradient checkpointing, where the model can
 
     def elements(self, quantize: str) -> Elements:
@@ -287,9 +301,10 @@ def _measure(
     path = ScoringPath(
         "packed" if facts.device == "cpu" else "flex", "score" if scores else "fused"
     )
-    keeping, recomputing = kept(model, row.rows(MEASURED_TOKENS), path)
+    keeps = kept(model, row.rows(MEASURED_TOKENS), path)
     size = inner.config.get_text_config(decoder=True).hidden_size
-    return MeasuredPolicy(elements_of(model), packed, size, head, keeping, recomputing)
+    is_tied = head is inner.get_input_embeddings().weight
+    return MeasuredPolicy(elements_of(model), packed, size, head, is_tied, *keeps)
 
 
 @dataclass(frozen=True)
@@ -393,6 +408,8 @@ def _climbed(facts: PlanFacts, start: Planned, is_open: set[str]) -> Planned:
         for tokens in (0, *sizes):
             if tokens:
                 one = planned(config, facts, {**new, TOKENS: tokens})
+            if INPUTS in new and 0 < facts.host < one.estimate.host:
+                continue
             if one.estimate.peak < best.estimate.peak or facts.budget.holds(one.estimate):
                 best = replace(one, changes={**start.changes, **one.changes})
             if facts.budget.holds(best.estimate):

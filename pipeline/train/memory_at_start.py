@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import platform
 from typing import TYPE_CHECKING
+
+import psutil
 
 from ...schemas.batches import World
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
-from ...stages.engine.distributed import run_on_rank_zero
-from ...stages.model.memory.micro_batch import UntracedError
+from ...stages.engine.distributed import gathered, run_on_rank_zero
+from ...stages.model.micro_batch import UntracedError
 from ...stages.tracking.progress import Progress
 from ..plan.memory import Budget, Changes, PlanFacts, changed, chosen, decided
 from ..plan.workload import known_dtype
@@ -22,7 +25,10 @@ logger = logging.getLogger("align")
 
 def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> PlanFacts:
     """The facts that `align plan` has of a cache, and those of this machine and this run."""
-    train, policy = run.config.train, run.begins_as
+    train, policy, world = run.config.train, run.begins_as, run.world
+    machine = platform.node()
+    ranks_here = gathered(world, machine).count(machine)
+    host = min(gathered(world, psutil.virtual_memory().total // ranks_here))
     return PlanFacts(
         policy,
         known_dtype(policy.path, train.dtype),
@@ -31,8 +37,9 @@ def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> P
         rows=run.source.train.rows_per_epoch,
         held_out=run.source.eval_rows,
         device=device,
-        ranks=run.world.size,
+        ranks=world.size,
         budget=Budget.of(train, device_bytes).within(device_bytes),
+        host=host,
         begun=begun,
     )
 

@@ -23,6 +23,7 @@ from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from ...schemas.train_options import LoraOptions, TrainOptions
 from .adapters import add_lora, merged
+from .cheap_again import cheap_computed_again, drops_cheap
 from .fused_head import call_head_for_logps, output_head
 from .library_errors import as_usage_error
 from .load import load_in_4_bits, load_model, text_config
@@ -34,7 +35,6 @@ from .logprobs import (
     input_device,
     require_known_ids,
 )
-from .memory.cheap_again import cheap_computed_again
 from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
 from .reward_model import ScalarHead, load_reward_model
 from .transformers_compat import (
@@ -176,13 +176,11 @@ class Policy(nn.Module):
         rows = trees or (NOTHING,)
         laid_out = self.path.rows(rows)
         batch = self.path.batch(laid_out, self.device)
-        # Under ZeRO-3 hooks would keep gathered weights; on a GPU it is not measured.
-        drops = (
-            torch.is_grad_enabled()
-            and self.device.type == "cpu"
-            and not self._recomputes
-            and not is_compiled(causal_model(self.model))
-            and not any(hasattr(one, "ds_id") for one in self.model.parameters())
+        drops = torch.is_grad_enabled() and not self._recomputes
+        drops = drops and drops_cheap(
+            self.device.type,
+            compiles=is_compiled(causal_model(self.model)),
+            is_partitioned=any(hasattr(one, "ds_id") for one in self.model.parameters()),
         )
         with (
             self._routers.watching() if self._routers else nullcontext(),
@@ -211,7 +209,7 @@ class Policy(nn.Module):
         """Turns gradient checkpointing on; `on_host` keeps the inputs of layers on the CPU."""
         keeping = None
         if on_host:
-            from .memory.host_activations import keeps_on_host  # noqa: PLC0415 - as above
+            from .host_activations import keeps_on_host  # noqa: PLC0415 - as above
 
             keeping = keeps_on_host
         recompute_activations(causal_model(self.model), keeping)

@@ -40,8 +40,8 @@ from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.distributed import joined_world
 from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
+from align.stages.model import micro_batch
 from align.stages.model.fused_head import BUFFER_BYTES
-from align.stages.model.memory import micro_batch
 from support.command import align, refusal
 from support.live_bytes import LiveBytes
 from support.planned_shapes import TINY, WITHIN
@@ -117,6 +117,15 @@ def test_dropout_is_drawn_for_the_micro_batches_that_were_asked_for(tiny):
     choice = chosen(config, within(tiny.facts, 0))
     assert choice.nearest.changes
     assert "train.tokens_per_batch" not in choice.nearest.changes
+
+
+def test_inputs_of_layers_go_only_where_the_memory_of_the_cpu_holds_them(tiny):
+    config, nothing = tiny.settings.config, within(tiny.facts, 0)
+    smallest = chosen(config, nothing).nearest
+    assert smallest.changes["train.checkpoint_offload"]
+    without = chosen(config, replace(nothing, host=smallest.estimate.host - 1)).nearest
+    assert "train.checkpoint_offload" not in without.changes
+    assert chosen(config, replace(nothing, host=smallest.estimate.host)).nearest == smallest
 
 
 def test_no_more_is_planned_with_than_a_gpu_has(caplog):

@@ -16,9 +16,8 @@ from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.train_source import open_source
-from align.stages.model import flex_attention
+from align.stages.model import flex_attention, host_activations
 from align.stages.model.logprobs import causal_model
-from align.stages.model.memory import host_activations
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
 from align.stages.score.score import KnownScores, ScoringRules, score_shard

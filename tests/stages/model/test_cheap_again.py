@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from align.stages.model.cheap_again import cheap_computed_again
 from align.stages.model.fused_head import BUFFER_BYTES
 from align.stages.model.logprobs import branch_logps
-from align.stages.model.memory.cheap_again import cheap_computed_again
 from align.stages.model.policy import Policy
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
 from support.live_bytes import LiveBytes

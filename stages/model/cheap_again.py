@@ -18,13 +18,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"  # of a CPU: it keeps its output
+# Kernels that keep their output: the CPU's, and the one that stands in for it in a plan.
+ATTENTION = {"ScaledDotProductFlashAttentionForCpuBackward0", "KeptAttentionBackward"}
+
+
+def drops_cheap(device: str, *, compiles: bool, is_partitioned: bool) -> bool:
+    """Whether a policy drops what is cheap while it learns without gradient checkpointing.
+
+    Under ZeRO-3 hooks would keep gathered weights; on a GPU it is not measured.
+    """
+    return device == "cpu" and not compiles and not is_partitioned
 
 
 @contextmanager
-def cheap_computed_again() -> Iterator[None]:
-    """Drops inside what is cheap."""
-    activations = _Activations()
+def cheap_computed_again(keep: Callable[[Tensor], Tensor] = lambda one: one) -> Iterator[None]:
+    """Drops inside what is cheap; `keep` is called with each tensor that autograd keeps."""
+    activations = _Activations(keep)
     with saved_tensors_hooks(activations.pack, activations.unpack), activations:
         try:
             yield
@@ -48,8 +57,9 @@ class _Activations(TorchFunctionMode):
     must not change either, which autograd itself checks only without hooks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self._keep = keep
         self._nodes: dict[int, Any] = {}  # of the arguments of the call that runs, by storage
         self._dropped: dict[Any, _Dropped] = {}  # by node
         self._depth = 0  # of tensors that are made for others
@@ -70,7 +80,7 @@ class _Activations(TorchFunctionMode):
         """The tensor, or how it is made again with its shape."""
         node = self._nodes.get(tensor.untyped_storage()._cdata)
         if node is None:
-            return tensor, tensor._version
+            return self._keep(tensor), tensor._version
         dropped = self._dropped.setdefault(node, _Dropped(node))
         dropped.uses += 1
         return dropped, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -113,7 +123,7 @@ def is_cheap(node: Any) -> bool:
 
 def _is_transposed_attention(node: Any) -> bool:
     is_transposed = node is not None and node.name() == "TransposeBackward0"
-    return is_transposed and node.next_functions[0][0].name() == ATTENTION
+    return is_transposed and node.next_functions[0][0].name() in ATTENTION
 
 
 def _joined_attention(node: Any) -> Tensor:

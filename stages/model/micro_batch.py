@@ -18,13 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ....schemas.errors import AlignError, UsageError
-from ....schemas.rows import Tree
-from ..fused_head import TILE_ROWS, TILE_VOCABULARY
-from ..library_errors import in_short
-from ..logprobs import ScoringPath, causal_model, last_states
-from ..transformers_compat import AttentionInterface, can_recompute, recompute_activations
-from ..tree_attention import TreeBatch
+from ...schemas.errors import AlignError, UsageError
+from ...schemas.rows import Tree
+from .cheap_again import cheap_computed_again
+from .fused_head import TILE_ROWS, TILE_VOCABULARY
+from .library_errors import in_short
+from .logprobs import ScoringPath, causal_model, last_states
+from .transformers_compat import AttentionInterface, can_recompute, recompute_activations
+from .tree_attention import TreeBatch
 
 FLOAT = 4  # bytes
 KERNEL = "align_kernel_on_meta"  # the attention of a model that is measured for a GPU
@@ -47,10 +48,13 @@ class Kept:
     in_layer: int  # what one layer takes while it runs again in the backward pass; 0: none does
 
 
-def kept(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> tuple[Kept, Kept | None]:
-    """What one micro-batch keeps, as it is and with recomputed activations if the model can.
+def kept(
+    model: nn.Module, trees: Sequence[Tree], path: ScoringPath
+) -> tuple[Kept, Kept, Kept | None]:
+    """What one micro-batch keeps: all, all but what is cheap, and the inputs of its layers.
 
-    The model is on the meta device, and recomputes from here on.
+    The last is with recomputed activations, if the model can. The model is on the meta device, and
+    recomputes from here on.
     """
     inner = causal_model(model)
     with untraced():
@@ -60,14 +64,15 @@ def kept(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> tuple[Ke
         }
         batch = replace(batch, **on_meta)
         tokens = batch.token_ids.numel()
-        whole, largest = _forward(model, batch, path)
+        whole, largest = _forward(model, batch, path, drops=False)
         plain = Kept(tokens, whole, largest, 0)
+        dropping = replace(plain, whole=_forward(model, batch, path, drops=True)[0])
         if not can_recompute(inner):
-            return plain, None
+            return plain, dropping, None
         recompute_activations(inner)
-        inputs, _ = _forward(model, batch, path)
+        inputs, _ = _forward(model, batch, path, drops=False)
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
-    return plain, Kept(tokens, inputs, largest, -(-(whole - inputs) // layers))
+    return plain, dropping, Kept(tokens, inputs, largest, -(-(whole - inputs) // layers))
 
 
 @contextmanager
@@ -82,7 +87,9 @@ def untraced() -> Iterator[None]:
         raise UntracedError(f"The memory of this model cannot be planned ({why}).") from error
 
 
-def _forward(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> tuple[int, int]:
+def _forward(
+    model: nn.Module, batch: TreeBatch, path: ScoringPath, *, drops: bool
+) -> tuple[int, int]:
     """Bytes of all tensors that a forward pass keeps, weights left out, and of the largest."""
     inner = causal_model(model)
     weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
@@ -97,7 +104,8 @@ def _forward(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> tuple[int
         return tensor
 
     model.train()
-    with _KeepingAttention(), saved_tensors_hooks(keep, lambda tensor: tensor):
+    hooks = cheap_computed_again(keep) if drops else saved_tensors_hooks(keep, lambda one: one)
+    with _KeepingAttention(), hooks:
         if path.layout == "packed":
             states = last_states(inner, batch, path)
         else:  # the kernel of a GPU, which reads no mask
