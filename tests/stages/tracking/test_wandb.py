@@ -21,6 +21,7 @@ from support.tracked_training import (
     wait_for,
 )
 from support.wandb_runs import config, numbers, records, rows, run_file, tear_down
+from support.wandb_server import serving
 
 ALONE = ["wandb"]
 
@@ -153,3 +154,31 @@ def test_wandb_that_is_disabled_is_refused_as_a_tracker(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with refuses(UsageError, "WANDB_MODE"):
         begin(run_folder(tmp_path), "", trackers=ALONE)
+
+
+def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path, monkeypatch):
+    folder = run_folder(tmp_path)
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+        first = begin(folder, "", trackers=ALONE)
+        learn(first, range(1, 31))
+        before = timed(folder.root)
+        kill(first)
+        run_id = first.run_ids["wandb"]
+        wait_for(lambda: len(server.rows.get(run_id, ())) == 33)
+        folder.sent.unlink()  # nobody noted how far it was
+        tear_down()
+        second = begin(folder, "", trackers=ALONE, keep_through=20)
+        for step in range(21, 36):
+            second.log_metrics({"loss": 100.0 + step}, step=step)
+        second.finish("FINISHED")
+        wait_for(lambda: run_id in server.exit_codes)
+    assert second.run_ids == {"wandb": run_id}
+    new = [one for one in timed(folder.root) if one[1] > 30]
+    own = {"step", "_step", "_runtime", "_timestamp", "_wandb"}
+    assert sorted(
+        (name, row["step"], row[name], row["_timestamp"])
+        for row in server.history(run_id)
+        for name in row.keys() - own
+    ) == sorted([*before, *new])
