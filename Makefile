@@ -89,7 +89,6 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/train.py
 	$(BIN)/python tests/bench/whole.py
-	$(BIN)/python tests/bench/trackers.py
 
 # On a machine with one GPU; PARTS='small large/dpo' chooses.
 bench-gpu: .venv/bench-ready
