@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
@@ -57,6 +58,18 @@ class ScoringPath:
         tokens = sum(row.num_tokens for row in rows)
         length = padded_to_blocks(tokens) if self.layout == "flex" else 0
         return tree_batch(rows, device, packed=self.packs, length=length)
+
+
+class ScalarHead(nn.Linear):
+    """A projection to one number, computed in float32 for weights of any dtype.
+
+    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
+    """
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The projection of `states` (..., hidden): (..., 1) float32."""
+        bias = None if self.bias is None else self.bias.float()
+        return linear(states.float(), self.weight.float(), bias)
 
 
 def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:

@@ -28,6 +28,7 @@ from .fused_head import call_head_for_logps, output_head
 from .library_errors import as_usage_error
 from .load import load_in_4_bits, load_model, text_config
 from .logprobs import (
+    ScalarHead,
     ScoringPath,
     branch_outputs,
     branch_scores,
@@ -36,7 +37,6 @@ from .logprobs import (
     require_known_ids,
 )
 from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
-from .reward_model import ScalarHead, load_reward_model
 from .transformers_compat import (
     beside_text,
     compile_layers,
@@ -78,6 +78,8 @@ def load_policy(
             "balance in another way. Set train.router_loss to 0."
         )
     if head == "score":
+        from .reward_model import load_reward_model  # noqa: PLC0415 - few runs need it
+
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
@@ -129,7 +131,7 @@ class Policy(nn.Module):
             compile_layers(causal_model(model))
         self._routers = None
         if balanced:
-            from .router_watch import RouterWatch  # noqa: PLC0415 - few runs need it
+            from .router_watch import RouterWatch  # noqa: PLC0415 - as above
 
             self._routers = RouterWatch(causal_model(model))
         if not self.is_sharded:

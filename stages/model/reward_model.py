@@ -8,8 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ...schemas.config import ModelOptions
@@ -17,20 +16,9 @@ from ...schemas.errors import UsageError
 from .adapters import merged
 from .library_errors import in_short
 from .load import load_model
+from .logprobs import ScalarHead
 from .model_folder import model_config
 from .transformers_compat import SCORES, quiet
-
-
-class ScalarHead(nn.Linear):
-    """A projection to one number, computed in float32 for weights of any dtype.
-
-    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
-    """
-
-    def forward(self, states: Tensor) -> Tensor:
-        """The projection of `states` (..., hidden): (..., 1) float32."""
-        bias = None if self.bias is None else self.bias.float()
-        return linear(states.float(), self.weight.float(), bias)
 
 
 def load_reward_model(
