@@ -57,24 +57,18 @@ def _function(method: Method) -> Callable[..., Tensor]:
         values = bound.arguments
         options = options_of(method, {name: values[name] for name in defaults})
         missing = [name for name in lengths if values[name] is None]
-        unread = {*defaults, *missing}
-        read = _float64(method, {name: one for name, one in values.items() if name not in unread})
-        losses = _losses(method, options, read)
-        # Without lengths each is 1; where others would change the loss, they have to be known.
-        for side, name in enumerate(missing):
-            read[name] = torch.full_like(read[tensors[0]], 2.0 + side)
-        if missing:
-            found = _losses(method, options, read)
-            if not torch.equal(found.nan_to_num(), losses.nan_to_num()):
-                raise UsageError(
-                    f"losses.{method.name} divides by lengths. Pass {' and '.join(missing)}."
-                )
-        return losses
+        if missing and _reads_lengths(method, options):
+            raise UsageError(
+                f"losses.{method.name} divides by lengths. Pass {' and '.join(missing)}."
+            )
+        read = {name: values[name] for name in (*tensors, *lengths) if values[name] is not None}
+        return _losses(method, options, _float64(method, read))
 
+    required = ", required" if _reads_lengths(method, options_of(method, {})) else ""
     meanings = {
         "labels": "true where a completion is desirable",
         "kl_logps": "the policy's, of mismatched completions: prompts with another one's answer",
-        **dict.fromkeys(lengths, "completion tokens of each, where the loss divides by them"),
+        **dict.fromkeys(lengths, f"completion tokens of each{required}"),
         **{name: method.options.model_fields[name].description for name in defaults},
     }
     listed = [f"    {name}: {meanings[name]}" for name in signature.parameters if name in meanings]
@@ -173,3 +167,20 @@ def _branches(method: Method, tensors: Mapping[str, Tensor]) -> Branches:
         rows=index // sides,
         step_indices=index,
     )
+
+
+@cache
+def _reads_lengths(method: Method, options: Any) -> bool:
+    """Whether the loss depends on the lengths of completions, tested with two lengths."""
+    tensors = {
+        name: torch.tensor([-3.0, -7.0], dtype=torch.float64) - index**2
+        for index, name in enumerate(_tensors(method))
+    }
+    if method.rows == "labelled":
+        tensors["labels"] = torch.tensor([1.0, 0.0])
+    losses = []
+    for longer in (0, 1):  # and the second side of a pair by more than the first
+        sides = enumerate(_sides(method, "num_tokens"), start=1)
+        lengths = {name: torch.full((2,), 1.0 + longer * side) for side, name in sides}
+        losses.append(_losses(method, options, {**tensors, **lengths}))
+    return not torch.equal(*losses)

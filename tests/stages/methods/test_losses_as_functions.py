@@ -97,6 +97,9 @@ def test_lengths_are_required_where_the_loss_reads_them():
         else:
             with refuses(UsageError, "chosen_num_tokens", "rejected_num_tokens"):
                 getattr(losses, name)(**given, **options)
+    # Of a policy that is its reference only the gradient depends on them.
+    with refuses(UsageError, "chosen_num_tokens", "rejected_num_tokens"):
+        align.losses.ipo([-1.0], [-2.0], [-1.0], [-2.0])
 
 
 def test_what_the_loss_does_not_read_and_what_does_not_fit_is_refused():
