@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 import sys
+import urllib.request
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -142,6 +143,8 @@ def bucket(side):
     """A server of S3 with the world's pairs and model; what it holds at the end is written down."""
     with s3_server() as url:
         there = client(url)
+        urllib.request.urlopen(f"{url}/moto-api/reset", data=b"").close()  # of the other side
+        there.create_bucket(Bucket=BUCKET)
         there.upload_file(str(side.folder / PAIRED), BUCKET, "pairs.parquet")
         for path in (side.folder / MODEL).iterdir():
             there.upload_file(str(path), BUCKET, f"model/{path.name}")
