@@ -62,6 +62,8 @@ class Progress:
 
     def advance(self, done: int, *, tokens: int = 0, padding: int = 0) -> None:
         """Counts units that are done, and shows them now and then."""
+        if not self._stream:
+            return
         assert self._meter, "a task must have begun"
         self._meter.add(done, tokens, padding)
         now = time.monotonic()
