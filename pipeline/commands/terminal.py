@@ -56,9 +56,9 @@ def say_row(line: str | Text) -> None:
 
 
 def begin_work() -> Progress:
-    """To be called when all is imported; returns the display of progress, on the first rank only.
+    """Returns the display of progress, on the first rank only.
 
-    Garbage is collected from here on, but never looked for among what has been imported.
+    Garbage is collected from here on, but never looked for among what is imported by now.
     """
     gc.freeze()
     gc.enable()

@@ -10,9 +10,12 @@ import json
 import logging
 import shlex
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -108,6 +111,15 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{amount(self.usable)} that can be used ({USABLE:.0%} of {amount(self.size)})"
+
+
+def host_bytes() -> int:
+    """The memory of this machine, or what its container may have of it."""
+    found = [int(psutil.virtual_memory().total)]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+    return min(found)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from .memory import (
     amount,
     chosen,
     flags_of,
+    host_bytes,
     measured_policy,
     planned,
 )
@@ -96,6 +97,7 @@ def plan_run(
         device=device,
         ranks=ranks,
         budget=Budget.of(config.train, gpu_bytes or (0 if is_for_gpu else device_bytes(device))),
+        host=0 if is_for_gpu else host_bytes() // ranks,
     )
     return RunPlan(settings, facts, rows, chosen(config, facts))
 

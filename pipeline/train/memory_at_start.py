@@ -6,15 +6,13 @@ import logging
 import platform
 from typing import TYPE_CHECKING
 
-import psutil
-
 from ...schemas.batches import World
 from ...schemas.config import Config
 from ...schemas.errors import UsageError
 from ...stages.engine.distributed import gathered, run_on_rank_zero
 from ...stages.model.micro_batch import UntracedError
 from ...stages.tracking.progress import Progress
-from ..plan.memory import Budget, Changes, PlanFacts, changed, chosen, decided
+from ..plan.memory import Budget, Changes, PlanFacts, changed, chosen, decided, host_bytes
 from ..plan.workload import known_dtype
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ def facts_of_run(run: Run, device: str, device_bytes: int, begun: str = "") -> P
     train, policy, world = run.config.train, run.begins_as, run.world
     machine = platform.node()
     ranks_here = gathered(world, machine).count(machine)
-    host = min(gathered(world, psutil.virtual_memory().total // ranks_here))
+    host = min(gathered(world, host_bytes() // ranks_here))
     return PlanFacts(
         policy,
         known_dtype(policy.path, train.dtype),

@@ -24,7 +24,7 @@ from ...stages.model.save import (
 )
 from ...stages.report.model_card import inline, model_card, notes_on_head
 from ...stages.storage.locations import origin_of
-from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, wanted
+from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, best_first, wanted
 from ...stages.storage.run.run_folder import remove_model, save_model
 from .checkpoint import require_space_for_model
 from .records import used_settings
@@ -64,6 +64,11 @@ def state_to_write(run: Run, state: State) -> State:
     run.records.say(
         f"the model is that of step {found.state.step:,}, whose checkpoint has the best {name}"
     )
+    known = state.best
+    if known and known.metric == best and known.value is not None:
+        values = {found.state.step: found.state.metrics[name], known.step: known.value}
+        if best_first(values, best)[0] != found.state.step:  # as before the first step
+            run.records.say(f"step {known.step:,} has a better one, and no checkpoint")
     return found.state
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Otherwise DeepSpeed detects an accelerator when it is imported, and prints it.
+# Otherwise DeepSpeed detects an accelerator when it is imported, and prints it; it reads this once.
+_is_named = "DS_ACCELERATOR" in os.environ
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 # Its autotuner, which is not used here, would load MLflow: seconds and a hundred MiB.
 sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
@@ -27,6 +28,8 @@ try:
 finally:
     if sys.modules["mlflow"] is None:
         del sys.modules["mlflow"]
+    if not _is_named:
+        del os.environ["DS_ACCELERATOR"]
 
 deepspeed: Any = _deepspeed
 # It would spend a minute with the C++ compiler on a faster all-reduce before the first step.

@@ -40,11 +40,11 @@ class _Heap(ctypes.Structure):
 
 def give_holes_back() -> None:
     """Gives back the pages of holes in the heap, where there are many; only glibc can."""
-    library = ctypes.CDLL(None)
-    if os.name == "posix" and (heap_now := getattr(library, "mallinfo2", None)) is not None:
+    heap_now = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
+    if heap_now is not None:
         heap_now.restype = _Heap
         if heap_now().free > SPARE:
-            library.malloc_trim(0)
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -167,5 +167,13 @@ def own_stops(options: ModelOptions) -> frozenset[int]:
         file = Path(options.path) / name
         given = text_settings(read_json(file)).get("eos_token_id") if file.is_file() else None
         tokens = given if isinstance(given, list) else [given]
-        stops.update(token for token in tokens if token is not None)
+        for token in tokens:
+            if token is None:
+                continue
+            if type(token) is not int or token < 0:
+                raise UsageError(
+                    f"{file}: eos_token_id is {given!r:.100}, and must be a token's number or a "
+                    "list of them. Correct the entry, or take it out."
+                )
+            stops.add(token)
     return frozenset(stops)

@@ -66,7 +66,9 @@ def kept(
         tokens = batch.token_ids.numel()
         whole, largest = _forward(model, batch, path, drops=False)
         plain = Kept(tokens, whole, largest, 0)
-        dropping = replace(plain, whole=_forward(model, batch, path, drops=True)[0])
+        dropping = plain
+        if path.layout == "packed":  # that of a CPU; elsewhere nothing is dropped
+            dropping = replace(plain, whole=_forward(model, batch, path, drops=True)[0])
         if not can_recompute(inner):
             return plain, dropping, None
         recompute_activations(inner)

@@ -38,6 +38,9 @@ class RouterWatch:
         self._seen, self._is_watching = [], True
         try:
             yield
+        except BaseException:
+            self._seen = []  # they would keep a batch that failed in memory
+            raise
         finally:
             self._is_watching = False
 

@@ -90,7 +90,8 @@ def test_the_model_of_the_best_checkpoint_is_written(course, tmp_path):
     assert ending_of(first).step == 2
     (answer,) = course.start(run, *two, *best, faults=["before:rename:model=kill@1"]).answers()
     assert answer.code == KILLED
-    course.run(run, *two, *best, *RESUME)
+    told = course.run(run, *two, *best, *RESUME).err
+    require_names(told, "step 2", "step 0 ")  # which is better yet, and has no checkpoint
     found = losses(run)
     assert max((2, 4, 6), key=found.get) == 2, "or this shows nothing"
     assert weights(run) == weights(first)

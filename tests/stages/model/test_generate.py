@@ -94,6 +94,14 @@ def test_a_sample_is_its_own_and_the_same_for_any_batch_number_of_samples_and_or
         assert len(part) == len(prompt_ids) * len(numbers)
 
 
+@pytest.mark.parametrize("stop", [-1, "</s>", True, [2, None, 1.5]])
+def test_a_stop_that_is_no_token_is_refused(tmp_path, stop):
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": stop}))
+    with refuses(UsageError, file, "eos_token_id"):
+        own_stops(ModelOptions(path=str(tmp_path)))
+
+
 def test_a_sample_ends_before_its_first_stop(drawing_model, prompt_ids):
     free = samples(drawing_model, prompt_ids, stops=())
     assert {(len(tokens), stopped) for tokens, stopped in free.values()} == {(NEW, False)}
