@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import AlignError, StorageError, UsageError, log_failure
-from ...stages.storage.disk.locks import owner_lock
+from ...stages.storage.disk.locks import is_owned, owner_lock
 from ...stages.storage.output_folder import SCORES
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.run_record import (
@@ -61,7 +61,10 @@ def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Sy
     failed: list[AlignError] = []
     for folder, home in _runs_of(root):
         try:
-            done += sync_run(folder, home, options, uri=uri)
+            tags = RunRecord.read(folder).facts.tags
+            # What lies in a folder of a sweep or of rounds need not be a part of it.
+            if home in (root, root / SCORES) or {GROUP_TAG, ROUNDS_TAG} & tags.keys():
+                done += sync_run(folder, home, options, uri=uri)
         except AlignError as error:
             failed.append(error)
     if failed:
@@ -78,7 +81,7 @@ def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Sy
 
 
 def _runs_of(root: Path) -> Iterator[tuple[RunFolder, Path]]:
-    """The runs with a record, each with the folder that it belongs to; parents come first."""
+    """What may be its runs, each with the folder that it belongs to; parents come first."""
     if RunFolder(root).run_record.exists():
         yield RunFolder(root), root
         return
@@ -88,16 +91,18 @@ def _runs_of(root: Path) -> Iterator[tuple[RunFolder, Path]]:
     for home in sorted((*root.glob("*"), *root.glob("round-*/*"), *root.glob("held-out/*"))):
         for folder in (*unsent_runs(home), RunFolder(home)):
             if folder.run_record.exists() and home != root / SCORES:
-                tags = RunRecord.read(folder).facts.tags
-                if {GROUP_TAG, ROUNDS_TAG} & tags.keys():
-                    yield folder, home
+                yield folder, home
 
 
 def sync_run(
     folder: RunFolder, home: Path, options: TrackingOptions, *, uri: str = "", only: str = ""
 ) -> list[Synced]:
-    """Sends a run that is in its own folder, or in the outbox of `home`, to its trackers."""
-    done = []
+    """Sends a run that is in its own folder, or in the outbox of `home`, to its trackers.
+
+    Each is tried; the first failure is raised at the end.
+    """
+    done: list[Synced] = []
+    failed: list[AlignError] = []
     with owner_lock(folder.root, "mlflow-sync"):
         record = RunRecord.read(folder)
         if not record.facts.status:  # no process owns it, so it was killed, or ended unsent
@@ -105,9 +110,14 @@ def sync_run(
             status = STATUS[ending.ending] if ending else "KILLED"
             record.change(status=status, ended_ms=now_ms())
         for name in [only] if only else sorted(record.facts.trackers):
-            done.append(_send(record, name, home, options, uri if name == MAIN else ""))
+            try:
+                done.append(_send(record, name, home, options, uri if name == MAIN else ""))
+            except AlignError as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
     if folder.root != home:
-        remove_sent([record])
+        remove_sent([record], is_alone=not is_owned(home))
     return done
 
 

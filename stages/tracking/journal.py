@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -47,33 +47,37 @@ class Entry(NamedTuple):
         return any(name.startswith(EVAL) for name in self.metrics)
 
 
-def open_journal(path: Path, *, keep_through: int, is_evaluated: bool = True) -> Journal:
-    """Resumes after the lines of steps up to `keep_through`; drops later ones, -1: all.
+def kept_lines(
+    path: Path, *, keep_through: int, is_evaluated: bool = True
+) -> tuple[list[Line], int]:
+    """The lines of steps up to `keep_through` (-1: none), and how many others there are.
 
-    If the last kept step is not evaluated yet, the line of its evaluation is dropped as well.
+    If the last kept step is not evaluated yet, the line of its evaluation is not kept either.
     """
-    dropped = 0
+    lines = [*read_lines(path)] if path.exists() else []
+    read = [(line, entry) for line in lines if (entry := _parsed(line))]
+    if lost := len(lines) - len(read):
+        logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
+    kept = [
+        line
+        for line, entry in read
+        if entry.step < keep_through
+        or (entry.step == keep_through and (is_evaluated or not entry.is_eval))
+    ]
+    return kept, len(lines) - len(kept)
+
+
+def open_journal(path: Path, kept: Sequence[Line] = ()) -> Journal:
+    """Resumes after these lines of the file; all others are cut out of it."""
     if path.exists():
-        lines = [*read_lines(path)]
-        read = [(line, entry) for line in lines if (entry := _parsed(line))]
-        if lost := len(lines) - len(read):
-            logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
-        kept = [
-            line
-            for line, entry in read
-            if entry.step < keep_through
-            or (entry.step == keep_through and (is_evaluated or not entry.is_eval))
-        ]
         keep_lines(path, kept)
-        dropped = len(lines) - len(kept)
-    return Journal(path, dropped)
+    return Journal(path)
 
 
 class Journal:
     """Appends a line per logged step; every line is handed to the system at once."""
 
-    def __init__(self, path: Path, dropped: int = 0) -> None:
-        self.dropped = dropped  # whole lines that were left out when it was opened
+    def __init__(self, path: Path) -> None:
         self._lines = Lines(path)
 
     def append(self, metrics: Mapping[str, float], *, step: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from ...schemas.safe_text import redacted
 from ..storage.disk import fs
 from ..storage.disk.locks import owner_lock, try_owner_lock
 from ..storage.run.run_folder import RunFolder
-from .journal import Callback, Journal, open_journal
+from .journal import Callback, Journal, kept_lines, open_journal
 from .run_record import (
     COPIES,
     KEY_TAG,
@@ -82,17 +82,19 @@ def open_training_run(
     A resumed training stays one run, unless steps of it are trained again with other settings. A
     record is kept up to date for `mlflow-sync` while no tracker is in use.
     """
-    journal = open_journal(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
     wanted, record = addresses(options, folder.root), RunRecord.find(folder)
+    kept, dropped = kept_lines(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
+    # On disk before the file is cut: after a kill between the two, nothing else would tell.
+    if record and (before := record.facts.tags.get(NUMBERS_TAG)):
+        numbers = tags.get(NUMBERS_TAG, "")
+        if before != numbers and (dropped or not kept):
+            record.replace_run(numbers, keeps_facts=bool(kept))
+    journal = open_journal(folder.metrics, kept)
     if not (wanted or record):
         return Run(folder.root, journal)
-    size = folder.metrics.stat().st_size
     if record is None:
         record = RunRecord(folder, new_facts(options, name))
-    before = record.facts.tags.get(NUMBERS_TAG)
-    if before and before != tags.get(NUMBERS_TAG) and (journal.dropped or not size):
-        record.replace_run(keeps_facts=size > 0)
-    record.cut_back(size)
+    record.cut_back(folder.metrics.stat().st_size)
     record.change(status="", ended_ms=0)
     run = Run(folder.root, journal, record, uploads_model=options.upload_model)
     run.send_to(wanted)
@@ -114,7 +116,8 @@ def recorded(
         return
     records: list[RunRecord] = []
     with ExitStack() as stack:
-        stack.callback(remove_sent, records)  # after the locks, which are in their folders
+        # After the locks, which are in their folders.
+        stack.callback(remove_sent, records, is_alone=is_alone)
         if is_alone:
             remove_remnants(home)
             for folder in unsent_runs(home):
@@ -126,7 +129,7 @@ def recorded(
                         records.append(left)
         folder = new_outbox_folder(home)
         stack.enter_context(owner_lock(folder.root, stage))
-        journal = open_journal(folder.metrics, keep_through=-1)
+        journal = open_journal(folder.metrics)
         record = RunRecord(folder, new_facts(options, name or stage))
         run = Run(folder.root, journal, record, earlier=[*records])
         records.append(record)

@@ -7,24 +7,27 @@ a folder in the outbox of the cache or sweep that it makes, until every tracker 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ...schemas.config import TrackingOptions
-from ...schemas.errors import UsageError, log_failure
+from ...schemas.errors import StorageError, UsageError, log_failure
+from ...schemas.json_codec import CodecError, from_json, to_json
 from ...schemas.safe_text import redacted
 from ..storage.disk import fs
+from ..storage.disk.lines import line_start
+from ..storage.disk.locks import try_owner_lock
 from ..storage.output_folder import make_place
 from ..storage.records import Records
 from ..storage.run.run_folder import RunFolder
+from .journal import read_entries
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -82,6 +85,14 @@ class Sent:
     status: str = ""  # set once it has everything
 
 
+@dataclass(frozen=True)
+class SentFile:
+    """What sent.json holds; it says nothing of a run with another key."""
+
+    key: str
+    trackers: dict[str, Sent]
+
+
 FACTS = Records(
     RunFacts,
     remedy=(
@@ -99,9 +110,10 @@ class RunRecord:
         self.facts = facts
         self._lock = threading.Lock()
         self._sent: dict[str, Sent] = {}
-        with suppress(FileNotFoundError, ValueError, TypeError):  # lost: all is sent again
-            kept = json.loads(folder.sent.read_bytes())
-            self._sent = {tracker: Sent(**one) for tracker, one in kept.items()}
+        with suppress(FileNotFoundError, CodecError):  # lost: all is sent again
+            kept = from_json(SentFile, folder.sent.read_bytes())
+            if kept.key == facts.key:
+                self._sent = kept.trackers
 
     @staticmethod
     def find(folder: RunFolder) -> RunRecord | None:
@@ -135,8 +147,8 @@ class RunRecord:
         with self._lock:
             if sent != self._sent.get(tracker):
                 self._sent = {**self._sent, tracker: sent}
-                kept = {name: dataclasses.asdict(one) for name, one in self._sent.items()}
-                fs.publish(self.folder.sent, json.dumps(kept).encode())
+                kept = SentFile(self.facts.key, self._sent)
+                fs.publish(self.folder.sent, to_json(kept).encode())
 
     def unsent_files(self, sent: Sent) -> Iterator[tuple[str, int]]:
         """The files of the run that a tracker does not have as they were last logged."""
@@ -149,7 +161,11 @@ class RunRecord:
         sent = self.sent(tracker)
         if not self.facts.status or sent.status != self.facts.status:
             return False
-        return sent.offset == self.folder.metrics.stat().st_size and not [*self.unsent_files(sent)]
+        # A torn last line, or one that nobody can read, is never sent.
+        metrics, start = self.folder.metrics, sent.offset
+        if line_start(metrics, start) != start or [*read_entries(metrics, start)]:
+            return False
+        return not [*self.unsent_files(sent)]
 
     def send_to(self, addresses: Mapping[str, str]) -> None:
         """Adds trackers; one whose address changed has nothing there yet."""
@@ -163,14 +179,18 @@ class RunRecord:
         for tracker, sent in self._sent.items():
             self.keep_sent(tracker, dataclasses.replace(sent, offset=min(sent.offset, size)))
 
-    def replace_run(self, *, keeps_facts: bool) -> None:
+    def replace_run(self, numbers: str, *, keeps_facts: bool) -> None:
         """Begins another run for trackers, since the numbers of this one would be other ones."""
-        before, key = self.facts, secrets.token_hex(8)
+        before = self.facts
         facts = before if keeps_facts else RunFacts("", before.name, before.experiment, now_ms())
-        self.facts = dataclasses.replace(facts, key=key, trackers=before.trackers)
-        for tracker in self._sent:
-            self.keep_sent(tracker, Sent())
-        self.change(tags={**facts.tags, REPLACES_TAG: before.key})
+        self.facts = dataclasses.replace(
+            facts,
+            key=secrets.token_hex(8),
+            trackers=before.trackers,
+            tags={**facts.tags, REPLACES_TAG: before.key, NUMBERS_TAG: numbers},
+        )
+        FACTS.replace(self.folder.run_record, self.facts)
+        self._sent = {}  # sent.json has the key before
 
     def log_file(self, path: Path) -> None:
         """Adds a file or folder of the run, or marks it as changed."""
@@ -192,7 +212,13 @@ def now_ms() -> int:
 def new_outbox_folder(home: Path) -> RunFolder:
     """Makes the folder of a run in the outbox of a cache or sweep."""
     folder = RunFolder(home / OUTBOX / f"{now_ms():013d}-{secrets.token_hex(4)}")
-    make_place(folder.root, folder.private)
+    for tries_left in (2, 1, 0):
+        try:
+            make_place(folder.root, folder.private)
+            break
+        except StorageError:  # another process may have removed the outbox, which was empty
+            if not tries_left:
+                raise
     return folder
 
 
@@ -202,23 +228,29 @@ def unsent_runs(home: Path) -> list[RunFolder]:
 
 
 def remove_remnants(home: Path) -> None:
-    """Removes folders that a kill left without a record; who calls it is alone in `home`."""
+    """Removes folders that a kill left without a record; a process may be about to write one."""
     for folder in _outbox_folders(home):
         if not folder.run_record.exists():
-            with log_failure("What an earlier run left in the outbox stays"):
-                fs.remove_tree(folder.root)
+            with log_failure("What an earlier run left in the outbox stays"), ExitStack() as stack:
+                is_made = folder.private.is_dir()
+                if not is_made or stack.enter_context(try_owner_lock(folder.root, "outbox")):
+                    fs.remove_tree(folder.root)
 
 
-def remove_sent(records: Sequence[RunRecord]) -> None:
-    """Removes runs from their outbox that all trackers have; no lock in them may be held."""
+def remove_sent(records: Sequence[RunRecord], *, is_alone: bool) -> None:
+    """Removes runs from their outbox that all trackers have; no lock in them may be held.
+
+    A process that is alone in the folder of the outbox removes that as well once it is empty.
+    """
     for record in records:
-        if all(map(record.is_sent, record.facts.trackers)):
-            with log_failure("A run that was sent whole stays in the outbox"):
+        with log_failure("A run that was sent whole stays in the outbox"):
+            if all(map(record.is_sent, record.facts.trackers)):
                 fs.unlink(record.folder.run_record)
                 fs.fsync(record.folder.private)
                 fs.remove_tree(record.folder.root)
-                with suppress(OSError):  # it holds the run of another process
-                    record.folder.root.parent.rmdir()
+                if is_alone:
+                    with suppress(OSError):  # it holds the run of another process
+                        record.folder.root.parent.rmdir()
 
 
 def _outbox_folders(home: Path) -> list[RunFolder]:

@@ -78,11 +78,13 @@ class TensorboardTracker(Tracker):
         texts |= {"description": facts.description, "status": facts.status or "RUNNING"}
         for name, text in texts.items():
             self._writer.add_text(name, text)
-        summary = importlib.import_module("torch.utils.tensorboard.summary")
-        settings = {name: typed(value) for name, value in facts.params.items()}
-        experiment, start, end = summary.hparams(settings, {})
-        for one in (experiment, start, *([end] if facts.status == "FINISHED" else [])):
-            self._writer.file_writer.add_summary(one)
+        # A reader keeps the first hyperparameters that it meets, so none are written before they
+        # are known.
+        if settings := {name: typed(value) for name, value in facts.params.items()}:
+            summary = importlib.import_module("torch.utils.tensorboard.summary")
+            experiment, start, end = summary.hparams(settings, {})
+            for one in (experiment, start, *([end] if facts.status == "FINISHED" else [])):
+                self._writer.file_writer.add_summary(one)
         self._writer.flush()
 
     def close(self, facts: RunFacts) -> None:

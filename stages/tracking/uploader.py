@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,21 +158,27 @@ class Uploader:
             self._is_over.wait(SECONDS_PER_TICK)
 
     def _attempt(self) -> None:
-        started = time.monotonic()
+        own = self._senders[0]
+        failed: list[Exception] = []
         try:
-            try:
-                self._senders[0].load()
-            finally:
-                self._is_loaded.set()
-            for sender in self._senders:
-                sender.send()
-        except Exception as error:  # whatever the library of a tracker raises
-            self._retry_at = time.monotonic() + RETRY_SECONDS
-            self._warn(f"failed: {reason_of(error)}")
-            logger.debug("%s", redacted(traceback.format_exc()))
+            with suppress(Exception):  # which sending raises again
+                own.load()
         finally:
-            self._took = time.monotonic() - started
-            self._has_tried.set()
+            self._is_loaded.set()
+        started = time.monotonic()  # an import takes seconds of a store that refuses at once
+        for sender in self._senders:
+            try:
+                sender.send()
+            except Exception as error:  # whatever the library of a tracker raises
+                failed.append(error)
+                if sender is own:  # the store is down; it may take its time to say so each time
+                    break
+        self._took = time.monotonic() - started
+        if failed:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._warn(f"failed: {reason_of(failed[0])}")
+            logger.debug("%s", redacted("".join(traceback.format_exception(failed[0]))))
+        self._has_tried.set()
 
     def _warn(self, what: str) -> None:
         if self._has_warned:

@@ -126,7 +126,7 @@ def planted(tmp_path, store, **facts):
     """Somebody else's folder, which no store has heard of."""
     folder = run_folder(tmp_path)
     folder.prepare()
-    log = open_journal(folder.metrics, keep_through=-1)
+    log = open_journal(folder.metrics)
     log.append({"loss": 0.5}, step=1)
     log.close()
     new_record(folder, store, **facts)

@@ -40,7 +40,7 @@ class Recorded:
         self.store = store
         self.folder = RunFolder(root)
         self.folder.prepare()
-        journal = open_journal(self.folder.metrics, keep_through=-1)
+        journal = open_journal(self.folder.metrics)
         record = RunRecord(self.folder, new_facts(TrackingOptions(), "train"))
         record.send_to({store.name: tracker_of(store.name).plain_address(store.address)})
         self.run = run = Run(root, journal, record)

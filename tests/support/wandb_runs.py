@@ -117,7 +117,8 @@ class WandbStore:
 
 def tear_down():
     """Ends wandb's service, which a fork could not use, and what is open in it."""
-    OPEN_RUNS.clear()
+    while OPEN_RUNS:  # a run that is not finished has a thread, which then asks a dead service
+        OPEN_RUNS.popitem()[1].finish(exit_code=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # nobody waits for the service to end
         wandb.teardown()

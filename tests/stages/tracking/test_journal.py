@@ -7,7 +7,7 @@ import pytest
 
 from align.stages.storage.disk.lines import line_start
 from align.stages.tracking import progress as progress_module
-from align.stages.tracking.journal import key_of, open_journal, read_entries
+from align.stages.tracking.journal import kept_lines, key_of, open_journal, read_entries
 from align.stages.tracking.progress import TaskProgress, make_progress
 from support import disk_faults
 
@@ -18,7 +18,7 @@ def _path(tmp_path):
 
 
 def write(path, steps, *, keep_through=-1):
-    journal = open_journal(path, keep_through=keep_through)
+    journal = open_journal(path, kept_lines(path, keep_through=keep_through)[0])
     for step in steps:
         journal.append({"loss": step / 4, "eval/loss": 1.0}, step=step)
     journal.close()
@@ -37,7 +37,7 @@ def without_times(path):
 
 
 def test_a_line_is_there_as_soon_as_it_is_logged_without_what_is_not_finite(path):
-    journal = open_journal(path, keep_through=-1)
+    journal = open_journal(path)
     journal.append({"loss": 0.25, "odd@name": 1.0, "a//b": 2.0}, step=1)
     assert without_times(path) == [{"step": 1, "loss": 0.25, "odd_name": 1.0, "a/b": 2.0}]
     journal.append(dict(zip("abc", map(float, ("nan", "inf", "-inf")), strict=True)), step=2)
@@ -60,16 +60,16 @@ def test_a_resume_keeps_the_bytes_through_its_step_and_a_new_run_none(path, tmp_
 
 @pytest.mark.parametrize(("is_evaluated", "left"), [(True, [2, 3, 3]), (False, [2, 3])])
 def test_an_evaluation_its_checkpoint_does_not_know_is_dropped(path, is_evaluated, left):
-    journal = open_journal(path, keep_through=-1)
+    journal = open_journal(path)
     for step in (2, 3, 4):
         journal.append({"loss": 1.0}, step=step)
         if step == 3:
             journal.append({"eval/loss": 1.0}, step=step)
     journal.close()
-    again = open_journal(path, keep_through=3, is_evaluated=is_evaluated)
-    again.close()
+    kept, dropped = kept_lines(path, keep_through=3, is_evaluated=is_evaluated)
+    open_journal(path, kept).close()
     assert steps(path) == left
-    assert again.dropped == 4 - len(left)
+    assert dropped == 4 - len(left)
 
 
 def test_a_torn_last_line_is_dropped(path):
@@ -112,7 +112,7 @@ def test_entries_are_read_from_any_whole_line_on(path):
 def test_lines_survive_a_power_loss_once_they_are_synced(path):
     seen = []
     with disk_faults.watch(lambda op: seen.append(op.name)):
-        journal = open_journal(path, keep_through=-1)
+        journal = open_journal(path)
         journal.append({"a": 1.0}, step=1)
         journal.sync()
         journal.close()

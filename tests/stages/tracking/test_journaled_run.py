@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 
 from align.schemas.config import TrackingOptions
+from align.schemas.errors import Interrupted
 from align.stages.storage.run.run_folder import RunFolder
-from align.stages.tracking import uploader
+from align.stages.tracking import journaled_run, uploader
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.mlflow_sqlite import make_store, sqlite_file
 from align.stages.tracking.mlflow_tracker import NOTE_TAG, MlflowTracker
@@ -154,9 +155,12 @@ def test_steps_that_are_trained_again_are_in_the_same_run_as_first_measured(uri,
 
 @pytest.mark.parametrize("kept", [0, 20])
 def test_steps_that_are_trained_again_by_other_settings_are_in_a_run_of_their_own(
-    uri, tmp_path, kept
+    uri, tmp_path, kept, monkeypatch
 ):
-    """One that was killed before its first checkpoint, and one that has another length then."""
+    """One that was killed before its first checkpoint, and one that has another length then.
+
+    The start that would replace it is killed as soon as the numbers are cut.
+    """
     folder = run_folder(tmp_path)
     first = begin(folder, uri)
     first.log_params({"lr": "0.1"})
@@ -164,6 +168,15 @@ def test_steps_that_are_trained_again_by_other_settings_are_in_a_run_of_their_ow
     wait_for(lambda: len(stored(uri, id_of(first))) == len(journalled(folder.root)))
     kill(first)
     replaced = key_of(first)
+
+    def cut_and_die(*given):
+        open_journal(*given).close()
+        raise Interrupted(9)
+
+    with monkeypatch.context() as dying:
+        dying.setattr(journaled_run, "open_journal", cut_and_die)
+        with pytest.raises(Interrupted):
+            begin(folder, uri, keep_through=kept or -1, numbers="other")
     second = begin(folder, uri, keep_through=kept or -1, numbers="other")
     second.log_params({"lr": "0.3"})
     for step in range(kept + 1, 36):
@@ -210,7 +223,7 @@ def unsent(folder):
     run = RunFolder(folder)
     run.prepare()
     new_record(run, "http://nobody")
-    open_journal(run.metrics, keep_through=-1).close()
+    open_journal(run.metrics).close()
     return folder
 
 

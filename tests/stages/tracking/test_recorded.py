@@ -7,6 +7,7 @@ import pytest
 
 from align.schemas.errors import Interrupted
 from align.stages.storage.cache import Cache
+from align.stages.storage.disk.locks import owner_lock
 from align.stages.tracking import journaled_run
 from align.stages.tracking.mlflow_silence import mlflow_silenced
 from align.stages.tracking.mlflow_sqlite import artifacts_beside
@@ -140,6 +141,27 @@ def test_what_a_kill_left_goes_with_the_next_run(uri, home):
         if one.info.run_name == "x"
     ]
     assert (other.info.status, other.data.metrics) == ("KILLED", {"loss": 0.5})
+
+
+def test_an_earlier_run_that_cannot_be_sent_keeps_no_other_back(uri, home):
+    """Its numbers are gone; another one has a last line that was torn off."""
+    broken, torn = new_outbox_folder(home), new_outbox_folder(home)
+    torn.metrics.write_text('{"step":1,"time":1.5,"loss":0.5}\n{"step":2,"ti')
+    for folder in (broken, torn):
+        new_record(folder, uri)
+    with begun(home, uri) as run:
+        pass
+    assert read(uri, run).info.status == "FINISHED"
+    assert [one.root for one in unsent_runs(home)] == [broken.root]
+
+
+def test_the_folder_of_a_run_that_another_process_begins_stays(uri, home):
+    made = new_outbox_folder(home)
+    with owner_lock(made.root, "sample"), begun(home, uri):
+        pass
+    assert made.private.is_dir()
+    with begun(home, uri):
+        assert not made.root.exists()
 
 
 def test_what_is_uploaded_lies_beside_the_store_and_not_where_one_stands(home, tmp_path, new_store):

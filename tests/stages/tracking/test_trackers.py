@@ -9,17 +9,18 @@ import pytest
 
 from align.pipeline.jobs.tracker_sync import sync_runs
 from align.schemas.config import TrackingOptions
-from align.schemas.errors import UsageError
+from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.cache import Cache
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking import journaled_run, uploader
+from align.stages.tracking.journal import open_journal
 from align.stages.tracking.journaled_run import recorded, tagged
 from align.stages.tracking.mlflow_tracker import KIND_TAG
-from align.stages.tracking.run_record import RunRecord, unsent_runs
+from align.stages.tracking.run_record import GROUP_TAG, RunRecord, unsent_runs
 from align.stages.tracking.tracker import tracker_of
 from align.stages.tracking.uploader import Uploader
 from support.file_store import FileStore, register
-from support.mlflow_runs import MlflowStore, open_store, warnings_in
+from support.mlflow_runs import MlflowStore, new_record, open_store, warnings_in
 from support.patience import PATIENCE, wait_until
 from support.refusals import refuses
 from support.tensorboard_runs import TensorboardStore
@@ -234,6 +235,24 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_is_told_later(
     synced = {one.tracker: one.run_id for one in sync_runs(home, options)}
     assert files.told(synced["files"]).numbers == [("rows", 4, 16.0)]
     assert not Cache(home).outbox.exists()
+
+
+def test_neither_a_tracker_nor_a_run_that_fails_keeps_another_from_being_sent(
+    mlflow_store, files, tmp_path
+):
+    for name in ("a", "b"):
+        folder = RunFolder(tmp_path / "sweep" / name)
+        folder.prepare()
+        open_journal(folder.metrics).close()
+        record = new_record(folder, mlflow_store.address, tags={GROUP_TAG: "sweep"})
+        record.send_to({"files": files.address})
+    damaged = RunFolder(tmp_path / "sweep" / "a").run_record
+    damaged.write_text("{")
+    mlflow_store.break_down()
+    with refuses(CorruptionError, damaged):
+        sync_runs(tmp_path / "sweep", TrackingOptions(uri=mlflow_store.address))
+    sent = RunRecord.read(folder)
+    assert (sent.is_sent("files"), sent.is_sent("mlflow")) == (True, False)
 
 
 def test_trackers_share_the_seconds_that_a_run_waits_at_its_end(
