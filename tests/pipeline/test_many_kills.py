@@ -5,9 +5,10 @@ import random
 import pytest
 
 from support import disk_faults
-from support.kills import Judging, Precomputing, Sampling
+from support.kills import Exporting, Judging, Precomputing, Sampling
 from support.sample_tables import sample_table
 from support.sampling import write_prompts
+from support.stage_one import run
 from support.trainings import KILLED
 
 TEXTS = [f"question {number}" + " more" * (number % 3) for number in range(12)]
@@ -15,28 +16,34 @@ ANSWERS = {f"Number {index}?": [str(index + step) for step in range(3)] for inde
 
 
 @pytest.fixture
-def sources(config, tmp_path):
-    """What is scored, sampled for and judged."""
-    return {
-        Precomputing: config,
-        Sampling: write_prompts(tmp_path / "prompts.jsonl", TEXTS),
-        Judging: sample_table(tmp_path / "samples", ANSWERS),
-    }
+def source(kind, config, tmp_path):
+    """What is scored, exported, sampled for or judged."""
+    if kind is Sampling:
+        return write_prompts(tmp_path / "prompts.jsonl", TEXTS)
+    if kind is Judging:
+        return sample_table(tmp_path / "samples", ANSWERS)
+    if kind is Exporting:
+        run(config)
+        return config.cache.output
+    return config
 
 
 @pytest.mark.parametrize(
     "is_all", [False, pytest.param(True, marks=pytest.mark.long)], ids=["few", "all"]
 )
-@pytest.mark.parametrize("kind", [Precomputing, Sampling, Judging])
-def test_a_killed_command_pays_only_for_what_is_not_kept(sources, tmp_path, kind, is_all):
+@pytest.mark.parametrize(
+    ("kind", "least"), [(Precomputing, 30), (Sampling, 20), (Judging, 15), (Exporting, 3)]
+)
+def test_a_killed_command_pays_only_for_what_is_not_kept(source, tmp_path, kind, least, is_all):
     """Each is killed at one of its operations, and once more on its way from there."""
-    whole, operations, draw = kind(tmp_path / "whole", sources[kind]), [], random.Random(0)
+    whole, operations, draw = kind(tmp_path / "whole", source), [], random.Random(0)
     with disk_faults.watch(operations.append):
         whole.run()
     total, count = len(whole.paid()), len(operations)
     assert whole.kept() == total
+    assert count >= least
     for place in range(1, count + 1) if is_all else draw.sample(range(1, count + 1), 3):
-        command, kept, codes = kind(tmp_path / str(place), sources[kind]), 0, []
+        command, kept, codes = kind(tmp_path / str(place), source), 0, []
         for number in (place, draw.randint(1, count)):
             codes.append(command.code(number))
             before, kept = kept, command.kept()

@@ -66,6 +66,7 @@ CASES = {
     "four partners": Case([*pairs(300)], {"kl_pairs": 4, "shards": 2}),
     "five rows a shard": Case([*pairs(100)], {"shards": 20, "kl_pairs": 2}, most_uses=4),
     "300 files": Case([*pairs(600)], {"shards": 3}, files=300),
+    "3,000 files": Case([*pairs(3000)], {"shards": 3}, files=3000),
     "long form": Case([*scores(300)], {"shards": 4}),
     "one prompt of 40 %": Case([*labels(500, same=0.4)], {"shards": 4}, most_uses=6),
     "two answers": Case([*labels(400, answers=["yes", "no"])], {"shards": 4}, most_uses=2),
@@ -106,7 +107,10 @@ def completions_in(cache, num_pairs):
             yield row["prompt_key"], ids, [*partners]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name == "3,000 files")) for name in CASES],
+)
 def test_partners_are_of_other_prompts_and_used_in_turn(config, tmp_path, name):
     case = CASES[name]
     config = with_rows(config, tmp_path / "data", case)

@@ -153,12 +153,24 @@ def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
 
 # In the middle of a training, and in the second round when only its record is missing.
 KILLS = ("after:update=kill@2", "before:link:round.json=kill@2")
+# Before the so manieth change of the disk, a little later each time, and at its end none.
+MANY_KILLS = [f"before:*=kill@{number}" for number in range(3, 700, 11)]
 
 
-def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path):
-    path = write_settings(tmp_path, world)
-    for place in KILLS:
-        answer = server.run("rounds", path, faults=(place,), cwd=tmp_path)
-        assert answer.code == KILLED, answer
+@pytest.mark.parametrize(
+    "places", [KILLS, pytest.param(MANY_KILLS, marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path, places):
+    path, codes = write_settings(tmp_path, world), []
+    for place in places:
+        codes.append(server.run("rounds", path, faults=(place,), cwd=tmp_path).code)
+        if codes[-1] == 0:
+            break
+    assert {*codes} <= {0, KILLED}
+    assert codes.count(KILLED) >= min(5, len(places))
     assert server.run("rounds", path, cwd=tmp_path).code == 0
     assert records(tmp_path / "out") == played.records[0]
+    # An answer that is stored is not sampled again.
+    answers = RoundsFolder(tmp_path / "out").sample_answers.glob("*.jsonl")
+    lines = [line for file in answers for line in file.read_bytes().splitlines()]
+    assert len({*lines}) == len(lines) == len(played.paid[0].sampled)

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.train import records
 from align.pipeline.train.run_diff import diff_runs, ranking
 from align.pipeline.train.run_history import read_history
 from align.pipeline.train.run_report import outcome, write_report
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import UsageError
+from align.stages.report import eval_table
 from align.stages.report.eval_table import COLUMNS, NAMES, REWARD
 from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.run.run_folder import ENDINGS, RunFolder
@@ -179,7 +179,7 @@ def test_a_table_that_fails_in_any_way_ends_no_run(training_world, tmp_path, mon
     def broken(*_, **__):
         raise KeyError("token")
 
-    monkeypatch.setattr(records, "evaluation_csv", broken)
+    monkeypatch.setattr(eval_table, "evaluation_csv", broken)
     words = ("--method", "dpo", "--cache", training_world.pairs, "--output", tmp_path / "run")
     answer = align("train", *words, "--max-steps", 1, "--eval-fraction", 0.3, "--no-mlflow")
     assert answer.code == 0, answer

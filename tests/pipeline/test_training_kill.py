@@ -1,6 +1,7 @@
 """Killed at any moment, `--resume auto` ends in the bits of a run that nobody killed."""
 
 import shutil
+from itertools import count
 
 import pytest
 
@@ -92,6 +93,22 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
     whole = course.whole(*kind, ranks=ranks)
     require_same(run, whole)
     assert names(run) == names(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("start", "pause"), [(1, 3), (5, 7)])
+def test_a_run_killed_a_little_later_each_time_loses_no_checkpoint(course, tmp_path, start, pause):
+    """At each so manieth change of the disk, going on from the last one, to its end."""
+    run, words, step = tmp_path / "run", ("--deepspeed", "zero0", "--resume", "auto"), 0
+    for number in count(start, pause):
+        (answer,) = course.start(run, *words, faults=[f"before:*=kill@{number}"]).answers()
+        before, step = step, step_of(run) if run.exists() else 0
+        assert before <= step
+        if answer.code == 0:
+            break
+        assert answer.code == KILLED, answer
+    assert number >= start + 5 * pause
+    require_same(run, course.whole(*words))
 
 
 def test_visits_of_steps_that_were_given_up_are_not_in_the_table_of_rows(course, tmp_path):

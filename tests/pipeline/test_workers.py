@@ -65,6 +65,17 @@ def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, cl
     assert contents(config.cache.output) == clean
 
 
+def test_parts_may_start_and_end_in_any_order(config, clean):
+    gates, runs = {number: Gate() for number in (2, 0, 1)}, []
+    for number, gate in gates.items():
+        runs.append(child(config, part=parts(3)[number], reference=gate.reference()))
+        assert gate.reached.wait(PATIENCE)  # each has begun before the next starts
+    for gate in reversed(gates.values()):
+        gate.opened.set()
+    assert joined(*runs) == [0, 0, 0]
+    assert contents(config.cache.output) == clean
+
+
 def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean):
     gate = Gate()
     late = child(config, part=Part(1, 2), reference=gate.reference())

@@ -3,6 +3,7 @@
     DISK_FAULTS="before:rename:samples.parquet=kill@2"    # as the second such file gets its name
     DISK_FAULTS="after:put:commits/*.json=kill"           # once a bucket has the first
     DISK_FAULTS="before:update=term@3"                    # in the third step of a training
+    DISK_FAULTS="before:*=kill@7"                         # before the seventh change of the disk
 
 `watch` calls a function before each operation; an OSError that it raises is the disk's answer.
 """
@@ -78,19 +79,6 @@ def watch(before=lambda op: None, after=lambda op: None):
             real = getattr(module, attribute)
             watched = _watched(real, name, before, after, inside)
             stack.enter_context(mock.patch.object(module, attribute, watched))
-        yield
-
-
-@contextmanager
-def killed_before(number):
-    """Kills this process before it changes the disk for the so manieth time, counted from 1."""
-    operations = count(1)
-
-    def strike(_):
-        if next(operations) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with watch(strike):
         yield
 
 
@@ -193,7 +181,8 @@ def _each(faults: list[Callable], op):
 
 
 def _meet(name, glob, visits, visit, action, op):
-    if op.name == name and (op.target or op.path).match(glob) and next(visits) == visit:
+    is_met = name in (op.name, "*") and (op.target or op.path).match(glob)
+    if is_met and next(visits) == visit:
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "term":

@@ -3,12 +3,17 @@
 import hashlib
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import pytest
+
+from align.pipeline.precompute.export import export
 from align.pipeline.tables.judge import judge
 from align.schemas.config import Config, TrackingOptions
+from align.schemas.errors import UsageError
 from align.schemas.round_options import JudgeOptions
 from align.stages.storage.cache import Cache
 from align.stages.storage.cache_work import unfinished_work
@@ -57,8 +62,8 @@ class Command:
 
 def _killed(command, number):
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process
-    with disk_faults.killed_before(number):
-        command.run()
+    disk_faults.arm(f"before:*=kill@{number}")
+    command.run()
 
 
 class Precomputing(Command):
@@ -88,6 +93,35 @@ def _noted(log, trees):
     tokens = [[tree.prompt.tolist(), *map(list, tree.branches)] for tree in trees]
     with log.open("a") as file:
         file.write(f"{hashlib.sha256(repr(tokens).encode()).hexdigest()}\n")
+
+
+class Exporting(Command):
+    """`align export` of a cache: one file for other trainers."""
+
+    in_flight = 0
+
+    @property
+    def root(self):
+        """The folder of the file."""
+        return self.folder
+
+    @property
+    def target(self):
+        """The file itself."""
+        return self.root / "rows.parquet"
+
+    def make(self):
+        """One that is there is refused, also by the command that has made it."""
+        with pytest.raises(UsageError) if self.target.exists() else nullcontext():
+            export(self.source, self.target, model=None, overwrite=False)
+
+    def kept(self):
+        """Nothing is paid for."""
+        return 0
+
+    def outcome(self):
+        """The bytes of the file."""
+        return self.target.read_bytes()
 
 
 class Tabling(Command):

@@ -150,8 +150,8 @@ def states_of_kills(prepare, work, look):
 
 
 def _killed_before(number, work):
-    with disk_faults.killed_before(number):
-        work()
+    disk_faults.arm(f"before:*=kill@{number}")
+    work()
 
 
 def at_once(count, work):

@@ -2,10 +2,11 @@
 
 import csv
 import struct
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from align.schemas.errors import AlignError, BadDataError
@@ -19,6 +20,7 @@ from support.data_files import (
     separated,
     zstd,
 )
+from support.flips import flipped
 from support.read_rows import write_rows
 
 ROWS = [
@@ -82,6 +84,10 @@ def test_an_empty_file_is_refused(tmp_path, name):
 @every_format
 @DRAWN
 @given(place=PLACES)
+@example(place=1)
+@example(place=10)
+@example(place=-9)
+@example(place=-1)
 def test_a_cut_file_is_refused_or_read_up_to_the_cut(tmp_path, name, place):
     found = read(tmp_path, name, WHOLE[name][: place % len(WHOLE[name])])
     if found is not None:
@@ -105,6 +111,17 @@ def test_a_flipped_bit_is_noticed_where_there_are_checksums(tmp_path, name, plac
     elif found is not None and name == "a.jsonl":
         wrong = {*TEXTS} - {*found[0].values()}
         assert len(wrong) <= 2  # a line, or two that became one
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_no_bit_of_a_page_header_loses_rows_without_a_word(tmp_path, version):
+    options = {"row_group_size": 5, "compression": "zstd", "data_page_version": version}
+    path = write_rows(tmp_path / "whole.parquet", ROWS, use_dictionary=False, **options)
+    whole = Path(path).read_bytes()
+    heads = flipped(whole[4:36], 8 * 32)
+    found = [read(tmp_path, "a.parquet", whole[:4] + head + whole[36:]) for head in heads]
+    assert None in found
+    assert {len(texts) + len(rejected) for texts, rejected in filter(None, found)} == {len(ROWS)}
 
 
 @every_format

@@ -13,6 +13,7 @@ from align.stages.data.cells import UNWRAPPED, Wrapping
 from align.stages.data.columns import common_shape, require_scores
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_prompts, read_records
+from align.stages.data.shapes import SHAPES
 from support.read_rows import bot, parted, user, write_rows
 
 ASKED, GOOD, BAD = "Which is larger, 7 or 9?", "9 is larger.", "I do not know, ask someone else."
@@ -681,6 +682,15 @@ def test_a_file_is_read_as_its_format_means_it_or_refused_by_its_columns(tmp_pat
         assert all(
             column in shape.read_as for column in shape.source.values() if column in case.rows[0]
         )
+
+
+def test_every_shape_is_in_the_table(tmp_path):
+    read_as = set()
+    for number, case in enumerate(FILES):
+        if case.wanted or case.name == "AlpacaEval":
+            inputs = open_inputs([write_rows(tmp_path / f"{number}.jsonl", case.rows)])
+            read_as.add(common_shape(inputs, case.mapped).declared)
+    assert read_as == {*SHAPES}
 
 
 def test_a_second_winner_column_is_named_with_its_flag(tmp_path):

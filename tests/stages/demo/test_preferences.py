@@ -1,5 +1,6 @@
 """The tiny world: what its preferences teach, its files, its tokenizer and its model."""
 
+import re
 from collections import Counter
 from dataclasses import astuple
 from math import log
@@ -26,6 +27,20 @@ def test_draws_are_different_repeatable_and_begin_alike_whatever_their_length():
     prompts = Counter(transcript(each.prompt) for each in DRAWN)
     assert sum(count > 1 for count in prompts.values()) > 50  # with other answers
     assert {sum(turn["role"] == "user" for turn in each.prompt) for each in DRAWN} == {1, 2, 3, 4}
+
+
+def test_the_chosen_answer_alone_is_the_best_and_its_sums_are_right():
+    places, sums = Counter(), 0
+    for each in DRAWN:
+        assert [answer for answer in each.answers if answer.score >= 1.0] == [each.chosen]
+        places[each.answers.index(each.chosen)] += 1
+        for answer in each.answers:
+            told = re.findall(r"sum of (\d+) and (\d+) is (\d+)", answer.text)
+            sums += len(told)
+            for first, second, result in told:
+                assert (int(first) + int(second) == int(result)) == (answer == each.chosen)
+    assert places[0] < 0.75 * len(DRAWN)
+    assert sums > 50
 
 
 def read(path):

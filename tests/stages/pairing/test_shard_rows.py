@@ -236,3 +236,18 @@ def test_a_partner_without_learned_tokens_is_replaced(tmp_path):
     rows = plain_of(shards.build(max_length=5, stops=STOPS))
     (row,) = (row for row in rows if row.prompt == (7, 7, 7))
     assert (row.branches[1][0], row.turns[1]) == ((5, 6), (1, 0))
+
+
+def test_one_prompt_of_forty_percent_uses_the_others_about_equally_often(tmp_path):
+    large = [encoded([1], [row, 5], row=row) for row in range(400)]
+    others = [encoded([10 + row], [row, 6], row=400 + row) for row in range(600)]
+    shards = shards_of(tmp_path, [*large, *others], ranges=16, num_pairs=4)
+    uses = Counter()
+    for number in range(16):
+        shard = shards.build(number)
+        assert not shard.rejected
+        for row in plain_of(shard):
+            if row.prompt == (1,):
+                uses.update(ids for ids, *_ in row.branches[len(row.branches) // 5 :])
+    assert {last for _, last in uses} == {6}
+    assert max(uses.values()) <= 2 * -(-4 * 400 // len(uses))
