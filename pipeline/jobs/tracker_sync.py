@@ -1,6 +1,7 @@
 """`align mlflow-sync`: sends trackers what they lack of a run; sending it twice changes nothing.
 
-The folder may come from someone else, so the address is the user's own or one given by hand.
+The folder may come from someone else, so the address is the user's own or one given by hand, and of
+the files that its record names only those of the folder itself are sent.
 """
 
 from __future__ import annotations

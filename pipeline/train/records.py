@@ -92,7 +92,8 @@ def open_records(run: Run, progress: Progress) -> Iterator[RunRecords]:
     finally:
         progress.end()
         records.close()
-        tracked.finish(status)
+        with log_failure("No record of how the run ended"):
+            tracked.finish(status)
 
 
 def _cut_margins(path: Path, keep_through: int) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ logger = logging.getLogger("align")
 RESERVED = ("step", "time")
 EVAL = "eval/"  # begins the name of a metric of held-out rows
 MAX_KEY = 250
+LATEST = 1e11  # seconds since 1970
 
 
 class Callback(Protocol):
@@ -116,7 +118,11 @@ def _parsed(line: Line) -> Entry | None:
         step, when = fields.pop("step"), fields.pop("time")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    if not all(isinstance(value, int | float) for value in (step, when, *fields.values())):
+    # NaN and what is infinite are JSON to Python; a store cannot keep them or a longer number.
+    numbers = (step, when, *fields.values())
+    if not all(isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in numbers):
+        return None
+    if not (isinstance(step, int) and abs(step) < 2**53 and 0 <= when < LATEST):
         return None
     return Entry(step, when, fields, line.end)
 

@@ -34,7 +34,7 @@ from .run_record import (
     remove_sent,
     unsent_runs,
 )
-from .tracker import addresses, tracker_of
+from .tracker import TRACKERS, addresses, tracker_of
 from .uploader import Uploader
 
 # A process that is stopped by a signal is often killed half a minute later.
@@ -208,7 +208,7 @@ class Run:
         """The trackers' ids of this run, and the tag that finds it sooner or later."""
         found = {}
         if record := self.record:
-            for name in record.facts.trackers:
+            for name in (one for one in record.facts.trackers if one in TRACKERS):
                 title = tracker_of(name).title
                 found[f"{title} run"] = record.sent(name).run_id or "not named yet"
                 found[f"{title} tag {KEY_TAG}"] = record.facts.key

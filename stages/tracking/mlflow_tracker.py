@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError
-from ...schemas.safe_text import redacted
-from .journal import EVAL, Entry, key_of
+from .journal import EVAL, Entry, key_of, read_entries
 from .mlflow_silence import mlflow_silenced
 from .mlflow_sqlite import artifacts_beside, make_store, sqlite_file
 from .mlflow_tables import MAX_TAG, TAG, table_of, with_table
@@ -21,6 +20,8 @@ from .run_record import KEY_TAG, PARENT_TAG, REPLACES_TAG, Dataset, RunFacts, Se
 from .tracker import Tracker
 
 T = TypeVar("T")
+Point = tuple[str, int]  # name and step
+Number = tuple[str, int, int]  # with its time
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 PER_CALL = 100  # parameters, tags or data sets
@@ -50,7 +51,8 @@ class MlflowTracker(Tracker):
             importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
         self._run_id = ""
         self._parent = ""
-        self._known: dict[str, set[int]] | None = None  # steps by metric; None: to be asked for
+        self._metrics = Path()
+        self._known: set[Number | Point] | None = None  # by the store; None: to be asked for
 
     @staticmethod
     def address_of(options: TrackingOptions, home: Path) -> str:
@@ -77,8 +79,9 @@ class MlflowTracker(Tracker):
 
     def begin(self, facts: RunFacts, sent: Sent, metrics: Path) -> Sent:
         """The run, which is found or made."""
+        self._metrics = metrics
         self._known = None
-        experiment = self._experiment_id(facts.experiment)
+        experiment = self._experiment_id(facts.experiment_in("mlflow"))
         run_id = sent.run_id or self._find_run(experiment, facts.key)
         if not run_id:
             run_id = self._make_run(facts, experiment)
@@ -90,14 +93,14 @@ class MlflowTracker(Tracker):
     def log(self, entries: Sequence[Entry]) -> None:
         """The numbers that the store lacks: of a step that was trained again it keeps the first."""
         if self._known is None:  # also after a call that failed: its numbers may have arrived
-            self._known = self._steps_known(least=min(entry.step for entry in entries))
+            self._known = self._numbers_known(least=min(entry.step for entry in entries))
         known, self._known = self._known, None
         make = self._entities.Metric
         metrics = [
-            make(name, value, round(1000 * entry.time), entry.step)
+            make(name, entry.metrics[name], when, step)
             for entry in entries
-            for name, value in entry.metrics.items()
-            if entry.step not in known.get(name, ())
+            for name, step, when in _numbers(entry)
+            if not {(name, step), (name, step, when)} & known
         ]
         for batch in _batches(metrics, METRICS_PER_CALL):
             self.client.log_batch(self._run_id, metrics=batch)
@@ -135,16 +138,20 @@ class MlflowTracker(Tracker):
             tables = self.client.get_run(self._run_id).data.tags.get(TAG, "")
             self.client.set_tag(self._run_id, TAG, with_table(tables, name))
 
-    def _steps_known(self, *, least: int) -> dict[str, set[int]]:
-        """The steps from `least` on of which the store has a number, by metric."""
-        return {
-            name: {
-                point.step
-                for point in self.client.get_metric_history(self._run_id, name)
-                if point.step >= least
-            }
+    def _numbers_known(self, *, least: int) -> set[Number | Point]:
+        """The numbers from step `least` on that the store has, and those whose step it has.
+
+        A step may have several lines; that it was trained again, so that the store keeps what it
+        has, is told by a number that metrics.jsonl lacks by now.
+        """
+        there = {
+            (name, point.step, point.timestamp)
             for name in self.client.get_run(self._run_id).data.metrics
+            for point in self.client.get_metric_history(self._run_id, name)
+            if point.step >= least
         }
+        logged = {one for entry in read_entries(self._metrics) for one in _numbers(entry)}
+        return {*there, *((name, step) for name, step, _ in there - logged)}
 
     def _make_run(self, facts: RunFacts, experiment: str) -> str:
         if before := facts.tags.get(REPLACES_TAG):
@@ -158,13 +165,11 @@ class MlflowTracker(Tracker):
         )
         if not run.info.run_id:  # as of a server that answers `{}` to everything
             raise StorageError("it made no run; is there an MLflow server at this address?")
-        self._known = {}
+        self._known = set()
         return str(run.info.run_id)
 
-    def _experiment_id(self, named: str) -> str:
-        """The experiment of the settings, else the environment; made when there is none."""
-        is_default = named == TrackingOptions().experiment
-        name = redacted((is_default and os.environ.get("MLFLOW_EXPERIMENT_NAME")) or named)
+    def _experiment_id(self, name: str) -> str:
+        """The experiment of that name; made when there is none."""
         found = self.client.get_experiment_by_name(name)
         if found is None:
             where = artifacts_beside(self.address, name)
@@ -250,6 +255,11 @@ class MlflowTracker(Tracker):
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _numbers(entry: Entry) -> Iterator[Number]:
+    """Each number of a line by its name, step and time."""
+    return ((name, entry.step, round(1000 * entry.time)) for name in entry.metrics)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -7,6 +7,7 @@ a folder in the outbox of the cache or sweep that it makes, until every tracker 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import secrets
 import threading
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import StorageError, UsageError, log_failure
 from ...schemas.json_codec import CodecError, from_json, to_json
-from ...schemas.safe_text import redacted
+from ...schemas.safe_text import is_plain_path, redacted
 from ..storage.disk import fs
 from ..storage.disk.lines import line_start
 from ..storage.disk.locks import try_owner_lock
@@ -34,6 +35,10 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 OUTBOX = "_align/outbox"  # in the folder of a cache or sweep
 COPIES = "_align/artifacts"  # of files from elsewhere that a run logs
 OUTBOX_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
+KEY = re.compile(r"[0-9a-f]{16}")  # of a run
+
+# They name the experiment where the settings do not.
+EXPERIMENT_VARIABLES = {"mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT"}
 
 KEY_TAG = "align.run_key"  # finds a run whose id was never heard
 PARENT_TAG = "align.parent"  # the key of the run that a run belongs to
@@ -73,6 +78,11 @@ class RunFacts:
     datasets: tuple[Dataset, ...] = ()
     files: dict[str, int] = field(default_factory=dict)  # path, and when it was logged
     models: dict[str, dict[str, str]] = field(default_factory=dict)  # path, and tags
+    experiments: dict[str, str] = field(default_factory=dict)  # of trackers, by the environment
+
+    def experiment_in(self, tracker: str) -> str:
+        """What the experiment is called in a tracker; the same from every shell."""
+        return self.experiments.get(tracker, self.experiment)
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,8 @@ class RunRecord:
     def find(folder: RunFolder) -> RunRecord | None:
         """The record of a run, if it has one."""
         facts = FACTS.find(folder.run_record)
+        if facts and not KEY.fullmatch(facts.key):  # a part of names of files that are removed
+            raise FACTS.damaged(folder.run_record, f"key: {facts.key!r:.60} is not a key")
         return RunRecord(folder, facts) if facts else None
 
     @staticmethod
@@ -153,8 +165,15 @@ class RunRecord:
     def unsent_files(self, sent: Sent) -> Iterator[tuple[str, int]]:
         """The files of the run that a tracker does not have as they were last logged."""
         for name, logged in self.facts.files.items():
-            if sent.files.get(name) != logged and (self.folder.root / name).exists():
+            if sent.files.get(name) != logged and self._is_own(name):
                 yield name, logged
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the run has this file or folder; a record from elsewhere may name any other."""
+        root, path = self.folder.root.resolve(), self.folder.root / name
+        if not is_plain_path(name) or not path.exists() or path.resolve() != root / name:
+            return False
+        return not any(one.is_symlink() for one in path.rglob("*"))
 
     def is_sent(self, tracker: str) -> bool:
         """Whether a tracker has all of a run that has ended."""
@@ -187,6 +206,7 @@ class RunRecord:
             facts,
             key=secrets.token_hex(8),
             trackers=before.trackers,
+            experiments=before.experiments,
             tags={**facts.tags, REPLACES_TAG: before.key, NUMBERS_TAG: numbers},
         )
         FACTS.replace(self.folder.run_record, self.facts)
@@ -201,7 +221,12 @@ class RunRecord:
 def new_facts(options: TrackingOptions, name: str) -> RunFacts:
     """The facts of a run that begins, under this name or that of the settings."""
     called, experiment = redacted(options.run_name or name), redacted(options.experiment)
-    return RunFacts(secrets.token_hex(8), called, experiment, began_ms=now_ms())
+    named = {}
+    if options.experiment == TrackingOptions().experiment:
+        named = {name: os.environ.get(one, "") for name, one in EXPERIMENT_VARIABLES.items()}
+    experiments = {name: redacted(one) for name, one in named.items() if one}
+    key = secrets.token_hex(8)
+    return RunFacts(key, called, experiment, began_ms=now_ms(), experiments=experiments)
 
 
 def now_ms() -> int:

@@ -86,7 +86,9 @@ class Tracker:
 
 
 def tracker_of(name: str) -> type[Tracker]:
-    """The tracker of that name."""
+    """The tracker of that name; a record from elsewhere may name one that there is not here."""
+    if name not in TRACKERS:
+        raise UsageError(f"{name!r:.60} is none of the trackers here: {', '.join(TRACKERS)}.")
     module = import_module(f".{TRACKERS[name]}", __package__)
     return cast("type[Tracker]", module.TRACKER)
 

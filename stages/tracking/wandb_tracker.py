@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 from ...schemas.config import TrackingOptions
-from ...schemas.safe_text import redacted
 from ..storage.disk import fs
 from .journal import Entry
 from .run_record import GROUP_TAG, ROUNDS_TAG, RunFacts, Sent
@@ -77,13 +76,13 @@ class WandbTracker(Tracker):
         if _mode() == "offline":
             for folder in self._folders(facts):
                 fs.remove_tree(folder)
-            sent = Sent()
         group = facts.tags.get(GROUP_TAG) or facts.tags.get(ROUNDS_TAG, "")
         settings = self._wandb.Settings(
             mode=_mode(),
             root_dir=str(Path(self.address).parent),
             init_timeout=INIT_SECONDS,
             finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,  # else what a server did not take would count as sent
             silent=True,
             console="off",
             host="-",  # nothing of the machine is recorded
@@ -113,8 +112,9 @@ class WandbTracker(Tracker):
         OPEN_RUNS[facts.key] = self._run
         self._run.define_metric("*", step_metric="step")
         self._step, self._first_step = -1, self._run.starting_step
-        # All lines come again, and those that the server has are passed over.
-        return Sent(facts.key, 0, sent.files)
+        # All lines come again, and those that the server has are passed over. So do all files:
+        # what was noted as sent may only have waited in a process that was killed.
+        return Sent(facts.key)
 
     def log(self, entries: Sequence[Entry]) -> None:
         """A row for each line. The server drops a row whose own step does not rise."""
@@ -131,6 +131,8 @@ class WandbTracker(Tracker):
         params = {name: typed(value) for name, value in facts.params.items()}
         config = {**params, FILES: {**own, "models": facts.models}}
         self._run.config.update(config, allow_val_change=True)
+        if facts.description and not self._run.notes:
+            self._run.notes = facts.description
 
     def file(self, path: Path, folder: str) -> None:
         """A copy among the files of the run, which takes no room where there can be links."""
@@ -166,7 +168,7 @@ class WandbTracker(Tracker):
 def _mode() -> str:
     """WANDB_MODE, else online where wandb finds a key, as in ~/.netrc after `wandb login`."""
     if mode := os.environ.get("WANDB_MODE"):
-        return mode
+        return {"dryrun": "offline", "run": "online"}.get(mode, mode)  # older words of wandb
     server = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     with suppress(OSError, netrc.NetrcParseError):
         if netrc.netrc(os.environ.get("NETRC")).authenticators(server):
@@ -175,10 +177,8 @@ def _mode() -> str:
 
 
 def _project(facts: RunFacts) -> str:
-    """The experiment of the settings, else WANDB_PROJECT, as a name that wandb takes."""
-    is_default = facts.experiment == TrackingOptions().experiment
-    name = redacted((is_default and os.environ.get("WANDB_PROJECT")) or facts.experiment)
-    return re.sub(r"[/\\#?%:]", "-", name)[:128]
+    """The name of the project as wandb takes it."""
+    return re.sub(r"[/\\#?%:]", "-", facts.experiment_in("wandb"))[:128]
 
 
 def _copy(path: Path | str, target: Path | str) -> None:

@@ -112,13 +112,17 @@ def test_a_server_that_comes_back_is_told_what_it_missed_and_one_that_dies_only_
     assert told.info.status == "FINISHED"
 
 
-def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, mlflow_server):
-    """The store made the run; that it did was never heard of here."""
+def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, mlflow_server, monkeypatch):
+    """The store made the run; that it did was never heard of here, nor in another shell."""
     folder = run_folder(tmp_path)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the shell")
     run = begin(folder, mlflow_server.uri)
     learn(run, range(STEPS))
     end(run)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME")
     folder.sent.unlink()
+    with folder.metrics.open("a") as lines:  # a second line of a step is no step trained again
+        lines.write(f'{{"step":{STEPS - 1},"time":1900000000.5,"loss":2.5}}\n')
     assert synced_exactly(folder)[0].run_id == id_of(run)
 
 

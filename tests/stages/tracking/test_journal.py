@@ -81,7 +81,13 @@ def test_a_torn_last_line_is_dropped(path):
         assert steps(path) == [1, 2, 3], cut
 
 
-@pytest.mark.parametrize("junk", [b"\xa5\xa5", b"[]", b'{"step":"x","time":1}', b'{"step":1}', b""])
+JUNK = (
+    *(b"\xa5\xa5", b"[]", b'{"step":"x","time":1}', b'{"step":1}', b""),
+    *(b'{"step":1,"time":NaN}', b'{"step":1,"time":1e99}', b'{"step":1,"time":1,"a":Infinity}'),
+)
+
+
+@pytest.mark.parametrize("junk", JUNK)
 def test_lines_nobody_can_read_are_dropped_with_a_warning(path, junk, caplog):
     write(path, [1, 2])
     first, second = path.read_bytes().splitlines()

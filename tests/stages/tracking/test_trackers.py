@@ -16,7 +16,7 @@ from align.stages.tracking import journaled_run, uploader
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.journaled_run import recorded, tagged
 from align.stages.tracking.mlflow_tracker import KIND_TAG
-from align.stages.tracking.run_record import GROUP_TAG, RunRecord, unsent_runs
+from align.stages.tracking.run_record import GROUP_TAG, RunRecord, new_facts, unsent_runs
 from align.stages.tracking.tracker import tracker_of
 from align.stages.tracking.uploader import Uploader
 from support.file_store import FileStore, register
@@ -96,7 +96,7 @@ def test_what_was_refused_or_forgotten_is_sent_again_and_is_there_once(run, monk
             run.send()
     run.send()
     run.require_told()
-    run.folder.sent.unlink()
+    run.folder.sent.write_text("[]")
     run.send()
     run.require_told()
     run.folder.config.write_text("train: {lr: 1}")
@@ -253,6 +253,26 @@ def test_neither_a_tracker_nor_a_run_that_fails_keeps_another_from_being_sent(
         sync_runs(tmp_path / "sweep", TrackingOptions(uri=mlflow_store.address))
     sent = RunRecord.read(folder)
     assert (sent.is_sent("files"), sent.is_sent("mlflow")) == (True, False)
+
+
+def test_of_the_files_that_a_record_names_only_those_of_the_folder_are_sent(files, tmp_path):
+    (tmp_path / "mine").write_text("a secret")
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare()
+    open_journal(folder.metrics).close()
+    folder.config.write_text("train: {}")
+    folder.model.mkdir(exist_ok=True)
+    for link in (folder.root / "link", folder.model / "card.md"):
+        link.symlink_to(tmp_path / "mine")
+    names = ("../mine", str(tmp_path / "mine"), "link", "model", "config.yaml")
+    record = RunRecord(folder, new_facts(TrackingOptions(), "train"))
+    record.send_to({"files": files.address})
+    record.change(status="FINISHED", files=dict.fromkeys(names, 1))
+    (synced,) = sync_runs(folder.root, TrackingOptions())
+    assert files.told(synced.run_id).files == {"config.yaml": "train: {}"}
+    record.change(key="*")
+    with refuses(CorruptionError, folder.run_record):
+        sync_runs(folder.root, TrackingOptions())
 
 
 def test_trackers_share_the_seconds_that_a_run_waits_at_its_end(

@@ -10,6 +10,7 @@ from align.stages.tracking.journaled_run import recorded, tagged
 from align.stages.tracking.run_record import GROUP_TAG
 from align.stages.tracking.wandb_tracker import FOLDER
 from support.mlflow_runs import warnings_in
+from support.patience import PATIENCE
 from support.refusals import refuses
 from support.tracked_training import (
     begin,
@@ -85,10 +86,14 @@ def test_rows_have_the_same_step_of_wandb_each_time_and_never_a_lower_one(tmp_pa
     """A server that has the first of them is then sent the rest, and no step twice."""
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
+    run.uploaders[0].wait(PATIENCE)
+    run.describe("What it is.")
     for name, step in (("loss", 1), ("eval/loss", 1), ("checkpoint_failed", 1), ("loss", 2)):
         run.log_metrics({name: 1.0}, step=step)
     run.finish("KILLED")
     assert [row["_step"] for row in rows(the_file(folder))] == [4, 6, 7, 8]
+    told = [record.run for record in records(the_file(folder)) if record.HasField("run")]
+    assert told[-1].notes == "What it is."
 
 
 def test_a_service_that_is_killed_costs_a_warning_and_no_number(tmp_path, monkeypatch, caplog):
@@ -117,7 +122,7 @@ def kill_service():
 
 def test_neither_a_key_nor_the_machine_is_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE, experiment="prefs/of: mine")
     run.finish("FINISHED")
