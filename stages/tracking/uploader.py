@@ -7,7 +7,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +34,7 @@ class Sender:
         self.record = record
         self.numbers = 0  # sent by this object
         self.is_complete = False  # the tracker has all of an ended run
+        self.retry_at = self.took = 0.0  # of the uploader: after a failure; the last attempt
         self._name = name
         self._address = address
         self._tracker: Tracker | None = None
@@ -115,7 +115,6 @@ class Uploader:
         self._senders = [Sender(name, address, record) for record in records]
         self._may_begin, self._is_over = threading.Event(), threading.Event()
         self._is_loaded, self._has_tried = threading.Event(), threading.Event()
-        self._retry_at = self._took = 0.0
         self._has_warned = False
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
@@ -149,36 +148,33 @@ class Uploader:
         self._may_begin.wait(FIRST_STEP_SECONDS)
         while True:
             is_over = self._is_over.is_set()
-            is_due = time.monotonic() >= self._retry_at
-            # At the end a store that refuses at once is asked again; one that hangs is not.
-            if is_due or (is_over and self._took < QUICK_SECONDS):
-                self._attempt()
+            for sender in self._senders:
+                is_due = time.monotonic() >= sender.retry_at
+                # At the end a store that refuses at once is asked again; one that hangs is not.
+                if is_due or (is_over and sender.took < QUICK_SECONDS):
+                    self._attempt(sender)
+                if sender.retry_at and sender is self._senders[0]:
+                    break  # the store is down, and may take its time to say so of each
             if is_over:
                 return
             self._is_over.wait(SECONDS_PER_TICK)
 
-    def _attempt(self) -> None:
-        own = self._senders[0]
-        failed: list[Exception] = []
+    def _attempt(self, sender: Sender) -> None:
+        started, sender.retry_at = time.monotonic(), 0.0
         try:
-            with suppress(Exception):  # which sending raises again
-                own.load()
-        finally:
-            self._is_loaded.set()
-        started = time.monotonic()  # an import takes seconds of a store that refuses at once
-        for sender in self._senders:
             try:
-                sender.send()
-            except Exception as error:  # whatever the library of a tracker raises
-                failed.append(error)
-                if sender is own:  # the store is down; it may take its time to say so each time
-                    break
-        self._took = time.monotonic() - started
-        if failed:
-            self._retry_at = time.monotonic() + RETRY_SECONDS
-            self._warn(f"failed: {reason_of(failed[0])}")
-            logger.debug("%s", redacted("".join(traceback.format_exception(failed[0]))))
-        self._has_tried.set()
+                sender.load()
+            finally:
+                self._is_loaded.set()
+            started = time.monotonic()  # an import takes seconds of a store that refuses at once
+            sender.send()
+        except Exception as error:  # whatever the library of a tracker raises
+            sender.retry_at = time.monotonic() + RETRY_SECONDS
+            self._warn(f"failed: {reason_of(error)}")
+            logger.debug("%s", redacted(traceback.format_exc()))
+        finally:
+            sender.took = time.monotonic() - started
+            self._has_tried.set()
 
     def _warn(self, what: str) -> None:
         if self._has_warned:

@@ -8,12 +8,13 @@ import pytest
 from align.schemas.errors import Interrupted
 from align.stages.storage.cache import Cache
 from align.stages.storage.disk.locks import owner_lock
-from align.stages.tracking import journaled_run
+from align.stages.tracking import journaled_run, uploader
 from align.stages.tracking.mlflow_silence import mlflow_silenced
 from align.stages.tracking.mlflow_sqlite import artifacts_beside
 from align.stages.tracking.mlflow_tracker import MlflowTracker
 from align.stages.tracking.run_record import RunRecord, new_outbox_folder, unsent_runs
 from support.mlflow_runs import begun, id_of, key_of, new_record, open_store, warnings_in
+from support.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
@@ -143,14 +144,15 @@ def test_what_a_kill_left_goes_with_the_next_run(uri, home):
     assert (other.info.status, other.data.metrics) == ("KILLED", {"loss": 0.5})
 
 
-def test_an_earlier_run_that_cannot_be_sent_keeps_no_other_back(uri, home):
-    """Its numbers are gone; another one has a last line that was torn off."""
+def test_an_earlier_run_that_cannot_be_sent_keeps_no_other_back(uri, home, monkeypatch):
+    """Its numbers are gone, and that takes long; another has a last line that was torn off."""
+    monkeypatch.setattr(uploader, "QUICK_SECONDS", 0.0)
     broken, torn = new_outbox_folder(home), new_outbox_folder(home)
     torn.metrics.write_text('{"step":1,"time":1.5,"loss":0.5}\n{"step":2,"ti')
     for folder in (broken, torn):
         new_record(folder, uri)
     with begun(home, uri) as run:
-        pass
+        wait_until(lambda: RunRecord.read(torn).is_sent("mlflow"))
     assert read(uri, run).info.status == "FINISHED"
     assert [one.root for one in unsent_runs(home)] == [broken.root]
 
