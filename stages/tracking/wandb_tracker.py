@@ -156,7 +156,8 @@ class WandbTracker(Tracker):
         """Closes the run if a call of it has failed in this process."""
         if run := OPEN_RUNS.pop(facts.key, None):
             try:
-                run.finish(exit_code=1)
+                with suppress(TimeoutError):  # what it lost comes again
+                    run.finish(exit_code=1)
             except ConnectionError:  # wandb's service has died, and with it all that it had open
                 with suppress(ConnectionError):
                     self._wandb.teardown()
