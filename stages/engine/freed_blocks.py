@@ -16,8 +16,9 @@ from contextlib import contextmanager
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # Blocks mapped by themselves. With fewer the heap has holes; with more, new pages cost time.
 LARGE, LARGE_WHILE_SHARDING = 8 << 20, 1 << 20
-# What the heap may have free. glibc follows its own threshold no more once one is set.
+# What the end of the heap may have free. glibc follows its own threshold no more once one is set.
 SPARE = 64 << 20
+HOLES = 256 << 20  # free in the heap; to give fewer back costs a small model 4 % of its time
 
 
 def give_large_blocks_back(large: int = LARGE) -> None:
@@ -43,7 +44,7 @@ def give_holes_back() -> None:
     heap_now = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
     if heap_now is not None:
         heap_now.restype = _Heap
-        if heap_now().free > SPARE:
+        if heap_now().free > HOLES:
             ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -12,7 +12,7 @@ from align.stages.engine.freed_blocks import give_holes_back
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc can")
 def test_the_holes_between_what_stays_are_given_back():
     block = 64 << 10  # smaller than what is mapped by itself
-    blocks = [np.ones(block, np.uint8) for _ in range(3000)]
+    blocks = [np.ones(block, np.uint8) for _ in range(10_000)]
     blocks = blocks[::2]
     full = psutil.Process().memory_info().rss
     give_holes_back()
