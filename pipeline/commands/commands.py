@@ -1,6 +1,6 @@
-"""Every command: its own words, what is refused before torch is imported, and one call.
+"""Every command: its arguments, checks made before torch is imported, and one call.
 
-A command imports what it needs when it is given, so that --help and a refusal take no second.
+A command imports what it needs when it runs, so that --help and a refusal take no second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 
 def command(panel: str, example: str) -> Callable[..., Any]:
-    """Makes a function the command that its example gives, in a panel of `align --help`.
+    """Registers a function as the command of its example, in a panel of `align --help`.
 
     One that takes its context has settings: a flag for each of them, --config and --set.
     """
@@ -48,12 +48,12 @@ def command(panel: str, example: str) -> Callable[..., Any]:
 
 
 def argument(meaning: str, default: Any = ...) -> Any:
-    """A word without a flag; it has to be given unless it has a default."""
+    """A positional argument; required unless it has a default."""
     return typer.Argument(default, help=meaning)
 
 
 def option(meaning: str, default: Any = None, *words: str, **more: Any) -> Any:
-    """A flag that is no setting, named as the argument is unless `words` name it."""
+    """A flag that is not a setting, named as the parameter unless `words` name it."""
     return typer.Option(default, *words, help=meaning, **more)
 
 

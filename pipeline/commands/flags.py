@@ -47,7 +47,7 @@ class SettingsCommand(TyperCommand):
         return [*arguments, *of_settings, *own[len(arguments) :]]
 
     def invoke(self, ctx: Any) -> Any:
-        """Gives the command; what its flags are is kept for `settings_of`."""
+        """Runs the command; the values of its flags are kept for `settings_of`."""
         given = {name: ctx.params.pop(name) for name in [*ctx.params] if not name.isidentifier()}
         ctx.meta["file"] = given.pop("--config", None)
         ctx.meta["sets"] = given.pop("--set") or []

@@ -177,6 +177,8 @@ def _loaded(
 
 
 def _progress(*, shown: bool) -> Progress:
-    from ...stages.tracking.progress import Progress, make_progress
+    import sys
 
-    return make_progress() if shown else Progress()
+    from ...stages.tracking.progress import Progress
+
+    return Progress(sys.stderr if shown else None)

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from ...schemas.errors import did_you_mean
 from ...schemas.safe_text import safe
-from ...stages.tracking.progress import Progress, make_progress
+from ...stages.tracking.progress import Progress
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -45,13 +45,14 @@ def say_made(made: Made[Any, Any] | Rewarded) -> None:
 
 def say_row(line: str | Text) -> None:
     """Prints a line of a row, in its colours on a terminal unless NO_COLOR is set."""
-    from rich.console import Console
-
-    text, is_terminal = safe(str(line)), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    text = safe(str(line))
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     is_masked = text != str(line)
     if isinstance(line, str) or is_masked or not is_terminal or os.environ.get("NO_COLOR"):
         typer.echo(text)
     else:
+        from rich.console import Console
+
         Console(soft_wrap=True).print(line)
 
 
@@ -62,7 +63,7 @@ def begin_work() -> Progress:
     """
     gc.freeze()
     gc.enable()
-    return make_progress() if is_first_rank() else Progress()
+    return Progress(sys.stderr if is_first_rank() else None)
 
 
 def is_first_rank() -> bool:
@@ -74,12 +75,12 @@ class SafeGroup(TyperGroup):
     """A group of commands whose error messages are safe to print."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the words up to the name of a command."""
+        """Parses the arguments up to the name of a command."""
         with _readable():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Reads the other words and gives the command."""
+        """Parses the rest and runs the command."""
         with _readable():
             return super().invoke(ctx)
 

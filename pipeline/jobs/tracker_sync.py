@@ -24,7 +24,7 @@ from ...stages.tracking.run_record import (
     remove_sent,
     unsent_runs,
 )
-from ...stages.tracking.tracker import MAIN, TRACKERS, Tracker, tracker_of, wanted
+from ...stages.tracking.tracker import MAIN, TRACKERS, tracker_of, wanted
 from ...stages.tracking.uploader import Sender, reason_of, shown_address
 from ..options.settings import FILE_NAME, load_settings
 
@@ -146,7 +146,7 @@ def send_files(folder: RunFolder, files: Sequence[Path], options: TrackingOption
 @contextmanager
 def asked_store(name: str, address: str) -> Iterator[None]:
     """Keeps the library quiet inside; whatever it raises is a StorageError that says what to do."""
-    tracker: type[Tracker] = tracker_of(name)
+    tracker = tracker_of(name)
     try:
         with tracker.quiet():
             yield

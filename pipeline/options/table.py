@@ -243,7 +243,9 @@ def meant_by(name: str) -> list[str]:
     own = [setting for setting in fields() if setting.rpartition(".")[2] == key]
     if name in own:
         return []
-    return [OURS[key]] if key in OURS else own if len(own) == 1 else []
+    if key in OURS:
+        return [OURS[key]]
+    return own if len(own) == 1 else []
 
 
 def reads(command: str, name: str) -> bool:

@@ -186,17 +186,16 @@ def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> di
     return differences({name: manifest.fingerprint[name] for name in identity}, identity)
 
 
+def _making(manifest: Manifest) -> dict[str, str]:
+    """The fields of the fingerprint that tokens and log-probs depend on."""
+    prefixes = ("model.", "numerics.", "tokenizer.", "tokens.")
+    fields = manifest.fingerprint.items()
+    return {name: value for name, value in fields if name.startswith(prefixes)}
+
+
 def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
     """Refuses to evaluate on a cache of another reference, or of other tokens."""
-    ours, theirs = (
-        {
-            key: value
-            for key, value in one.fingerprint.items()
-            if key.startswith(("model.", "numerics.", "tokenizer.", "tokens."))
-        }
-        for one in (manifest, other)
-    )
-    if found := differences(ours, theirs):
+    if found := differences(_making(manifest), _making(other)):
         raise FingerprintError(
             f"{name} (train.eval_cache) was made differently from the cache to train on; first the "
             f"latter, then the former:{_lines(found)}\nMake both with the same model and settings."

@@ -33,7 +33,7 @@ from ...stages.model.load import DTYPES, empty_model
 from ...stages.model.logprobs import ScoringPath, causal_model
 from ...stages.model.micro_batch import Kept, UntracedError, head_bytes, kept, untraced
 from ...stages.model.model_folder import model_config
-from ...stages.model.policy import as_it_learns
+from ...stages.model.policy import prepare_for_training
 from ..options.settings import flatten
 from ..options.table import flag_of
 from .setting_checks import bytes_of
@@ -305,7 +305,7 @@ def _measure(
     scores = facts.recipe.head == "score"
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with untraced():
-        model = as_it_learns(empty_model(facts.policy, facts.dtype, kind), train, lora)
+        model = prepare_for_training(empty_model(facts.policy, facts.dtype, kind), train, lora)
     inner = causal_model(model)
     head = None if scores else inner.get_output_embeddings().weight
     layers = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
@@ -335,7 +335,7 @@ class Choice:
 
     @property
     def found(self) -> Planned:
-        """What to train by: where nothing fits the settings as they are, as a plan may be high."""
+        """The nearest if it fits; else the settings as given, since a plan may be too high."""
         return self.nearest if self.fits else self.given
 
     @property
@@ -385,7 +385,8 @@ def chosen(config: Config, facts: PlanFacts) -> Choice:
     if budget.holds(nearest.estimate):
         return Choice(budget, given, nearest, None)
     advice = nearest
-    for changes in ({}, *(() if facts.begun else ADVICE)):
+    further = () if facts.begun else ADVICE
+    for changes in ({}, *further):
         if changes and not is_useful(changes, config, ranks=facts.ranks, device=facts.device):
             continue
         try:
@@ -405,7 +406,8 @@ def _climbed(facts: PlanFacts, start: Planned, is_open: set[str]) -> Planned:
     config, known = start.config, flatten(start.config)
     if config.train.dropout:  # which is drawn anew for each micro-batch
         is_open = is_open - {TOKENS}
-    best, least = start, FEWEST_TOKENS.get(facts.device, 2048)
+    best = start
+    least = FEWEST_TOKENS.get(facts.device, 2048)
     for rung in LADDER:
         new = {name: value for name, value in rung.items() if known[name] != value}
         is_right = is_useful(rung, config, ranks=facts.ranks, device=facts.device)
@@ -439,7 +441,7 @@ def is_useful(
     known = flatten(config)
     preset, now = PRESETS.get(changes.get(ZERO, "")), PRESETS.get(config.train.deepspeed)
     offloaded = len(now.offloads) if now else 0
-    is_whole = config.lora.quantize != "none" or config.model.compile
+    cannot_shard = config.lora.quantize != "none" or config.model.compile
     if all(known[name] == value for name, value in changes.items()):
         return False
     if device == "cpu" and (INPUTS in changes or (preset and preset.offloads)):
@@ -447,9 +449,9 @@ def is_useful(
     if preset is None:
         return True
     if preset.offloads:
-        return len(preset.offloads) > offloaded and not (preset.stage == 3 and is_whole)
+        return len(preset.offloads) > offloaded and not (preset.stage == 3 and cannot_shard)
     if preset.stage == 3:
-        return ranks > 1 and not is_whole and not offloaded and stage != 3
+        return ranks > 1 and not cannot_shard and not offloaded and stage != 3
     return stage is None or stage == 1 or (stage == 0 and ranks > 1) or len(changes) > 1
 
 
@@ -457,8 +459,9 @@ def memory_savers(
     config: Config, *, stage: int, ranks: int, device: str, can_recompute: bool
 ) -> Iterator[str]:
     """Flags for a run that has already tried smaller micro-batches."""
-    resumable: list[Changes] = [{RECOMPUTE: True}, {RECOMPUTE: True, INPUTS: True}]
-    resumable = resumable if can_recompute else []
+    resumable: list[Changes] = []
+    if can_recompute:
+        resumable = [{RECOMPUTE: True}, {RECOMPUTE: True, INPUTS: True}]
     anew = "in a new run, with another --output, "
     for changes in (*resumable, {ZERO: "zero2"}, {ZERO: "zero3"}, *ADVICE):
         if is_useful(changes, config, ranks=ranks, device=device, stage=stage):

@@ -130,8 +130,9 @@ def _verdict(plan: RunPlan) -> Iterator[str]:
         without = amount(choice.given.estimate.peak)
         flags = flags_of(choice.found.changes)
         yield from wrap(f"auto chooses {flags}; without, {without} would be needed.", WIDTH)
-    for line in () if choice.fits else choice.what_else():
-        yield from wrap(line, WIDTH, break_on_hyphens=False)
+    if not choice.fits:
+        for line in choice.what_else():
+            yield from wrap(line, WIDTH, break_on_hyphens=False)
 
 
 def _work(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -174,12 +175,14 @@ def _ways(plan: RunPlan) -> list[str]:
         ", lora": {"lora.enabled": True, "lora.quantize": "none"},
         ", qlora": {"lora.enabled": True, "lora.quantize": "nf4"},
     }
-    budget, rows = plan.choice.budget, list[list[str]]()
+    budget = plan.choice.budget
+    rows: list[list[str]] = []
     for name, adapter in ways.items():
         for preset, zero in PRESETS.items():
             if name == ", qlora" and zero.stage == 3:  # which would cut packed weights
                 continue
-            cells, host = list[str](), 0
+            cells: list[str] = []
+            host = 0
             for recomputes in (False, True):
                 changes = adapter | {ZERO: preset, RECOMPUTE: recomputes, INPUTS: False}
                 try:
@@ -188,8 +191,8 @@ def _ways(plan: RunPlan) -> list[str]:
                     cells += ["-", *([""] if budget.size else [])]
                     continue
                 host = max(host, found.host)
-                fits = ["yes" if budget.holds(found) else "no"] if budget.size else []
-                cells += [gib(found.peak), *fits]
+                verdict = ["yes" if budget.holds(found) else "no"] if budget.size else []
+                cells += [gib(found.peak), *verdict]
             rows.append([f"{preset}{name}", *cells, gib(host)])
     fits = ["fits"] if budget.size else []
     return grid(("activations", "kept", *fits, "recomputed", *fits, "on the CPU"), rows)

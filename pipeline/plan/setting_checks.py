@@ -45,14 +45,14 @@ def _require_measured(train: TrainOptions) -> None:
             "train.eval_text is set, and needs held-out rows: set train.eval_fraction or "
             "train.eval_cache, and train.eval_table above 0."
         )
-    best, ends = train.best, bool(train.patience)
-    if not best and (train.write_best or ends):
+    best = train.best
+    if not best and (train.write_best or train.patience):
         raise UsageError(
             f"train.{'write_best' if train.write_best else 'patience'} is set, and train.best is "
             "not. Name the metric by which the best is chosen, such as train.best=eval/loss."
         )
     if not best or not wanted(best).metric.startswith(EVAL):
-        if ends:
+        if train.patience:
             raise UsageError(
                 f"train.patience counts evaluations, and train.best is {best}. Set it to one of "
                 "their metrics, such as eval/loss."

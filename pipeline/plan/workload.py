@@ -121,7 +121,8 @@ def workload_of(
     learned = mismatched = seen = turns = largest = 0
     for plan in islice(one_pass.plans(0, sampled), sampled):
         lengths = table.sizes.tokens(plan.rows)
-        learned, seen = learned + int(lengths.sum()), seen + len(plan.rows)
+        learned += int(lengths.sum())
+        seen += len(plan.rows)
         turns = max(turns, plan.own.num_turns)
         of = plan.own.ranks * plan.own.num_turns + plan.own.turns  # the micro-batch of each row
         loads = np.zeros(of.max() + 1, np.int64)

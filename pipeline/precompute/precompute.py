@@ -241,7 +241,7 @@ def _describe(run: Run, job: CacheJob, plan: Plan) -> None:
         "cache.kl_pairs": job.config.cache.kl_pairs,
     }
     run.describe(description(sentence, chosen))
-    run.log_files(plan.inputs, context="reference")
+    run.log_files(plan.inputs)
 
 
 def _show_row(job: CacheJob, shards: Shards, progress: Progress) -> None:

@@ -164,9 +164,11 @@ def with_auto_decided(run: Run, progress: Progress) -> Config:
     # The GPUs of a training may differ: all ranks choose for the smallest.
     smallest = min(gathered(world, device_bytes(device)))
     if not (smallest or config.train.memory):
-        train = config.train
-        again, offloads = train.recomputes, train.offloads_inputs
-        train = replace(train, gradient_checkpointing=again, checkpoint_offload=offloads)
+        train = replace(
+            config.train,
+            gradient_checkpointing=config.train.recomputes,
+            checkpoint_offload=config.train.offloads_inputs,
+        )
         return replace(config, train=train)
     from .memory_at_start import chosen_to_fit, facts_of_run  # noqa: PLC0415 - only for a plan
 

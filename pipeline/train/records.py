@@ -107,7 +107,7 @@ def _cut_margins(path: Path, keep_through: int) -> None:
 
 
 class RunRecords:
-    """The records of one rank: journal, trackers, tables, the terminal, checkpoints."""
+    """The records of one rank: metrics, trackers, tables, the terminal, checkpoints."""
 
     def __init__(self, run: Run, tracked: journaled_run.Run, progress: Progress) -> None:
         self._run = run
@@ -159,7 +159,7 @@ class RunRecords:
     def stepped(
         self, state: State, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
-        """Records an optimizer step; `line` is the journal line of several, if one is due."""
+        """Records an optimizer step; `line` is the metrics line of several, if one is due."""
         self._tracked.begin_sending()
         self._require_best(state, metrics)
         if line is not None:
@@ -244,7 +244,7 @@ class RunRecords:
         run = self._run
         if self._saved == (state.step, state.evaluated):
             return
-        self._tracked.sync()  # a checkpoint must not know of more steps than the journal
+        self._tracked.sync()  # a checkpoint must not know of more steps than metrics.jsonl
         if self._saved and self._saved[0] == state.step:
             add_evaluation(run, state)
             self._saved = (state.step, state.evaluated)
@@ -295,7 +295,7 @@ class RunRecords:
         ENDINGS.replace(folder.ending, ending)
 
     def report(self) -> tuple[Sign, ...]:
-        """Writes the report, if there are metrics; returns what stands out, and records it."""
+        """Writes the report, if there are metrics; returns its warnings, and records them."""
         signs: tuple[Sign, ...] = ()
         folder = self._run.folder
         if self._run.world.rank == 0 and folder.metrics.stat().st_size:
@@ -351,7 +351,7 @@ class RunRecords:
         chosen = {name: value for name, value in names.items() if name not in PLACES}
         self._tracked.describe(description(sentence, {**places, **chosen}))
 
-        self._tracked.log_files(manifest.inputs, context="reference")
+        self._tracked.log_files(manifest.inputs)
         caches = {"training": (run.cache, manifest)}
         caches |= {"evaluation": run.held_out} if run.held_out else {}
         for context, (cache, made) in caches.items():
@@ -370,9 +370,9 @@ def shown(metrics: Mapping[str, float]) -> str:
 
 
 def record_signs(tracked: journaled_run.Run, signs: Sequence[Sign]) -> None:
-    """Records what stands out as a tag: it is shown beside the run, and searched by."""
-    told = "; ".join(f"{sign.name}: {sign.said}" for sign in signs)
-    tracked.set_tags({SIGNS_TAG: told or "nothing"})
+    """Records the warnings as a tag, which is shown beside the run and can be searched."""
+    text = "; ".join(f"{sign.name}: {sign.said}" for sign in signs)
+    tracked.set_tags({SIGNS_TAG: text or "nothing"})
 
 
 def data_of(run: Run) -> str:

@@ -85,7 +85,7 @@ def method_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_report(root: Path) -> tuple[Sign, ...]:
-    """Writes the page of a run, finished or not; returns what stands out in it."""
+    """Writes the page of a run, finished or not; returns its warnings."""
     folder = training_folder(root)
     with log_failure("No table of training rows"):
         if parts := folder.rows_written():

@@ -150,7 +150,7 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     cache = cache_at(train.cache or config.cache.output)
     manifest = cache.manifest()
     policy = _policy_options(settings, manifest)
-    stage = zero_stage(train, policy, world_size=1)
+    stage = zero_stage(train, policy)
     require_packable(train, config.lora, stage)
     require_compilable(config, stage)
     held_out = None
@@ -182,10 +182,10 @@ def check(settings: Settings, callbacks: Iterable[Callback] = ()) -> Run:
     )
 
 
-def zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:
+def zero_stage(train: TrainOptions, policy: ModelOptions) -> int:
     """The ZeRO stage; refuses what DeepSpeed cannot do with any policy on any number of ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
-    context = EngineContext(dtype, hidden_size=1, world_size=world_size)
+    context = EngineContext(dtype, hidden_size=1, world_size=1)
     return int(stage_of(engine_config(train, context)))
 
 

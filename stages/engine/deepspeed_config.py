@@ -110,13 +110,13 @@ def engine_config(options: TrainOptions, context: EngineContext) -> dict[str, An
 
 
 def loading_config(
-    options: TrainOptions, world: World, found: EngineContext
+    options: TrainOptions, world: World, context: EngineContext
 ) -> dict[str, Any] | None:
     """The config by which transformers loads a policy in parts under ZeRO-3.
 
     None under any other stage, and where the engine has to partition a whole model.
     """
-    config = engine_config(options, found)
+    config = engine_config(options, context)
     if stage_of(config) != 3:
         return None
     zero = config["zero_optimization"]

@@ -12,7 +12,9 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+_C: Any = ctypes.CDLL(None) if os.name == "posix" else None
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # Blocks mapped by themselves. With fewer the heap has holes; with more, new pages cost time.
 LARGE, LARGE_WHILE_SHARDING = 8 << 20, 1 << 20
@@ -23,7 +25,7 @@ HOLES = 256 << 20  # free in the heap; to give fewer back costs a small model 4 
 
 def give_large_blocks_back(large: int = LARGE) -> None:
     """Maps blocks of this size and more by themselves from here on; only glibc can."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    set_option = getattr(_C, "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, large)
         set_option(M_TRIM_THRESHOLD, SPARE)
@@ -41,11 +43,11 @@ class _Heap(ctypes.Structure):
 
 def give_holes_back() -> None:
     """Gives back the pages of holes in the heap, where there are many; only glibc can."""
-    heap_now = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
+    heap_now = getattr(_C, "mallinfo2", None)
     if heap_now is not None:
         heap_now.restype = _Heap
         if heap_now().free > HOLES:
-            ctypes.CDLL(None).malloc_trim(0)
+            _C.malloc_trim(0)
 
 
 @contextmanager

@@ -39,7 +39,9 @@ def why_no_flex(attention: str, config: Any = None) -> str:
     """The reason not to use FlexAttention: the setting, or attention dropout; "" if none."""
     if attention != "auto":
         return f"model.attention is {attention}"
-    for name, value in vars(config.get_text_config(decoder=True)).items() if config else ():
+    if config is None:
+        return ""
+    for name, value in vars(config.get_text_config(decoder=True)).items():
         if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
             return f"FlexAttention has no dropout, and {name} is {value}"
     return ""

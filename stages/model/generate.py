@@ -124,8 +124,7 @@ class Generator:
                 raise
         if made is None:
             # Outside the handler: the traceback no longer keeps the failed batch alive.
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
             return None
         drawn = []
         for (prompt, stream), tokens in zip(batch, made, strict=True):

@@ -95,13 +95,16 @@ def choose_path(
     says why faster ones are not used.
     """
     inner: Any = causal_model(model)
-    trees, scores, refused = probe_trees(inner.config), is_reward_model(inner), list[str]()
+    trees = probe_trees(inner.config)
+    scores = is_reward_model(inner)
+    refused: list[str] = []
     found = _scores_of(model, trees) if scores else _logps_of(model, trees, agree, refused)
     paths, difference, allowed = found
     for path in paths_for(paths, model):
         if options.compile and path.layout == "packed":
             continue  # a compiler would have to know the lengths in each batch
-        off, why = math.inf, options.no_flex if path.layout == "flex" else ""
+        off = math.inf
+        why = options.no_flex if path.layout == "flex" else ""
         if not why:
             try:
                 off = difference(path)
@@ -163,7 +166,7 @@ def _scores_of(model: nn.Module, trees: Sequence[Tree]) -> Measured:
 
 
 def _own_score(model: Any, tree: Tree) -> Tensor:
-    """The definition: the score that transformers computes for a row of one branch."""
+    """The reference: the score that transformers computes for a row of one branch."""
     tokens = np.concatenate([tree.prompt, *tree.branches]).astype(np.int64)
     token_ids = torch.from_numpy(tokens)[None].to(input_device(model))
     scores: Tensor = model(input_ids=token_ids).logits[:, 0]
@@ -184,7 +187,8 @@ def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor 
 
     By the model's own logits; and by the fused head of the same hidden states, or why not.
     """
-    inner, device, states = causal_model(model), input_device(model), list[Tensor]()
+    inner, device = causal_model(model), input_device(model)
+    states: list[Tensor] = []
     rows = [DEFINITION.batch([row], device) for row in single_branches(trees)]
     if output_head(inner) is None:
         exact = [branch_logps(model, row, DEFINITION) for row in rows]
@@ -196,7 +200,7 @@ def _own_logps(model: nn.Module, trees: Sequence[Tree]) -> tuple[Tensor, Tensor 
         return torch.cat(exact), "the model does not call its head"
     fused = []
     for row, hidden, own in zip(rows, states, exact, strict=True):
-        # The states of a spread model are not where its token ids are.
+        # With a device_map the hidden states may be on another device than the token ids.
         predictors = hidden.flatten(0, 1)[row.predictors.to(hidden.device)]
         logps = head_rows(inner, predictors, row.targets, purity=False)[0]
         fused.append(logps.to(own.device))
@@ -217,8 +221,8 @@ def _difference(
 
 
 @contextmanager
-def naming_the_way_out() -> Iterator[None]:
-    """Raises an error of torch's compiler, which other rows than the probe's may meet, in words."""
+def explaining_compile_errors() -> Iterator[None]:
+    """Raises an error of torch's compiler as a UsageError that says what to set."""
     try:
         yield
     except RuntimeError as error:

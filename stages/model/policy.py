@@ -36,7 +36,7 @@ from .logprobs import (
     input_device,
     require_known_ids,
 )
-from .path_search import ANY_PATH, Agree, PathOptions, choose_path, naming_the_way_out
+from .path_search import ANY_PATH, Agree, PathOptions, choose_path, explaining_compile_errors
 from .transformers_compat import (
     beside_text,
     compile_layers,
@@ -83,7 +83,7 @@ def load_policy(
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
-    loaded = as_it_learns(loaded, train, lora)
+    loaded = prepare_for_training(loaded, train, lora)
     paths = PathOptions.of(options, causal_model(loaded).config)
     policy = Policy(loaded, head=head, purity=purity, balanced=balanced, paths=paths)
     # It begins with the value head that was trained with the model, where there is one.
@@ -94,8 +94,8 @@ def load_policy(
     return policy
 
 
-def as_it_learns(model: nn.Module, train: TrainOptions, lora: LoraOptions) -> nn.Module:
-    """The model of a training, with or without weights: its dropout, adapter, frozen weights."""
+def prepare_for_training(model: nn.Module, train: TrainOptions, lora: LoraOptions) -> nn.Module:
+    """Prepares a model, with or without weights: dropout, adapter, frozen parameters."""
     if not train.dropout:
         turn_dropout_off(model)
     if not lora.enabled:
@@ -166,7 +166,7 @@ class Policy(nn.Module):
         """The dtype it computes in, as settings name it."""
         return str(causal_model(self.model).dtype).removeprefix("torch.")
 
-    @naming_the_way_out()
+    @explaining_compile_errors()
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 

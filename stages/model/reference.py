@@ -24,7 +24,7 @@ from .library_errors import is_out_of_memory
 from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logprobs import causal_model, input_device, require_known_ids, tree_logps, tree_scores
 from .model_folder import UNUSED_WEIGHTS, ModelFiles, model_identity, require_adapter
-from .path_search import ANY_PATH, PathOptions, choose_path, naming_the_way_out
+from .path_search import ANY_PATH, PathOptions, choose_path, explaining_compile_errors
 from .reward_model import architecture, load_reward_model
 from .transformers_compat import SCORES, compile_layers
 
@@ -159,7 +159,7 @@ class TreeScorer:
         """Queues the passes of a batch on a GPU, for whose values the returned call waits."""
         require_known_ids(self.model, trees)
         try:
-            with torch.inference_mode(), naming_the_way_out():
+            with torch.inference_mode(), explaining_compile_errors():
                 read = on_host(self._numbers(trees))
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -169,8 +169,7 @@ class TreeScorer:
         else:
             return partial(self._of_same_files, read)
         # Outside the handler: the traceback no longer keeps the failed batch alive.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         raise refusal
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:

@@ -81,7 +81,9 @@ def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> N
         config = text_settings(model_config(str(source)))
         settings = {name: config[name] for name in _TOKENS if name in config}
     own = settings.get("eos_token_id")
-    known = own if isinstance(own, list) else [] if own is None else [own]
+    known = own if isinstance(own, list) else [own]
+    if own is None:
+        known = []
     if missing := sorted(set(tokens).difference(known)):
         settings["eos_token_id"] = [*known, *missing]
         path.write_text(f"{json.dumps(settings, indent=2, sort_keys=True)}\n", encoding="utf-8")

@@ -2,8 +2,8 @@
 
 row counts the rows as the method reads them; row_id names the stored row; rows with the same
 prompt_key have the same prompt. log_ratio is log(policy / reference), and reward what the loss
-compares. A reward model has no log-probs: there is its score instead. What is asked for by words
-the reference never saw has no log-ratio.
+compares. A reward model has no log-probs: there is its score instead. Where a method adds tokens to
+the prompt that the reference never saw, there is no log-ratio.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
@@ -108,7 +108,8 @@ def recorded(
 ) -> Iterator[Run]:
     """Records a run that is not a training, in the outbox of the folder that it makes.
 
-    A process that is alone there also sends what earlier runs left; one that was killed ends then.
+    A process that is alone there also sends earlier runs that were not sent; those whose process
+    was killed get the status KILLED.
     """
     wanted = addresses(options, home)
     if not wanted:
@@ -150,13 +151,9 @@ def recorded(
 
 def _version_tags() -> dict[str, str]:
     """The versions that the numbers of a run may depend on."""
-    tags = {"align.version": __version__}
-    for package in ("torch", "transformers", "deepspeed"):
-        try:
-            tags[f"{package}.version"] = version(package)
-        except PackageNotFoundError:
-            continue
-    return tags
+    packages = ("torch", "transformers", "deepspeed")
+    versions = {f"{name}.version": version(name) for name in packages}
+    return {"align.version": __version__, **versions}
 
 
 class Run:
@@ -208,7 +205,9 @@ class Run:
         """The trackers' ids of this run, and the tag that finds it sooner or later."""
         found = {}
         if record := self.record:
-            for name in (one for one in record.facts.trackers if one in TRACKERS):
+            for name in record.facts.trackers:
+                if name not in TRACKERS:  # another install's
+                    continue
                 title = tracker_of(name).title
                 found[f"{title} run"] = record.sent(name).run_id or "not named yet"
                 found[f"{title} tag {KEY_TAG}"] = record.facts.key
@@ -230,13 +229,13 @@ class Run:
                 callback(step, line)
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
-        """Records input data, by a digest of ours."""
+        """Records input data, by a digest that align computed."""
         self._add_data([Dataset(redacted(name), digest, redacted(source), context)])
 
-    def log_files(self, files: Iterable[InputEntry], *, context: str) -> None:
+    def log_files(self, files: Iterable[InputEntry]) -> None:
         """Records the data files that a cache is made of."""
         names = [(redacted(one.name), one.sha256) for one in files]
-        self._add_data([Dataset(name, digest, name, context) for name, digest in names])
+        self._add_data([Dataset(name, digest, name, "reference") for name, digest in names])
 
     def _add_data(self, data: Sequence[Dataset]) -> None:
         if record := self.record:

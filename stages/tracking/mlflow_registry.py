@@ -31,9 +31,10 @@ def register_version(
     content = digest([[str(path.relative_to(folder)), fs.sha256_of(path)] for path in files])
     at = f"{folder.name}-{content[:16]}"
     source = f"{client.get_run(run_id).info.artifact_uri.rstrip('/')}/{at}"
-    made = client.search_model_versions(f"run_id = '{run_id}'")
-    found = next((one for one in made if (one.name, one.source) == (name, source)), None)
-    if found is None:
+    known = client.search_model_versions(f"run_id = '{run_id}'")
+    found: Any = next((one for one in known if (one.name, one.source) == (name, source)), None)
+    is_new = found is None
+    if is_new:
         client.log_artifacts(run_id, str(folder), at)
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
@@ -41,8 +42,8 @@ def register_version(
         except exceptions.MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        made = client.create_model_version(name, source, run_id=run_id, await_creation_for=0)
-    version = str((found or made).version)
+        found = client.create_model_version(name, source, run_id=run_id, await_creation_for=0)
+    version = str(found.version)
     if alias:
         client.set_registered_model_alias(name, alias, version)
-    return ModelVersion(name, version, is_new=found is None)
+    return ModelVersion(name, version, is_new=is_new)

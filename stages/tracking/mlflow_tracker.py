@@ -141,8 +141,8 @@ class MlflowTracker(Tracker):
     def _numbers_known(self, *, least: int) -> set[Number | Point]:
         """The numbers from step `least` on that the store has, and those whose step it has.
 
-        A step may have several lines; that it was trained again, so that the store keeps what it
-        has, is told by a number that metrics.jsonl lacks by now.
+        A step may have several lines. If the store has a number of a step that metrics.jsonl lacks,
+        the step was trained again, and the store keeps its first numbers.
         """
         there = {
             (name, point.step, point.timestamp)
@@ -237,7 +237,7 @@ class MlflowTracker(Tracker):
     def _held_out(self, run: Any, model_id: str, step: int) -> list[Any]:
         """The numbers of held-out rows at a step, as those of a model: MLflow ranks models by them.
 
-        They are the run's to the millisecond, so MLflow keeps one number for both.
+        Value, step and time equal the run's, so MLflow stores one number for both.
         """
         inputs = run.inputs.dataset_inputs if run.inputs else []
         by_context = {tag.value: one.dataset for one in inputs for tag in one.tags}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -14,11 +13,6 @@ from ...schemas.safe_text import safe
 
 SECONDS_PER_LINE = 5.0
 SECONDS_PER_FRAME = 0.1
-
-
-def make_progress(stream: TextIO | None = None) -> Progress:
-    """Shows progress on a stream; None is standard error as it is now."""
-    return Progress(sys.stderr if stream is None else stream)
 
 
 class Progress:

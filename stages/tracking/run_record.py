@@ -40,7 +40,7 @@ KEY = re.compile(r"[0-9a-f]{16}")  # of a run
 # They name the experiment where the settings do not.
 EXPERIMENT_VARIABLES = {"mlflow": "MLFLOW_EXPERIMENT_NAME", "wandb": "WANDB_PROJECT"}
 
-KEY_TAG = "align.run_key"  # finds a run whose id was never heard
+KEY_TAG = "align.run_key"  # finds a run whose id the store never returned
 PARENT_TAG = "align.parent"  # the key of the run that a run belongs to
 REPLACES_TAG = "align.goes_on_from"  # the key of the run that was given up for this one
 NUMBERS_TAG = "align.numbers_of"  # a digest of the settings that the numbers of a run depend on
@@ -80,6 +80,10 @@ class RunFacts:
     models: dict[str, dict[str, str]] = field(default_factory=dict)  # path, and tags
     experiments: dict[str, str] = field(default_factory=dict)  # of trackers, by the environment
 
+    def data(self) -> dict[str, str]:
+        """Its data sets in words, by digest."""
+        return {one.digest: f"{one.name}, {one.context}, {one.source}" for one in self.datasets}
+
     def experiment_in(self, tracker: str) -> str:
         """What the experiment is called in a tracker; the same from every shell."""
         return self.experiments.get(tracker, self.experiment)
@@ -97,7 +101,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class SentFile:
-    """What sent.json holds; it says nothing of a run with another key."""
+    """The content of sent.json; it is ignored if the run has another key."""
 
     key: str
     trackers: dict[str, Sent]
@@ -113,7 +117,7 @@ FACTS = Records(
 
 
 class RunRecord:
-    """run.json and sent.json of a run; its owner writes the first, a thread per tracker both."""
+    """run.json and sent.json of a run; its owner writes both, a thread per tracker the second."""
 
     def __init__(self, folder: RunFolder, facts: RunFacts) -> None:
         self.folder = folder

@@ -68,8 +68,7 @@ class TensorboardTracker(Tracker):
 
     def label(self, facts: RunFacts) -> None:
         """Parameters as hyperparameters, and everything as texts."""
-        data = {one.digest: f"{one.name}, {one.context}, {one.source}" for one in facts.datasets}
-        tables = {"settings": facts.params, "tags": facts.tags, "data": data}
+        tables = {"settings": facts.params, "tags": facts.tags, "data": facts.data()}
         models = {
             folder: ", ".join(f"{k} {v}" for k, v in tags.items())
             for folder, tags in facts.models.items()

@@ -38,7 +38,7 @@ class Tracker:
     """
 
     title = ""  # in messages
-    named_by = ""  # the settings that `address` reads, in words
+    named_by = ""  # the settings that `address_of` reads, for messages
     library = ""  # a package that must be installed; the extra of the tracker's name has it
 
     def __init__(self, address: str) -> None:
@@ -56,7 +56,7 @@ class Tracker:
 
     @staticmethod
     def quiet() -> AbstractContextManager[object]:
-        """Keeps the library quiet; the thread that works enters it, before the import."""
+        """Keeps the library quiet; the main thread enters it, before the import."""
         return nullcontext()
 
     def has(self, facts: RunFacts, run_id: str) -> bool:
@@ -135,7 +135,7 @@ def addresses(options: TrackingOptions, home: Path) -> Mapping[str, str]:
 
 
 def typed(text: str) -> str | float | bool:
-    """A setting as a number or a truth where it is one: trackers draw and compare them."""
+    """A setting as a number or a bool where it is one: trackers plot and compare those."""
     if text in ("True", "False"):
         return text == "True"
     if re.fullmatch(r"-?(0|[1-9][0-9]{0,14})", text):  # longer ones JavaScript rounds

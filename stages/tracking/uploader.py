@@ -73,11 +73,13 @@ class Sender:
         if facts.status:
             tracker.close(facts)
             self._keep(replace(sent, status=facts.status))
-        self.is_complete, self._has_begun = bool(facts.status), True
+        self.is_complete = bool(facts.status)
+        self._has_begun = True
 
     def _begin(self, tracker: Tracker) -> bool:
         """Finds or makes the run; False if the store has all of it already."""
-        record, sent, self._labels = self.record, self.record.sent(self._name), None
+        record, self._labels = self.record, None
+        sent = record.sent(self._name)
         if sent.run_id and not tracker.has(record.facts, sent.run_id):
             sent = Sent()  # the store lost it, so it is sent again from the first line
         elif record.is_sent(self._name):
@@ -136,13 +138,8 @@ class Uploader:
     def join(self, seconds: float) -> None:
         """Waits so long for the rest to be sent; the record has what is not."""
         self.thread.join(seconds)
-        if not self._is_complete:
+        if self.thread.is_alive() or not all(one.is_complete for one in self._senders):
             self._warn("did not take all in time")
-
-    @property
-    def _is_complete(self) -> bool:
-        is_at_work = self.thread.is_alive()
-        return not is_at_work and all(sender.is_complete for sender in self._senders)
 
     def _work(self) -> None:
         self._may_begin.wait(FIRST_STEP_SECONDS)

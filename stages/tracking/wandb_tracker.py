@@ -126,8 +126,7 @@ class WandbTracker(Tracker):
 
     def label(self, facts: RunFacts) -> None:
         """Everything as config, by which W&B filters."""
-        data = {one.digest: f"{one.name}, {one.context}, {one.source}" for one in facts.datasets}
-        own = {"status": facts.status or "RUNNING", "tags": facts.tags, "data": data}
+        own = {"status": facts.status or "RUNNING", "tags": facts.tags, "data": facts.data()}
         params = {name: typed(value) for name, value in facts.params.items()}
         config = {**params, FILES: {**own, "models": facts.models}}
         self._run.config.update(config, allow_val_change=True)

@@ -13,7 +13,7 @@ import torch
 from ...schemas.batches import MicroBatch
 from ...schemas.errors import MemoryLimitError
 from ..model.library_errors import is_out_of_memory
-from ..model.path_search import naming_the_way_out
+from ..model.path_search import explaining_compile_errors
 
 
 class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with less
@@ -28,7 +28,9 @@ class MicroBatchTooLarge(Exception):  # noqa: N818 - a request to try again with
 def catching_out_of_memory(micro: MicroBatch) -> Iterator[None]:
     """Raises MicroBatchTooLarge instead of torch's out-of-memory error."""
     try:
-        with naming_the_way_out():  # a graph for learning may be compiled in its backward pass
+        with (
+            explaining_compile_errors()
+        ):  # a graph for learning may be compiled in its backward pass
             yield
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -84,7 +84,10 @@ class Together:
         if batch is None:
             raise StopIteration
         self._meter.runs(tokens=int(tokens), padded=int(padded))
-        self.ending = "signal" if signalled else "time" if late else None
+        if signalled:
+            self.ending = "signal"
+        elif late:
+            self.ending = "time"
         if self.ending:
             raise StopIteration
         self.is_save_due = bool(save)
@@ -96,7 +99,8 @@ def tokens_run(batch: StepBatch, pads: bool) -> tuple[int, int]:
     micros: tuple[MicroBatch, ...] = batch.own + batch.mismatched
     sizes = [[tree.num_tokens for tree in micro.trees] for micro in micros if micro.trees]
     tokens = sum(map(sum, sizes))
-    return tokens, sum(len(one) * max(one) for one in sizes) if pads else tokens
+    padded = sum(len(one) * max(one) for one in sizes) if pads else tokens
+    return tokens, padded
 
 
 class Meter:

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 # (kind of file, name in the earlier tree): name here, or none for what went.
-RENAMES: dict[tuple[str, str], str | None] = {("shards", "prompt_sketch"): None}
+RENAMES: dict[tuple[str, str], str | None] = {}
 MEASURED = re.compile(r"time$|speed/|memory/")  # seconds and MiB
 
 

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# What would differ between two terminals, or set threads against each other.
-PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+# Else threads would add in another order.
+PLAIN = {"OMP_NUM_THREADS": "1"}
 RANKS = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "align")
 
 

@@ -311,6 +311,7 @@ def test_a_run_says_what_it_chose_and_goes_on_in_other_memory(training_world, le
 
     first = align("train", *out, "--memory", size)
     assert first.code == 0, first
+    assert "train.gradient_checkpointing=true" in first.err
     recorded = yaml.safe_load((run / "config.yaml").read_text())["train"]
     given = {"train.cache": str(training_world.pairs), "train.method": "dpo"}
     sets = {"train.memory": str(size), "train.batch_size": 32, "train.max_steps": 1}

@@ -15,6 +15,7 @@ from align.stages.tracking import journal, journaled_run, mlflow_tracker, upload
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.run_record import RunRecord
 from support.mlflow_runs import id_of, new_record, run_of, stored, warnings_in
+from support.patience import wait_until
 from support.refusals import refuses
 from support.tracked_training import (
     STEPS,
@@ -24,7 +25,6 @@ from support.tracked_training import (
     learn,
     run_folder,
     sync_run,
-    wait_for,
 )
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
@@ -97,11 +97,11 @@ def test_a_server_that_comes_back_is_told_what_it_missed_and_one_that_dies_only_
     monkeypatch.setattr(uploader, "RETRY_SECONDS", 0.2)
     folder = run_folder(tmp_path)
     run = begin(folder, mlflow_server.uri)
-    wait_for(lambda: id_of(run))
+    wait_until(lambda: id_of(run))
     learn(run, range(20), at=(10, mlflow_server.break_down))
-    wait_for(lambda: warnings_in(caplog))
+    wait_until(lambda: warnings_in(caplog))
     mlflow_server.mend()
-    wait_for(lambda: stored(mlflow_server.uri, id_of(run)) == journalled(folder.root))
+    wait_until(lambda: stored(mlflow_server.uri, id_of(run)) == journalled(folder.root))
     held_nothing_up(learn(run, range(20, STEPS), at=(35, mlflow_server.stop)))
     end(run)
     assert len(warnings_in(caplog)) == 1

@@ -153,7 +153,7 @@ def test_rounds_stop_below_the_win_rate(played, world, tmp_path):
 
 # In the middle of a training, and in the second round when only its record is missing.
 KILLS = ("after:update=kill@2", "before:link:round.json=kill@2")
-# Before the so manieth change of the disk, a little later each time, and at its end none.
+# Before the nth change of the disk, a little later each time; the last is never reached.
 MANY_KILLS = [f"before:*=kill@{number}" for number in range(3, 700, 11)]
 
 

@@ -14,7 +14,7 @@ from align.pipeline.precompute.precompute import precompute
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import BadDataError
 from align.stages.data.tokenizer import load_tokenizer
-from align.stages.tracking.progress import make_progress
+from align.stages.tracking.progress import Progress
 from support.read_rows import write_rows
 from support.refusals import refuses
 from support.stage_one import Heard, run
@@ -109,7 +109,7 @@ def test_the_row_is_printed_on_any_terminal(config, tmp_path):
     data, path = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "said.txt"
     with path.open("wb") as file, TextIOWrapper(file, encoding="ascii") as stream:
         own = replace(config, data=replace(config.data, files=[data]))
-        precompute(own, StubReference(), progress=make_progress(stream), shows_row=True)
+        precompute(own, StubReference(), progress=Progress(stream), shows_row=True)
     said = path.read_bytes().decode("ascii")
     assert r"Gr\xf6\xdfe" in said
     assert "\x1b" not in said

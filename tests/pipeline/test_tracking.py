@@ -138,7 +138,7 @@ def kill_at(config, fault):
     assert process.exitcode == -9
 
 
-def test_runs_that_were_killed_are_ended_by_the_next_or_by_mlflow_sync_whatever_lies_there(tracked):
+def test_runs_that_were_killed_are_ended_by_mlflow_sync_whatever_lies_there(tracked):
     """The last of them is killed when its cache is whole: nothing is left to be done."""
     home = output_of(tracked).root
     kill_at(tracked, "after:fsync_folder:commits=kill")

@@ -98,7 +98,7 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
 @pytest.mark.long
 @pytest.mark.parametrize(("start", "pause"), [(1, 3), (5, 7)])
 def test_a_run_killed_a_little_later_each_time_loses_no_checkpoint(course, tmp_path, start, pause):
-    """At each so manieth change of the disk, going on from the last one, to its end."""
+    """Before its nth change of the disk, a larger n each time, until it ends."""
     run, words, step = tmp_path / "run", ("--deepspeed", "zero0", "--resume", "auto"), 0
     for number in count(start, pause):
         (answer,) = course.start(run, *words, faults=[f"before:*=kill@{number}"]).answers()

@@ -1,6 +1,7 @@
 """A run that ends early, and the model of the best checkpoint: the same after any stop."""
 
 import json
+import re
 
 import pytest
 
@@ -91,7 +92,8 @@ def test_the_model_of_the_best_checkpoint_is_written(course, tmp_path):
     (answer,) = course.start(run, *two, *best, faults=["before:rename:model=kill@1"]).answers()
     assert answer.code == KILLED
     told = course.run(run, *two, *best, *RESUME).err
-    require_names(told, "step 2", "step 0 ")  # which is better yet, and has no checkpoint
+    steps = {*re.findall(r"step (\d+)\b", told)}
+    assert {"2", "0"} <= steps  # 0 is better yet, and has no checkpoint
     found = losses(run)
     assert max((2, 4, 6), key=found.get) == 2, "or this shows nothing"
     assert weights(run) == weights(first)

@@ -9,7 +9,7 @@ from align.schemas.config import TrackingOptions
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.journaled_run import open_training_run
 from align.stages.tracking.run_record import NUMBERS_TAG
-from support.patience import PATIENCE, wait_until
+from support.patience import PATIENCE
 
 STEPS = 50
 
@@ -70,6 +70,3 @@ def sync_run(root, options, **where):
     """Sends the rest of the one run in a folder to the one tracker that it has."""
     (synced,) = sync_runs(root, options, **where)
     return synced
-
-
-wait_for = wait_until

@@ -12,7 +12,7 @@ class WandbServer:
     """Runs by their ids, each with its rows by the place in its history."""
 
     def __init__(self):
-        self.rows, self.configs, self.exit_codes = {}, {}, {}
+        self.rows, self.exit_codes = {}, {}
         self.url = ""
 
     def history(self, run_id):
@@ -32,7 +32,6 @@ class WandbServer:
             return {}
         query, given = asked.get("query", ""), asked.get("variables", {})
         if "mutation UpsertBucket" in query:
-            self.configs[given["name"]] = given.get("config")
             entity = {"id": "me", "name": "me"}
             project = {"id": "p", "name": given["project"], "entity": entity}
             own = dict.fromkeys(("id", "name", "displayName"), given["name"])

@@ -61,7 +61,7 @@ def test_prompt_and_completion_ids_are_the_tokens_of_the_full_text(saved_tokeniz
     assert {name for name, count in notes.items() if count} == {"rows_of_plain_text"}
 
 
-def test_there_is_one_bos_and_it_is_first(saved_tokenizer, tmp_path):
+def test_a_bos_is_there_once_and_first_or_not_at_all(saved_tokenizer, tmp_path):
     bos = tokenizer_of(saved_tokenizer).hf.bos_token_id
     for record in (text(), text(prompt="<s>hello world,"), chat("how are you", "no-one")):
         row, _ = encode_one(saved_tokenizer, record)

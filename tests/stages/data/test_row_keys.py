@@ -139,7 +139,7 @@ OTHER_SIDE = {
 
 
 @pytest.mark.parametrize("name", [*SAME_SIDE, *OTHER_SIDE])
-def test_prompts_differ_and_are_split_apart_that_differ_in(name):
+def test_prompts_are_other_ones_and_on_one_side_or_not_that_differ_in(name):
     record, prompt = (SAME_SIDE | OTHER_SIDE)[name]
     one, other = prompt_keys_of([record, replace(record, prompt=prompt)])
     assert one != other

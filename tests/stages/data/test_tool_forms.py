@@ -197,7 +197,7 @@ def test_a_transcript_is_not_rendered_twice():
         assert column == "system" or record_of(PAIR | {column: text})
 
 
-def test_text_that_looks_like_a_transcript_is_wrapped():
+def test_text_that_only_mentions_such_marks_is_wrapped():
     for prompt in ("What is a human: a study", "Is [1] < 2 or > 3?", "Q: Who?\nA:"):
         assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
 

@@ -8,7 +8,7 @@ import pytest
 from align.stages.storage.disk.lines import line_start
 from align.stages.tracking import progress as progress_module
 from align.stages.tracking.journal import kept_lines, key_of, open_journal, read_entries
-from align.stages.tracking.progress import TaskProgress, make_progress
+from align.stages.tracking.progress import Progress, TaskProgress
 from support import disk_faults
 
 
@@ -167,15 +167,15 @@ def test_what_is_left_follows_from_what_is_done(monkeypatch):
 
 def test_text_from_data_cannot_steer_the_terminal_or_break_its_encoding_or_tell_a_secret():
     for stream in (Terminal(), io.StringIO()):
-        make_progress(stream).say("a\x1b[31mb\nc\rd\u202e\x07 http://me:word@host")
+        Progress(stream).say("a\x1b[31mb\nc\rd\u202e\x07 http://me:word@host")
         assert stream.getvalue() == "a\\u001b[31mb c\\rd\\u202e\\u0007 http://***@host\n"
     narrow = Ascii()
-    make_progress(narrow).say("größe")
+    Progress(narrow).say("größe")
     assert narrow.getvalue() == "gr\\xf6\\xdfe\n"
 
 
 def test_a_reader_who_left_does_not_stop_the_work():
-    progress = make_progress(Gone())
+    progress = Progress(Gone())
     progress.begin("scoring", total=2, unit="rows")
     progress.advance(2)
     progress.say("still here")

@@ -26,7 +26,7 @@ from support.mlflow_runs import (
     stored,
     warnings_in,
 )
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_until
 from support.tracked_training import (
     begin,
     journalled,
@@ -34,7 +34,6 @@ from support.tracked_training import (
     learn,
     run_folder,
     sync_run,
-    wait_for,
 )
 from support.trainings import KILLED
 
@@ -103,7 +102,7 @@ def test_a_run_that_goes_on_is_the_same_run_even_while_mlflow_is_left_out(uri, t
     open_store(uri).set_tag(name, NOTE_TAG, "What I made of it.")
     second = begin(folder, uri, keep_through=30, run_name="another")
     second.describe("Something else.")
-    wait_for(lambda: run_of(uri, name).info.status == "RUNNING")
+    wait_until(lambda: run_of(uri, name).info.status == "RUNNING")
     second.log_params({"lr": "0.3"})
     learn(second, range(31, 41))
     second.finish("KILLED")
@@ -165,7 +164,7 @@ def test_steps_that_are_trained_again_by_other_settings_are_in_a_run_of_their_ow
     first = begin(folder, uri)
     first.log_params({"lr": "0.1"})
     learn(first, range(1, 31))
-    wait_for(lambda: len(stored(uri, id_of(first))) == len(journalled(folder.root)))
+    wait_until(lambda: len(stored(uri, id_of(first))) == len(journalled(folder.root)))
     kill(first)
     replaced = key_of(first)
 
@@ -211,7 +210,7 @@ def test_a_training_sends_nothing_before_its_first_step_and_all_after_it(
     run.log_metrics({"eval/loss": 0.5}, step=0)
     assert not id_of(run)
     run.begin_sending()
-    wait_for(lambda: id_of(run) and stored(uri, id_of(run)) == [("eval/loss", 0, 0.5)])
+    wait_until(lambda: id_of(run) and stored(uri, id_of(run)) == [("eval/loss", 0, 0.5)])
     run.finish("FINISHED")
 
 

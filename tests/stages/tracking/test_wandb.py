@@ -10,7 +10,7 @@ from align.stages.tracking.journaled_run import recorded, tagged
 from align.stages.tracking.run_record import GROUP_TAG
 from align.stages.tracking.wandb_tracker import FOLDER
 from support.mlflow_runs import warnings_in
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_until
 from support.refusals import refuses
 from support.tracked_training import (
     begin,
@@ -19,7 +19,6 @@ from support.tracked_training import (
     run_folder,
     sync_run,
     timed,
-    wait_for,
 )
 from support.wandb_runs import config, numbers, records, rows, run_file, tear_down
 from support.wandb_server import serving
@@ -102,7 +101,7 @@ def test_a_service_that_is_killed_costs_a_warning_and_no_number(tmp_path, monkey
     monkeypatch.setattr(uploader, "SECONDS_PER_TICK", 0.05)
     folder = run_folder(tmp_path)
     run = begin(folder, "", trackers=ALONE)
-    wait_for(lambda: run.run_ids)
+    wait_until(lambda: run.run_ids)
     entered = learn(run, range(1, 20), at=(10, kill_service))
     assert "align.stages.tracking.journal" in entered
     assert not any(name.startswith(("wandb", wandb_tracker.__name__)) for name in entered if name)
@@ -145,7 +144,7 @@ def test_runs_of_a_sweep_are_a_group_in_the_folder_that_is_named(tmp_path, monke
         with tagged({GROUP_TAG: str(home)}, parent):
             run = begin(run_folder(tmp_path), "", trackers=ALONE)
         run.finish("FINISHED")
-        wait_for(lambda: parent.run_ids)
+        wait_until(lambda: parent.run_ids)
         above = parent.run_ids["wandb"]
     file = run_file(tmp_path / "all" / FOLDER, run.run_ids["wandb"])
     told = [record.run for record in records(file) if record.HasField("run")]
@@ -171,14 +170,14 @@ def test_online_a_killed_run_is_resumed_as_the_same_with_each_line_once(tmp_path
         before = timed(folder.root)
         kill(first)
         run_id = first.run_ids["wandb"]
-        wait_for(lambda: len(server.rows.get(run_id, ())) == 33)
+        wait_until(lambda: len(server.rows.get(run_id, ())) == 33)
         folder.sent.unlink()  # nobody noted how far it was
         tear_down()
         second = begin(folder, "", trackers=ALONE, keep_through=20)
         for step in range(21, 36):
             second.log_metrics({"loss": 100.0 + step}, step=step)
         second.finish("FINISHED")
-        wait_for(lambda: run_id in server.exit_codes)
+        wait_until(lambda: run_id in server.exit_codes)
     assert second.run_ids == {"wandb": run_id}
     new = [one for one in timed(folder.root) if one[1] > 30]
     own = {"step", "_step", "_runtime", "_timestamp", "_wandb"}
