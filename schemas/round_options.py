@@ -30,10 +30,10 @@ class ServerOptions:
     )
     concurrency: int = Field(default=16, ge=1, description="requests in flight")
     timeout: float = Field(
-        default=120.0, gt=0, description="seconds without a byte until a request counts as lost"
+        default=120.0, gt=0, description="seconds until a request without an answer counts as lost"
     )
     retries: int = Field(
-        default=8, ge=0, description="times that a request is sent again, after growing pauses"
+        default=3, ge=0, description="times that a request is sent again, after growing pauses"
     )
     max_tokens: int = Field(
         default=0,

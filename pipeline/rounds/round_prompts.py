@@ -17,8 +17,7 @@ from ...stages.data.files import inputs_of
 from ...stages.data.records import read_prompts
 from ...stages.data.row_keys import split_keys_of
 from ...stages.feed.select import held_out
-from ...stages.sample.prompts import asked_once
-from ...stages.sample.sample_table import prompt_table
+from ...stages.sample.sample_table import prompt_table, unique_prompts
 from ...stages.storage.disk import fs
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 from ..tables.samplers import wrapping_of
@@ -52,7 +51,7 @@ class PromptSplit:
 
 def split_prompts(config: Config) -> PromptSplit:
     """Reads all prompts, and holds some out by the hash that training holds rows out by."""
-    prompts = [*asked_once(_read(config)).by_key.values()]
+    prompts = [*unique_prompts(_read(config)).values()]
     keys = split_keys_of([prompt.text for prompt in prompts])
     is_held_out = held_out(keys, config.rounds.eval_fraction).tolist()
     sides: tuple[list[Prompt], list[Prompt]] = ([], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...schemas.config import Config, ModelOptions, ScoringOptions
@@ -14,7 +14,6 @@ from ...schemas.round_options import SampleOptions, ServerOptions
 from ...schemas.rows import BadRow, Record, Role
 from ...schemas.samples import (
     SERVER,
-    Finish,
     Prompt,
     Refused,
     Sample,
@@ -32,8 +31,7 @@ from ..parts import Part
 
 if TYPE_CHECKING:  # both import transformers, which a server does without
     from ...stages.data.tokenizer import TextTokenizer
-    from ...stages.model.generate import Drawn, Generator, PromptTokens
-    from ...stages.model.reference import HfReference
+    from ...stages.model.generate import Generator
 
 
 ANSWERS_AT_ONCE = 512  # of a local model: several batches, so that few of them are not full
@@ -71,20 +69,27 @@ def sampler_of(
     model: ModelOptions, tokens: TokenOptions, server: ServerOptions, scoring: ScoringOptions
 ) -> Sampler:
     """The server, if one is named; else the model, whose folder may be in an object store."""
-    if server.url:
-        from ...stages.server.server_sampler import ServerSampler
-
-        local = LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
-        return ServerSampler(server, local.tokens_of if model.path else None)
     require_sampled_model(model, server)
-    return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+    if not server.url:
+        return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+    from ...stages.server.server_sampler import ServerSampler
+
+    if not model.path:
+        return ServerSampler(server)
+    from ...stages.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(local_options(model).path, tokens)
+    return ServerSampler(server, lambda prompt: len(_ids(prompt, tokenizer)))
 
 
 def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
     """Refuses settings that name no model which samples can be drawn from."""
-    if server.url:
-        return
-    if not model.path:
+    if server.url and find_spec("openai") is None:
+        raise UsageError(
+            "server.url needs the package openai. Install it: "
+            "pip install 'align-cached-reference[server]'"
+        )
+    if not (server.url or model.path):
         raise UsageError(
             "No model to sample from. Pass --model DIR, or --server URL for one behind a server."
         )
@@ -112,18 +117,34 @@ def sampling_of(options: SampleOptions) -> Sampling:
     )
 
 
-@dataclass(frozen=True)
 class LocalSampler(Sampler):
-    """A model folder, which is loaded once something is drawn."""
+    """A model folder; its weights are loaded once something is drawn."""
 
-    model: ModelOptions
-    tokens: TokenOptions
-    tokens_per_batch: int
+    def __init__(self, model: ModelOptions, tokens: TokenOptions, tokens_per_batch: int) -> None:
+        from ...stages.data.tokenizer import load_tokenizer
+        from ...stages.model.generate import own_stops
+        from ...stages.model.reference import HfReference
+
+        self.model = model
+        self._tokens_per_batch = tokens_per_batch
+        self._reference = HfReference(model, own_digests())
+        self._tokenizer = load_tokenizer(model.path, tokens)
+        self._stops = self._tokenizer.stops.tokens | own_stops(model)
 
     @property
     def device(self) -> str:
         """The device it computes on."""
         return self._reference.device
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of a prompt and its answer, where the model has a bound."""
+        return self._reference.context()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._tokenizer.chat is not None
 
     def identity(self) -> Mapping[str, str]:
         """Digests of the model, its tokenizer and template, and how tokens are drawn."""
@@ -139,6 +160,14 @@ class LocalSampler(Sampler):
             "numerics.sampling": SAMPLING_VERSION,
         }
 
+    def fitted(self, prompt: Prompt) -> Prompt:
+        """The prompt with its calls of tools in the form that the chat template writes."""
+        try:
+            record = self._tokenizer.fitted(_record(prompt))
+        except BadRow:  # it is among the refused
+            return prompt
+        return replace(prompt, text=record.prompt, tools=record.tools)
+
     def refused(self, prompts: Sequence[Prompt], sampling: Sampling) -> Mapping[str, BadRow]:
         """Prompts that fill the model's context, or fail in its template."""
         found: dict[str, BadRow] = {}
@@ -146,12 +175,20 @@ class LocalSampler(Sampler):
         most = None if context is None else context - sampling.max_new_tokens
         for prompt in prompts:
             try:
-                length = self.tokens_of(prompt)
+                length = len(self.ids_of(prompt))
                 if most is not None and length > most:
                     raise BadRow("too_long", f"{length:,} tokens, and there is room for {most:,}")
             except BadRow as bad:
                 found[prompt.key] = bad
         return found
+
+    def ids_of(self, prompt: Prompt) -> list[int]:
+        """The prompt as stage 1 renders it for an assistant that is about to answer."""
+        return _ids(prompt, self._tokenizer)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of a completion's tokens."""
+        return self._tokenizer.continuation(tokens)
 
     def open(self, sampling: Sampling) -> OpenLocalSampler:
         """Loads the weights."""
@@ -161,7 +198,7 @@ class LocalSampler(Sampler):
             self._reference.load(),
             sampling,
             self._stops,
-            tokens_per_batch=self.tokens_per_batch,
+            tokens_per_batch=self._tokens_per_batch,
             require_unchanged=self._reference.require_unchanged,
         )
         return OpenLocalSampler(self, generator, sampling)
@@ -171,62 +208,62 @@ class LocalSampler(Sampler):
         from ...stages.model.generate import PromptTokens
 
         asked = [PromptTokens(ids, [0]) for ids in prompts]
-        opened = self.open(sampling_of(SampleOptions(temperature=0.0, max_new_tokens=most)))
+        opened = self.open(Sampling(temperature=0.0, max_new_tokens=most))
         drawn = {one.prompt: one for batch in opened.generator.draw(asked) for one in batch}
         every = (drawn[index] for index in range(len(asked)))
         return [(self.text_of(one.tokens), one.has_stopped) for one in every]
 
-    @property
-    def context(self) -> int | None:
-        """Most tokens of a prompt and its answer, where the model has a bound."""
-        return self._reference.context()
 
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return self._tokenizer.chat is not None
+@dataclass(frozen=True)
+class OpenLocalSampler:
+    """A model that is loaded."""
 
-    def fitted(self, prompt: Prompt) -> Prompt:
-        """The prompt with its calls of tools in the form that the chat template writes."""
-        try:
-            record = self._tokenizer.fitted(_record(prompt))
-        except BadRow:  # it is among the refused
-            return prompt
-        return replace(prompt, text=record.prompt, tools=record.tools)
+    sampler: LocalSampler
+    generator: Generator
+    sampling: Sampling
 
-    def ids_of(self, prompt: Prompt) -> list[int]:
-        """The prompt as stage 1 renders it for an assistant that is about to answer."""
-        from ...stages.data.encode import encode_prompt
+    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
+        """Yields the refusals, then the samples of each batch."""
+        from ...stages.model.generate import PromptTokens
+        from ...stages.model.keyed_noise import stream_of
 
-        if not isinstance(prompt.text, str):
-            self._tokenizer.require_template()
-        return encode_prompt(_record(prompt), self._tokenizer)
+        refused = self.sampler.refused([one.prompt for one in wanted], self.sampling)
+        if refused:
+            yield [
+                Refused(one.prompt.key, number, refused[one.prompt.key].detail)
+                for one in wanted
+                for number in one.numbers
+                if one.prompt.key in refused
+            ]
+        rest = [one for one in wanted if one.prompt.key not in refused]
+        seed = self.sampling.seed
+        asked = [
+            PromptTokens(
+                self.sampler.ids_of(one.prompt),
+                [stream_of(one.prompt.key, seed, number) for number in one.numbers],
+            )
+            for one in rest
+        ]
+        for batch in self.generator.draw(asked):
+            yield [
+                Sample(
+                    prompt=rest[drawn.prompt].prompt.key,
+                    number=rest[drawn.prompt].numbers[drawn.stream],
+                    text=self.sampler.text_of(drawn.tokens),
+                    finish="stop" if drawn.has_stopped else "length",
+                    prompt_tokens=len(asked[drawn.prompt].ids),
+                    completion_tokens=len(drawn.tokens) + drawn.has_stopped,
+                )
+                for drawn in batch
+            ]
 
-    def tokens_of(self, prompt: Prompt) -> int:
-        """The number of tokens of a prompt."""
-        return len(self.ids_of(prompt))
 
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of a completion's tokens."""
-        return self._tokenizer.continuation(tokens)
+def _ids(prompt: Prompt, tokenizer: TextTokenizer) -> list[int]:
+    from ...stages.data.encode import encode_prompt
 
-    @cached_property
-    def _reference(self) -> HfReference:
-        from ...stages.model.reference import HfReference
-
-        return HfReference(self.model, own_digests())
-
-    @cached_property
-    def _tokenizer(self) -> TextTokenizer:
-        from ...stages.data.tokenizer import load_tokenizer
-
-        return load_tokenizer(self.model.path, self.tokens)
-
-    @cached_property
-    def _stops(self) -> frozenset[int]:
-        from ...stages.model.generate import own_stops
-
-        return self._tokenizer.stops.tokens | own_stops(self.model)
+    if not isinstance(prompt.text, str):
+        tokenizer.require_template()
+    return encode_prompt(_record(prompt), tokenizer)
 
 
 def _record(prompt: Prompt) -> Record:
@@ -242,49 +279,3 @@ def _record(prompt: Prompt) -> Record:
         tools=prompt.tools,
         template_options=prompt.template_options,
     )
-
-
-@dataclass(frozen=True)
-class OpenLocalSampler:
-    """A model that is loaded."""
-
-    sampler: LocalSampler
-    generator: Generator
-    sampling: Sampling
-
-    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
-        """Yields the refusals, then the samples of each batch."""
-        refused = self.sampler.refused([one.prompt for one in wanted], self.sampling)
-        if refused:
-            yield [
-                Refused(one.prompt.key, number, refused[one.prompt.key].detail)
-                for one in wanted
-                for number in one.numbers
-                if one.prompt.key in refused
-            ]
-        rest = [one for one in wanted if one.prompt.key not in refused]
-        asked = [self._asked(one) for one in rest]
-        for batch in self.generator.draw(asked):
-            yield [
-                self._sample(rest[drawn.prompt], len(asked[drawn.prompt].ids), drawn)
-                for drawn in batch
-            ]
-
-    def _asked(self, wanted: Wanted) -> PromptTokens:
-        from ...stages.model.generate import PromptTokens
-        from ...stages.model.keyed_noise import stream_of
-
-        key, seed = wanted.prompt.key, self.sampling.seed
-        streams = [stream_of(key, seed, number) for number in wanted.numbers]
-        return PromptTokens(self.sampler.ids_of(wanted.prompt), streams)
-
-    def _sample(self, wanted: Wanted, prompt_tokens: int, drawn: Drawn) -> Sample:
-        finish: Finish = "stop" if drawn.has_stopped else "length"
-        return Sample(
-            prompt=wanted.prompt.key,
-            number=wanted.numbers[drawn.stream],
-            text=self.sampler.text_of(drawn.tokens),
-            finish=finish,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=len(drawn.tokens) + drawn.has_stopped,
-        )

@@ -1,4 +1,4 @@
-"""The table of samples: a row for each, with its prompt and the prompt's carried columns."""
+"""Prompts, each once, and the table of their samples: a row for each, with carried columns."""
 
 from __future__ import annotations
 
@@ -12,39 +12,52 @@ from ...schemas.rows import Text
 from ...schemas.samples import Prompt, Sample
 
 
-def sample_table(
-    prompts: Mapping[str, Prompt], samples: Mapping[tuple[str, int], Sample], n: int
-) -> pl.DataFrame:
-    """The table of the first n samples of each prompt, in the order of the prompts."""
-    pairs = [
-        (prompt, samples[key, number]) for key, prompt in prompts.items() for number in range(n)
+def unique_prompts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
+    """The distinct prompts by key, in their order; of equal ones the first with what it carries."""
+    found: dict[str, Prompt] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.key, prompt)
+    return found
+
+
+def sample_table(prompts: Mapping[str, Prompt], samples: Sequence[Sample]) -> pl.DataFrame:
+    """The table of samples in their order, each with its prompt."""
+    asked = [prompts[one.prompt] for one in samples]
+    completions: list[Text] = [
+        one.text if isinstance(prompt.text, str) else ({"role": "assistant", "content": one.text},)
+        for prompt, one in zip(asked, samples, strict=True)
     ]
-    asked = [prompt for prompt, _ in pairs]
-    answers = [sample for _, sample in pairs]
-    columns = {
-        "prompt": _texts([prompt.text for prompt in asked]),
-        "prompt_key": pl.Series([one.prompt for one in answers], dtype=pl.String),
-        "number": pl.Series([one.number for one in answers], dtype=pl.Int32),
-        "completion": _texts([_completion(*pair) for pair in pairs]),
-        "finish": pl.Series([one.finish for one in answers], dtype=pl.String),
-        "prompt_tokens": pl.Series([one.prompt_tokens for one in answers], dtype=pl.Int32),
-        "completion_tokens": pl.Series([one.completion_tokens for one in answers], dtype=pl.Int32),
-        **_of_template(asked),
-        **_carried(asked),
-    }
-    return pl.DataFrame(columns)
+    prompt, *others = prompt_table(asked).get_columns()
+    return pl.DataFrame(
+        [
+            prompt,
+            pl.Series("prompt_key", [one.prompt for one in samples], dtype=pl.String),
+            pl.Series("number", [one.number for one in samples], dtype=pl.Int32),
+            _texts(completions).alias("completion"),
+            pl.Series("finish", [one.finish for one in samples], dtype=pl.String),
+            pl.Series("prompt_tokens", [one.prompt_tokens for one in samples], dtype=pl.Int32),
+            pl.Series(
+                "completion_tokens", [one.completion_tokens for one in samples], dtype=pl.Int32
+            ),
+            *others,
+        ]
+    )
 
 
 def prompt_table(prompts: Sequence[Prompt]) -> pl.DataFrame:
-    """The table of prompts with their carried columns, in the format that is read."""
+    """The table of prompts with what the template takes and their carried columns."""
     columns = {"prompt": _texts([prompt.text for prompt in prompts])}
-    return pl.DataFrame({**columns, **_of_template(prompts), **_carried(prompts)})
-
-
-def _completion(prompt: Prompt, sample: Sample) -> Text:
-    if isinstance(prompt.text, str):
-        return sample.text
-    return ({"role": "assistant", "content": sample.text},)
+    inputs: dict[str, list[Any]] = {
+        "tools": [prompt.tools for prompt in prompts],
+        "chat_template_kwargs": [prompt.template_options for prompt in prompts],
+    }
+    for name, values in inputs.items():
+        if any(values):
+            texts = [_json(value) if value else None for value in values]
+            columns[name] = pl.Series(texts, dtype=pl.String)
+    for name in dict.fromkeys(name for prompt in prompts for name in prompt.carried):
+        columns[name] = _series([prompt.carried.get(name) for prompt in prompts])
+    return pl.DataFrame(columns)
 
 
 def _texts(texts: Sequence[Text]) -> pl.Series:
@@ -61,27 +74,6 @@ def _texts(texts: Sequence[Text]) -> pl.Series:
         # Named, because polars takes the keys of the first message for those of all.
         return pl.Series(lists, dtype=pl.List(pl.Struct(dict.fromkeys(keys, pl.String))))
     return pl.Series([text if isinstance(text, str) else _json(text) for text in texts])
-
-
-def _of_template(prompts: Iterable[Prompt]) -> dict[str, pl.Series]:
-    """The columns of the chat template's other inputs, if any prompt has them."""
-    given = [*prompts]
-    columns = {
-        "tools": [_json(one.tools) if one.tools else None for one in given],
-        "chat_template_kwargs": [
-            _json(one.template_options) if one.template_options else None for one in given
-        ],
-    }
-    return {
-        name: pl.Series(values, dtype=pl.String)
-        for name, values in columns.items()
-        if any(value is not None for value in values)
-    }
-
-
-def _carried(prompts: Sequence[Prompt]) -> dict[str, pl.Series]:
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.carried)
-    return {name: _series([prompt.carried.get(name) for prompt in prompts]) for name in names}
 
 
 def _series(values: list[Any]) -> pl.Series:

@@ -11,33 +11,25 @@ whoever was first. A refusal is stored too, so that other processes know it; an 
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from ...schemas.errors import CorruptionError, damaged, os_errors_as_storage_errors
+from ...schemas.errors import damaged, os_errors_as_storage_errors
 from ...schemas.json_codec import to_json
 from .disk import fs
 from .disk.lines import read_lines
 
 Answer: TypeAlias = "Mapping[str, Any]"
+Place: TypeAlias = tuple[Path, int, int]  # the file of a line, its start and its size
 
 NAMES = "answers-*.jsonl"
 SUM = len(b',"sum":"00000000"}\n')
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-
-
-class _Place(NamedTuple):
-    """The line of an answer; answers themselves stay on the disk."""
-
-    path: Path
-    start: int
-    size: int
 
 
 class Answers:
@@ -45,14 +37,11 @@ class Answers:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}  # the answers themselves stay on the disk
         self._refusals: dict[str, str] = {}
         self._ends: dict[Path, int] = {}  # the end of the last line that was read of each file
         self._own = self._new_file()
         self.look()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._places
 
     def look(self) -> None:
         """Reads the lines that other processes have added."""
@@ -71,14 +60,15 @@ class Answers:
 
     def of(self, keys: Iterable[str]) -> Iterator[tuple[str, Answer]]:
         """The answers of these keys that are there, file by file."""
-        wanted: dict[Path, list[tuple[_Place, str]]] = {}
+        wanted: dict[Path, list[tuple[Place, str]]] = {}
         for key in keys:
             if place := self._places.get(key):
-                wanted.setdefault(place.path, []).append((place, key))
+                wanted.setdefault(place[0], []).append((place, key))
         for path in sorted(wanted):
             with fs.open_file(path) as source:
-                for place, key in sorted(wanted[path]):
-                    yield key, _parsed(path, _line_at(source, place))["answer"]
+                for (_, start, size), key in sorted(wanted[path]):
+                    source.seek(start)
+                    yield key, _parsed(path, source.read(size))["answer"]
 
     def add(self, answers: Mapping[str, Answer], refused: Mapping[str, str] | None = None) -> None:
         """Stores answers, and why other questions were refused; durable when it returns."""
@@ -99,7 +89,7 @@ class Answers:
         if is_new:
             fs.fsync(self.folder)
             fs.fsync(self.folder.parent)
-            self._ends[path] = 0
+            self._ends[path] = 0  # also where somebody has removed the file
         self._own = path
         self._read(path)
 
@@ -108,18 +98,19 @@ class Answers:
 
     def _read(self, path: Path) -> None:
         """Notes the whole lines of a file that were added since it was last read."""
-        for text, end in read_lines(path, self._ends.get(path, 0)):
-            record = _parsed(path, text)
+        for line, end in read_lines(path, self._ends.get(path, 0)):
+            record = _parsed(path, line)
             self._ends[path] = end
             key = record["key"]
             if why := record.get("refused"):
                 self._refusals[key] = min(why, self._refusals.get(key, why))
                 continue
             if known := self._places.get(key):
-                with fs.open_file(known.path) as source:
-                    if _line_at(source, known) <= text:
+                with fs.open_file(known[0]) as source:
+                    source.seek(known[1])
+                    if source.read(known[2]) <= line:
                         continue
-            self._places[key] = _Place(path, end - len(text), len(text))
+            self._places[key] = path, end - len(line), len(line)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -133,19 +124,10 @@ def _sum_of(body: bytes) -> bytes:
 
 def _parsed(path: Path, line: bytes) -> dict[str, Any]:
     if line[-SUM:] != _sum_of(line[:-SUM]):
-        raise _damaged(path)
+        raise damaged(
+            path,
+            "one of its lines is not what was written",
+            "Remove that line, then run the same command again: its answer is asked for again.",
+        )
     record: dict[str, Any] = json.loads(line)
     return record
-
-
-def _line_at(source: io.BufferedReader, place: _Place) -> bytes:
-    source.seek(place.start)
-    return source.read(place.size)
-
-
-def _damaged(path: Path) -> CorruptionError:
-    return damaged(
-        path,
-        "one of its lines is not what was written",
-        "Remove that line, then run the same command again: its answer is asked for again.",
-    )

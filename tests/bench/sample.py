@@ -24,7 +24,7 @@ from align.stages.demo.tiny_world import make_world
 from align.stages.model.generate import Generator, PromptTokens
 from align.stages.model.keyed_noise import stream_of
 from align.stages.model.load import load_causal_lm
-from align.stages.sample.prompts import asked_once
+from align.stages.sample.sample_table import unique_prompts
 
 SAMPLES, NEW_TOKENS, ROUNDS, BUDGET = 8, 64, 3, 16_384
 
@@ -35,7 +35,7 @@ def main():
         world = make_world(Path(folder) / "world", rows=given.prompts * 2)
         options = ModelOptions(path=str(world.model), dtype=given.dtype, device=given.device)
         rows = read_prompts(open_inputs([str(world.data.paired)]), {})
-        asked = list(asked_once(rows.prompts).by_key.values())[: given.prompts]
+        asked = list(unique_prompts(rows.prompts).values())[: given.prompts]
         local = LocalSampler(options, TokenOptions(), BUDGET)
         ids, model = [local.ids_of(prompt) for prompt in asked], load_causal_lm(options)
     plain, shared = [], []

@@ -8,7 +8,6 @@ from align.pipeline.tables.judge import judge
 from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import BudgetError, ServerError
 from align.schemas.round_options import JudgeOptions, ServerOptions
-from align.stages.server import server_client
 from align.stages.server.server_sampler import ServerSampler
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import Progress
@@ -26,12 +25,6 @@ CONCURRENCY = 4
 
 def rows_of(folder):
     return read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """What a server needs to recover does not matter here."""
-    monkeypatch.setattr(server_client, "FIRST_PAUSE", 0.001)
 
 
 @pytest.fixture
@@ -78,7 +71,7 @@ def judge_by(stub, output):
 
 def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server, undisturbed):
     faults = dict.fromkeys((429, 500, "garbage", "half", "drop", "no usage"), 0.06)
-    with chat_server(said, faults=faults, retry_after=0) as bad:
+    with chat_server(said, faults=faults) as bad:
         result, rows = by_server(bad, retries=30)
         again, _ = by_server(bad)
     assert {*bad.injected} == {*faults}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from align.stages.server import server_client
 from align.stages.storage.run.rounds_folder import RoundsFolder
 from support.chat_server import chat_server
 from support.mlflow_runs import open_store
@@ -30,9 +29,7 @@ def prefers_letters(asked):
 
 
 @pytest.fixture
-def settings_of(here, world, monkeypatch):
-    monkeypatch.setattr(server_client, "FIRST_PAUSE", 0.001)
-
+def settings_of(here, world):
     def write(stub, *, uri="", **server):
         options = {"url": stub.url, "model": "stub", "revision": "1", "concurrency": 1, **server}
         tracking = {"mlflow": bool(uri), "uri": uri}

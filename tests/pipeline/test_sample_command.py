@@ -25,10 +25,16 @@ def asked_turns(tmp_path_factory):
 
 
 def sample(world, prompts, output, *more):
+    """Samples, and returns what is printed."""
     given = ("--model", world.model, "--output", output, "--max-new-tokens", NEW)
     answer = align("sample", prompts, *given, "--device", "cpu", "--no-mlflow", *more)
     assert answer.code == 0, answer
     return answer.out
+
+
+def paid(output):
+    """The number of samples that were drawn for an output, in whatever order of commands."""
+    return sum(path.read_bytes().count(b"\n") for path in (output / "_align" / "answers").iterdir())
 
 
 def table(folder):
@@ -38,33 +44,30 @@ def table(folder):
 @pytest.fixture(scope="module")
 def whole_sample(world, asked_turns, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "out"
-    return output, sample(world, asked_turns, output, "-n", 4)
+    sample(world, asked_turns, output, "-n", 4)
+    return output
 
 
 def test_a_conversation_gets_messages_and_keeps_its_reference_answer(whole_sample):
-    output, said = whole_sample
-    found = table(output)
+    found = table(whole_sample)
     assert [one[0]["role"] for one in found["completion"].to_list()] == ["assistant"] * 20
     assert found["answer"].to_list() == [digit for digit in "01234" for _ in range(4)]
     assert found["prompt_tokens"].min() > 5
     assert found["completion_tokens"].max() == NEW
-    assert "20 samples" in said
+    assert paid(whole_sample) == 20
 
 
 def test_other_batches_and_numbers_give_the_same_samples(
-    world, asked_turns, whole_sample, tmp_path
+    world, asked_turns, whole_sample, tmp_path, monkeypatch
 ):
     """Two samples of each prompt are known, and the others are drawn later."""
     sample(world, asked_turns, tmp_path / "out", "-n", 2, "--tokens-per-batch", 1)
-    said = sample(world, asked_turns, tmp_path / "out", "-n", 4, "--tokens-per-batch", 90)
-    assert "10 samples" in said
-    assert table(tmp_path / "out").equals(table(whole_sample[0]))
-
-
-def test_the_same_request_loads_no_weights(world, asked_turns, whole_sample, monkeypatch):
+    assert paid(tmp_path / "out") == 10
+    sample(world, asked_turns, tmp_path / "out", "-n", 4, "--tokens-per-batch", 90)
+    assert paid(tmp_path / "out") == 20
+    assert table(tmp_path / "out").equals(table(whole_sample))
     monkeypatch.setattr(reference, "load_causal_lm", lambda _: pytest.fail("weights are loaded"))
-    said = sample(world, asked_turns, whole_sample[0], "-n", 4)
-    assert "20 known" in said
+    sample(world, asked_turns, tmp_path / "out", "-n", 4)
 
 
 def test_a_prompt_is_rendered_as_stage_1_renders_it(world, asked_turns, whole_sample, here):
@@ -74,14 +77,15 @@ def test_a_prompt_is_rendered_as_stage_1_renders_it(world, asked_turns, whole_sa
     given = ("--model", world.model, "--output", "cache", "--kl-pairs", 0, "--no-mlflow")
     assert align("precompute-ref", "pairs.jsonl", *given).code == 0
     lengths = sorted(map(len, pl.read_parquet("cache/data/*.parquet")["prompt_ids"].to_list()))
-    assert lengths == sorted(table(whole_sample[0])["prompt_tokens"].to_list()[::4])
+    assert lengths == sorted(table(whole_sample)["prompt_tokens"].to_list()[::4])
 
 
 def test_a_prompt_longer_than_the_context_is_left_out_and_an_error_where_all_are(world, here):
     mixed = write_prompts(here / "p.jsonl", ["What is it?", "word " * 3000])
-    said = sample(world, mixed, here / "out", "-n", 1)
-    assert "1 prompt" in said
-    assert table(here / "out")["prompt"].to_list() == ["What is it?"]
+    sample(world, mixed, here / "out", "-n", 1)
+    manifest, found = read_table(TableFolder(here / "out", "samples"))
+    assert manifest.counts["prompts_too_long"] == 1
+    assert found["prompt"].to_list() == ["What is it?"]
     # A context of 2,048 has room for the short prompt, and not for it and so long a sample.
     given = ("--model", world.model, "--output", here / "none", "--no-mlflow")
     long = ("--max-new-tokens", 2047)
@@ -91,12 +95,11 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_an_error_where_all_are
 
 def test_text_is_asked_as_it_is_and_said_to_be_or_as_a_conversation(world, whole_sample, tmp_path):
     plain = write_prompts(tmp_path / "p.jsonl", QUESTIONS, answer=[*"01234"])
-    said = sample(world, plain, tmp_path / "plain", "-n", 1)
-    assert "data.wrap=chat" in said
+    assert "data.wrap=chat" in sample(world, plain, tmp_path / "plain", "-n", 1)
     assert table(tmp_path / "plain")["prompt"].to_list() == QUESTIONS
     wrapped = ("--set", "data.wrap=chat")
     assert "data.wrap" not in sample(world, plain, tmp_path / "wrapped", "-n", 4, *wrapped)
-    assert table(tmp_path / "wrapped").equals(table(whole_sample[0]))
+    assert table(tmp_path / "wrapped").equals(table(whole_sample))
     written = write_prompts(tmp_path / "w.jsonl", [f"Human: {text}" for text in QUESTIONS])
     given = ("--model", world.model, "--output", tmp_path / "o", "--no-mlflow", *wrapped)
     refusal(3, "sample", written, *given, names=("5 schema",))
@@ -113,10 +116,11 @@ def test_an_adapter_is_another_model_and_its_samples_are_its_own(
     with quiet():
         base = AutoModelForCausalLM.from_pretrained(world.model)
         get_peft_model(base, settings).save_pretrained(tmp_path / "adapter")
-    output = whole_sample[0].parent / "adapted"
-    said = sample(world, asked_turns, output, "-n", 4, "--adapter", tmp_path / "adapter")
-    assert "20 samples" in said
-    ours, adapted = (read_table(TableFolder(each, "samples")) for each in (whole_sample[0], output))
+    shared = ("--set", f"sample.answers={whole_sample / '_align' / 'answers'}")
+    before, output = paid(whole_sample), tmp_path / "adapted"
+    sample(world, asked_turns, output, "-n", 4, "--adapter", tmp_path / "adapter", *shared)
+    assert paid(whole_sample) == before + 20
+    ours, adapted = (read_table(TableFolder(each, "samples")) for each in (whole_sample, output))
     assert ours[0].made_from["model"] != adapted[0].made_from["model"]
     assert not ours[1]["completion"].equals(adapted[1]["completion"])
 

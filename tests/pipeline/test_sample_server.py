@@ -1,30 +1,32 @@
 """`align sample` with a server: bought once, by whom it was bought, and nothing shows the key."""
 
 import json
+import random
+import signal
 
 import pyarrow.parquet as pq
 import pytest
 
-from align.stages.server import server_client
 from support.asking import echo
 from support.chat_server import chat_server
 from support.command import align, refusal
+from support.trainings import KILLED
 
 KEY = "planted-key-52c7e0b9aa"
+CONCURRENCY = 3
 PROMPTS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(8)]
 
 
 @pytest.fixture
 def sample_words(here, monkeypatch):
     """The words of a command that asks a server for samples of a file with prompts."""
-    monkeypatch.setattr(server_client, "FIRST_PAUSE", 0.002)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
     def words(stub, *more, prompts=PROMPTS, with_mlflow=False):
         (here / "p.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
         mlflow = () if with_mlflow else ("--no-mlflow",)
-        usual = ("--server", stub.url, "--revision", "one", "--output", "out", *mlflow)
-        return ("sample", "p.jsonl", *usual, *more)
+        usual = ("--server", stub.url, "--revision", "one", "--output", here / "out", *mlflow)
+        return ("sample", here / "p.jsonl", *usual, *more)
 
     return words
 
@@ -61,6 +63,25 @@ def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_wo
     assert len(completions(here)) == 32
 
 
+@pytest.mark.slow  # twenty commands
+def test_a_kill_at_any_point_asks_again_at_most_what_was_in_flight(server, sample_words, here):
+    """Killed after a drawn number of answers, once that many more were given."""
+    drawn, left, words = random.Random(7), 20, None
+    with chat_server(echo, delay=0.01) as stub:
+        words = sample_words(stub, "-n", 40, "--concurrency", CONCURRENCY)
+        while left:
+            command = server.start(*words)
+            last = stub.answered.total() + drawn.randrange(1, 14)
+            while stub.answered.total() < last:
+                assert command.processes[0].server.wait(command.processes[0].pid, 0.002) is None
+            command.signal(signal.SIGKILL)
+            assert command.answers()[0].code == KILLED
+            left -= 1
+        assert align(*words).code == 0
+    assert len(stub.answered) == len(completions(here)) == 8 * 40
+    assert stub.answered.total() <= 8 * 40 + 20 * CONCURRENCY
+
+
 @pytest.mark.slow  # MLflow makes a store
 def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(
     sample_words, here, no_mlflow_settings
@@ -75,3 +96,12 @@ def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(
     assert {"samples.parquet", "mlflow.db"} <= {path.name for path in files}
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
     assert KEY not in worked.out + worked.err + failed
+
+
+def test_a_server_needs_a_package_that_is_named_with_the_way_to_install_it(
+    sample_words, monkeypatch
+):
+    monkeypatch.setattr("align.pipeline.tables.samplers.find_spec", lambda _: None)
+    with chat_server(echo) as stub:
+        names = ("server.url", "openai", "align-cached-reference[server]")
+        refusal(2, *sample_words(stub), names=names)

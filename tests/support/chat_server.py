@@ -81,7 +81,7 @@ class ChatServer:
     refuse: Callable = lambda _: None  # (status, message, *headers) of a refusal
     amend: Callable = lambda reply: reply  # what is sent for a reply; or bytes
     delay: float = 0.0  # seconds before each answer
-    retry_after: Any = None  # of 429 and 503
+    retry_after: Any = None  # what errors ask for; by default as good as no pause
 
     def __post_init__(self):
         assert all(isinstance(one, int) or one in FAULTS for one in self.faults), self.faults
@@ -263,8 +263,9 @@ class _Handler(BaseHTTPRequestHandler):
         stub = self.server.stub
         head = [f"HTTP/1.1 {status} Said", "Content-Type: application/json", *headers]
         head.append(f"Content-Length: {length or len(payload)}")
-        if status in {429, 503} and stub.retry_after is not None:
-            head.append(f"Retry-After: {stub.retry_after}")
+        if status != 200:
+            asked = stub.retry_after
+            head.append("Retry-After-Ms: 1" if asked is None else f"Retry-After: {asked}")
         self.wfile.write("\r\n".join([*head, "", ""]).encode() + payload)
 
     def log_message(self, *_):

@@ -4,9 +4,8 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
-from align.pipeline.tables import sample as module
+from align.pipeline.tables.sample import sample
 from align.schemas.config import Config, TrackingOptions
 from align.schemas.data_options import DataOptions
 from align.schemas.round_options import SampleOptions
@@ -102,11 +101,7 @@ def config_of(prompts, output, **options):
 
 def run_sampling(config, sampler, *, part=None):
     """Samples in this process."""
-    with (
-        mock.patch.object(module, "sampler_of", return_value=sampler),
-        mock.patch.object(module, "require_sampled_model"),  # it is none of the settings
-    ):
-        return module.sample(config, progress=Silent(), part=part)
+    return sample(config, progress=Silent(), part=part, sampler=sampler)
 
 
 def exit_code_of_child(config, sampler, faults):

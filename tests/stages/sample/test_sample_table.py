@@ -8,21 +8,19 @@ import pytest
 from align.schemas.samples import Prompt, Sample
 from align.stages.data.files import open_inputs
 from align.stages.data.records import read_prompts
-from align.stages.sample.prompts import asked_once, by_length
-from align.stages.sample.sample_table import sample_table
+from align.stages.sample.sample_table import sample_table, unique_prompts
 
 TURN = {"role": "user", "content": "hi"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 
 
 def table(*prompts, n=1):
-    asked = {prompt.key: prompt for prompt in prompts}
-    samples = {
-        (key, number): Sample(key, number, f"{place} {number}", "stop", 3, 4 + number)
-        for place, key in enumerate(asked)
+    samples = [
+        Sample(prompt.key, number, f"{place} {number}", "stop", 3, 4 + number)
+        for place, prompt in enumerate(prompts)
         for number in range(n)
-    }
-    return sample_table(asked, samples, n)
+    ]
+    return sample_table({prompt.key: prompt for prompt in prompts}, samples)
 
 
 def test_rows_are_in_the_order_of_the_prompts_then_of_the_numbers():
@@ -84,29 +82,14 @@ def test_tools_and_options_are_columns_where_a_prompt_has_some():
 
 
 def test_equal_prompts_are_asked_once_with_what_the_first_carries():
-    asked = asked_once([Prompt("a", carried={"x": 1}), Prompt("b"), Prompt("a", carried={"x": 2})])
-    assert [(one.text, one.carried) for one in asked.by_key.values()] == [
-        ("a", {"x": 1}),
-        ("b", {}),
-    ]
-    assert asked.repeated == 1
-    assert asked_once([]).repeated == 0
-
-
-def test_prompts_differ_by_tools_and_options_and_not_by_what_they_carry():
+    """What a prompt carries does not tell it from others; its tools and options do."""
     others = [
-        Prompt("a"),
+        Prompt("a", carried={"x": 1}),
         Prompt("b"),
         Prompt((TURN,)),
         Prompt((TURN,), tools=(CALL,)),
         Prompt((TURN,), template_options={"x": 1}),
     ]
-    assert len({prompt.key for prompt in others}) == len(others)
-    assert Prompt("a", carried={"x": 1}).key == Prompt("a").key
-
-
-def test_prompts_of_like_length_stand_beside_each_other_for_any_order():
-    prompts = [Prompt("x" * length) for length in (5, 1, 4, 2, 3)]
-    ordered = by_length(prompts)
-    assert [len(one.text) for one in ordered] == [1, 2, 3, 4, 5]
-    assert by_length(prompts[::-1]) == ordered
+    found = unique_prompts([*others, Prompt("a", carried={"x": 2}), Prompt("b")])
+    assert [*found.values()] == others
+    assert unique_prompts([]) == {}
