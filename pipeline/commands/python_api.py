@@ -7,7 +7,7 @@ what the command refuses, by an AlignError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -128,8 +128,7 @@ def load_run(path: AnyPath) -> TrainingRun:
     """
     import polars as pl
 
-    from ...stages.report.eval_table import read_samples
-    from ...stages.report.side_by_side import Answered, read_answers
+    from ...stages.report.eval_table import read_answers, read_samples
     from ...stages.report.visited_rows import SCHEMA, read_visits
     from ...stages.storage.run.run_folder import read_ending
     from ..options.settings import read_yaml
@@ -142,7 +141,6 @@ def load_run(path: AnyPath) -> TrainingRun:
         read_samples(path).select(pl.lit(step, pl.Int64).alias("step"), pl.all())
         for step, path in folder.evaluations().items()
     ]
-    answers = read_answers(folder.answers) if folder.answers.exists() else ()
     is_logged = folder.rows.exists()
     return TrainingRun(
         folder=folder.root,
@@ -152,7 +150,7 @@ def load_run(path: AnyPath) -> TrainingRun:
         metrics=history.learned,
         evaluations=history.held_out,
         samples=pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *samples], how="diagonal"),
-        answers=pl.DataFrame(answers, schema=[one.name for one in fields(Answered)]),
+        answers=read_answers(folder.answers),
         rows=read_visits(folder.rows) if is_logged else pl.DataFrame(SCHEMA.empty_table()),
         settings=read_yaml(folder.config),
     )

@@ -34,7 +34,6 @@ from .resume import identity_of, numbers_of
 
 if TYPE_CHECKING:
     from ...stages.report.eval_table import Decode, Kind
-    from ...stages.report.signs import Sign
     from .setup import Run
 
 logger = logging.getLogger("align")
@@ -294,18 +293,18 @@ class RunRecords:
         )
         ENDINGS.replace(folder.ending, ending)
 
-    def report(self) -> tuple[Sign, ...]:
+    def report(self) -> dict[str, str]:
         """Writes the report, if there are metrics; returns its warnings, and records them."""
-        signs: tuple[Sign, ...] = ()
+        warnings = dict[str, str]()
         folder = self._run.folder
         if self._run.world.rank == 0 and folder.metrics.stat().st_size:
             with log_failure("No report"):
                 from .run_report import write_report  # noqa: PLC0415 - charts and templates
 
-                signs = write_report(folder.root)
+                warnings = write_report(folder.root)
                 self._tracked.log_artifact(folder.report)
-                record_signs(self._tracked, signs)
-        return signs
+                record_warnings(self._tracked, warnings)
+        return warnings
 
     def _require_best(self, state: State, metrics: Mapping[str, float]) -> None:
         """Looks once whether what train.best names is measured."""
@@ -369,9 +368,9 @@ def shown(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
 
 
-def record_signs(tracked: journaled_run.Run, signs: Sequence[Sign]) -> None:
+def record_warnings(tracked: journaled_run.Run, warnings: Mapping[str, str]) -> None:
     """Records the warnings as a tag, which is shown beside the run and can be searched."""
-    text = "; ".join(f"{sign.name}: {sign.said}" for sign in signs)
+    text = "; ".join(f"{name}: {warning}" for name, warning in warnings.items())
     tracked.set_tags({SIGNS_TAG: text or "nothing"})
 
 

@@ -1,4 +1,4 @@
-"""Answers to held-out prompts by a run's policy as it began and as it was trained, side by side."""
+"""`align report RUN --answers N`: held-out prompts, answered before training and after it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
+import polars as pl
 import torch
 
 from ...schemas.batches import World
@@ -14,8 +15,7 @@ from ...schemas.errors import AlignError, UsageError
 from ...stages.data.tokenizer import decoder
 from ...stages.model.library_errors import is_out_of_memory
 from ...stages.report.cache_rows import prompts_of
-from ...stages.report.eval_table import read_samples
-from ...stages.report.side_by_side import Answered, answers_jsonl
+from ...stages.report.eval_table import ANSWERS, read_samples
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import owner_lock
 from ...stages.tracking.progress import Progress
@@ -58,35 +58,26 @@ def answer_again(
         samplers = [LocalSampler(model, tokens, budget) for model in (began, trained)]
         prompts = _prompts(run, samplers[0].context, count, most_tokens)
         progress.say(
-            f"{len(prompts)} held-out prompts are answered by the policy as it began and as it "
-            f"was trained, with {most_tokens:,} tokens at most"
+            f"{len(prompts)} held-out prompts are answered by the policy before training and after "
+            f"it, with {most_tokens:,} tokens at most"
         )
-        answers = []
-        for sampler in samplers:  # each in turn is all that memory holds
+        answers = {"row_id": [*prompts]}
+        decode = decoder(run.begins_as.path, Stops.of(run.manifest.fingerprint).tokens)
+        answers["prompt"] = [decode(ids, False) for ids in prompts.values()]
+        # One model after the other: memory may hold no two.
+        for when, sampler in zip(("before", "after"), samplers, strict=True):
             gc.collect()
             torch.cuda.empty_cache()
             try:
-                answers.append(sampler.likeliest([*prompts.values()], most_tokens))
+                found = sampler.likeliest([*prompts.values()], most_tokens)
             except AlignError:
                 raise
             except Exception as error:  # a model's code may raise anything
                 lack = "there is no memory for it" if is_out_of_memory(error) else repr(error)
                 raise UsageError(f"{sampler.model.path} gives no answers: {lack}.") from error
-        decode = decoder(run.begins_as.path, Stops.of(run.manifest.fingerprint).tokens)
-        answered = [
-            Answered(
-                row_id=row_id,
-                prompt=decode(ids, False),
-                before=before,
-                after=after,
-                before_ended=before_ended,
-                after_ended=after_ended,
-            )
-            for (row_id, ids), (before, before_ended), (after, after_ended) in zip(
-                prompts.items(), *answers, strict=True
-            )
-        ]
-        fs.publish(folder.answers, answers_jsonl(answered))
+            answers[when] = [text for text, _ in found]
+            answers[f"{when}_ended"] = [ended for _, ended in found]
+        fs.publish(folder.answers, pl.DataFrame(answers, ANSWERS).write_ndjson().encode())
         write_report(folder.root)
         send_files(folder, folder.pages, tracking)
     return folder.report
@@ -100,16 +91,16 @@ def _prompts(run: Run, context: int | None, count: int, most_tokens: int) -> dic
             f"{run.folder.root} has written down no held-out row that could be answered. Train "
             "with --eval-fraction or train.eval_cache, and with train.eval_table above 0."
         )
-    ids = list(dict.fromkeys(read_samples(tables[min(tables)])["row_id"]))
+    ids = read_samples(tables[min(tables)])["row_id"].unique(maintain_order=True).to_list()
     cache, manifest = run.held_out or (run.cache, run.manifest)
     found = prompts_of(cache, manifest, ids)
+    if not found:
+        raise UsageError(f"{cache.root} has none of the held-out rows of {run.folder.root}.")
     wanted: dict[tuple[int, ...], str] = {}
     for row_id in filter(found.__contains__, ids):
         prompt = tuple(found[row_id].tolist())
         if context is None or len(prompt) + most_tokens <= context:
             wanted.setdefault(prompt, row_id)
-    if not found:
-        raise UsageError(f"{cache.root} has none of the held-out rows of {run.folder.root}.")
     if not wanted:
         raise UsageError(
             f"No held-out prompt leaves room for {most_tokens:,} tokens: the model takes "

@@ -12,7 +12,7 @@ from ...schemas.errors import UsageError, counted
 from ...stages.methods.table import recipe_of
 from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
-from ...stages.report.two_runs import SURE, TwoRuns, compare, measure_of, right_rows
+from ...stages.report.two_runs import ALPHA, TwoRuns, compare, measure_of, right_rows
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ..options.settings import read_yaml
 from .run_report import method_options, training_folder
@@ -33,8 +33,9 @@ class RunDiff:
     found: TwoRuns
 
     def text(self) -> str:
-        """How far apart they are, and where."""
+        """How far apart they are, and in which rows."""
         found = self.found
+        head = (counted(found.accuracy.rows, "held-out rows"), "A", "B", "B - A", "95 % interval")
         rows = [
             [
                 UNITS.get(one.name, one.name),
@@ -44,27 +45,25 @@ class RunDiff:
             for one in (found.accuracy, found.gap)
             if one
         ]
-        head = (counted(found.accuracy.rows, "held-out rows"), "A", "B", "B - A", "95 % interval")
-        left_out = counted(found.left_out, "rows")
-        verdict = "These rows do not tell the two apart."
-        if found.are_told_apart:
-            better = "B" if len(found.gained) > len(found.lost) else "A"
-            verdict = f"{better} is right on more of them, by more than chance (below {SURE:g})."
         lines = [
             *(f"{name}: {run}" for name, run in zip("AB", self.runs, strict=True)),
             f"right: {self.measure} of the chosen side is higher, or of one label beyond 0",
             "",
             *grid(head, rows),
-            *(
-                [f"  {left_out} that only one of them can tell are left out."]
-                * bool(found.left_out)
-            ),
+        ]
+        if found.left_out:
+            lines.append(f"  {counted(found.left_out, 'rows')} that only one has are left out.")
+        lines += [
             "",
             f"Right in both {found.in_both:,}, in A alone {len(found.lost):,}, in B alone "
             f"{len(found.gained):,}. Chance alone divides the prompts of flipped rows as unevenly "
-            f"with a probability of {found.chance:.3g} (McNemar, exact).",
-            verdict,
+            f"with a probability of {found.p_value:.3g} (McNemar, exact).",
         ]
+        if found.p_value < ALPHA:
+            better = "B" if len(found.gained) > len(found.lost) else "A"
+            lines.append(f"{better} is right on more of them, by more than chance ({ALPHA:g}).")
+        else:
+            lines.append("These rows do not tell the two apart.")
         for name, ids in (("A", found.lost), ("B", found.gained)):
             if ids:
                 more = ", …" if len(ids) > MOST_SHOWN else ""
@@ -72,44 +71,8 @@ class RunDiff:
         return "\n".join(lines)
 
 
-def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
-    """Compares two runs after their last evaluation, or after that of a step."""
-    one, other = (_measured(training_folder(root), step) for root in (first, second))
-    column, measure = _measure([one, other])
-    found = compare(one.samples, other.samples, column)
-    return RunDiff((one.title, other.title), measure, found)
-
-
-def ranking(folders: Mapping[str, RunFolder]) -> tuple[str, Sequence[str]]:
-    """The run with the most held-out rows right, and sentences on those that may be as good.
-
-    The best is chosen by the same rows, so each of all pairs of runs has its share of the 5 % in
-    which chance may look like more. Fewer than two runs have no best.
-    """
-    runs = {name: _measured(one, None) for name, one in folders.items() if one.evaluations()}
-    if len(runs) < 2:
-        return "", ()
-    column, measure = _measure([*runs.values()])
-    right = {name: right_rows(run.samples, column) for name, run in runs.items()}
-    best = max(right, key=lambda name: right[name].mean())
-    sure = SURE / math.comb(len(runs), 2)
-    alike, apart = list[str](), list[str]()
-    for name, run in runs.items():
-        if name != best:
-            found = compare(runs[best].samples, run.samples, column)
-            is_behind = found.chance < sure and len(found.lost) > len(found.gained)
-            (apart if is_behind else alike).append(name)
-    rows = counted(len(right[best]), "held-out rows")
-    lines = [f"{best} has the most of {rows} right: {right[best].mean():.4f}, by {measure}."]
-    if alike:
-        lines.append(f"These rows do not tell it apart from {', '.join(alike)}.")
-    if apart:
-        lines.append(f"By more than chance it is ahead of {', '.join(apart)}.")
-    return best, (*lines, "`align diff` shows two of them row by row.")
-
-
 @dataclass(frozen=True)
-class _Measured:
+class _Evaluated:
     """The single completions of a run after a step."""
 
     title: str
@@ -118,30 +81,65 @@ class _Measured:
     rewards: str  # the formula with the options in force, on which the rewards depend too
 
 
-def _measured(folder: RunFolder, step: int | None) -> _Measured:
-    ending = read_ending(folder)
-    tables, settings = folder.evaluations(), read_yaml(folder.config)
+def diff_runs(first: Path, second: Path, step: int | None = None) -> RunDiff:
+    """Compares two runs after their last evaluation, or after that of a step."""
+    runs = [_evaluated(training_folder(root), step) for root in (first, second)]
+    column, measure = _measure(runs)
+    found = compare(runs[0].samples, runs[1].samples, column)
+    return RunDiff((runs[0].title, runs[1].title), measure, found)
+
+
+def ranking(folders: Mapping[str, RunFolder]) -> tuple[str, Sequence[str]]:
+    """The run with the most held-out rows right, and sentences on those that may be as good.
+
+    The best is chosen by the same rows, so each of all pairs of runs has its share of the 5 % in
+    which chance may look like more. Fewer than two runs have no best.
+    """
+    runs = {name: _evaluated(one, None) for name, one in folders.items() if one.evaluations()}
+    if len(runs) < 2:
+        return "", ()
+    column, measure = _measure([*runs.values()])
+    right = {name: right_rows(run.samples, column) for name, run in runs.items()}
+    best = max(right, key=lambda name: right[name].mean())
+    alpha = ALPHA / math.comb(len(runs), 2)
+    alike, behind = list[str](), list[str]()
+    for name in runs.keys() - {best}:
+        found = compare(runs[best].samples, runs[name].samples, column)
+        is_behind = found.p_value < alpha and len(found.lost) > len(found.gained)
+        (behind if is_behind else alike).append(name)
+    rows = counted(len(right[best]), "held-out rows")
+    lines = [f"{best} has the most of {rows} right: {right[best].mean():.4f}, by {measure}."]
+    if alike:
+        lines.append(f"These rows do not tell it apart from {', '.join(sorted(alike))}.")
+    if behind:
+        lines.append(f"It is ahead of {', '.join(sorted(behind))} by more than chance.")
+    return best, (*lines, "`align diff` shows two of them row by row.")
+
+
+def _evaluated(folder: RunFolder, step: int | None) -> _Evaluated:
+    tables, settings, ending = folder.evaluations(), read_yaml(folder.config), read_ending(folder)
     if not tables:
         raise UsageError(
             f"{folder.root} has no single completions of held-out rows. Train with "
             "--eval-fraction, or train.eval_cache, and with train.eval_table above 0."
         )
-    of_model = ending.model_step if ending and ending.model_step in tables else max(tables)
-    chosen = of_model if step is None else step
-    if chosen not in tables:
+    if step is None:
+        of_model = ending.model_step if ending else None
+        step = of_model if of_model in tables else max(tables)
+    if step not in tables:
         steps = ", ".join(map(str, tables))
-        raise UsageError(f"{folder.root} was not measured after step {chosen}, but after: {steps}.")
+        raise UsageError(f"{folder.root} was not measured after step {step}, but after: {steps}.")
     method = settings["train.method"]
     recipe = recipe_of(method, method_options(settings))
-    return _Measured(
-        title=f"{folder.root}, {method}, after step {chosen:,}",
-        samples=read_samples(tables[chosen]),
+    return _Evaluated(
+        title=f"{folder.root}, {method}, after step {step:,}",
+        samples=read_samples(tables[step]),
         formula=recipe.reward_formula,
         rewards=repr((recipe.reward_formula, sorted(recipe.values.items(), key=str))),
     )
 
 
-def _measure(runs: Sequence[_Measured]) -> tuple[str, str]:
+def _measure(runs: Sequence[_Evaluated]) -> tuple[str, str]:
     """The column to compare, and its meaning: rewards where all losses compare the same ones."""
     column = measure_of([run.samples for run in runs], {run.rewards for run in runs})
     return column, f"the reward {runs[0].formula}" if column == REWARD else f"the {column}"

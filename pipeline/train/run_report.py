@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +14,18 @@ from ...schemas.errors import CorruptionError, StorageError, UsageError, counted
 from ...schemas.safe_text import beginning
 from ...stages.methods.table import recipe_of
 from ...stages.model.model_folder import read_json
-from ...stages.report.axes import plain
 from ...stages.report.cache_tables import duration, grid
-from ...stages.report.charts import Best
-from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_samples, spread_charts
-from ...stages.report.html_page import render_page
-from ...stages.report.run_curves import BEST, further_curves, learning_curves
-from ...stages.report.side_by_side import read_answers
-from ...stages.report.signs import Evidence, Sign, look_for_signs
+from ...stages.report.charts import plain
+from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_answers, read_samples
+from ...stages.report.page import Section, render_page
+from ...stages.report.run_curves import LEARNING, completion_charts, curves_of, further
+from ...stages.report.run_warnings import Measurements, find_warnings
 from ...stages.report.visited_rows import join_visits, learned_rows, read_visits
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import manifest_folder
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.locks import is_owned
-from ...stages.storage.run.checkpoints import read_checkpoint, wanted
+from ...stages.storage.run.checkpoints import read_checkpoint
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ...stages.tracking.journal import EVAL
 from ...stages.tracking.run_texts import data_name, model_name
@@ -41,8 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("align")
 
-HEADLINES = {"loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
-MEASURED_ON = {"held out": "held-out rows", "training": "first and last step"}
+# Metrics that have a line each, where a method reports them.
+SUMMARIZED = (
+    *("loss", "rewards/accuracies", "rewards/ties", "rewards/margins"),
+    *("log_odds/accuracy", "log_odds/ratio"),
+)
 HOW = {
     "finished": "finished",
     "time": "stopped by train.max_time",
@@ -84,7 +85,7 @@ def method_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_report(root: Path) -> tuple[Sign, ...]:
+def write_report(root: Path) -> dict[str, str]:
     """Writes the page of a run, finished or not; returns its warnings."""
     folder = training_folder(root)
     with log_failure("No table of training rows"):
@@ -93,91 +94,95 @@ def write_report(root: Path) -> tuple[Sign, ...]:
     settings, history = read_yaml(folder.config), read_history(folder.metrics)
     ending = read_ending(folder)
     learned, held_out = curves(history.learned), curves(history.held_out)
-    tables = {step: read_samples(path) for step, path in folder.evaluations().items()}
-    plain_tables = {step: table.drop(TEXTS, strict=False) for step, table in tables.items()}
-    signs = look_for_signs(Evidence(learned, held_out, plain_tables))
-
-    # The metric of train.best is marked beside the loss, where it is of held-out rows.
-    best: dict[str, Best] = dict(BEST)
-    asked = wanted(settings["train.best"])
-    if asked.metric.startswith(EVAL):
-        best[asked.metric.removeprefix(EVAL)] = "lowest" if asked.is_lowest else "highest"
-
-    # The main metrics, before and after.
-    measured = history.measured(ending.model_step if ending else None)
-    prefix, headlines = EVAL if measured.rows == "held out" else "", dict[str, str]()
-    for name, said in HEADLINES.items():
-        before, after = (
-            moment.get(f"{prefix}{name}") for moment in (measured.before, measured.after)
-        )
-        if before is not None:
-            came_to = "" if after is None else f" → {plain(after)}"
-            headlines[f"{said}, {MEASURED_ON[measured.rows]}"] = f"{plain(before)}{came_to}"
-
-    # The cache, as far as it is still there.
-    given = settings["train.cache"] or settings["cache.output"]
-    manifest: Manifest | None = None
-    try:
-        manifest = _manifest_of(folder, given)
-    except (UsageError, CorruptionError, StorageError) as error:
-        data = {"cache": str(error)}
-    else:
-        data = _data(manifest)
+    tables = {
+        step: read_samples(path).drop(TEXTS, strict=False)
+        for step, path in folder.evaluations().items()
+    }
+    warnings = find_warnings(Measurements(learned, held_out, tables))
 
     # Held-out completions one by one.
-    spread, note = "", ""
+    completions, note = "", ""
     if tables:
-        first, last = min(tables), max(tables)
-        spread = spread_charts({step: tables[step] for step in {first, last}})
+        step, last = max(tables), tables[max(tables)]
+        completions = completion_charts(tables)
         note = (
-            f"{counted(len(tables[last]), 'completions')} of the first rows held out, in the order "
-            f"of the cache, which is shuffled; after step {last:,}."
+            f"{counted(len(last), 'completions')} of the first rows held out, in the order of the "
+            f"cache, which is shuffled; after step {step:,}."
         )
-        if kind_of(tables[last].columns) == "log-ratios":
+        if kind_of(last.columns) == "log-ratios":
             note += " A log-ratio is log(policy / reference), summed over a completion."
-        if REWARD in tables[last].columns:
+        if REWARD in last.columns:
             note += " A reward is what the method's loss compares."
 
+    answers = [
+        {
+            "prompt": beginning(one["prompt"], MOST_SHOWN),
+            **{
+                f"{when}{'' if one[f'{when}_ended'] else ', cut'}": beginning(one[when], MOST_SHOWN)
+                for when in ("before", "after")
+            },
+        }
+        for one in read_answers(folder.answers).iter_rows(named=True)
+    ]
+    used = {
+        name: str(value)
+        for name, value in without_secrets(settings).items()
+        if name.partition(".")[0] in ("train", "method", "lora", "model")
+    }
+    manifest, data, lineage = _cache_facts(folder, settings)
     page = render_page(
-        "run.html.j2",
-        title=folder.root.resolve().name,
-        sentences=_sentences(folder, ending, history, settings["train.method"]),
-        trouble=_trouble(folder, ending, history),
-        signs=signs,
-        answers=[
-            replace(
-                one,
-                prompt=beginning(one.prompt, MOST_SHOWN),
-                before=beginning(one.before, MOST_SHOWN),
-                after=beginning(one.after, MOST_SHOWN),
-            )
-            for one in (read_answers(folder.answers) if folder.answers.exists() else ())
+        folder.root.resolve().name,
+        [
+            Section("Warnings", facts=warnings),
+            Section(
+                "Before and after",
+                table=before_and_after(history.measured(ending.model_step if ending else None)),
+            ),
+            Section("Learning", figures=curves_of(LEARNING, learned, held_out)),
+            Section("Held-out completions", figures=completions, note=note),
+            Section(
+                "Training rows",
+                facts=_row_facts(folder) if folder.rows.exists() else {},
+                note="Margins of rewards, before the update of each visit's step. "
+                "`align inspect CACHE --row ID` shows a row.",
+            ),
+            Section("Answers before training and after", texts=answers),
+            Section("Data", facts=data),
+            Section("Lineage", facts=lineage),
+            Section(
+                "Cache fingerprint", facts=manifest.fingerprint if manifest else {}, is_folded=True
+            ),
+            Section("Settings", facts=used, is_folded=True),
+            Section(
+                "Speed, memory and more",
+                figures=curves_of(further(learned, held_out), learned, held_out),
+                is_folded=True,
+            ),
         ],
+        lead=_lead(folder, ending, history, settings["train.method"]),
+        alert=_unfinished(folder, ending, history),
         facts=_head(settings, history, manifest),
-        headlines=headlines,
-        learning=learning_curves(learned, held_out, best),
-        completions={"charts": spread, "note": note},
-        rows=_rows(folder) if folder.rows.exists() else {},
-        cache={
-            "data": data,
-            "lineage": _lineage(given, manifest, settings) if manifest else {},
-            "fingerprint": manifest.fingerprint if manifest else {},
-        },
-        settings={
-            name: str(value)
-            for name, value in without_secrets(settings).items()
-            if name.partition(".")[0] in ("train", "method", "lora", "model")
-        },
-        further=further_curves(learned, held_out, best),
     )
     fs.drop_drafts(folder.report)
     fs.publish(folder.report, page.encode())
-    return signs
+    return warnings
 
 
-def _sentences(
-    folder: RunFolder, ending: RunEnding | None, history: History, method: str
-) -> list[str]:
+def before_and_after(measured: Measured) -> list[list[str]]:
+    """The main metrics, first and last, as a table whose head says on which rows."""
+    is_held_out = measured.rows == "held out"
+    prefix, rows = EVAL if is_held_out else "", []
+    for name in SUMMARIZED:
+        moments = [one.get(f"{prefix}{name}") for one in (measured.before, measured.after)]
+        if moments[0] is not None:
+            rows.append([name, *("-" if one is None else f"{one:z.4f}" for one in moments)])
+    head = ["held-out rows", "before", "after"]
+    if not is_held_out:
+        head = ["training steps", "first", "last"]
+    return [head, *rows] if rows else []
+
+
+def _lead(folder: RunFolder, ending: RunEnding | None, history: History, method: str) -> list[str]:
     """How far the run came and how it ended."""
     how = HOW[ending.ending] if ending else "not finished"
     lines = [f"{method}, {counted(history.steps, 'steps')}, {how}.", *_notes_on(ending)]
@@ -203,7 +208,7 @@ def _notes_on(ending: RunEnding | None) -> list[str]:
     return lines
 
 
-def _trouble(folder: RunFolder, ending: RunEnding | None, history: History) -> list[str]:
+def _unfinished(folder: RunFolder, ending: RunEnding | None, history: History) -> list[str]:
     """For a run that is not finished: the reason, its last good step, and how to resume."""
     if ending is None and is_owned(folder.root):
         return ["It is running, or a process still holds its folder."]
@@ -226,8 +231,8 @@ def _trouble(folder: RunFolder, ending: RunEnding | None, history: History) -> l
         lines = [f"It stopped after step {ending.step:,} of {ending.total_steps:,}."]
     saved = folder.steps()
     if not saved:
-        return [*lines, f"No checkpoint is there. {WAY_ON}: it begins again at the first step."]
-    last = f"The last checkpoint is of step {saved[-1]:,}. {WAY_ON}: it goes on from there."
+        return [*lines, f"It has no checkpoint. {WAY_ON}: it starts again at the first step."]
+    last = f"The last checkpoint is of step {saved[-1]:,}. {WAY_ON}: it resumes from there."
     return [*lines, last]
 
 
@@ -256,7 +261,7 @@ def _head(
     return {name: value for name, value in facts.items() if value}
 
 
-def _rows(folder: RunFolder) -> dict[str, str]:
+def _row_facts(folder: RunFolder) -> dict[str, str]:
     """The training rows that were learned, forgotten, and never right."""
     found = learned_rows(read_visits(folder.rows))
 
@@ -274,57 +279,45 @@ def _rows(folder: RunFolder) -> dict[str, str]:
     }
 
 
-def _manifest_of(folder: RunFolder, given: str) -> Manifest:
-    """The manifest of the run's cache; refused where another cache is there now."""
-    manifest = Cache(manifest_folder(given)).manifest()
-    roots = {read_checkpoint(folder.step(step)).identity.cache_root for step in folder.steps()}
-    if others := roots - {manifest.root}:
-        raise UsageError(
-            f"{given} holds another cache now. This run was trained on root {min(others)}."
-        )
-    return manifest
-
-
-def _data(manifest: Manifest) -> dict[str, str]:
-    """The data files of the cache, and how many of their rows are in it."""
+def _cache_facts(
+    folder: RunFolder, settings: Mapping[str, Any]
+) -> tuple[Manifest | None, dict[str, str], dict[str, str]]:
+    """The manifest of the run's cache, its data and lineage; or why there is none."""
+    location = settings["train.cache"] or settings["cache.output"]
+    try:
+        manifest = Cache(manifest_folder(location)).manifest()
+        roots = {read_checkpoint(folder.step(step)).identity.cache_root for step in folder.steps()}
+        if others := roots - {manifest.root}:
+            raise UsageError(
+                f"{location} holds another cache now. This run was trained on root {min(others)}."
+            )
+    except (UsageError, CorruptionError, StorageError) as error:
+        return None, {"cache": str(error)}, {}
+    files = {
+        entry.name: f"{counted(entry.rows, 'rows')}, sha256 {entry.sha256}"
+        for entry in manifest.inputs
+    }
     kept = f"{counted(manifest.rows, 'rows')} of {manifest.rows_in:,} read"
-    left_out = {f"left out: {why}": counted(rows, "rows") for why, rows in manifest.reasons.items()}
-    return {
-        **{
-            entry.name: f"{counted(entry.rows, 'rows')}, sha256 {entry.sha256}"
-            for entry in manifest.inputs
-        },
+    data = {
+        **files,
         "in the cache": f"{kept}, {counted(manifest.branches, 'completions')}",
-        **left_out,
+        **{f"left out: {why}": counted(rows, "rows") for why, rows in manifest.reasons.items()},
         **{f"counted: {what}": f"{number:,}" for what, number in manifest.notes.items()},
     }
-
-
-def _lineage(cache: str, manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The models and the cache that the policy comes from."""
-    adapter = {"its adapter": manifest.adapter} if manifest.adapter else {}
-    return {
+    lineage = {
         "policy began as": settings["train.model"] or f"{manifest.model}, the reference",
         "reference": manifest.model,
-        **adapter,
-        "cache": cache,
+        "its adapter": manifest.adapter,
+        "cache": location,
         "cache root": manifest.root,
         "reference weights": manifest.fingerprint["model.weights"],
     }
-
-
-# The same in a few lines for the terminal, once a run has ended.
-
-# Metrics that have a line each, where a method reports them.
-SUMMARIZED = (
-    *("loss", "rewards/accuracies", "rewards/ties", "rewards/margins"),
-    *("log_odds/accuracy", "log_odds/ratio"),
-)
+    return manifest, data, {name: value for name, value in lineage.items() if value}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """An ended run, with its first and last metrics."""
+    """An ended run, with its first and last metrics, for the terminal."""
 
     folder: RunFolder
     ending: Ending
@@ -332,7 +325,7 @@ class Trained:
     measured: Measured
     is_old: bool = False  # it had ended before it was asked for
     ended: tuple[str, ...] = ()  # sentences on its end
-    signs: tuple[Sign, ...] = ()
+    warnings: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """The metrics before and after, the warnings, and where the model and its report are."""
@@ -342,11 +335,10 @@ class Trained:
             lines.append(f"model in {self.folder.model}")
         else:
             lines.append("stopped by train.max_time; the same command with --resume auto continues")
-        before, after = self.measured.before, self.measured.after
-        names = [name for name in SUMMARIZED if {EVAL + name} <= before.keys() & after.keys()]
-        rows = [[name, *(f"{one[EVAL + name]:z.4f}" for one in (before, after))] for name in names]
-        lines += grid(("held-out rows", "before", "after"), rows) if rows else []
-        lines += [f"{one.name}: {one.said} {one.hint}" for one in self.signs]
+        if self.measured.rows == "held out" and self.measured.after:
+            head, *rows = before_and_after(self.measured)
+            lines += grid(head, rows)
+        lines += [f"{name}: {warning}" for name, warning in self.warnings.items()]
         if self.folder.report.exists():
             lines.append(f"report in {self.folder.report}")
         whole = self.folder.loadable
@@ -362,20 +354,23 @@ class Trained:
 
 def trained_before(folder: RunFolder, *, writes: bool) -> Trained:
     """A run that had ended before; its report is written if it lacks one."""
-    signs: tuple[Sign, ...] = ()
+    warnings: Mapping[str, str] = {}
     if writes and not folder.report.exists():
         with log_failure("No report"):
-            signs = write_report(folder.root)
-    return replace(outcome(folder, "finished", signs), is_old=True)
+            warnings = write_report(folder.root)
+    return replace(outcome(folder, "finished", warnings), is_old=True)
 
 
-def outcome(folder: RunFolder, ending: Ending, signs: tuple[Sign, ...] = ()) -> Trained:
-    """Reads the number of steps of a run, and its metrics; its report has found the signs."""
+def outcome(
+    folder: RunFolder, ending: Ending, warnings: Mapping[str, str] | None = None
+) -> Trained:
+    """Reads the number of steps of a run, and its metrics; its report has found the warnings."""
     known = read_ending(folder)
-    ended = tuple(_notes_on(known))
-    if not folder.metrics.exists():
+    steps, measured = known.step if known else 0, Measured()
+    if folder.metrics.exists():
+        history = read_history(folder.metrics)
+        steps, measured = history.steps, history.measured(known.model_step if known else None)
+    else:
         logger.warning("%s is missing: what was measured is lost.", folder.metrics)
-        return Trained(folder, ending, known.step if known else 0, Measured(), ended=ended)
-    history = read_history(folder.metrics)
-    measured = history.measured(known.model_step if known else None)
-    return Trained(folder, ending, history.steps, measured, signs=signs, ended=ended)
+    ended = tuple(_notes_on(known))
+    return Trained(folder, ending, steps, measured, ended=ended, warnings=warnings or {})

@@ -30,7 +30,7 @@ from .load import identify
 from .records import data_of
 from .run_diff import ranking
 from .setup import Run, check
-from .sweep_result import PAGE, Sweep, Trial, page_of, varied_in
+from .sweep_result import PAGE, Sweep, Trial, page_of
 from .train import train_in
 
 Load = Callable[[Sequence[str]], Settings]
@@ -45,12 +45,14 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
     """
     output = require_on_disk(folder, "a sweep is")
     tracking, runs = load(()).config.tracking, _checked(load, trials, output)
+    # What all runs have in common tells the sweep from others.
     policies, data = {run.begins_as.path for run in runs}, {data_of(run) for run in runs}
     facts = {
-        "policy": policies.pop() if len(policies) == 1 else "",
-        "data": data.pop() if len(data) == 1 else "",
+        name: values.pop() if len(values) == 1 else ""
+        for name, values in (("policy", policies), ("data", data))
     }
     result = Sweep(output, trials, facts)
+
     with joined_world() as world:
         for trial, run in zip(trials, runs, strict=True):
             with naming_lost_peers(world), _naming(trial):
@@ -84,7 +86,8 @@ def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progres
 def _checked(load: Load, trials: Sequence[Trial], output: Path) -> list[Run]:
     """The runs; refuses a --set that every run would override, and two equal runs."""
     origins = load(()).origins
-    for name in varied_in(trials):
+    varied = {text.partition("=")[0] for trial in trials for text in trial.settings}
+    for name in sorted(varied):
         if origins.get(name) == "--set":
             raise UsageError(f"--set {name}: the sweep sets it in every run. Use --vary alone.")
     runs: list[Run] = []
@@ -126,18 +129,22 @@ def _prepare(output: Path, runs: Sequence[Run]) -> None:
 
 
 def _train(trial: Trial, run: Run, progress: Progress) -> None:
-    began = time.monotonic()
+    started = time.monotonic()
     trained = train_in(run, progress)
     if trained.is_old:
         progress.say(f"{trial.name} is finished already and is not changed")
     else:
-        trial.seconds = time.monotonic() - began
+        trial.seconds = time.monotonic() - started
     trial.ending, trial.steps, trial.measured = trained.ending, trained.steps, trained.measured
 
 
 def _describe(parent: journaled_run.Run, result: Sweep, runs: Sequence[Run]) -> None:
     """Records what is varied, and the caches that the runs are trained on."""
-    varied = varied_in(result.trials)
+    varied: dict[str, dict[str, None]] = {}  # values in their order, each once
+    for trial in result.trials:
+        for text in trial.settings:
+            name, _, value = text.partition("=")
+            varied.setdefault(name, {})[value] = None
     group = str(result.folder.resolve())
     texts = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
     parent.set_tags({GROUP_TAG: group, "align.varied": texts})
@@ -164,15 +171,11 @@ def _compare(result: Sweep, parent: journaled_run.Run) -> None:
     """Publishes which of the runs is ahead."""
     trained = {trial.name: trial for trial in result.ended if not trial.failure}
     with log_failure("No comparison of the runs"):
-        folders = {name: RunFolder(result.folder / name) for name in trained}
-        best, result.ranking = ranking(folders)
+        best, result.ranking = ranking({name: RunFolder(result.folder / name) for name in trained})
         _publish(result, parent)
         if best:
             parent.set_tags({"align.ahead": best})
             parent.log_metrics(trained[best].measured.after, step=trained[best].steps)
-
-
-# The trials that follow from what is varied.
 
 
 def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...schemas.errors import counted
 from ...stages.report.cache_tables import duration, grid
-from ...stages.report.charts import Form, Series, chart
-from ...stages.report.html_page import render_page
+from ...stages.report.charts import Series, chart
+from ...stages.report.page import Section, render_page
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journal import EVAL
 from .run_history import Measured, curves, read_history
 
-if TYPE_CHECKING:
-    import polars as pl
-
+PAGE = "sweep.html"
 # The title of a column, and the metric in it.
 FIGURES = {"loss": "loss", "acc.": "rewards/accuracies", "margin": "rewards/margins"}
 HEAD = (
@@ -25,8 +22,6 @@ HEAD = (
     *(f"{one} {at}" for one in FIGURES for at in ("from", "to")),
     "duration",
 )
-PAGE = "sweep.html"
-MOST_DRAWN = 8  # the page has as many colors
 CHARTS = {
     "Accuracy": "rewards/accuracies",
     "Margin": "rewards/margins",
@@ -34,7 +29,8 @@ CHARTS = {
     "Log-probs of rejected completions": "logps/rejected",
     "Loss": "loss",
 }
-NO_COMPARING = (
+MOST_DRAWN = 8  # the page has as many colors
+NOT_COMPARABLE = (
     "Losses and margins of different methods and betas do not compare; accuracies do, as far as "
     "methods compare the same: whole completions or their means per token, with a reference or "
     "without. `align methods` shows which."
@@ -55,7 +51,19 @@ class Trial:
     failure: str = ""
     steps: int = 0
     measured: Measured = field(default_factory=Measured)
-    seconds: float = 0.0  # that its training took; 0 if it failed or was done before
+    seconds: float = 0.0  # of its training; 0 if it failed or was done before
+
+    def row(self) -> list[str]:
+        """Its line of the table."""
+        prefix = EVAL if self.measured.rows == "held out" else ""
+        values = [
+            moment.get(f"{prefix}{name}")
+            for name in FIGURES.values()
+            for moment in (self.measured.before, self.measured.after)
+        ]
+        figures = ["-" if value is None else f"{value:z.4f}" for value in values]
+        took = duration(self.seconds) if self.seconds else "-"
+        return [self.name, self.ending, self.measured.rows or "-", *figures, took]
 
 
 @dataclass
@@ -79,54 +87,22 @@ class Sweep:
 
     def text(self) -> str:
         """The table and its notes."""
-        return "\n".join([*grid(HEAD, rows_of(self.ended)), *self.notes()])
+        return "\n".join([*grid(HEAD, [trial.row() for trial in self.ended]), *self.notes()])
 
     def notes(self) -> list[str]:
         """Notes on how to read the table."""
-        stopped = (trial for trial in self.ended if trial.ending not in {"finished", "failed"})
-        return [
-            *([NO_COMPARING] if len(self.ended) > 1 else []),
-            *(
-                [TRAINING_ROWS]
-                if any(one.measured.rows == "training" for one in self.ended)
-                else []
-            ),
-            *(
-                f"{trial.name} was stopped by train.max_time after "
-                f"{counted(trial.steps, 'steps')}; the same command with --resume auto continues"
-                for trial in stopped
-            ),
-            *(f"{trial.name} failed: {trial.failure}" for trial in self.failures),
-            *self.ranking,
-            f"in {self.folder}",
-        ]
-
-
-def varied_in(trials: Iterable[Trial]) -> dict[str, list[str]]:
-    """Every setting that the trials make, and its values in their order."""
-    found: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        for text in trial.settings:
-            name, _, value = text.partition("=")
-            found.setdefault(name, {})[value] = None
-    return {name: list(values) for name, values in found.items()}
-
-
-def rows_of(trials: Iterable[Trial]) -> list[list[str]]:
-    """A line of the table for each run that has ended."""
-    rows = []
-    for trial in trials:
-        found = trial.measured
-        prefix = EVAL if found.rows == "held out" else ""
-        values = [
-            moment.get(f"{prefix}{name}")
-            for name in FIGURES.values()
-            for moment in (found.before, found.after)
-        ]
-        figures = ["-" if value is None else f"{value:z.4f}" for value in values]
-        took = duration(trial.seconds) if trial.seconds else "-"
-        rows.append([trial.name, trial.ending, found.rows or "-", *figures, took])
-    return rows
+        notes = [NOT_COMPARABLE] if len(self.ended) > 1 else []
+        if any(trial.measured.rows == "training" for trial in self.ended):
+            notes.append(TRAINING_ROWS)
+        for trial in self.ended:
+            if trial.failure:
+                notes.append(f"{trial.name} failed: {trial.failure}")
+            elif trial.ending != "finished":
+                notes.append(
+                    f"{trial.name} was stopped by train.max_time after "
+                    f"{counted(trial.steps, 'steps')}; the same command with --resume auto resumes"
+                )
+        return [*notes, *self.ranking, f"in {self.folder}"]
 
 
 def page_of(sweep: Sweep) -> str:
@@ -140,41 +116,49 @@ def page_of(sweep: Sweep) -> str:
 
     ordered = sorted(sweep.ended, key=rank)
     folders = {trial.name: RunFolder(sweep.folder / trial.name) for trial in ordered}
-    begun = {name: folder for name, folder in folders.items() if folder.metrics.exists()}
-    histories = {name: read_history(begun[name].metrics) for name in [*begun][:MOST_DRAWN]}
+    begun = [name for name, folder in folders.items() if folder.metrics.exists()]
+    histories = {name: read_history(folders[name].metrics) for name in begun[:MOST_DRAWN]}
     notes = ["The most accurate run stands first.", *sweep.notes()]
     if len(histories) < len(begun):
         notes.insert(1, f"Curves are those of the first {MOST_DRAWN} runs of the table.")
 
-    def charts(lines: Mapping[str, pl.DataFrame], form: Form) -> str:
-        runs = {name: curves(one) for name, one in lines.items()}
-        return "".join(
+    sections = [
+        Section(
+            "Runs",
+            table=[HEAD, *(trial.row() for trial in ordered)],
+            links={
+                name: f"{name}/{folder.report.name}"
+                for name, folder in folders.items()
+                if folder.report.exists()
+            },
+        )
+    ]
+    for title in ("Held-out rows", "Training steps"):
+        of_training = title == "Training steps"
+        lines = {
+            name: curves(one.learned if of_training else one.held_out)
+            for name, one in histories.items()
+        }
+        figures = [
             chart(
-                title,
+                name,
                 [
-                    Series(name, points.get(metric, ()), f"c{index}", form=form)
-                    for index, (name, points) in enumerate(runs.items())
+                    Series(
+                        run, points.get(metric, ()), f"c{index}", "line" if of_training else "dots"
+                    )
+                    for index, (run, points) in enumerate(lines.items())
                 ],
                 x_label="step",
             )
-            for title, metric in CHARTS.items()
-        )
-
+            for name, metric in CHARTS.items()
+        ]
+        sections.append(Section(title, figures="".join(figures)))
     return render_page(
-        "sweep.html.j2",
-        title=f"Sweep: {sweep.folder.resolve().name}",
+        f"Sweep: {sweep.folder.resolve().name}",
+        sections,
+        lead=notes,
         facts={
             **{name: value for name, value in sweep.facts.items() if value},
             "runs": f"{len(sweep.ended):,} of {len(sweep.trials):,} over",
         },
-        notes=notes,
-        head=HEAD,
-        rows=rows_of(ordered),
-        links={
-            name: f"{name}/{folder.report.name}"
-            for name, folder in folders.items()
-            if folder.report.exists()
-        },
-        held_out=charts({name: one.held_out for name, one in histories.items()}, "dots"),
-        learned=charts({name: one.learned for name, one in histories.items()}, "line"),
     )

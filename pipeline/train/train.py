@@ -97,12 +97,12 @@ def train_in(run: Run, progress: Progress) -> Trained:
                 write_model(run, of_model)
                 model_step = None if of_model.step == state.step else of_model.step
             records.ended(ending, state.step, reason=reason, model_step=model_step)
-            signs = records.report()
+            warnings = records.report()
             if ending == "signal":
                 raise Interrupted(asked.signal_number or 15, at=stopped_at(run, state.step))
             from .run_report import outcome  # noqa: PLC0415 - as above
 
-            return outcome(run.folder, ending, signs)
+            return outcome(run.folder, ending, warnings)
 
 
 def learn(run: Run, state: State) -> tuple[State, Ending]:

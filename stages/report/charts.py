@@ -1,74 +1,38 @@
-"""Curves, histograms and scatter plots as SVG, without scripts or libraries."""
+"""Curves, scatter plots and histograms as SVG, without scripts or libraries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from ...schemas.safe_text import escape
-from .axes import (
-    HEIGHT,
-    WIDTH,
-    Scale,
-    drawn_axes,
-    plain,
-    scale_between,
-    scale_of_x,
-    scale_of_y,
-    widened,
-)
-from .smoothing import running_mean, window_of
 
-Point = tuple[float, float]
-Metrics: TypeAlias = "Mapping[str, Sequence[Point]]"  # by name, (step, value) each
-Form = Literal["line", "dots", "cloud"]
-Best = Literal["", "lowest", "highest"]
+Point: TypeAlias = tuple[float, float]
+Curves: TypeAlias = Mapping[str, Sequence[Point]]  # by metric, (step, value) each
 
-MOST_POINTS = 400
-FEW = 30  # points of a line that are marked
+WIDTH, HEIGHT = 520, 230
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 36  # margins of the plot
+MAX_POINTS = 400  # of a drawn line
+MARKED = 30  # a line of so few points has each of them marked
+SMOOTHED = 60  # a noisy curve of so many lines is drawn with its moving mean
+NOISY = 4  # how often a noisy curve goes up and down its whole range
+LOG_FROM = 1000  # a largest value so many times the smallest: a linear axis shows no others
 BINS = 28
-LARGEST = 1e300
+LARGEST = 1e300  # differences of larger values are not finite
 
 
 @dataclass(frozen=True)
 class Series:
-    """A series of points; `color` is one of the page's classes, c0 to c7."""
+    """Named points; `color` is one of the page's classes, c0 to c7."""
 
     name: str
     points: Sequence[Point]
     color: str
-    form: Form = "line"  # dots: a line with marked points; cloud: no line
-    best: Best = ""  # the point to be marked
-
-
-@dataclass(frozen=True)
-class Values:
-    """Numbers of one kind, for a histogram."""
-
-    name: str
-    values: Sequence[float]
-    color: str
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """A series as it is drawn: itself, and a smoothed line if it is long and noisy."""
-
-    series: Series
-    smooth: Sequence[Point] = ()
-    window: int = 0
-
-    @staticmethod
-    def of(series: Series, y: Scale) -> _Curve:
-        heights = [y.height(value) for _, value in series.points]
-        if series.form != "line" or not (window := window_of(heights)):
-            return _Curve(series)
-        means = map(y.value, running_mean(heights, window).tolist())
-        smooth = zip((x for x, _ in series.points), means, strict=True)
-        return _Curve(series, list(smooth), window)
+    form: Literal["line", "dots", "cloud"] = "line"  # dots: marked and dashed; cloud: no line
 
 
 def chart(
@@ -79,141 +43,206 @@ def chart(
     y_label: str = "",
     may_be_log: bool = False,
 ) -> str:
-    """A figure with one or more series; empty if none has a point."""
-    shown = [replace(one, points=list(filter(_can_be_drawn, one.points))) for one in series]
-    shown = [one for one in shown if one.points]
-    if not shown:
+    """A figure of some series; empty if none has a point that can be drawn."""
+    drawable = {
+        number: [point for point in one.points if all(abs(value) < LARGEST for value in point)]
+        for number, one in enumerate(series)
+    }
+    every = [point for points in drawable.values() for point in points]
+    if not every:
         return ""
-    x = scale_of_x([at for one in shown for at, _ in one.points])
-    y = scale_of_y([value for one in shown for _, value in one.points], may_be_log=may_be_log)
-    curves = [_Curve.of(one, y) for one in shown]
-    drawn = "".join(_drawn(one, x, y) for one in curves)
-    keys = [_key(f"{one.color} {one.form}", one.name) for one in shown]
-    keys += [_key(f"{one.color} best", _best_said(one, x_label)) for one in shown if one.best]
-    keys += [f'<span class="key">{note}</span>' for note in _notes(curves, y)]
-    return _figure(title, keys, drawn_axes(x, y, x_label, y_label) + drawn)
+    steps, values = zip(*every, strict=True)
+    x, y = _x_axis(steps), _y_axis(values, may_be_log=may_be_log)
+    keys, shapes, windows = [], [], set[int]()
+    for number, points in drawable.items():
+        one = series[number]
+        if not points:
+            continue
+        keys.append((f"{one.color} {one.form}", one.name))
+        smooth, window = _smoothed(points, y) if one.form == "line" else (points, 0)
+        if window:
+            windows.add(window)
+            shapes.append(_polyline(f"{one.color} faint", _thinned(points), x, y))
+        if one.form != "cloud":
+            shapes.append(_polyline(f"{one.color} {one.form}", _thinned(smooth), x, y))
+        if one.form != "line" or len(points) <= MARKED:
+            for step, value in points:
+                tip = escape(f"{one.name}: {plain(value)} at {plain(step)}")
+                shapes.append(
+                    f'<circle class="{one.color} {one.form}" cx="{x(step):.1f}" '
+                    f'cy="{y(value):.1f}" r="3"><title>{tip}</title></circle>'
+                )
+    notes = ["log axis"] if y.is_log else []
+    if windows:
+        mean = "geometric mean" if y.is_log else "mean"
+        notes.append(f"{mean} of {' or '.join(map(str, sorted(windows)))} lines")
+    return _figure(title, keys, notes, [_axes(x, y, x_label, y_label), *shapes])
 
 
-def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
-    """A figure of histograms with common bins, as outlines over one another."""
+def histogram(
+    title: str, groups: Sequence[tuple[str, Sequence[float], str]], *, x_label: str
+) -> str:
+    """A figure of the values of each (name, values, color), outlined in common bins."""
     kept = [
-        replace(group, values=[value for value in group.values if abs(value) < LARGEST])
-        for group in groups
+        (name, color, [value for value in values if abs(value) < LARGEST])
+        for name, values, color in groups
     ]
-    shown = [group for group in kept if group.values]
-    if not shown:
+    every = [value for *_, values in kept for value in values]
+    if not every:
         return ""
-    every = [value for group in shown for value in group.values]
-    low, high = widened(min(every), max(every))
-    width = (high - low) / BINS
-    counts = [_counted(group.values, low, width) for group in shown]
-    x = scale_between(low, high, is_x=True)
-    y = scale_between(0, max(map(max, counts)) * 1.05, is_x=False)
-    drawn = "".join(
-        _outline(group.color, heights, [low + edge * width for edge in range(BINS + 1)], x, y)
-        for group, heights in zip(shown, counts, strict=True)
-    )
-    keys = [_key(f"{group.color} bars", group.name) for group in shown]
-    return _figure(title, keys, drawn_axes(x, y, x_label, "count") + drawn)
+    low, high = _widened(min(every), max(every))
+    edges = np.linspace(low, high, BINS + 1)
+    counts = [np.histogram(values, edges)[0] for *_, values in kept]
+    x = Axis(low, high, LEFT, WIDTH - RIGHT)
+    y = Axis(0, 1.05 * max(int(one.max()) for one in counts), HEIGHT - BOTTOM, TOP)
+    keys, shapes = [], []
+    for (name, color, values), heights in zip(kept, counts, strict=True):
+        if values:
+            outline = [*zip(np.repeat(edges, 2), [0, *np.repeat(heights, 2), 0], strict=True)]
+            keys.append((f"{color} bars", name))
+            shapes.append(f'<polygon class="{color} bars" points="{_corners(outline, x, y)}"/>')
+    return _figure(title, keys, [], [_axes(x, y, x_label, "count"), *shapes])
 
 
-def _drawn(curve: _Curve, x: Scale, y: Scale) -> str:
-    one, parts = curve.series, []
-    points = one.points if one.form == "cloud" else _thinned(one.points)
-    if one.form != "cloud":
-        parts.append(_polyline(one, "faint" if curve.window else one.form, points, x, y))
-        if curve.window:
-            parts.append(_polyline(one, "line", _thinned(curve.smooth), x, y))
-    if one.form != "line" or len(points) <= FEW:
-        for at, value in points:
-            tip = escape(f"{one.name}: {plain(value)} at {plain(at)}")
-            parts.append(
-                _circle(f"{one.color} {one.form}", x(at), y(value), f"<title>{tip}</title>")
-            )
-    if one.best:
-        at, value = _best_of(one)
-        parts.append(_circle(f"{one.color} best", x(at), y(value)))
-    return "".join(parts)
+def plain(value: float) -> str:
+    """A number in a short readable form."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6 or abs(value) < 1e-3:
+        mantissa, _, power = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(power)}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _polyline(one: Series, kind: str, points: Sequence[Point], x: Scale, y: Scale) -> str:
-    path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
-    name = f"<title>{escape(one.name)}</title>"
-    return f'<polyline class="{one.color} {kind}" points="{path}">{name}</polyline>'
+@dataclass(frozen=True)
+class Axis:
+    """Places the values of one axis; its low end is at the pixel `start`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+    is_whole: bool = False  # of steps: there is no tick between two of them
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        low, high, at = self.height(self.low), self.height(self.high), self.height(value)
+        return self.start + (self.end - self.start) * (at - low) / (high - low)
+
+    def height(self, value: float) -> float:
+        """The number whose differences are lengths on this axis."""
+        return math.log10(value) if self.is_log else value
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """A few round numbers with distinct labels."""
+        if self.is_log:
+            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            powers = range(first, last + 1, 1 + (last - first) // 6)
+            return [(10.0**one, f"{10.0**one:g}" if -4 < one < 5 else f"1e{one}") for one in powers]
+        rough = max((self.high - self.low) / 5, self.is_whole)
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(size * unit for size in (1, 2, 5, 10) if size * unit >= rough)
+        power = math.floor(math.log10(step) + 1e-9)
+        ticks = []
+        for index in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
+            tick = float(f"{index * step:.12g}")
+            label = f"{tick:,.{max(0, -power)}f}"
+            if tick == 0:
+                label = "0"
+            elif power < -5 or abs(tick) >= 1e6:
+                digits = max(0, math.floor(math.log10(abs(tick)) + 1e-9) - power)
+                mantissa, _, exponent = f"{tick:.{digits}e}".partition("e")
+                label = f"{mantissa}e{int(exponent)}"
+            ticks.append((tick, label))
+        return ticks
 
 
-def _circle(kind: str, x: float, y: float, inner: str = "") -> str:
-    radius = 6 if "best" in kind else 3
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">{inner}</circle>'
+def _x_axis(values: Sequence[float]) -> Axis:
+    low, high = min(values), max(values)
+    margin = 1 if low == high else 0
+    is_whole = all(value == int(value) for value in values)
+    return Axis(low - margin, high + margin, LEFT, WIDTH - RIGHT, is_whole=is_whole)
 
 
-def _best_of(series: Series) -> Point:
-    """The first of the best points."""
-    choose = min if series.best == "lowest" else max
-    return choose(series.points, key=lambda point: point[1])
+def _y_axis(values: Sequence[float], *, may_be_log: bool) -> Axis:
+    """Logarithmic where it may be and a linear one would hide the rest."""
+    low, high = min(values), max(values)
+    is_log = may_be_log and low > 0 and high / low >= LOG_FROM
+    margin = (high / low) ** 0.05 if is_log else 1
+    low, high = (low / margin, high * margin) if is_log else _widened(low, high)
+    return Axis(low, high, HEIGHT - BOTTOM, TOP, is_log=is_log)
 
 
-def _best_said(series: Series, x_label: str) -> str:
-    at, value = _best_of(series)
-    return f"{series.best}: {plain(value)} at {x_label} {plain(at)}"
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """The range with a margin at both ends; never empty."""
+    largest = max(abs(low), abs(high))
+    margin = (high - low) * 0.05
+    if high - low <= largest * 1e-6:
+        margin = 0.1 * largest or 1e-6
+    return low - margin, high + margin
 
 
-def _notes(curves: Sequence[_Curve], y: Scale) -> Iterator[str]:
-    """How the numbers were made into lines, as far as that is no matter of course."""
-    if windows := {curve.window for curve in curves if curve.window}:
-        low, high = min(windows), max(windows)
-        lines = f"{low:,} lines" if low == high else f"{low:,} to {high:,} lines"
-        yield f"smoothed: {'geometric mean' if y.is_log else 'mean'} of {lines}"
-    if y.is_log:
-        yield "log axis"
-
-
-def _outline(color: str, heights: Sequence[int], edges: Sequence[float], x: Scale, y: Scale) -> str:
-    floor = f"{y(0):.1f}"
-    corners = [f"{x(edges[0]):.1f},{floor}"]
-    for height, ends in zip(heights, pairwise(edges), strict=True):
-        corners += [f"{x(edge):.1f},{y(height):.1f}" for edge in ends]
-    corners.append(f"{x(edges[-1]):.1f},{floor}")
-    return f'<polygon class="{color} bars" points="{" ".join(corners)}"/>'
-
-
-def _key(kind: str, name: str) -> str:
-    return f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>'
-
-
-def _figure(title: str, keys: Sequence[str], drawing: str) -> str:
-    return (
-        f"<figure><figcaption><b>{escape(title)}</b>{''.join(keys)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"{drawing}</svg></figure>"
-    )
+def _smoothed(points: Sequence[Point], y: Axis) -> tuple[Sequence[Point], int]:
+    """The centered mean over a twentieth of the lines, and over how many; 0 of a smooth curve."""
+    heights = np.array([y.height(value) for _, value in points])
+    if len(points) < SMOOTHED or np.abs(np.diff(heights)).sum() <= NOISY * np.ptp(heights):
+        return points, 0
+    window = max(5, len(points) // 20 | 1)
+    # Not by a running sum: a single huge value would leave all others without their digits.
+    ones = np.ones(window)
+    means = np.convolve(heights, ones, "same") / np.convolve(np.ones(len(heights)), ones, "same")
+    values = 10.0**means if y.is_log else means
+    return [(x, value) for (x, _), value in zip(points, values.tolist(), strict=True)], window
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     """A limited number of the points, with the highest and the lowest of each interval."""
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return points
-    size = math.ceil(2 * len(points) / MOST_POINTS)
-    return [
-        point
-        for start in range(0, len(points), size)
-        for point in _extremes(points[start : start + size])
+    size, kept = math.ceil(2 * len(points) / MAX_POINTS), list[Point]()
+    for start in range(0, len(points), size):
+        part = sorted(points[start : start + size], key=lambda point: point[1])
+        kept += sorted({part[0], part[-1]})
+    return kept
+
+
+def _corners(points: Sequence[Point], x: Axis, y: Axis) -> str:
+    return " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+
+
+def _polyline(kind: str, points: Sequence[Point], x: Axis, y: Axis) -> str:
+    return f'<polyline class="{kind}" points="{_corners(points, x, y)}"/>'
+
+
+def _axes(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
+    """Grid lines, tick labels of both axes, and what they count."""
+    bottom, parts = HEIGHT - BOTTOM, []
+    for tick, label in y.ticks():
+        at, kind = f"{y(tick):.1f}", "zero" if tick == 0 else "rule"
+        parts.append(
+            f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
+            f'<text class="y-tick" x="{LEFT - 6}" y="{at}">{label}</text>'
+        )
+    for tick, label in x.ticks():
+        parts.append(f'<text class="x-tick" x="{x(tick):.1f}" y="{bottom + 15}">{label}</text>')
+    middle, half = (LEFT + WIDTH - RIGHT) / 2, (TOP + bottom) / 2
+    parts.append(f'<text class="x-tick" x="{middle}" y="{HEIGHT - 4}">{escape(x_label)}</text>')
+    if y_label:
+        turned = f'x="12" y="{half}" transform="rotate(-90 12 {half})"'
+        parts.append(f'<text class="x-tick" {turned}>{escape(y_label)}</text>')
+    return "".join(parts)
+
+
+def _figure(
+    title: str, keys: Sequence[tuple[str, str]], notes: Sequence[str], shapes: Sequence[str]
+) -> str:
+    named = [
+        f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>' for kind, name in keys
     ]
-
-
-def _extremes(points: Sequence[Point]) -> list[Point]:
-    low = min(points, key=lambda point: point[1])
-    high = max(points, key=lambda point: point[1])
-    return sorted({low, high})
-
-
-def _counted(values: Sequence[float], low: float, width: float) -> list[int]:
-    counts = [0] * BINS
-    for value in values:
-        counts[min(BINS - 1, int((value - low) / width))] += 1
-    return counts
-
-
-def _can_be_drawn(point: Point) -> bool:
-    """Whether lengths between such points are still numbers."""
-    return all(abs(value) < LARGEST for value in point)
+    named += [f'<span class="key">{note}</span>' for note in notes]
+    return (
+        f"<figure><figcaption><b>{escape(title)}</b>{''.join(named)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(shapes)}</svg></figure>"
+    )

@@ -39,12 +39,6 @@ def interval_of_mean(
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """How likely chance alone divides the rows that two judge differently at least so unevenly."""
-    differing, fewer = only_first + only_second, min(only_first, only_second)
-    # 2 * sum of C(n, k) / 2**n, by logarithms: the numbers themselves overflow.
-    logs = [
-        math.lgamma(differing + 1) - math.lgamma(k + 1) - math.lgamma(differing - k + 1)
-        for k in range(fewer + 1)
-    ]
-    likely = math.fsum(math.exp(each - differing * math.log(2)) for each in logs)
-    return min(1.0, 2 * likely)
+    """The probability that chance alone divides the rows that flip at least so unevenly."""
+    flips, fewer = only_first + only_second, min(only_first, only_second)
+    return min(1.0, 2 * sum(math.comb(flips, k) for k in range(fewer + 1)) / 2**flips)

@@ -1,12 +1,17 @@
-"""The charts of a run's metrics: which stand together, and what is marked in them."""
+"""The charts of a run: its metrics by step, and its held-out completions one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from .charts import Best, Metrics, Series, chart
+from .charts import BINS, Curves, Series, chart, histogram
+from .eval_table import BAD, COLUMNS, GOOD, REWARD, kind_of
 
-CHARTS = {
+if TYPE_CHECKING:
+    import polars as pl
+
+LEARNING = {
     "Loss": ("loss",),
     "Accuracy": ("rewards/accuracies", "rewards/ties"),
     "Rewards": ("rewards/chosen", "rewards/rejected"),
@@ -23,38 +28,73 @@ SPEED = {
     "Padding, share of tokens": ("padding",),
 }
 LEFT_OUT = {"epoch", "tokens", "speed/rows_per_second", "step_applied"}
-# Their zero, or the shape of their course, is what one looks for.
-LINEAR = {"lr", "padding", "rewards/accuracies", "rewards/ties"}
-BEST: Mapping[str, Best] = {"loss": "lowest"}
-FEWEST_TO_CHOOSE = 3  # evaluations: of two, one is the beginning
+LINEAR = {"lr", "padding", "rewards/accuracies", "rewards/ties"}  # their zero matters
 
 
-def learning_curves(learned: Metrics, held_out: Metrics, best: Mapping[str, Best] = BEST) -> str:
-    """The charts of loss, rewards and log-probs; `best` says which held-out points are marked."""
-    return "".join(_charts(CHARTS, learned, held_out, best))
-
-
-def further_curves(learned: Metrics, held_out: Metrics, best: Mapping[str, Best] = BEST) -> str:
-    """The charts of speed, memory, and other metrics of a method."""
-    known = {name for names in (*CHARTS.values(), *SPEED.values()) for name in names}
+def further(learned: Curves, held_out: Curves) -> dict[str, Sequence[str]]:
+    """The charts of speed, memory, and a method's other metrics, by their titles."""
+    known = {name for names in (*LEARNING.values(), *SPEED.values()) for name in names}
     others = sorted({*learned, *held_out} - known - LEFT_OUT)
-    charts = {**SPEED, **{name: (name,) for name in others}}
-    return "".join(_charts(charts, learned, held_out, best))
+    return {**SPEED, **{name: (name,) for name in others}}
 
 
-def _charts(
-    charts: Mapping[str, Sequence[str]],
-    learned: Metrics,
-    held_out: Metrics,
-    best: Mapping[str, Best],
-) -> Iterator[str]:
-    for title, names in charts.items():
+def curves_of(charts: Mapping[str, Sequence[str]], learned: Curves, held_out: Curves) -> str:
+    """The charts with these titles and metrics, training steps beside held-out rows."""
+    figures = []
+    for title, metrics in charts.items():
         series: list[Series] = []
-        there = [name for name in names if name in learned or name in held_out]
+        there = [name for name in metrics if name in learned or name in held_out]
         for index, name in enumerate(there):
-            said = name.rpartition("/")[2] if len(there) > 1 else ""
-            kept, measured = (f"{said}, held out" if said else "held out"), held_out.get(name, ())
-            marked = best.get(name, "") if len(measured) >= FEWEST_TO_CHOOSE else ""
-            series.append(Series(said or "train", learned.get(name, ()), f"c{index}"))
-            series.append(Series(kept, measured, f"c{index}", form="dots", best=marked))
-        yield chart(title, series, x_label="step", may_be_log=LINEAR.isdisjoint(there))
+            short = name.rpartition("/")[2] if len(there) > 1 else ""
+            of_rows = f"{short}, held out" if short else "held out"
+            series.append(Series(short or "train", learned.get(name, ()), f"c{index}"))
+            series.append(Series(of_rows, held_out.get(name, ()), f"c{index}", form="dots"))
+        is_linear = not LINEAR.isdisjoint(there)
+        figures.append(chart(title, series, x_label="step", may_be_log=not is_linear))
+    return "".join(figures)
+
+
+def completion_charts(tables: Mapping[int, pl.DataFrame]) -> str:
+    """The values of single completions in the last evaluation; margins also in the first."""
+    last_step, first_step = max(tables), min(tables)
+    last = tables[last_step]
+    kind = kind_of(last.columns)
+    assert kind, "read_samples gives no other table"
+    value, unit = COLUMNS[kind][-1], "score" if kind == "scores" else "nats"
+    finite = last.filter(last[value].is_finite())
+    by_role = {
+        str(role): own for (role,), own in sorted(finite.partition_by("role", as_dict=True).items())
+    }
+    colors = {**dict.fromkeys(GOOD, "c0"), **dict.fromkeys(BAD, "c1")}
+    values = [(role, own[value].to_list(), colors.get(role, "c2")) for role, own in by_role.items()]
+    clouds = [
+        Series(role, own.select("tokens", value).rows(), colors.get(role, "c2"), form="cloud")
+        for role, own in by_role.items()
+    ]
+    margins = [(f"after step {last_step:,}", margins_of(last), "c2")]
+    if first_step != last_step and margins[0][1]:
+        first = margins_of(tables[first_step])
+        # Margins in one bin, as before the first step, would hide all others.
+        if first and max(first) - min(first) > (max(margins[0][1]) - min(margins[0][1])) / BINS:
+            margins.insert(0, (f"after step {first_step:,}", first, "c3"))
+    left_out = len(last) - len(finite)
+    without = f", without {left_out:,} not finite" if left_out else ""
+    figures = (
+        histogram(f"{kind.capitalize()} of completions{without}", values, x_label=unit),
+        histogram("Margins of rewards within a row", margins, x_label="reward"),
+        chart(f"{kind.capitalize()} by length", clouds, x_label="tokens", y_label=unit),
+    )
+    return "".join(figures)
+
+
+def margins_of(samples: pl.DataFrame) -> list[float]:
+    """The mean reward of good minus bad completions, for each row that has both."""
+    if REWARD not in samples.columns:
+        return []
+    finite = samples.filter(samples[REWARD].is_finite())
+    good, bad = (
+        finite.filter(finite["role"].is_in(roles)).select("row", REWARD).group_by("row").mean()
+        for roles in (GOOD, BAD)
+    )
+    both = good.join(bad, on="row", suffix="_bad").sort("row")
+    return (both[REWARD] - both[f"{REWARD}_bad"]).to_list()

@@ -11,7 +11,7 @@ from align.pipeline.jobs.tracker_sync import sync_runs
 from align.pipeline.train.run_diff import diff_runs, ranking
 from align.pipeline.train.run_history import Measured, read_history
 from align.pipeline.train.sweep import require_different, trials_of, varied_by
-from align.pipeline.train.sweep_result import HEAD, Sweep, Trial, page_of, rows_of
+from align.pipeline.train.sweep_result import HEAD, Sweep, Trial, page_of
 from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import TrainOptions
@@ -64,14 +64,14 @@ def test_the_table_has_each_figure_before_and_after():
     before = {"loss": 0.7, "rewards/accuracies": 0.5, "rewards/margins": 0.0}
     after = {"loss": 0.6, "rewards/accuracies": 0.9, "rewards/margins": 0.2}
     trial = Trial("dpo", (), "finished", measured=Measured("training", before, after))
-    figures = dict(zip(HEAD, *rows_of([trial]), strict=True))
+    figures = dict(zip(HEAD, trial.row(), strict=True))
     expected = {"loss from": 0.7, "loss to": 0.6, "acc. from": 0.5, "acc. to": 0.9}
     assert {name: float(figures[name]) for name in expected} == expected
 
 
 def table_of(page):
     """The rows of the first table of a page."""
-    table = page.partition("<table>")[2].partition("</table>")[0]
+    table = page.partition('<table class="numbers">')[2].partition("</table>")[0]
     rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in rows]
     return [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in cells]

@@ -14,13 +14,11 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from align.pipeline.train.records import record_signs
+from align.pipeline.train.records import record_warnings
 from align.pipeline.train.run_report import write_report
 from align.schemas.cache import Stops
 from align.schemas.rows import Role
-from align.stages.report.eval_table import read_samples
-from align.stages.report.side_by_side import read_answers
-from align.stages.report.signs import Sign
+from align.stages.report.eval_table import read_answers, read_samples
 from align.stages.storage.cache import Cache
 from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.run_record import RunRecord
@@ -165,15 +163,14 @@ def are_its_answers(run, course, before, after):
     }
     text = AutoTokenizer.from_pretrained(course.model).decode
     found = read_answers(RunFolder(run).answers)
-    assert len({one.prompt for one in found}) == 3
-    for one in found:
-        prompt = prompts[one.row_id]
-        assert one.prompt in text(prompt)
-        told = ((before, one.before, one.before_ended), (after, one.after, one.after_ended))
-        for model, answer, ended in told:
+    assert found["prompt"].n_unique() == 3
+    for one in found.iter_rows(named=True):
+        prompt = prompts[one["row_id"]]
+        assert one["prompt"] in text(prompt)
+        for model, when in ((before, "before"), (after, "after")):
             tokens, has_stopped = likeliest(model, prompt, stops)
-            assert text(prompt + tokens) == text(prompt) + answer
-            assert has_stopped == ended
+            assert text(prompt + tokens) == text(prompt) + one[when]
+            assert has_stopped == one[f"{when}_ended"]
     return True
 
 
@@ -181,8 +178,8 @@ def test_a_run_shows_what_its_policy_answered_before_training_and_after(plain, c
     before, after = map(AutoModelForCausalLM.from_pretrained, (course.model, plain / "model"))
     assert are_its_answers(plain, course, before, after)
     page = html.unescape(RunFolder(plain).report.read_text())
-    for one in read_answers(RunFolder(plain).answers):
-        assert all(said in page for said in (one.prompt, one.before, one.after))
+    for texts in read_answers(RunFolder(plain).answers)["prompt", "before", "after"].iter_rows():
+        assert all(text in page for text in texts)
 
 
 def test_a_report_answers_for_a_run_that_has_not_and_a_longer_run_forgets_the_answers(
@@ -262,7 +259,7 @@ def test_mlflow_knows_every_number_the_settings_and_what_a_person_looks_at(plain
     answers = json.loads(kept["answers.json"].read_text())
     known = read_answers(RunFolder(plain).answers)
     lines = [dict(zip(answers["columns"], line, strict=True)) for line in answers["data"]]
-    assert [(one["prompt"], one["after"]) for one in lines] == [(o.prompt, o.after) for o in known]
+    assert lines == known.to_dicts()
     samples = json.loads(kept["evaluations/step-00000006.json"].read_text())
     at = samples["columns"].index("logp")
     logps = read_samples(RunFolder(plain).evaluation(6))["logp"].to_list()
@@ -381,15 +378,15 @@ def test_a_run_in_four_bits_learns_an_adapter_for_the_plain_weights(course, tmp_
     assert changed == {name for name in base if "_proj" in name}
 
 
-def test_a_tracker_is_told_what_stands_out(plain, tmp_path):
+def test_the_warnings_are_a_tag_of_a_trackers_run(plain, tmp_path):
     tags = run_of(store_of(plain), id_in(plain)).data.tags
-    page = write_report(shutil.copytree(plain, tmp_path / "run"))
-    seen = [f"{sign.name}: {sign.said}" for sign in page]
+    found = write_report(shutil.copytree(plain, tmp_path / "run"))
+    seen = [f"{name}: {warning}" for name, warning in found.items()]
     assert tags["align.stands_out"] == ("; ".join(seen) or "nothing")
     run = begin(run_folder(tmp_path), "", trackers=["tensorboard"], sends=False)
     told = []
-    for signs in (("KL at 0", "It is 0."), ("length", "Long ones win.")), ():
-        record_signs(run, [Sign(*sign, "Do this.") for sign in signs])
+    for warnings in ({"KL at 0": "It is 0.", "length": "Long ones win."}, {}):
+        record_warnings(run, warnings)
         told.append(RunRecord.read(run_folder(tmp_path)).facts.tags["align.stands_out"])
     run.finish("FINISHED")
     assert told == ["KL at 0: It is 0.; length: Long ones win.", "nothing"]

@@ -5,7 +5,7 @@ import pytest
 
 from align.schemas.errors import UsageError
 from align.stages.report.intervals import mcnemar
-from align.stages.report.two_runs import compare, measure_of
+from align.stages.report.two_runs import ALPHA, compare, measure_of
 from support.refusals import refuses
 
 
@@ -40,8 +40,7 @@ def test_rows_are_matched_by_their_ids_and_a_tie_is_half_right():
     assert (found.accuracy.first, found.accuracy.second) == ((1 + 0 + 1 + 0.5) / 4, 3 / 4)
     assert found.gained == ("b",)
     assert found.lost == ("c",)
-    assert (found.in_both, found.left_out, found.chance) == (1, 0, mcnemar(1, 1))
-    assert not found.are_told_apart
+    assert (found.in_both, found.left_out, found.p_value) == (1, 0, mcnemar(1, 1))
     assert found.gap.name == "log_ratio"
     assert (found.gap.first, found.gap.second) == pytest.approx((10 * 2 / 4, 10 * 4 / 4))
     assert found.gap.low < 5 < found.gap.high
@@ -95,7 +94,7 @@ def test_a_clear_difference_is_told():
     sides = [(name, *((1, 0) if number % 3 else (0, 1))) for number, name in enumerate(names)]
     better = table(sides, prompts=prompts)
     found = compare(wrong, better)
-    assert found.are_told_apart
+    assert found.p_value < ALPHA
     assert (len(found.gained), len(found.lost)) == (80, 0)
     assert found.accuracy.low > 0.5
     reversed_ = compare(better, wrong)
@@ -111,10 +110,9 @@ def test_a_prompt_counts_once_however_many_of_its_rows_flip():
     names = [f"r{number}" for number in range(24)]
     prompts = {name: f"p{number % 3}" for number, name in enumerate(names)}
     rows = [[(name, one, 0) for name in names] for one in (-1, 1)]
-    assert compare(*map(table, rows)).are_told_apart
+    assert compare(*map(table, rows)).p_value < ALPHA
     found = compare(*(table(one, prompts=prompts) for one in rows))
-    assert found.chance == mcnemar(0, 3)
-    assert not found.are_told_apart
+    assert found.p_value == mcnemar(0, 3) > ALPHA
 
 
 def test_log_probs_alone_tell_nothing_of_a_label_alone():

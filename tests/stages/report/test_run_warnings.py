@@ -1,0 +1,68 @@
+"""Each warning is found where it was planted, and none where all is well.
+
+`tests/bench/run_warnings.py` counts both over many seeds.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from align.stages.report.run_warnings import FEWEST_LINES, WARNINGS, Measurements, find_warnings
+from support.planted_runs import PLANTED, clean, table
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_each_warning_is_found_where_it_was_planted(name):
+    assert all(find_warnings(PLANTED[name](clean(seed))).get(name) for seed in range(3))
+
+
+def test_trainings_that_are_well_raise_no_alarm():
+    assert [find_warnings(clean(seed)) for seed in range(5)] == [{}] * 5
+
+
+def test_of_a_short_run_nothing_is_told():
+    run = clean(0, steps=FEWEST_LINES - 1)
+    few = replace(run, tables={step: rows.head(10) for step, rows in run.tables.items()})
+    assert find_warnings(few) == find_warnings(Measurements({})) == {}
+    for of_rows in ("displacement", "length", "past its best"):
+        assert find_warnings(PLANTED[of_rows](few)) == {}
+
+
+@pytest.mark.parametrize(
+    ("planted", "columns"), [("displacement", ()), ("saturation", ("log_ratio", "reward"))]
+)
+def test_single_labels_warn_of_what_they_can_tell_and_spoil_no_other_warning(planted, columns):
+    """Without a reference, as csft has none, single labels are neither right nor wrong."""
+    run = PLANTED[planted](clean(3))
+    single = {
+        step: rows.filter((pl.col("row") % 2 == 0) == (pl.col("role") == "chosen")).drop(columns)
+        for step, rows in run.tables.items()
+    }
+    assert [*find_warnings(replace(run, tables=single))] == [planted]
+
+
+def test_numbers_in_words_are_those_of_the_rows():
+    lengths = np.array([[9, 5]] * 40 + [[5, 9]] * 40)
+    start, none = np.full((80, 2), -50.0), np.zeros((80, 2))
+    right = np.array([[1.0, 0.0]] * 36 + [[0.0, 1.0]] * 4 + [[1.0, 0.0]] * 20 + [[0.0, 1.0]] * 20)
+    tables = {0: table(lengths, start, none), 9: table(lengths, start, right - 3)}
+    found = find_warnings(Measurements({}, {}, tables))
+    assert "90%" in found["length"]  # 36 of 40 where the chosen side is longer
+    assert "50%" in found["length"]  # 20 of 40 where it is shorter
+    # chosen: 56 of 80 fall by 2 and 24 by 3 nats
+    assert f"{(56 * 2 + 24 * 3) / 80:.2f} nats" in found["displacement"]
+
+
+def test_the_order_of_rows_changes_no_figure():
+    run = PLANTED["displacement"](clean(3))
+    found = []
+    for seed in range(5):
+        shuffled = {
+            step: rows.sample(fraction=1, shuffle=True, seed=seed)
+            for step, rows in run.tables.items()
+        }
+        found.append(find_warnings(replace(run, tables=shuffled)))
+    assert "displacement" in found[0]
+    assert found == found[:1] * 5
