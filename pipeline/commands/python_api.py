@@ -129,7 +129,7 @@ def load_run(path: AnyPath) -> TrainingRun:
     import polars as pl
 
     from ...stages.report.eval_table import read_answers, read_samples
-    from ...stages.report.visited_rows import SCHEMA, read_visits
+    from ...stages.report.visited_rows import read_visits
     from ...stages.storage.run.run_folder import read_ending
     from ..options.settings import read_yaml
     from ..train.run_history import read_history
@@ -141,7 +141,6 @@ def load_run(path: AnyPath) -> TrainingRun:
         read_samples(path).select(pl.lit(step, pl.Int64).alias("step"), pl.all())
         for step, path in folder.evaluations().items()
     ]
-    is_logged = folder.rows.exists()
     return TrainingRun(
         folder=folder.root,
         ending=ending.ending if ending else None,
@@ -151,7 +150,7 @@ def load_run(path: AnyPath) -> TrainingRun:
         evaluations=history.held_out,
         samples=pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *samples], how="diagonal"),
         answers=read_answers(folder.answers),
-        rows=read_visits(folder.rows) if is_logged else pl.DataFrame(SCHEMA.empty_table()),
+        rows=read_visits(folder.rows),
         settings=read_yaml(folder.config),
     )
 

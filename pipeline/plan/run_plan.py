@@ -13,8 +13,8 @@ from ...schemas.errors import UsageError, counted
 from ...stages.engine.deepspeed_config import PRESETS
 from ...stages.model.load import chosen_device, device_bytes
 from ...stages.model.model_folder import require_peft
-from ...stages.report.cache_tables import facts as named
-from ...stages.report.cache_tables import grid, heading
+from ...stages.report.text_tables import facts as named
+from ...stages.report.text_tables import grid, heading
 from ..options.first_checks import asked_recipe
 from ..options.settings import BY_HAND, Settings, flatten, without_secrets
 from ..options.table import reads

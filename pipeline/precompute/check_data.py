@@ -30,8 +30,8 @@ from ...stages.data.records import in_batches, read_records
 from ...stages.data.row_keys import EncodedRow, key_rows, prompt_keys_of
 from ...stages.data.shapes import Shape
 from ...stages.data.tokenizer import TextTokenizer, load_tokenizer
-from ...stages.report.cache_summary import class_weights, spread_of
-from ...stages.report.cache_tables import facts, grid, heading, share, spreads, weight_facts, worded
+from ...stages.report.cache_summary import class_weights, spread_of, weight_facts
+from ...stages.report.text_tables import facts, grid, heading, share, spreads, worded
 from ...stages.tracking.progress import Progress
 from ..jobs.rejected_rows import RejectedRows, first_rejected
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...schemas.cache import Stops
 from ...schemas.errors import UsageError
 from ...stages.data.tokenizer import decoder
-from ...stages.report.export_trl import Decode, export_trl
+from ...stages.report.eval_table import Decode
+from ...stages.report.export_trl import export_trl
 from ...stages.storage.cache import Cache
 from ...stages.storage.locations import origin_of
 from ..jobs.object_inputs import cache_at, local_model
@@ -28,7 +28,10 @@ def export(location: str | Path, target: Path, *, model: str | None, overwrite: 
 
 
 def text_of(cache: Cache, model: str | None = None) -> Decode:
-    """Turns the ids of a cache into text, by the tokenizer of its reference or of `model`."""
+    """Turns ids of a cache into text without BOS and EOS, which others add themselves.
+
+    The tokenizer is that of the reference, or of `model`.
+    """
     manifest = cache.manifest()
     tokenizer = local_model(model or manifest.model)
     if not model and not Path(tokenizer).is_dir():
@@ -36,10 +39,4 @@ def text_of(cache: Cache, model: str | None = None) -> Decode:
             f"{cache.manifest_file}: its reference {tokenizer} is not there, whose tokenizer makes "
             "text of ids. Pass --model DIR."
         )
-    decode_one = decoder(tokenizer, Stops.of(manifest.fingerprint).tokens)
-
-    def decode(lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
-        # Others add BOS and EOS themselves.
-        return [decode_one(ids, continues) for ids in lists]
-
-    return decode
+    return decoder(tokenizer, Stops.of(manifest.fingerprint).tokens)

@@ -12,9 +12,8 @@ from ...schemas.json_codec import to_json
 from ...schemas.rows import Role
 from ...stages.data.preview import lines_of
 from ...stages.data.tokenizer import load_tokenizer
-from ...stages.report.cache_rows import Place, dropped_rows, find_row
-from ...stages.report.cache_summary import summarize
-from ...stages.report.cache_tables import render
+from ...stages.report.cache_rows import find_row, rejected_rows
+from ...stages.report.cache_summary import render, summarize
 from ...stages.storage.cache import Cache
 from ..jobs.object_inputs import local_model
 
@@ -25,35 +24,28 @@ def lines_of_inspection(
     """The summary of a cache, one of its rows, or those that could not be used."""
     if sum((row is not None, rejected, as_json)) > 1:
         raise UsageError("--row, --rejected and --json show different things: choose one.")
+    manifest = cache.manifest()
     if row is not None:
         yield from lines_of_row(cache, row, model=model)
     elif rejected:
-        manifest = cache.manifest()
         total = sum(manifest.reasons.values())
         yield f"{total:,} of {manifest.rows_in:,} rows could not be used"
-        yield from map(str, dropped_rows(cache, manifest))
+        yield from rejected_rows(cache, manifest)
     else:
         summary = summarize(cache)
         yield to_json(summary).rstrip() if as_json else render(summary)
 
 
 def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[str | Text]:
-    """A row as the model reads it and what the reference thinks of it; or why it was dropped.
+    """A row as the model reads it and the reference's log-probs; or why it was rejected.
 
-    `model` is a folder with the tokenizer, if the reference's own is not there any more.
+    `model` is a folder with the tokenizer, if the reference's own is missing.
     """
     manifest = cache.manifest()
-    place = Place.of(wanted, manifest)
-    rows = find_row(cache, manifest, place)
-    if not rows:
-        for dropped in dropped_rows(cache, manifest):
-            if (dropped.file, dropped.row) == (place.file, place.row):
-                yield str(dropped)
-                return
-        raise UsageError(
-            f"{cache} holds no row {wanted}, and dropped none of that name. "
-            f"`align inspect {cache}` names its files."
-        )
+    rows = find_row(cache, manifest, wanted)
+    if isinstance(rows, str):
+        yield rows
+        return
     stored = manifest.fingerprint
     options = TokenOptions(bos=stored["tokens.bos"], eos=stored["tokens.eos"])  # type: ignore[arg-type]
     tokenizer = load_tokenizer(local_model(model or manifest.model), options)
@@ -61,8 +53,8 @@ def lines_of_row(cache: Cache, wanted: str, *, model: str | None) -> Iterator[st
     file = int(rows.file[0])
     if file not in names:
         raise CorruptionError(
-            f"{cache.manifest_file} is damaged: it does not name the data file {file:016x}, of "
-            f"which its row {rows.ids()[0]} is. Restore it from a copy, or make the cache again."
+            f"{cache.manifest_file} is damaged: it does not name the data file {file:016x} of row "
+            f"{rows.ids()[0]}. Restore it from a copy, or make the cache again."
         )
     yield f"row id {rows.ids()[0]}"
     yield from lines_of(rows, tokenizer, file=names[file], prompt_side=stored["tokens.prompt_side"])

@@ -23,7 +23,7 @@ from ...schemas.rows import TIE, Reference, Scorer
 from ...stages.data.columns import not_read
 from ...stages.data.preview import lines_of
 from ...stages.methods.table import METHODS
-from ...stages.report.cache_tables import worded
+from ...stages.report.text_tables import worded
 from ...stages.storage.cache_work import unfinished_work
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import try_owner_lock

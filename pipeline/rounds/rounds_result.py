@@ -9,7 +9,7 @@ from pathlib import Path
 from ...schemas.errors import counted
 from ...schemas.round_record import Answering, RoundRecord
 from ...stages.methods.recipe import Recipe
-from ...stages.report.cache_tables import grid
+from ...stages.report.text_tables import grid
 from ...stages.storage.run.rounds_folder import RoundsFolder
 from ...stages.storage.run.run_folder import RunFolder
 from ..train.run_history import read_history

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import UsageError, counted
 from ...stages.methods.table import recipe_of
-from ...stages.report.cache_tables import grid
 from ...stages.report.eval_table import REWARD, read_samples
+from ...stages.report.text_tables import grid
 from ...stages.report.two_runs import ALPHA, TwoRuns, compare, measure_of, right_rows
 from ...stages.storage.run.run_folder import RunFolder, read_ending
 from ..options.settings import read_yaml

@@ -14,12 +14,12 @@ from ...schemas.errors import CorruptionError, StorageError, UsageError, counted
 from ...schemas.safe_text import beginning
 from ...stages.methods.table import recipe_of
 from ...stages.model.model_folder import read_json
-from ...stages.report.cache_tables import duration, grid
 from ...stages.report.charts import plain
 from ...stages.report.eval_table import REWARD, TEXTS, kind_of, read_answers, read_samples
 from ...stages.report.page import Section, render_page
 from ...stages.report.run_curves import LEARNING, completion_charts, curves_of, further
 from ...stages.report.run_warnings import Measurements, find_warnings
+from ...stages.report.text_tables import duration, grid
 from ...stages.report.visited_rows import join_visits, learned_rows, read_visits
 from ...stages.storage.cache import Cache
 from ...stages.storage.copies import manifest_folder
@@ -142,7 +142,7 @@ def write_report(root: Path) -> dict[str, str]:
             Section("Held-out completions", figures=completions, note=note),
             Section(
                 "Training rows",
-                facts=_row_facts(folder) if folder.rows.exists() else {},
+                facts=_row_facts(folder),
                 note="Margins of rewards, before the update of each visit's step. "
                 "`align inspect CACHE --row ID` shows a row.",
             ),
@@ -262,21 +262,23 @@ def _head(
 
 
 def _row_facts(folder: RunFolder) -> dict[str, str]:
-    """The training rows that were learned, forgotten, and never right."""
-    found = learned_rows(read_visits(folder.rows))
-
-    def named(ids: tuple[str, ...]) -> str:
-        more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
-        first = f": {', '.join(ids[:MOST_NAMED])}{more}" if ids else ""
-        return f"{len(ids):,} ({len(ids) / found.rows:.1%}){first}"
-
-    again = {"above 0, and below it later": named(found.forgotten)} if found.visits > 1 else {}
-    return {
-        "training rows": f"{found.rows:,}, each visited {found.visits:,} times at most",
-        "margin above 0 at the last visit": f"{found.right:,} ({found.right / found.rows:.1%})",
-        "above 0 at no visit": named(found.never),
-        **again,
-    }
+    """The training rows that were learned, never right, and forgotten, where margins are kept."""
+    rows = learned_rows(read_visits(folder.rows))
+    if rows.is_empty():
+        return {}
+    visits = max(rows["visits"])
+    facts = {"training rows": f"{len(rows):,}, each visited {visits:,} times at most"}
+    for title, column in (
+        ("margin above 0 at the last visit", "right"),
+        ("above 0 at no visit", "never"),
+        ("above 0, and below it later", "forgotten"),
+    ):
+        ids = rows.filter(column)["row_id"].to_list()
+        facts[title] = f"{len(ids):,} ({len(ids) / len(rows):.1%})"
+        if ids and column != "right":
+            more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
+            facts[title] += f": {', '.join(ids[:MOST_NAMED])}{more}"
+    return facts
 
 
 def _cache_facts(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...schemas.errors import counted
-from ...stages.report.cache_tables import duration, grid
 from ...stages.report.charts import Series, chart
 from ...stages.report.page import Section, render_page
+from ...stages.report.text_tables import duration, grid
 from ...stages.storage.run.run_folder import RunFolder
 from ...stages.tracking.journal import EVAL
 from .run_history import Measured, curves, read_history

@@ -22,7 +22,7 @@ from ...stages.model.save import (
     save_whole,
     stop_generation_at,
 )
-from ...stages.report.model_card import inline, model_card, notes_on_head
+from ...stages.report.model_card import inline, model_card
 from ...stages.storage.locations import origin_of
 from ...stages.storage.run.checkpoints import CHECKPOINTS, best_checkpoint, best_first, wanted
 from ...stages.storage.run.run_folder import remove_model, save_model
@@ -120,25 +120,43 @@ def _write(run: Run, state: State, weights: Mapping[str, Tensor]) -> None:
 def _card(run: Run, state: State, *, is_adapter: bool) -> str:
     """The README: what was trained by what, on which rows, and everything that it came from."""
     recipe, manifest, policy = run.recipe, run.manifest, origin_of(run.begins_as.path)
-    name, is_reward_model = recipe.name, recipe.head == "score"
+    is_reward_model = recipe.head == "score"
     front = {
+        "base_model": inline(policy),
         "library_name": "peft" if is_adapter else "transformers",
         **({"pipeline_tag": "text-classification"} if is_reward_model else {}),
-        "tags": f"[align, {name}, preference-alignment]",
+        "tags": ["align", recipe.name, "preference-alignment"],
     }
     made = f"{'A LoRA adapter of ' if is_adapter else ''}`{inline(policy)}`"
     seen, rows = run.feed.rows_seen(state.step), run.source.train_rows
     again = ", some of them again" if seen > rows else ""
-    of_text = causal_model(run.policy.model).config.get_text_config(decoder=True)
-    padding_token = getattr(of_text, "pad_token_id", None)
     text = [
-        f"# {name} with align",
+        f"# {recipe.name} with align",
         "",
-        f"{'A reward model: ' if is_reward_model else ''}{made}, trained by `{name}` for "
+        f"{'A reward model: ' if is_reward_model else ''}{made}, trained by `{recipe.name}` for "
         f"{counted(state.step, 'steps')}, {counted(seen, 'rows')} seen out of {rows:,}{again}.",
         f"Loss: `{inline(recipe.formula)}`.",
-        *notes_on_head(recipe.head, padding_token, is_adapter=is_adapter),
     ]
+    if recipe.head == "values":
+        text += [
+            "",
+            "`value_head.safetensors` holds the value head that was trained with the policy, a "
+            "linear layer on its last hidden states. It is not part of the model; a training by "
+            "ppo that begins from this folder begins with it.",
+        ]
+    if is_reward_model:
+        of_text = causal_model(run.policy.model).config.get_text_config(decoder=True)
+        padding_token = getattr(of_text, "pad_token_id", None)
+        loader, more = "AutoModelForSequenceClassification", ""
+        if is_adapter:
+            loader = "AutoPeftModelForSequenceClassification"
+            more = f", num_labels=1, pad_token_id={padding_token}"
+        text += [
+            "",
+            f"Load it by `{loader}.from_pretrained(folder{more})`. Its one logit is the score of a "
+            "prompt with its completion, read at the last token that is not the padding token "
+            f"({padding_token}).",
+        ]
     stops = Stops.of(manifest.fingerprint)
     ended = {"a turn": stops.turn, "a call of tools": stops.tool_calls, "plain text": stops.text}
     tables = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...schemas.errors import counted
 from ...schemas.score_gaps import is_above
-from ..report.cache_tables import grid, heading
+from ..report.text_tables import grid, heading
 from .verdicts import Compared
 
 Z = 1.959964  # 95 of 100

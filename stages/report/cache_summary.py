@@ -1,237 +1,286 @@
-"""The summary of a finished cache in numbers."""
+"""The summary of a finished cache: rows, lengths, truncation, balance, log-probs and drops."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
 
-import numpy as np
 import polars as pl
 
-from ...schemas.cache import InputEntry, Manifest
+from ...schemas.cache import Manifest, Stops
+from ...schemas.errors import counted
 from ...schemas.rows import Role
 from ..storage.cache import Cache
-from ..storage.shards import (
-    TURNS,
-    iter_row_groups,
-    learned_tokens,
-)
+from ..storage.shards import TURNS, iter_row_groups, learned_tokens
+from .text_tables import facts, grid, heading, share, size, spreads, worded
+
+QUANTILES = {"min": 0.0, "p1": 0.01, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+LOGPS = ("min", "p1", "p50", "p99", "max", "mean")
+COMPLETIONS = {"role": "role", "tokens": "num_tokens", "cut": "cut", "logp": "ref_logp"}
+COLUMNS = ("prompt_tokens", "prompt_cut", *COMPLETIONS.values())
+MOST_LISTED = 8  # input files
+LEARNED = {  # by tokens.learn
+    "assistant": "the assistant's turns",
+    "last": "the assistant's last turn",
+}
 
 
-@dataclass(frozen=True)
-class PromptSummary:
-    """The summary of the prompts of all rows."""
-
-    tokens: int
-    lengths: Spread
-    cut_rows: int  # rows whose prompt was shortened
-    cut_tokens: int
-
-
-@dataclass(frozen=True)
-class RoleSummary:
-    """The summary of all branches of one role."""
-
-    branches: int
-    tokens: int
-    learned: int  # of the tokens; all of them, but in completions of several messages
-    lengths: Spread
-    cut_branches: int
-    cut_tokens: int
-    logps: Spread | None  # reference log-prob, summed over a completion; None: it is not scored
-    logps_per_token: Spread | None
-
-
-@dataclass(frozen=True)
-class KtoWeights:
-    """The weights of `auto` for the class balance: wD nD = wU nU, the larger class at 1."""
-
-    num_desirable: int
-    num_undesirable: int
-    desirable_weight: float
-    undesirable_weight: float
-
-
-@dataclass(frozen=True)
-class PairSummary:
-    """The comparison of chosen and rejected within their rows."""
-
-    pairs: int
-    reference_prefers_rejected: int | None  # by the summed log-prob; None: it is not scored
-    reference_prefers_rejected_per_token: int | None  # by the mean log-prob; as above
-    chosen_is_longer: int
-    rejected_is_longer: int
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The summary of one cache."""
-
-    name: str
-    root: str
-    align_version: str
-    model: str  # the reference's path
-    adapter: str
-    reference_key: str
-    inputs: tuple[InputEntry, ...]
-    rows_in: int
-    rows: int
-    branches: int
-    tokens: int  # of completions
-    shards: int
-    bytes: int
-    prompts: PromptSummary
-    roles: dict[str, RoleSummary]
-    kto_weights: KtoWeights | None  # None if a class is missing
-    pairs: PairSummary | None  # None if rows are not pairs
-    rejected: dict[str, int]
-    notes: dict[str, int]
-    fingerprint: dict[str, str]
-
-
-def summarize(folder: Cache) -> Summary:
-    """The summary of a finished cache, which is read once, row group by row group."""
+def summarize(folder: Cache) -> dict[str, Any]:
+    """The summary of a cache in numbers, as JSON has it; no token ids are read."""
     manifest = folder.manifest()
-    columns = read_columns(folder, manifest)
-    roles = {role.name.lower(): _role(own) for role in Role if len(own := columns.of_role(role))}
-    return Summary(
-        name=folder.root.resolve().name,
-        root=manifest.root,
-        align_version=manifest.align_version,
-        model=manifest.model,
-        adapter=manifest.adapter,
-        reference_key=manifest.reference_key,
-        inputs=manifest.inputs,
-        rows_in=manifest.rows_in,
-        rows=manifest.rows,
-        branches=manifest.branches,
-        tokens=manifest.tokens,
-        shards=len(manifest.shards),
-        bytes=sum(shard.bytes for shard in manifest.shards),
-        prompts=_prompts(columns.prompts),
-        roles=roles,
-        kto_weights=_kto_weights(roles),
-        pairs=_pairs(columns.of_role(Role.CHOSEN), columns.of_role(Role.REJECTED), manifest),
-        rejected=manifest.reasons,
-        notes=manifest.notes,
-        fingerprint=manifest.fingerprint,
+    rows, completions = _read_columns(folder, manifest)
+    prompts = rows.select(
+        total("prompt_tokens").alias("tokens"),
+        _spread(pl.col("prompt_tokens")).alias("lengths"),
+        (pl.col("prompt_cut") > 0).sum().alias("cut_rows"),
+        total("prompt_cut").alias("cut_tokens"),
     )
-
-
-def _prompts(prompts: pl.DataFrame) -> PromptSummary:
-    return PromptSummary(
-        tokens=total(prompts["tokens"]),
-        lengths=spread_of(prompts["tokens"]),
-        cut_rows=int((prompts["cut"] > 0).sum()),
-        cut_tokens=total(prompts["cut"]),
+    logp, per_token = pl.col("logp"), pl.col("logp") / pl.col("learned")
+    roles = completions.group_by("role").agg(
+        pl.len().alias("branches"),
+        total("tokens"),
+        total("learned"),
+        _spread(pl.col("tokens")).alias("lengths"),
+        (pl.col("cut") > 0).sum().alias("cut_branches"),
+        total("cut").alias("cut_tokens"),
+        _spread(logp).alias("logps"),
+        _spread(per_token).alias("logps_per_token"),
     )
-
-
-def _role(branches: pl.DataFrame) -> RoleSummary:
-    is_null = branches["logp"].null_count() > 0
-    return RoleSummary(
-        branches=len(branches),
-        tokens=total(branches["tokens"]),
-        learned=total(branches["learned"]),
-        lengths=spread_of(branches["tokens"]),
-        cut_branches=int((branches["cut"] > 0).sum()),
-        cut_tokens=total(branches["cut"]),
-        logps=None if is_null else spread_of(branches["logp"]),
-        logps_per_token=None if is_null else spread_of(branches["logp"] / branches["learned"]),
+    by_role = {}
+    for role in roles.sort("role").to_dicts():
+        if not manifest.is_scored:
+            role |= {"logps": None, "logps_per_token": None}
+        by_role[Role(role.pop("role")).name.lower()] = role
+    kept = (
+        *("root", "align_version", "model", "adapter", "reference_key", "rows_in", "rows"),
+        *("branches", "tokens", "notes", "fingerprint"),
     )
+    return {
+        **{name: getattr(manifest, name) for name in kept},
+        "name": folder.root.resolve().name,
+        "inputs": [asdict(entry) for entry in manifest.inputs],
+        "shards": len(manifest.shards),
+        "bytes": sum(shard.bytes for shard in manifest.shards),
+        "prompts": prompts.row(0, named=True),
+        "roles": by_role,
+        "kto_weights": class_weights({name: one["branches"] for name, one in by_role.items()}),
+        "pairs": _pairs(completions, manifest),
+        "rejected": manifest.reasons,
+    }
 
 
-def _kto_weights(roles: dict[str, RoleSummary]) -> KtoWeights | None:
-    """The weights of KTO, which trains chosen as desirable and rejected as undesirable."""
-    return class_weights({name: role.branches for name, role in roles.items()})
+def spread_of(column: pl.Series) -> dict[str, float]:
+    """Linearly interpolated quantiles and the mean; all are 0 without values."""
+    found: dict[str, float] = column.to_frame("value").select(_spread(pl.col("value"))).item()
+    return found
 
 
-def class_weights(counts: Mapping[str, int]) -> KtoWeights | None:
-    """The weights for so many completions of each role; None if a class is missing."""
+def class_weights(counts: Mapping[str, int]) -> dict[str, float] | None:
+    """The weights of `auto` for so many completions of each role: wD nD = wU nU, the larger at 1.
+
+    KTO trains chosen completions as desirable and rejected ones as undesirable. None if a class is
+    missing.
+    """
     desirable = counts.get("desirable", 0) + counts.get("chosen", 0)
     undesirable = counts.get("undesirable", 0) + counts.get("rejected", 0)
     if not desirable or not undesirable:
         return None
     larger = max(desirable, undesirable)
-    return KtoWeights(desirable, undesirable, larger / desirable, larger / undesirable)
+    return {
+        "num_desirable": desirable,
+        "num_undesirable": undesirable,
+        "desirable_weight": larger / desirable,
+        "undesirable_weight": larger / undesirable,
+    }
 
 
-def _pairs(chosen: pl.DataFrame, rejected: pl.DataFrame, manifest: Manifest) -> PairSummary | None:
-    """The summary of pairs; both frames have one branch per row, in row order."""
+def _read_columns(folder: Cache, manifest: Manifest) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The narrow columns of all rows and of all completions, in the order of the cache."""
+    prompts = [pl.DataFrame(schema={name: pl.Int32() for name in COLUMNS[:2]})]
+    completions = []
+    for shard in manifest.shards:
+        for group in iter_row_groups(folder.shard(shard), [*COLUMNS, TURNS]):
+            rows = pl.DataFrame(pl.from_arrow(group)).select(COLUMNS)
+            prompts.append(rows.select(COLUMNS[:2]))
+            own = rows.select(**COMPLETIONS).explode([*COMPLETIONS])
+            completions.append(own.with_columns(learned=learned_tokens(group)))
+    empty = {"role": pl.Int8(), "tokens": pl.Int32(), "cut": pl.Int32(), "logp": pl.Float64()}
+    empty_frame = pl.DataFrame(schema={**empty, "learned": pl.Int32()})
+    return pl.concat(prompts), pl.concat([empty_frame, *completions])
+
+
+def total(column: str) -> pl.Expr:
+    """The sum in 64 bits: in 32 bits it would overflow at two billion tokens."""
+    return pl.col(column).cast(pl.Int64).sum()
+
+
+def _spread(values: pl.Expr) -> pl.Expr:
+    found = {name: values.quantile(at, "linear") for name, at in QUANTILES.items()}
+    found["mean"] = values.cast(pl.Float64).mean()
+    return pl.struct([one.fill_null(0.0).alias(name) for name, one in found.items()])
+
+
+def _pairs(completions: pl.DataFrame, manifest: Manifest) -> dict[str, int | None] | None:
+    """How chosen and rejected compare within their rows; None if rows are not pairs."""
+    chosen, rejected = (
+        completions.filter(pl.col("role") == int(role)) for role in (Role.CHOSEN, Role.REJECTED)
+    )
     if not len(chosen) == len(rejected) == manifest.rows or not manifest.rows:
         return None
-    per_token = [frame["logp"] / frame["learned"] for frame in (chosen, rejected)]
-    by_sum = int((rejected["logp"] > chosen["logp"]).sum())
-    by_mean = int((per_token[1] > per_token[0]).sum())
-    return PairSummary(
-        pairs=manifest.rows,
-        reference_prefers_rejected=by_sum if manifest.is_scored else None,
-        reference_prefers_rejected_per_token=by_mean if manifest.is_scored else None,
-        chosen_is_longer=int((chosen["tokens"] > rejected["tokens"]).sum()),
-        rejected_is_longer=int((rejected["tokens"] > chosen["tokens"]).sum()),
-    )
+    both = pl.concat([chosen, rejected.select(pl.all().name.prefix("other_"))], how="horizontal")
+    per_token = pl.col("logp") / pl.col("learned")
+    other_per_token = pl.col("other_logp") / pl.col("other_learned")
+    found: dict[str, int | None] = both.select(
+        pl.len().alias("pairs"),
+        (pl.col("other_logp") > pl.col("logp")).sum().alias("reference_prefers_rejected"),
+        (other_per_token > per_token).sum().alias("reference_prefers_rejected_per_token"),
+        (pl.col("tokens") > pl.col("other_tokens")).sum().alias("chosen_is_longer"),
+        (pl.col("other_tokens") > pl.col("tokens")).sum().alias("rejected_is_longer"),
+    ).row(0, named=True)
+    if not manifest.is_scored:
+        found |= dict.fromkeys(name for name in found if name.startswith("reference"))
+    return found
 
 
-PROMPTS = {"tokens": "prompt_tokens", "cut": "prompt_cut"}
-BRANCHES = {"role": "role", "tokens": "num_tokens", "cut": "cut", "logp": "ref_logp"}
-SHARD = pl.Schema(
-    {
-        "prompt_tokens": pl.Int32(),
-        "prompt_cut": pl.Int32(),
-        "role": pl.List(pl.Int8()),
-        "num_tokens": pl.List(pl.Int32()),
-        "cut": pl.List(pl.Int32()),
-        "ref_logp": pl.List(pl.Float64()),
+def render(summary: Mapping[str, Any]) -> str:
+    """The summary as text, less than 90 columns wide unless a name is longer."""
+    prompts = summary["prompts"]
+    roles = {  # in the order of `Role`, which JSON does not keep
+        role.name.lower(): summary["roles"][role.name.lower()]
+        for role in Role
+        if role.name.lower() in summary["roles"]
     }
-)
+    counts = [
+        (
+            name,
+            f"{one['branches']:,}",
+            share(one["branches"], summary["branches"]),
+            f"{one['tokens']:,}",
+        )
+        for name, one in roles.items()
+    ]
+    counts.append(("all", f"{summary['branches']:,}", "", f"{summary['tokens']:,}"))
+    of = f" of {summary['rows_in']:,} read" if summary["rows"] != summary["rows_in"] else ""
+    rows = [
+        f"  {counted(summary['rows'], 'rows')}{of}: {prompts['tokens']:,} prompt tokens, and these "
+        "completions",
+        *grid(("completions", "count", "share", "tokens"), counts),
+    ]
+    learned = sum(one["learned"] for one in roles.values())
+    if learned < summary["tokens"]:
+        turns = LEARNED[summary["fingerprint"].get("tokens.learn", "assistant")]
+        rows.append(f"  {learned:,} of these tokens are learned, those of {turns}")
+
+    lengths = {
+        "prompt": prompts["lengths"],
+        **{name: one["lengths"] for name, one in roles.items()},
+    }
+    cut = [("prompt", prompts["cut_rows"], summary["rows"], prompts)]
+    cut += [(name, one["cut_branches"], one["branches"], one) for name, one in roles.items()]
+    truncation = grid(
+        ("", "cut", "share", "tokens cut", "share"),
+        [
+            (
+                *(name, f"{count:,}", share(count, whole), f"{one['cut_tokens']:,}"),
+                share(one["cut_tokens"], one["cut_tokens"] + one["tokens"]),
+            )
+            for name, count, whole, one in cut
+        ],
+    )
+    if not any(count for _, count, *_ in cut):
+        truncation = ["  nothing was cut"]
+
+    logps = ["  none: the cache is not scored (cache.scored)"]
+    if all(one["logps"] for one in roles.values()):
+        sums = [(name, one["logps"]) for name, one in roles.items()]
+        means = [(name, one["logps_per_token"]) for name, one in roles.items()]
+        logps = [
+            *spreads("sum", sums, LOGPS, decimals=2),
+            "",
+            *spreads("per token", means, LOGPS, decimals=3),
+        ]
+        if "mismatched" in roles:
+            logps.append(
+                "  Mismatched completions answer another prompt: per token they are lower."
+            )
+
+    drops = [
+        (reason, f"{count:,}", share(count, summary["rows_in"]))
+        for reason, count in sorted(summary["rejected"].items(), key=lambda item: -item[1])
+    ]
+    dropped = grid(("rejected", "rows", "share"), drops) if drops else ["  no row was dropped"]
+    if notes := [(worded(note), f"{count:,}") for note, count in summary["notes"].items()]:
+        dropped += ["", *grid(("noted, and kept", "count"), notes)]
+    sections = {
+        "Cache": facts(_cache_facts(summary)),
+        "Rows": rows,
+        "Lengths in tokens": spreads("", [*lengths.items()], decimals=0),
+        "Truncation": truncation,
+        "Balance": _balance(summary),
+        "Reference log-probs": logps,
+        "Drops": dropped,
+    }
+    blocks = ["\n".join([heading(title), *lines]) for title, lines in sections.items()]
+    return "\n\n".join(blocks) + "\n"
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The narrow columns of all rows and branches of a cache, in its order."""
-
-    prompts: pl.DataFrame  # tokens, cut
-    branches: pl.DataFrame  # role, tokens, cut, logp, learned
-
-    def of_role(self, role: Role) -> pl.DataFrame:
-        """The branches of one role, in row order."""
-        return self.branches.filter(pl.col("role") == int(role))
-
-
-def read_columns(folder: Cache, manifest: Manifest) -> Columns:
-    """The narrow columns of every row group of every shard; no token ids are read."""
-    groups, learned = [], [np.empty(0, np.int32)]
-    for shard in manifest.shards:
-        for group in iter_row_groups(folder.shard(shard), [*SHARD.names(), TURNS]):
-            groups.append(pl.DataFrame(pl.from_arrow(group)).select(SHARD.names()))
-            learned.append(learned_tokens(group))
-    rows = pl.concat([pl.DataFrame(schema=SHARD), *groups])
-    branches = rows.select(**BRANCHES).explode([*BRANCHES])
-    return Columns(rows.select(**PROMPTS), branches.with_columns(learned=np.concatenate(learned)))
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The spread of a column: linearly interpolated quantiles; all are 0 without values."""
-
-    min: float
-    p1: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-    mean: float
+def _cache_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    made, stops = summary["fingerprint"], Stops.of(summary["fingerprint"])
+    how = [made[name] for name in ("model.dtype", "model.attention") if name in made]
+    if "tokens.max_length" in made:
+        how.append(f"max_length {made['tokens.max_length']}")
+    adapter = f" + adapter {summary['adapter']}" if summary["adapter"] else ""
+    calls = stops.tool_calls if stops.tool_calls != stops.turn else None
+    ended = {"turns end with": stops.turn, "tool calls with": calls, "plain text with": stops.text}
+    found = [
+        ("name", f"{summary['name']}  (align {summary['align_version']})"),
+        ("root", summary["root"]),
+        ("reference", f"{summary['model'] or 'unnamed'}{adapter}"),
+        ("", f"{summary['reference_key'][:16]}  {', '.join(how)}"),
+        *((name, stop.description) for name, stop in ended.items() if stop),
+        ("shards", f"{summary['shards']:,}  ({size(summary['bytes'])})"),
+    ]
+    for number, entry in enumerate(summary["inputs"][:MOST_LISTED]):
+        about = f"{counted(entry['rows'], 'rows')}, {size(entry['bytes'])}"
+        line = f"{entry['name']}  ({about}, sha256 {entry['sha256'][:12]})"
+        found.append(("" if number else "inputs", line))
+    if (left := len(summary["inputs"]) - MOST_LISTED) > 0:
+        found.append(("", f"and {counted(left, 'more files')}"))
+    return found
 
 
-def spread_of(column: pl.Series) -> Spread:
-    """The spread of a column without nulls."""
-    ranked = column.sort()  # once, instead of once per quantile
-    levels = (0.0, 0.01, 0.5, 0.9, 0.99, 1.0)
-    low, p1, p50, p90, p99, high = (ranked.quantile(level, "linear") or 0.0 for level in levels)
-    mean = float(ranked.cast(pl.Float64).sum()) / max(1, len(ranked))
-    return Spread(low, p1, p50, p90, p99, high, mean)
+def _balance(summary: Mapping[str, Any]) -> list[str]:
+    pairs, weights, lines = summary["pairs"], summary["kto_weights"], []
+    if pairs:
+        counts = {
+            "reference prefers the rejected one": pairs["reference_prefers_rejected"],
+            "... per token": pairs["reference_prefers_rejected_per_token"],
+            "chosen is the longer one": pairs["chosen_is_longer"],
+            "rejected is the longer one": pairs["rejected_is_longer"],
+        }
+        hint = "the first two hint at noisy labels, the third at a bias to length."
+        if pairs["reference_prefers_rejected"] is None:  # the cache is not scored
+            hint = "the first hints at a bias to length."
+        lines = grid(
+            (f"of {counted(pairs['pairs'], 'pairs')}", "count", "share"),
+            [
+                (name, f"{count:,}", share(count, pairs["pairs"]))
+                for name, count in counts.items()
+                if count is not None
+            ],
+        )
+        lines += [f"  Far above 50%: {hint}", ""]
+    if candidates := summary["roles"].get("candidate"):
+        per_prompt = candidates["branches"] / summary["rows"]
+        lines += facts([("per prompt", f"{per_prompt:.1f} candidates")])
+    if weights:
+        return [*lines, *facts(weight_facts(weights))]
+    return lines or ["  one class only: KTO needs desirable and undesirable completions"]
 
 
-def total(column: pl.Series) -> int:
-    """The sum in 64 bits: in 32 bits it would overflow at two billion tokens."""
-    return int(column.cast(pl.Int64).sum())
+def weight_facts(weights: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The classes of KTO and the weights that balance them."""
+    counts = f"{weights['num_desirable']:,} desirable, {weights['num_undesirable']:,} undesirable"
+    auto = f"{weights['desirable_weight']:.4g} and {weights['undesirable_weight']:.4g}"
+    return [("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]

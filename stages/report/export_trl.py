@@ -7,66 +7,75 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.cache import Manifest, StoredKind, branch_layout
+from ...schemas.cache import StoredKind, branch_layout
 from ...schemas.columns import offsets_of
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
 from ..storage.cache import Cache
 from ..storage.disk import fs
 from ..storage.shards import TURNS, carried_names, iter_row_groups, open_shard
+from .eval_table import Decode
+
+OF_ROWS = ("row_id", "prompt_ids", "prompt_cut")
+OF_COMPLETIONS = ("completion_ids", "role", "score", "cut", "ref_logp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a cache's shards, and the order of the completions in each row."""
+
+    paths: list[Path]  # of shards
+    kind: StoredKind
+    num_partners: int  # mismatched completions of each own one
+    carried: list[str]  # columns that the data bring
 
 
 def export_trl(folder: Cache, target: Path, *, decode: Decode, overwrite: bool = False) -> int:
     """Writes `target` atomically; returns the number of rows."""
     fs.drop_drafts(target)  # also one whose writer was killed once the file had its name
-    _require_free(target, overwrite=overwrite)
-    tables = _flat_tables(folder, decode)
-    with fs.new_file(target, replaces=overwrite) as sink:
-        return _write(sink, tables)
-
-
-def _require_free(target: Path, *, overwrite: bool) -> None:
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent} is not a folder. Make it, or choose another --output.")
     if target.is_dir():
         raise UsageError(f"{target} is a folder. Choose another --output.")
     if target.exists() and not overwrite:
         raise UsageError(f"{target} exists. Pass --overwrite, or choose another --output.")
+    layout, num_rows = _layout_of(folder), 0
+    with fs.new_file(target, replaces=overwrite) as sink, ExitStack() as stack:
+        writer = None
+        for shard in folder.manifest().shards:
+            folder.check(shard)
+            for group in iter_row_groups(folder.shard(shard)):
+                rows = pl.DataFrame(pl.from_arrow(group))
+                table = _flat(rows.lazy(), layout, decode).collect().to_arrow()
+                # Ordinary lists and strings instead of polars' large ones: all readers know them.
+                fields = [(field.name, _ordinary(field.type)) for field in table.schema]
+                table = table.cast(pa.schema(fields))
+                if writer is None:
+                    opened = pq.ParquetWriter(sink, table.schema, compression="zstd")
+                    writer = stack.enter_context(opened)
+                writer.write_table(table)
+                num_rows += len(table)
+    return num_rows
 
 
 def scan_trl(folder: Cache, decode: Decode | None = None) -> pl.LazyFrame:
-    """The same columns as a query over the manifest's shards; with text if `decode` is given.
-
-    Only the first rows are looked at now. Rows of another kind are refused as they are read.
-    """
-    manifest = _require_rows(folder)
-    paths = [folder.shard(shard) for shard in manifest.shards]
-    for path, shard in zip(paths, manifest.shards, strict=True):
-        if not path.is_file() or path.stat().st_size != shard.bytes:
-            raise CorruptionError(
-                f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
-                "cache again."
-            )
-    for path in paths:
-        with open_shard(path) as file:
-            _require_all_learned(file.schema_arrow, folder)
-    first = next(group for path in paths for group in iter_row_groups(path) if len(group))
-    scan = pl.scan_parquet(paths, glob=False, hive_partitioning=False)
-    return _flat(scan, _layout_of(first, source=str(paths[0])), decode)
+    """The same columns as a query over the shards; with text if `decode` is given."""
+    layout = _layout_of(folder)
+    shards = pl.scan_parquet(layout.paths, glob=False, hive_partitioning=False)
+    return _flat(shards, layout, decode)
 
 
-def _require_rows(folder: Cache) -> Manifest:
+def _layout_of(folder: Cache) -> Layout:
     manifest = folder.manifest()
     if not manifest.is_scored:
         raise UsageError(
@@ -74,206 +83,88 @@ def _require_rows(folder: Cache) -> Manifest:
         )
     if not manifest.rows:
         raise UsageError(f"{folder.root} holds no rows, so there is nothing to export.")
-    return manifest
-
-
-def _flat_tables(folder: Cache, decode: Decode) -> Iterator[pa.Table]:
-    first = None
-    for shard in _require_rows(folder).shards:
-        folder.check(shard)
-        path = folder.shard(shard)
-        for group in iter_row_groups(path):
-            _require_all_learned(group.schema, folder)
-            if not len(group):
-                continue
-            table = _flat_table(group, decode, source=str(path))
-            first = first or table.schema
-            if not table.schema.equals(first):
-                raise CorruptionError(f"The cache of {path} {_MIXED}")
-            yield table
-
-
-def _flat_table(group: pa.Table, decode: Decode, *, source: str) -> pa.Table:
-    layout = _layout_of(group, source=source)
-    rows = pl.DataFrame(pl.from_arrow(group.select(layout.columns)))
-    table = _flat(rows.lazy(), layout, decode).collect().to_arrow()
-    return table.cast(pa.schema([(field.name, _plain(field.type)) for field in table.schema]))
-
-
-def _require_all_learned(schema: pa.Schema, folder: Cache) -> None:
-    """Refuses sums over turns: TRL's trainers compare them with sums over every token."""
-    if TURNS in schema.names:
-        raise UsageError(
-            f"{folder.root} has completions of several messages, and its log-probs are of the "
-            "assistant's turns alone. TRL's trainers sum over every token. Export a cache made "
-            "with --set tokens.learn=all."
-        )
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type with ordinary lists and strings instead of polars' large ones."""
-    if pa.types.is_large_list(kind):
-        return pa.list_(_plain(kind.value_type))
-    return pa.string() if pa.types.is_large_string(kind) else kind
-
-
-def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
-    num_rows = 0
-    with ExitStack() as stack:
-        writer = None
-        for table in tables:
-            if writer is None:
-                opened = pq.ParquetWriter(sink, table.schema, compression="zstd")
-                writer = stack.enter_context(opened)
-            writer.write_table(table)
-            num_rows += len(table)
-    return num_rows
-
-
-class Decode(Protocol):
-    """A decoder of token ids to text."""
-
-    def __call__(self, lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
-        """The texts; `continues`: the ids follow a prompt, so a leading blank is kept."""
-        ...
-
-
-_MIXED = "holds different kinds of rows. Make the cache again."
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The layout of the branches of each row in the columns of a shard."""
-
-    kind: StoredKind
-    levels: int  # mismatched partners of each own branch
-    carried: tuple[str, ...]
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns of a shard that are read."""
-        own = ("row_id", "prompt_ids", "prompt_cut", *self.carried)
-        return [*own, "completion_ids", "role", "score", "cut", "ref_logp"]
-
-
-def _layout_of(group: pa.Table, *, source: str) -> Layout:
-    roles = pl.Series(pl.from_arrow(group.column("role")))
-    kind, levels = _kind_and_levels(roles, source)
-    return Layout(kind, levels, tuple(carried_names(group.schema)))
-
-
-def _kind_and_levels(roles: pl.Series, source: str) -> tuple[StoredKind, int]:
+    paths = [folder.shard(shard) for shard in manifest.shards]
+    for path, shard in zip(paths, manifest.shards, strict=True):
+        if not path.is_file() or path.stat().st_size != shard.bytes:
+            raise CorruptionError(
+                f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
+                "cache again."
+            )
+        with open_shard(path) as file:
+            if TURNS in file.schema_arrow.names:
+                raise UsageError(
+                    f"{folder.root} has completions of several messages, and its log-probs are of "
+                    "the assistant's turns alone. TRL's trainers sum over every token. Export a "
+                    "cache made with --set tokens.learn=all."
+                )
+    # All rows of a cache are of one kind, with as many partners each.
+    first = next(iter_row_groups(paths[0]))
+    roles = pl.Series(pl.from_arrow(first.column("role")))
     offsets = offsets_of(roles.list.len().to_numpy())
-    stored = branch_layout(roles.explode().to_numpy(), offsets, source=source)
-    if (stored.kinds != stored.kinds[0]).any():
-        raise CorruptionError(f"{source} {_MIXED}")
-    return StoredKind(stored.kinds[0]), stored.num_partners
+    stored = branch_layout(roles.explode().to_numpy(), offsets, source=str(paths[0]))
+    kind = StoredKind(stored.kinds[0])
+    return Layout(paths, kind, stored.num_partners, carried_names(first.schema))
 
 
 def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.LazyFrame:
-    """The rows in the other trainer's format; each labelled completion becomes a row."""
-    check = partial(_require_layout, layout=layout)
-    roles = pl.col("role").map_batches(check, return_dtype=pl.List(pl.Int8), is_elementwise=True)
-    columns = [
-        pl.col("row_id"),
-        *_with_text("prompt", "prompt_ids", pl.col("prompt_ids"), decode, continues=False),
-        *map(pl.col, ("prompt_cut", *layout.carried)),
+    """The rows with the other trainer's columns; each labelled completion becomes a row."""
+    columns = {name: pl.col(name) for name in (*OF_ROWS, *layout.carried)}
+    num_own = pl.col("role").list.len() // (layout.num_partners + 1)
+    levels = [
+        (level, "KL_" if level else "", f"_{level}" if level > 1 else "")
+        for level in range(layout.num_partners + 1)
     ]
     if layout.kind == StoredKind.PAIRED:
-        return shards.with_columns(roles).select(*columns, *_paired(layout, decode))
-    own = shards.with_columns(roles).with_columns(_by_level(layout))
-    if layout.kind == StoredKind.SCORED:
-        return own.select(*columns, *_scored(layout, decode))
-    lists = [name for level in range(layout.levels + 1) for name in _of_level(level)]
-    return own.explode(lists).select(*columns, *_unpaired(layout, decode))
-
-
-def _require_layout(roles: pl.Series, *, layout: Layout) -> pl.Series:
-    known = (layout.kind, layout.levels)
-    if len(roles) and _kind_and_levels(roles, "This cache") != known:
-        raise CorruptionError(f"This cache {_MIXED}")
-    return roles
-
-
-def _paired(layout: Layout, decode: Decode | None) -> Iterator[pl.Expr]:
-    for name, role in (("chosen", Role.CHOSEN), ("rejected", Role.REJECTED)):
-        is_first = pl.col("role").list.get(0) == int(role)
-        for level in range(layout.levels + 1):
-            index = pl.when(is_first).then(2 * level).otherwise(2 * level + 1)
-            ids, cut, logps = (
-                pl.col(column).list.get(index) for column in ("completion_ids", "cut", "ref_logp")
+        for side, role in (("chosen", Role.CHOSEN), ("rejected", Role.REJECTED)):
+            is_first = pl.col("role").list.get(0) == int(role)
+            for level, kl, number in levels:
+                index = pl.when(is_first).then(2 * level).otherwise(2 * level + 1)
+                columns[f"{kl}{side}_ids{number}"] = pl.col("completion_ids").list.get(index)
+                columns[f"{kl}{side}{number}_cut"] = pl.col("cut").list.get(index)
+                columns[f"ref_{side}_{kl}logps{number}"] = pl.col("ref_logp").list.get(index)
+        flat = shards.select(**columns)
+    else:
+        is_labelled = layout.kind == StoredKind.UNPAIRED
+        name, lists = "completion" if is_labelled else "completions", dict[str, pl.Expr]()
+        for level, kl, number in levels:
+            ids, roles, scores, cut, logps = (
+                pl.col(column).list.slice(num_own * level, num_own) for column in OF_COMPLETIONS
             )
-            kl, suffix = _level_names(level)
-            text = f"{kl}{name}"
-            yield from _with_text(text + suffix, f"{text}_ids{suffix}", ids, decode)
-            yield cut.alias(f"{text}{suffix}_cut")
-            yield logps.alias(f"ref_{name}_{kl}logps{suffix}")
+            lists[f"{kl}completion_ids{number}"] = ids
+            lists[f"{kl}{name}{number}_cut"] = cut
+            if not level and is_labelled:
+                lists["label"] = roles.list.eval(pl.element() == int(Role.DESIRABLE))
+            elif not level:
+                lists["scores"] = scores
+            lists[f"ref_{kl}logps{number}"] = logps
+        columns |= lists
+        flat = shards.select(**columns)
+        flat = flat.explode([*lists]) if is_labelled else flat
+    if decode is None:
+        return flat
+    return flat.select(part for name in columns for part in _with_text(name, layout.kind, decode))
 
 
-def _unpaired(layout: Layout, decode: Decode | None) -> Iterator[pl.Expr]:
-    for level in range(layout.levels + 1):
-        ids, cut, logps, role, _ = map(pl.col, _of_level(level))
-        kl, suffix = _level_names(level)
-        text = f"{kl}completion"
-        yield from _with_text(text + suffix, f"{text}_ids{suffix}", ids, decode)
-        yield cut.alias(f"{text}{suffix}_cut")
-        if not level:
-            yield (role == int(Role.DESIRABLE)).alias("label")
-        yield logps.alias(f"ref_{kl}logps{suffix}")
+def _with_text(name: str, kind: StoredKind, decode: Decode) -> Iterator[pl.Expr]:
+    """A column, with its text before it if it holds ids."""
+    if "_ids" in name:
+        is_group = kind == StoredKind.SCORED and name != "prompt_ids"
+        text = name.replace("completion_ids", "completions") if is_group else name
+        make = partial(_texts, decode=decode, continues=name != "prompt_ids", is_group=is_group)
+        dtype = pl.List(pl.String) if is_group else pl.String()
+        texts = pl.col(name).map_batches(make, return_dtype=dtype, is_elementwise=True)
+        yield texts.alias(text.replace("_ids", ""))
+    yield pl.col(name)
 
 
-def _scored(layout: Layout, decode: Decode | None) -> Iterator[pl.Expr]:
-    for level in range(layout.levels + 1):
-        ids, cut, logps, _, scores = map(pl.col, _of_level(level))
-        kl, suffix = _level_names(level)
-        name = f"{kl}completions{suffix}"
-        yield from _with_text(name, f"{kl}completion_ids{suffix}", ids, decode, depth=2)
-        yield cut.alias(f"{name}_cut")
-        if not level:
-            yield scores.alias("scores")
-        yield logps.alias(f"ref_{kl}logps{suffix}")
+def _texts(ids: pl.Series, *, decode: Decode, continues: bool, is_group: bool) -> pl.Series:
+    if not is_group:
+        return pl.Series([decode(one, continues) for one in ids.to_list()], dtype=pl.String)
+    groups = [[decode(one, continues) for one in group] for group in ids.to_list()]
+    return pl.Series(groups, dtype=pl.List(pl.String))
 
 
-BRANCH_COLUMNS = ("completion_ids", "cut", "ref_logp", "role", "score")
-
-
-def _of_level(level: int) -> list[str]:
-    """Names of the columns of the k-th mismatches of own branches; 0: the branches themselves."""
-    return [f"{name}/{level}" for name in BRANCH_COLUMNS]
-
-
-def _by_level(layout: Layout) -> Iterator[pl.Expr]:
-    num_own = pl.col("role").list.len() // (layout.levels + 1)
-    for level in range(layout.levels + 1):
-        for name, alias in zip(BRANCH_COLUMNS, _of_level(level), strict=True):
-            yield pl.col(name).list.slice(num_own * level, num_own).alias(alias)
-
-
-def _level_names(level: int) -> tuple[str, str]:
-    """The prefix and suffix of a column's name: `KL_` of mismatches, `_2` of second ones."""
-    return ("KL_" if level else "", f"_{level}" if level > 1 else "")
-
-
-def _with_text(
-    text_name: str,
-    ids_name: str,
-    ids: pl.Expr,
-    decode: Decode | None,
-    *,
-    continues: bool = True,
-    depth: int = 1,
-) -> Iterator[pl.Expr]:
-    """The columns of decoded text and of ids."""
-    if decode is not None:
-        make = partial(_decoded, decode=decode, continues=continues, depth=depth)
-        kind = pl.String if depth == 1 else pl.List(pl.String)
-        yield ids.map_batches(make, return_dtype=kind, is_elementwise=True).alias(text_name)
-    yield ids.alias(ids_name)
-
-
-def _decoded(ids: pl.Series, *, decode: Decode, continues: bool, depth: int) -> pl.Series:
-    lists = ids.to_list()
-    if depth == 1:
-        return pl.Series(decode(lists, continues=continues), dtype=pl.String)
-    texts = [decode(one, continues=continues) for one in lists]
-    return pl.Series(texts, dtype=pl.List(pl.String))
+def _ordinary(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_large_list(kind):
+        return pa.list_(_ordinary(kind.value_type))
+    return pa.string() if pa.types.is_large_string(kind) else kind

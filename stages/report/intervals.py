@@ -41,4 +41,4 @@ def interval_of_mean(
 def mcnemar(only_first: int, only_second: int) -> float:
     """The probability that chance alone divides the rows that flip at least so unevenly."""
     flips, fewer = only_first + only_second, min(only_first, only_second)
-    return min(1.0, 2 * sum(math.comb(flips, k) for k in range(fewer + 1)) / 2**flips)
+    return min(1.0, 2 * sum(math.comb(flips, k) for k in range(fewer + 1)) / (1 << flips))

@@ -8,29 +8,23 @@ a row with one side only it is above 0 where the reward is on the side of its la
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import polars as pl
 
 from ...schemas.batches import Visits
 from ...schemas.errors import CorruptionError
 from ..storage.disk import fs
-from ..storage.disk.lines import Line, keep_lines, read_lines
+from ..storage.disk.lines import keep_lines, read_lines
 
-if TYPE_CHECKING:
-    import polars as pl
-
-SCHEMA = pa.schema(
+SCHEMA = pl.Schema(
     {
-        "row_id": pa.string(),
-        "epoch": pa.int64(),
-        "step": pa.int64(),
-        "margin": pa.float64(),
-        "is_tie": pa.bool_(),
+        "row_id": pl.String(),
+        "epoch": pl.Int64(),
+        "step": pl.Int64(),
+        "margin": pl.Float64(),
+        "is_tie": pl.Boolean(),
     }
 )
 
@@ -39,70 +33,41 @@ def visits_line(visits: Visits, *, epoch: int, step: int) -> bytes:
     """The line of a rank's rows of one step."""
     count = len(visits.row_ids)
     columns = (visits.row_ids, [epoch] * count, [step] * count, visits.margins, visits.are_ties)
-    return json.dumps(dict(zip(SCHEMA.names, columns, strict=True))).encode()
+    return json.dumps(dict(zip(SCHEMA, columns, strict=True))).encode()
 
 
 def cut_visits(path: Path, keep_through: int) -> None:
     """Drops the lines of steps after that one; -1: all."""
-    keep_lines(path, [line for line, part in _parts(path) if part["step"][0] <= keep_through])
+    steps = _read_lines(path)["step"].list.first()
+    lines = zip(read_lines(path), steps, strict=True)
+    keep_lines(path, [line for line, step in lines if step <= keep_through])
 
 
 def join_visits(paths: Sequence[Path], path: Path) -> None:
     """Writes the whole table, in the order of the steps."""
-    parts = [pa.table(part, SCHEMA) for one in paths for _, part in _parts(one)]
-    table = pa.concat_tables([SCHEMA.empty_table(), *parts])
-    whole = table.sort_by([("step", "ascending"), ("row_id", "ascending")])
+    parts = [_read_lines(one).explode(*SCHEMA) for one in paths]
+    table = pl.concat([pl.DataFrame(schema=SCHEMA), *parts]).sort("step", "row_id")
     fs.drop_drafts(path)
     with fs.new_file(path, replaces=True) as sink:
-        pq.write_table(whole, sink, compression="zstd")
-
-
-def _parts(path: Path) -> Iterator[tuple[Line, dict[str, list[Any]]]]:
-    for line in read_lines(path):
-        try:
-            part = json.loads(line.text)
-            if [*part] != SCHEMA.names or not part["step"]:
-                raise ValueError("it has other columns")
-        except ValueError as error:
-            raise _damaged(path, str(error)) from error
-        yield line, part
-
-
-def _damaged(path: Path, said: str) -> CorruptionError:
-    return CorruptionError(f"{path} is damaged ({said}). Remove it: the report does without.")
+        table.write_parquet(sink)
 
 
 def read_visits(path: Path) -> pl.DataFrame:
-    """The table of a run."""
-    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report does not need
-
+    """The table of a run; empty if there is none."""
     try:
-        with fs.open_file(path) as source:
-            table = pq.ParquetFile(source, page_checksum_verification=True).read(use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, str(error).partition("\n")[0]) from error
-    return pl.DataFrame(table)
+        return pl.read_parquet(path) if path.exists() else pl.DataFrame(schema=SCHEMA)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise _damaged(path, error) from error
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What became of the training rows, by their ids."""
-
-    rows: int
-    visits: int  # most of one row
-    right: int  # rows whose margin was above 0 at their last visit
-    never: tuple[str, ...]  # whose margin was above 0 at no visit
-    forgotten: tuple[str, ...]  # above 0 at one visit and below 0 at a later one; ties are neither
-
-
-def learned_rows(visits: pl.DataFrame) -> Learned:
-    """Which rows are right in the end, which never were, and which were for a while."""
-    import polars as pl  # noqa: PLC0415 - as above
-
-    is_told = ~pl.col("is_tie") & pl.col("margin").is_finite()
+def learned_rows(visits: pl.DataFrame) -> pl.DataFrame:
+    """A line for each row: its visits, and by its margins whether it is right in the end, right at
+    no visit, or forgotten: above 0 at one visit and below 0 at a later one. Ties are neither.
+    """
+    counts = ~pl.col("is_tie") & pl.col("margin").is_finite()
     told = visits.sort("step").with_columns(
-        (is_told & (pl.col("margin") > 0)).alias("above"),
-        (is_told & (pl.col("margin") < 0)).alias("below"),
+        (counts & (pl.col("margin") > 0)).alias("above"),
+        (counts & (pl.col("margin") < 0)).alias("below"),
     )
     rows = told.group_by("row_id").agg(
         pl.len().alias("visits"),
@@ -110,11 +75,22 @@ def learned_rows(visits: pl.DataFrame) -> Learned:
         (~pl.col("above").any()).alias("never"),
         (pl.col("above").cum_sum().gt(0) & pl.col("below")).any().alias("forgotten"),
     )
-    named = rows.sort("row_id")
-    return Learned(
-        rows=len(rows),
-        visits=int(rows["visits"].max() or 0),  # type: ignore[arg-type]
-        right=int(rows["right"].sum()),
-        never=tuple(named.filter("never")["row_id"]),
-        forgotten=tuple(named.filter("forgotten")["row_id"]),
-    )
+    return rows.sort("row_id")
+
+
+def _read_lines(path: Path) -> pl.DataFrame:
+    """The lines that are whole, with a list in each column."""
+    lists = pl.Schema({name: pl.List(kind) for name, kind in SCHEMA.items()})
+    try:
+        # Not by polars: a margin may be NaN, which it does not read.
+        lines = pl.DataFrame([json.loads(line.text) for line in read_lines(path)], schema=lists)
+        if any(lines.null_count().row(0)):
+            raise ValueError("a column is missing")
+    except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return lines
+
+
+def _damaged(path: Path, why: Exception) -> CorruptionError:
+    said = str(why).partition("\n")[0]
+    return CorruptionError(f"{path} is damaged ({said}). Remove it: the report does without.")

@@ -48,14 +48,14 @@ def test_check_reports_what_the_cache_then_holds(conversations):
     repeats = manifest.notes["rows_that_repeat_another_row"]
     assert checked.usable - len(checked.seen) == repeats == 1
     assert {role.name.lower(): count for role, count in checked.roles.items()} == {
-        name: role.branches for name, role in summary.roles.items()
+        name: role["branches"] for name, role in summary["roles"].items()
     }
     lengths = {
         name: sum(int(part.sum()) for part in parts) for name, parts in checked.lengths.items()
     }
-    assert lengths["prompt"] == summary.prompts.tokens
-    for name, role in summary.roles.items():
-        assert (lengths[name], lengths[f"{name}, learned"]) == (role.tokens, role.learned)
+    assert lengths["prompt"] == summary["prompts"]["tokens"]
+    for name, role in summary["roles"].items():
+        assert (lengths[name], lengths[f"{name}, learned"]) == (role["tokens"], role["learned"])
     text = "\n".join(map(str, checked.lines()))
     assert "(not learned: " in text
     assert "turns.jsonl row 7: empty_completion" in text

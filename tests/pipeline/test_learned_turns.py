@@ -11,8 +11,7 @@ from align.pipeline.precompute.verify import verify_files
 from align.schemas.data_options import DataOptions
 from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Role
-from align.stages.report.cache_summary import summarize
-from align.stages.report.cache_tables import render
+from align.stages.report.cache_summary import render, summarize
 from align.stages.report.export_trl import export_trl, scan_trl
 from align.stages.storage.cache import Cache
 from support.read_rows import bot, user, write_rows
@@ -125,7 +124,7 @@ def test_the_learned_tokens_of_a_cache_are_counted_by_role(turns):
         for role, numbers in zip(row["role"], row["completion_turns"], strict=True):
             counts[Role(role).name.lower()] += sum(number > 0 for number in numbers)
     summary = summarize(Cache(Path(config.cache.output)))
-    assert {name: role.learned for name, role in summary.roles.items()} == counts
+    assert {name: role["learned"] for name, role in summary["roles"].items()} == counts
     assert f"{sum(counts.values()):,} of these tokens" in render(summary)
 
 
@@ -133,7 +132,7 @@ def test_sums_over_turns_are_not_given_to_trainers_that_sum_over_all(turns, tmp_
     config = turns("cache")
     run(config)
     folder, target = Cache(Path(config.cache.output)), tmp_path / "trl.parquet"
-    for export in (lambda: export_trl(folder, target, decode=None), lambda: scan_trl(folder)):
+    for export in (lambda: export_trl(folder, target, decode=str), lambda: scan_trl(folder)):
         with refuses(UsageError, "tokens.learn=all"):
             export()
     assert not target.exists()

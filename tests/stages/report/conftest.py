@@ -108,15 +108,11 @@ CACHES = {
     "unpaired": [labelled(0, Role.DESIRABLE), *(labelled(n, Role.UNDESIRABLE) for n in (1, 2, 3))],
     "scored": GROUPS,
     "two chosen": [Row([1], [Branch(Role.CHOSEN, [number], -1.0) for number in (1, 2)])],
-    "pair and label": [PAIRS[0], replace(labelled(1, Role.DESIRABLE), carried={})],
 }
 
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory):
-    """The folder of each cache; of rows of two kinds, in a shard each."""
+    """The folder of each cache."""
     root = tmp_path_factory.mktemp("caches")
-    return {
-        name: write_cache(root / name, rows, per_unit=1 if name == "pair and label" else 2)
-        for name, rows in CACHES.items()
-    }
+    return {name: write_cache(root / name, rows, per_unit=2) for name, rows in CACHES.items()}

@@ -83,11 +83,15 @@ def test_rows_are_never_learned_or_forgotten_by_what_they_were_at_their_visits()
         ("tied", (1, 0, 0)),
         ("never", (-1, -1, 0)),
     )
-    found = learned_rows(visits.reverse())
-    assert (found.rows, found.visits, found.right) == (5, 3, 2)
-    assert (found.never, found.forgotten) == (("never",), ("found again", "lost"))
-    lost = learned_rows(table(("nan", (float("nan"), float("nan")))))
-    assert (lost.right, lost.never, lost.forgotten) == (0, ("nan",), ())
+    lost = table(("nan", (float("nan"), float("nan"))))
+    found = learned_rows(pl.concat([visits.reverse(), lost]))
+    assert found["visits"].to_list() == [3, 3, 3, 2, 3, 3]
+    named = {name: found.filter(name)["row_id"].to_list() for name in found.columns[2:]}
+    assert named == {
+        "right": ["found again", "late"],
+        "never": ["nan", "never"],
+        "forgotten": ["found again", "lost"],
+    }
 
 
 def test_lines_of_ranks_become_one_table_and_a_damaged_one_is_named(tmp_path):
