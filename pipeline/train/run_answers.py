@@ -61,7 +61,7 @@ def answer_again(
             f"{len(prompts)} held-out prompts are answered by the policy before training and after "
             f"it, with {most_tokens:,} tokens at most"
         )
-        answers = {"row_id": [*prompts]}
+        answers: dict[str, list[str] | list[bool]] = {"row_id": [*prompts]}
         decode = decoder(run.begins_as.path, Stops.of(run.manifest.fingerprint).tokens)
         answers["prompt"] = [decode(ids, False) for ids in prompts.values()]
         # One model after the other: memory may hold no two.
