@@ -29,22 +29,6 @@ CONVERSATIONS = (
     [user("hi"), {**bot("A"), "thinking": "Hm.", "content": "A"}, {"role": "tool", "content": "x"}],
     [user("hi"), {**bot("A"), "reasoning": "Hm.", "n": 2**70, "raw": b"bytes"}, user("")],
 )
-# What templates of models use, and the corners of it.
-CORNERS = {
-    "everything": "{{ messages }}{{ tools }}{{ documents }}{{ extra }}{{ bos_token }}",
-    "json": "{{ messages | tojson(indent=2) }}{{ tools | tojson(sort_keys=true) }}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
-    "{% if ns.n > 2 %}{% break %}{% endif %}{{ ns.n }}{{ m.role }}{% endfor %}",
-    "underscore": "{% set ns = namespace(_n=0) %}{{ ns._n }}",
-    "dict": "{{ dict(a=1) }}{{ dict.fromkeys('ab') }}",
-    "blanks": "  {% for m in messages %}\n  {{- m.content -}}\n  {% endfor %}\n",
-    "slices": "{{ messages[::-1] }}{{ messages[0].content[:2] | upper }}",
-    "raises": "{{ raise_exception('no') }}",
-    "changes": "{{ messages.append(1) }}",
-    "undefined": "{{ nothing.at.all }}",
-    "marks in a macro": "{% macro f(t) %}{% generation %}{{ t }}{% endgeneration %}{% endmacro %}"
-    "{% for m in messages %}a{{ m.role }}{{ f(m.content) }}{% endfor %}",
-}
 NOT_JINJA = {
     "an open loop": ("first\n{% for m in messages %}\n{{ m.content }}", 3),
     "an unknown tag": ("first\n\n{% nothing %}", 3),
@@ -70,9 +54,9 @@ def text_or_none(render, *given, **named):
         return None
 
 
-@pytest.mark.parametrize("name", [*TEMPLATES, *CORNERS])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_text_is_that_of_transformers(folder_of, name):
-    tokenizer = load_tokenizer(folder_of(TEMPLATES.get(name) or CORNERS[name]), TokenOptions())
+    tokenizer = load_tokenizer(folder_of(TEMPLATES[name]), TokenOptions())
     hows = [{}, {"add_generation_prompt": True}, {"continue_final_message": True}]
     texts = 0
     for messages, tools, how in product(CONVERSATIONS, (None, TOOLS), hows):
@@ -86,7 +70,7 @@ def test_a_text_is_that_of_transformers(folder_of, name):
         )
         assert (found.text if found else None) == expected, (messages, how)
         texts += expected is not None
-    assert texts or name in {"underscore", "raises", "changes", "undefined"}
+    assert texts
 
 
 def test_marks_of_a_template_are_those_of_transformers(folder_of):
@@ -136,13 +120,6 @@ def test_a_template_error_rejects_its_own_row_only(folder_of):
     well, others, _ = encode(folder_of(CHATML), *[row for row in rows if row.row not in hit])
     assert [*map(repr, found)] == [*map(repr, well)]
     assert not others
-
-
-def test_memory_that_runs_out_in_a_template_is_not_the_fault_of_a_row(folder_of):
-    endless = "{% if 'go off' in m.content %}{{ 'a' * 10**18 }}{% endif %}"
-    folder = folder_of(CHATML.replace("{{ m.content }}", "{{ m.content }}" + endless))
-    with pytest.raises(MemoryError):
-        load_tokenizer(folder, TokenOptions()).chat.render([user("go off!")])
 
 
 def test_options_of_a_row_cannot_stand_for_its_messages(folder_of):

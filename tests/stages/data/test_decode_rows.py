@@ -230,16 +230,6 @@ def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read():
         assert [(bad.row, bad.reason) for bad in rejected] == [(1, reason)], line[:40]
 
 
-@pytest.mark.parametrize("escape", ["", "\\u0041"])
-def test_a_deeply_nested_value_rejects_its_own_row_only(escape):
-    for depth in (100, 900, 980, 990, 1000, 100_000):
-        nested = "[" * depth + f'"{escape}"' + "]" * depth
-        line = f'{{"prompt": {nested}, "chosen": "c", "rejected": "r"}}'
-        records, rejected = read_lines(PAIRED, line.encode(), nested.encode(), PAIRED)
-        assert [record.row for record in records] == [0, 3], depth
-        assert [(bad.row, bad.reason) for bad in rejected] == [(1, "schema"), (2, "schema")]
-
-
 def test_details_are_short_and_printable():
     for value in ("yes\x1b[31m\u202e\n" * 5000, {"a": ["x" * 10_000]}, "\ud800" * 100):
         detail = rejection_of(UNPAIRED | {"label": value}).detail

@@ -156,30 +156,6 @@ def test_what_is_odd_about_rows_is_counted(saved_tokenizer):
     assert notes["pairs_whose_rejected_score_is_higher"] == 2
 
 
-def test_nothing_is_counted_of_a_row_that_is_rejected(saved_tokenizer):
-    odd = text(prompt="hello<s> world, " * 9, chosen=" a", rejected=" a")
-    _, _, expected = encode(saved_tokenizer, text(), max_length=40)
-    for record in (odd, chat("a", "a", asked="hello<s>" * 9)):
-        _, rejected, notes = encode(saved_tokenizer, text(), record, max_length=40)
-        assert ([bad.reason for bad in rejected], notes) == (["too_long"], expected)
-
-
-def test_special_tokens_are_found_in_messages_and_not_in_keys(tmp_path):
-    specials = ["<|a\\b|>", "<|c\nd|>", """<|'e"|>"""]
-    named = dict(zip(("eos", "bos", "pad"), specials, strict=True))
-    folder = byte_tokenizer(tmp_path, specials, template=CHATML, **named)
-    for token in specials:
-        call = {"function": {"name": "look", "arguments": {"of": [f"the {token}"]}}}
-        said = ({**bot("Yes."), "tool_calls": [call]},)
-        for record in (
-            chat(f"Say {token}.", "No."),
-            replace(chat("a", "b"), completions=(said,) * 2),
-        ):
-            assert encode_one(folder, record)[1]["rows_with_special_tokens_in_text"] == 1
-    keyed = replace(chat("a", "b"), prompt=({**user("Hello."), specials[1]: "of mine"},))
-    assert encode_one(folder, keyed)[1]["rows_with_special_tokens_in_text"] == 0
-
-
 def test_another_template_shows_in_the_fingerprint_and_nothing_else_does(saved_tokenizer, tmp_path):
     (tmp_path / "t.jinja").write_text(TEMPLATE + " ")
     options = (TokenOptions(), TokenOptions(chat_template=str(tmp_path / "t.jinja")))

@@ -11,8 +11,6 @@ import pytest
 from align.schemas.errors import UsageError
 from align.stages.data.columns import common_shape, detect_shape
 from align.stages.data.files import InputFile, open_inputs, require_one_split
-from align.stages.storage.copies import ORIGIN
-from align.stages.storage.disk.digests import user_folder
 from support.read_rows import write_rows
 
 BATCH = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})
@@ -206,17 +204,6 @@ def detect(columns, mapped=None, carry=()):
     return detect_shape(columns.split(), mapped or {}, carry, where="a.csv")
 
 
-def test_the_columns_decide_the_shape():
-    for columns, kind in (
-        ("chosen rejected", "paired"),
-        ("prompt completion label", "unpaired"),
-        ("prompt completions scores", "scored"),
-        ("prompt_id prompt completion score", "scored_long"),
-    ):
-        shape = detect(columns)
-        assert (shape.name, bool(shape.declared.prompt)) == (kind, "prompt" in columns)
-
-
 def test_scores_of_a_pair_have_two_names_and_others_are_not_read():
     ultrafeedback = detect("prompt chosen rejected score_chosen score_rejected")
     assert ultrafeedback.source["chosen_score"] == "score_chosen"
@@ -313,16 +300,3 @@ def test_splits_of_one_data_set_are_refused():
         ["d/hh_train.jsonl", "d/shp_test.jsonl"],
     ):
         assert not refusal_of(*names), names
-
-
-def test_files_of_a_store_are_known_by_where_they_were_copied_from():
-    names = []
-    for split in ("train", "test"):
-        folder = user_folder() / "remote" / split[::-1]
-        folder.mkdir(parents=True)
-        (folder / ORIGIN).write_text(f"s3://b/data/{split}-0.jsonl")
-        (folder / f"{split}-0.jsonl").touch()
-        names.append(str(folder / f"{split}-0.jsonl"))
-    refusal = refusal_of(*names)
-    assert "s3://b/data/train-0.jsonl" in refusal
-    assert "s3://b/data/test-0.jsonl" in refusal

@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from align.schemas.columns import Ragged
 from align.schemas.rows import Record, Role, allowed_gaps
 from align.schemas.samples import Prompt
 from align.stages.data.row_keys import key_rows, prompt_keys_of, split_keys_of
@@ -82,26 +80,6 @@ def test_scores_may_differ_by_what_their_tokens_may():
     # By sequence: 1e-4 at least; by token: 1e-5 in float32 and 2e-2 in bfloat16, the coarser.
     assert allowed_gaps(lengths, "float32") == pytest.approx([1e-4, 1e-3], rel=1e-12)
     assert allowed_gaps(lengths, "float32", "bfloat16") == pytest.approx([2e-2, 2], rel=1e-12)
-
-
-LISTS = st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8)
-
-
-def lists_of(ragged):
-    return [values.tolist() for values in ragged]
-
-
-@given(LISTS, LISTS, st.data())
-def test_lists_are_taken_joined_and_shortened_as_lists_are(lists, others, data):
-    ragged = Ragged.of(lists, np.int32)
-    assert lists_of(ragged) == lists
-    assert lists_of(Ragged.concat([ragged, Ragged.of(others, np.int32)])) == lists + others
-    picks = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=9)) if lists else []
-    taken = ragged.take(np.array(picks, dtype=np.int64))
-    assert lists_of(taken) == [lists[pick] for pick in picks]
-    limits = [data.draw(st.integers(0, 6)) for _ in lists]
-    headed = ragged.head(np.array(limits, dtype=np.int64))
-    assert lists_of(headed) == [values[:most] for values, most in zip(lists, limits, strict=True)]
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -214,19 +214,6 @@ def test_a_cut_prompt_keeps_its_bos_and_side(kind, folder):
                 assert shown.startswith(f"  prompt, 4 tokens: {kept}{missing} ")
 
 
-def test_a_completion_that_is_cut_ends_with_no_stop(kind, folder):
-    for record, stop in ((TEXT, kind.text_stop), (CHAT, kind.turn_stop)):
-        for inside in {stop, kind.text_stop}:
-            twice = f"a{inside}{inside}b"
-            said = f" {twice}" if record is TEXT else (bot(twice),)
-            whole = len(encode_one(folder, record)[0].prompt)
-            for room in range(1, 5 if record is TEXT else 4):
-                given = replace(record, completions=(said, said))
-                kept = (" " if record is TEXT else "") + "a"
-                texts, _ = texts_of(folder, given, max_length=whole + room)
-                assert texts[1] == kept[:room], (inside, room)
-
-
 def test_decoded_text_comes_to_the_same_ids(kind, folder):
     tokenizer = load_tokenizer(folder, TokenOptions())
     decode = decoder(folder, tokenizer.stops.tokens)
