@@ -56,13 +56,6 @@ def test_equal_texts_under_other_prompts_are_never_paired(texts):
             assert [uses_beyond_first(row) for row in partners] == [0, 0]
 
 
-@pytest.mark.parametrize("share", [0.4, 0.6])
-def test_a_large_prompt_and_the_others_all_have_partners(share):
-    large = round(2000 * share)
-    partners = choose(*keys_of([*([1] * (1000 - large // 2)), large], 10**15), num_pairs=4)
-    assert NONE not in partners
-
-
 def test_a_partner_is_repeated_only_as_often_as_the_counts_force():
     prompts, _ = keys_of([1] * 1000, 2)
     texts = np.array([0] * 600 + [1] * 400, dtype=np.uint64)

@@ -11,8 +11,6 @@ from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
 from align.stages.pairing import partition
 from align.stages.pairing.partition import (
-    EncodedSlice,
-    likeliest_majority,
     number_of_ranges,
     number_of_shards,
 )
@@ -117,13 +115,6 @@ def test_portions_in_which_all_tokens_are_learned_are_read_with_others(tmp_path,
     }
 
 
-def test_names_of_columns_may_hold_any_byte(tmp_path):
-    name = "a/b ü \0 row"
-    records = [encoded([1], [2], carried={name: 0.25}), encoded([1], [3], carried={name: -0.5})]
-    (keyed,) = shards_of(tmp_path, records, carried=(name,)).read()
-    assert sorted(keyed.carried[name].tolist()) == [-0.5, 0.25]
-
-
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     records = [encoded([row], [row, 1], row=row) for row in range(40)]
     shards_of(tmp_path, records)
@@ -135,18 +126,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     path.unlink()
     with pytest.raises(CorruptionError, match=rf"{path.name}"):
         shards.read()
-
-
-@given(st.lists(st.lists(st.sampled_from("aab"), min_size=0, max_size=6), max_size=6))
-def test_a_majority_prompt_is_found_slice_by_slice(slices):
-    """Prompts are letters here, one for each completion; `a` is the likelier one."""
-    records = []
-    for prompts in slices:
-        largest = Counter(prompts).most_common(1) or [("", 0)]
-        numbers = {"completions": len(prompts), "prompt_tokens": 0, "completion_tokens": 0}
-        empty = {"notes": {}, "reasons": {}, "rejected": (), "texts": ("", "")}
-        counts = {"bytes": 0, "counts": (), "rows_in": ()}
-        records.append(EncodedSlice(**counts, **numbers, **empty, largest_prompt=largest[0]))
-    every = Counter(prompt for prompts in slices for prompt in prompts)
-    majority = [prompt for prompt, count in every.items() if 2 * count > every.total()]
-    assert majority in ([], [likeliest_majority(records)])

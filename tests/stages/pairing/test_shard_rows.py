@@ -196,34 +196,6 @@ def test_a_row_without_another_text_is_rejected_alone(tmp_path):
         assert sorted(row.prompt for row in rows) == left
 
 
-def test_a_shard_may_lose_all_of_its_rows(tmp_path):
-    records = [encoded([row], [1, 2], row=row) for row in range(9)]
-    shard = shards_of(tmp_path, records, num_pairs=1).build()
-    assert (len(shard.rows), len(shard.rows.completions), len(shard.rejected)) == (0, 0, 9)
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_no_partner_answers_the_same_prompt(tmp_path, number):
-    # Behind three tokens of prompt one token fits; of other texts but the own only [3] is another.
-    others = [encoded([10 + row], [1, row + 10, EOS], row=row) for row in range(1, 10)]
-    one = [
-        encoded([7, 7, 7], [1], cut=[2], text=f"the same {number}"),
-        encoded([7, 7], [2, 5], text=f"the same {number}", row=20),
-    ]
-    records = [*one, *others, encoded([30], [3])]
-    rows = []
-    for ranges in (1, 4):
-        shards = shards_of(tmp_path, records, num_pairs=1, ranges=ranges)
-        for shard in range(ranges):
-            if shards.rows.read(shard, Counter()):
-                rows += plain_of(shards.build(shard, max_length=4, stops=STOPS))
-    for row in rows:
-        if row.prompt == (7, 7, 7):
-            assert row.branches[1][0] == (3,)
-        if row.prompt == (7, 7):
-            assert row.branches[1][0] != (1,)
-
-
 def test_a_partner_without_learned_tokens_is_replaced(tmp_path):
     """Behind three tokens of prompt two fit; of [1, 2, 3] the third alone is learned."""
     turns = np.array([0, 0, 1], np.int16)

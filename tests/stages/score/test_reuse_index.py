@@ -50,24 +50,6 @@ def earlier(halves, tmp_path):
     return EarlierCache(folder, tuple(commits))
 
 
-def test_every_branch_is_found_in_any_order_bit_for_bit(earlier, halves, rows):
-    expected = {}
-    for block in halves:
-        values = zip(block.logps, block.token_logps, strict=True)
-        for content, value in zip(by_content(block), values, strict=True):
-            expected.setdefault(content, []).append(value)
-    shuffled = rows.take(np.random.default_rng(1).permutation(len(rows)))
-    index = ReuseIndex([earlier], need_token_logps=True)
-    known = index.find(shuffled, first_key=LOWEST, last_key=HIGHEST)
-    assert known.found.all()
-    for branch, content in enumerate(by_content(shuffled)):
-        logp, tokens = known.logps[branch], known.token_logps[branch]
-        assert any(
-            logp == stored and tokens.tobytes() == kept.tobytes()
-            for stored, kept in expected[content]
-        )
-
-
 def block_of(*records):
     return key_rows(list(records), carried=())
 
@@ -92,18 +74,6 @@ def test_the_boundary_is_part_of_what_a_branch_is(rows):
     assert len(set(branch_keys(rows))) == len(set(contents))
 
 
-def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
-    prompt, completion = (rows.prompts[5], rows.completions[rows.branch_offsets[5]])
-    mixed = block_of(encoded(prompt, [1, 1, 1], completion, [2, 2, 2]))
-    index = ReuseIndex([earlier], need_token_logps=True)
-    known = index.find(mixed, first_key=LOWEST, last_key=HIGHEST)
-    assert known.found.tolist() == [False, True, False]
-    assert known.token_logps.lengths.tolist() == [0, len(completion), 0]
-    none = ReuseIndex([], need_token_logps=True).find(rows, first_key=LOWEST, last_key=HIGHEST)
-    assert not none.found.any()
-    assert not none.token_logps.lengths.any()
-
-
 def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier, halves):
     cache = earlier
     first = cache.folder.shard(cache.shards[0])
@@ -112,13 +82,3 @@ def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier,
     known = index.find(halves[0], first_key=LOWEST, last_key=HIGHEST)
     also_in_second = [one in by_content(halves[1]) for one in by_content(halves[0])]
     assert known.found.tolist() == also_in_second
-
-
-def test_the_numerics_are_those_of_the_scores_that_were_copied(earlier, halves):
-    index = ReuseIndex([earlier], need_token_logps=False)
-    only_second = set(by_content(halves[1])) - set(by_content(halves[0]))
-    prompt, completion = sorted(only_second)[0]
-    known = index.find(block_of(encoded(prompt, completion)), first_key=LOWEST, last_key=HIGHEST)
-    assert known.numerics == NUMERICS[1]
-    unknown = index.find(block_of(encoded([1], [1])), first_key=LOWEST, last_key=HIGHEST)
-    assert unknown.numerics == {}

@@ -1,6 +1,5 @@
 """Scoring a shard: plans, and the values of each branch alone, whatever the memory is."""
 
-import itertools
 import math
 from collections import Counter
 from itertools import pairwise
@@ -105,15 +104,6 @@ def test_no_value_depends_on_how_many_batches_are_under_way(
     assert taken[-len(used) :] == [*range(refused + 1, len(scorer.batches) + 1)]
     # What was read before the refusal has been said to be done, and is done again.
     assert len(heard) == len(taken) == len(used) + max(refused - 1 - ahead, 0)
-
-
-def test_a_batch_is_launched_before_the_one_ahead_of_it_is_read(rows, score):
-    scorer = Faulty()
-    score(rows, scorer)
-    last = len(scorer.batches)
-    both = [(("launch", number + 1), ("read", number)) for number in range(1, last)]
-    assert scorer.events == [("launch", 1), *itertools.chain(*both), ("read", last)]
-    assert last > 3
 
 
 def test_what_never_fits_is_quarantined_in_every_row_that_holds_it(score, one_by_one, rows):

@@ -86,12 +86,6 @@ def test_a_failure_of_one_rank_reaches_all_and_leaves_nothing(prepared_run, writ
     assert step_chosen(prepared_run) == 1
 
 
-def test_the_newest_few_and_the_best_stay(prepared_run):
-    for step, loss in {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 4.0, 60: 5.0}.items():
-        save(prepared_run, step, **{"eval/loss": loss})
-    assert prepared_run.steps() == [20, 50, 60]  # of equals the first is the best
-
-
 def test_the_best_checkpoint_is_refused_where_a_record_is_damaged(prepared_run):
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
         save(prepared_run, step, retention=ALL, **{"eval/loss": loss})

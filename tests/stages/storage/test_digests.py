@@ -114,18 +114,6 @@ def test_a_file_that_changes_while_it_is_digested_is_not_remembered(own_folder, 
     assert own_folder.made == 2
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"{}", b"null", b"\xff"])
-def test_a_damaged_file_of_digests_is_made_again(own_folder, weights, damaged):
-    good = own_folder.digests(weights)
-    (kept,) = own_folder.folder.iterdir()
-    whole = kept.read_bytes()
-    kept.write_bytes(damaged)
-    assert own_folder.digests(weights) == good
-    assert own_folder.made == 2
-    assert kept.read_bytes() == whole
-    assert [*own_folder.folder.iterdir()] == [kept]
-
-
 def test_a_home_that_cannot_be_written_costs_one_warning(weights, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     own_folder = Home(tmp_path / "file" / "home")

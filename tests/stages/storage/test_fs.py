@@ -52,13 +52,6 @@ def test_a_failed_operation_commits_no_half_shard(tmp_path):
     assert len(codes) > 40
 
 
-def test_syncing_reaches_the_disk_itself(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    fs.publish(tmp_path / "a", b"x")
-    assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
-
-
 def test_a_full_disk_leaves_nothing_and_names_the_file(tmp_path):
     for write in (fs.publish, fs.put_if_absent):
         with disk_faults.watch(Fault(1)), pytest.raises(StorageError) as refused:

@@ -6,8 +6,7 @@ import pytest
 
 from align.schemas.errors import StorageError
 from align.stages.storage.disk.lines import Lines, keep_lines, line_start, read_lines
-from support import disk_faults
-from support.made_caches import at_once, states_of_kills
+from support.made_caches import states_of_kills
 
 TEXTS = [b"first", b"", b"\xff\x00third" * 3000, b"last"]
 
@@ -48,26 +47,6 @@ def test_a_torn_last_line_is_skipped_and_cut_away(path):
     with closing(Lines(path)) as lines:
         lines.append(b"again")
     assert texts(path) == [b"first", TEXTS[2], b"again"]
-
-
-def test_lines_of_many_writers_are_whole(path):
-    def write(writer):
-        with closing(Lines(path)) as lines:
-            for number in range(50):
-                lines.append(b"%d of %d " % (number, writer) * 20)
-
-    assert at_once(4, write) == [0] * 4
-    written = {b"%d of %d " % (number, writer) * 20 for writer in range(4) for number in range(50)}
-    assert {*texts(path)[len(TEXTS) :]} == written
-
-
-def test_a_line_is_handed_over_at_once_and_durable_once_it_is_synced(tmp_path):
-    path, seen = tmp_path / "lines", []
-    with disk_faults.watch(lambda op: seen.append(op.name)), closing(Lines(path)) as lines:
-        lines.append(b"one")
-        assert texts(path) == [b"one"]
-        lines.sync()
-    assert seen == ["fsync", "fsync_folder"]
 
 
 def test_a_kill_leaves_the_old_lines_or_the_new_ones(path):

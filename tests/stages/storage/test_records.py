@@ -64,14 +64,6 @@ def test_damage_is_loud_with_the_file_and_the_remedy(folder):
     assert PLAIN.find(path) == Plain(1, ("a", "b"))
 
 
-def test_a_folder_is_no_record_and_not_none(tmp_path):
-    (tmp_path / "folder.json").mkdir()
-    with pytest.raises(AlignError, match="folder.json"):
-        PLAIN.find(tmp_path / "folder.json")
-    (tmp_path / "file").touch()
-    assert PLAIN.find(tmp_path / "file" / "one.json") is None
-
-
 @pytest.mark.parametrize("operation", ["put", "replace", "drop"])
 def test_a_kill_leaves_the_old_record_or_the_new_one(tmp_path, operation):
     path, old, new = tmp_path / "one.json", Plain(1), Plain(2)

@@ -18,7 +18,6 @@ from align.stages.storage.shards import (
     iter_row_groups,
     read_block,
     read_shard,
-    to_table,
     write_shard,
 )
 from support.flips import flip_bits, flipped
@@ -51,18 +50,6 @@ def test_a_shard_gives_back_what_was_put_in_as_the_same_bytes_each_time(tmp_path
         write_shard(tmp_path / name, block)
     assert_same(read_shard(tmp_path / "a"), block)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def test_any_slice_of_a_table_is_the_block_of_its_rows():
-    table = to_table(block_of(40, 3, token_logps=True, carried=("margin",), scores=0.5))
-    draw = np.random.default_rng(0)
-    for _ in range(60):
-        start, stop = sorted(draw.integers(0, 41, 2))
-        part = table.slice(start, stop - start)
-        copied = pa.Table.from_pylist(part.to_pylist(), schema=table.schema)  # has no offsets
-        assert_same(read_block(part), read_block(copied))
-    chunks = pa.concat_tables([table.slice(0, 11), table.slice(11, 0), table.slice(11)])
-    assert_same(read_block(chunks), read_block(table))
 
 
 def test_a_missing_score_is_null_and_minus_zero_stays(tmp_path):
@@ -100,12 +87,6 @@ def test_long_rows_and_chosen_columns_are_read_group_by_group(tmp_path):
     assert first.column_names == ["row_id"]
 
 
-def test_what_is_not_a_shard_is_corrupt(tmp_path):
-    (tmp_path / "part").write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(CorruptionError, match=r"part is damaged"):
-        read_shard(tmp_path / "part")
-
-
 @pytest.fixture
 def shard(cache):
     return cache.data / cache.manifest().shards[1].file
@@ -140,13 +121,6 @@ def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path):
     assert in_child(flip) == 0
 
 
-DAMAGE = {
-    "cut": lambda good: good[: len(good) // 3],
-    "longer": lambda good: good + b"\0",
-    "in another order": lambda good: good[64:128] + good[:64] + good[128:],
-}
-
-
 def damaged_in(cache):
     """The numbers of damaged shards."""
     numbers = []
@@ -157,16 +131,6 @@ def damaged_in(cache):
             assert entry.file in str(error)  # noqa: PT017
             numbers.append(entry.number)
     return numbers
-
-
-def test_other_damage_is_noticed_and_its_shard_named(cache, shard):
-    good = shard.read_bytes()
-    for name, damage in DAMAGE.items():
-        shard.write_bytes(damage(good))
-        assert damaged_in(cache) == [1], name
-    cache.rejected.write_bytes(b"")
-    with pytest.raises(CorruptionError, match=r"part-00000001(.|\n)*rejected"):
-        verify_files(cache)
 
 
 def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, shard):
