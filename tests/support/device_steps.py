@@ -11,7 +11,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from align.schemas.batches import Update
-from align.schemas.columns import Ragged
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.loader import CacheFeed
@@ -19,8 +18,6 @@ from align.stages.feed.train_source import open_source
 from align.stages.model import flex_attention, host_activations
 from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import load_policy
-from align.stages.model.reference import TreeScorer
-from align.stages.score.score import KnownScores, ScoringRules, score_shard
 from align.stages.storage.cache import Cache
 from align.stages.train.evaluation import EvalSamples, means_of_held_out, needs_pre_pass, whole_step
 from align.stages.train.step import train_step
@@ -95,12 +92,12 @@ def attended(query, key, value, *, score_mod, block_mask, scale, enable_gqa):
 
 
 def compared(cache, method, layout="", loaded="plain"):
-    """How the devices differ in a step of a method, in `scoring` or in `activations`."""
+    """How the devices differ in a step of a method, or in `activations`."""
     # torch has no other product for a device that it does not know.
     dense = mock.patch.object(flex_attention, "flex_attention", attended)
     with sdpa_kernel(SDPBackend.MATH), dense:
-        if method in {"scoring", "activations"}:
-            return scored(cache, layout) if method == "scoring" else checkpointed(cache)
+        if method == "activations":
+            return checkpointed(cache)
         return steps(cache, method, layout, loaded)
 
 
@@ -211,50 +208,6 @@ def distance(some, others):
     """The length of the difference of all weights."""
     gaps = [np.subtract(some[name], weight).ravel() for name, weight in others.items()]
     return float(np.linalg.norm(np.concatenate(gaps)))
-
-
-def scored(cache, layout):
-    """Stage 1's scores of a few rows on either device, and when each batch was begun and read."""
-    job, recipe, source = source_of(cache, "dpo")
-    feed = feed_of(job, recipe, source, pads=True)
-    with feed.steps(0) as batches:
-        rows = next(iter(batches)).own[0].block
-    policy = deepcopy(policy_of(job.begins_as, "none", False, "plain"))
-    here = TreeScorer(policy.model.eval())
-    here.path = replace(here.path, layout=layout)
-    expected = unit_of(rows, here)
-    with PretendedDevice():
-        there = TreeScorer(moved(policy, DEVICE).model.eval())
-        chosen = there.path.layout
-        there.path = replace(there.path, layout=layout)
-        WAITS.taken()
-        found, events = with_events(rows, there)
-    same = [
-        found.block.logps.tolist() == expected.block.logps.tolist(),
-        found.block.token_logps.values.tolist() == expected.block.token_logps.values.tolist(),
-    ]
-    return {"same": same, "waits": WAITS.taken(), "events": events, "chosen": chosen}
-
-
-def unit_of(rows, scorer):
-    """The scores of rows, of which nothing is known, in a few batches."""
-    count = len(rows.completions)
-    nothing = KnownScores(
-        found=np.zeros(count, np.bool_),
-        token_logps=Ragged.of([[]] * count, np.float32),
-        logps=np.zeros(count),
-        numerics={},
-    )
-    rules = ScoringRules(tokens_per_batch=30, hidden_size=64, keep_token_logps=True)
-    return score_shard(rows, nothing, rules, scorer=lambda: scorer, on_batch=lambda batch: None)
-
-
-def with_events(rows, scorer):
-    """The same, and in their order the batches that are launched and what the host waits for."""
-    events, launch, add = [], scorer.launch, WAITS.add
-    scorer.launch = lambda trees: events.append("launch") or launch(trees)
-    with mock.patch.object(WAITS, "add", lambda what: events.append(what) or add(what)):
-        return unit_of(rows, scorer), events
 
 
 def checkpointed(cache):

@@ -65,8 +65,7 @@ DEVICES = (
     *("device/aot/tree/plain", "device/mixture/tree/plain", "device/kto-clamped/plain/plain"),
     "device/cdpo-wpo/plain/plain",
     *("device/orpo/flex/lora", "device/csft/plain/lora", "device/reward/tree/bf16"),
-    *("device/grpo/tree/dropout", "device/scoring/flex", "device/scoring/plain"),
-    "device/activations",
+    *("device/grpo/tree/dropout", "device/activations"),
 )
 
 

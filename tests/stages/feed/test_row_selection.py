@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.columns import offsets_of
-from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
 from align.stages.feed.select import ReadSpec, ScoreRules, select
-from support.refusals import refuses
 from support.slow_reading import read_slowly
 
 C, R, D, U, X, M = Role
@@ -152,15 +150,3 @@ def test_an_unscored_bad_branch_gets_the_bad_score():
     for bad in (0.0, -1.0):
         picked, *_ = selected(rows, 0, "grouped", ScoreRules(bad_score=bad))
         assert picked.scores.tolist() == [1, bad, 1, bad, bad, 5, 4]
-
-
-def test_branches_that_fit_no_kind_of_data_are_damage():
-    spec = ReadSpec("paired", mismatched=False, eval_fraction=0.0)
-    for roles in ([C], [C, C], [C, R, R], [C, D], [D, X], [M], [M, C, R, M], [C, R, M]):
-        for offsets in ([0, len(roles)], [0, len(roles), len(roles) + 2]):
-            stored = np.array([*roles, C, R][: offsets[-1]], np.int8)
-            scores = np.full(len(stored), np.nan)
-            keys = np.zeros(len(offsets) - 1, dtype=np.uint64)
-            how = {"spec": spec, "source": "here", "split_keys": keys}
-            with refuses(CorruptionError, "here"):
-                select(stored, scores, np.array(offsets), **how)

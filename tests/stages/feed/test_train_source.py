@@ -7,11 +7,10 @@ import pytest
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
-from align.stages.feed.cache_index import COLUMNS, read_table, unchecked
-from align.stages.feed.select import ReadSpec, ScoreRules, held_out
+from align.stages.feed.cache_index import unchecked
+from align.stages.feed.select import ScoreRules, held_out
 from align.stages.feed.train_source import overlap
 from align.stages.storage.cache import Cache
-from align.stages.storage.shards import to_table
 from support import shard_cache
 from support.refusals import refuses, require_names
 from support.shard_cache import block_of, write_cache
@@ -30,18 +29,6 @@ def mixed(tmp_path):
     shapes = {10: (Role.CHOSEN, Role.REJECTED), 7: LABELLED, 5: SCORED}
     blocks = [block_of(rows, roles=roles, seed=rows) for rows, roles in shapes.items()]
     return write_cache(tmp_path / "cache", blocks)
-
-
-def test_a_table_cut_from_another_is_read_alone():
-    """`.values` of a sliced list array is the whole array."""
-    whole = to_table(block_of(30, seed=5, levels=2)).select(COLUMNS)
-    spec = ReadSpec("paired", mismatched=True, eval_fraction=0.0)
-    every = read_table(whole, np.array([30]), spec, "here").table.sizes
-    part = read_table(whole.slice(11, 7), np.array([7]), spec, "here").table.sizes
-    assert part.index_in_group.tolist() == list(range(7))
-    for name in ("prompt_tokens", "own_tokens", "chosen_tokens"):
-        assert getattr(part, name).tolist() == getattr(every, name)[11:18].tolist()
-    assert part.mismatched_tokens.tolist() == every.mismatched_tokens[22:36].tolist()
 
 
 @pytest.fixture

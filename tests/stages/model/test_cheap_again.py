@@ -100,13 +100,3 @@ def test_what_is_dropped_may_change_and_what_is_kept_may_not():
     for hooks in (nullcontext, cheap_computed_again):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradient_of(input_of_an_activation_changed, hooks)
-
-
-def test_an_attention_may_be_joined_along_a_dimension_from_the_end():
-    def joined(a, b, c):
-        parts = [one.reshape(1, 2, 8, 4) for one in (a, b)]
-        outputs = [torch.nn.functional.scaled_dot_product_attention(x, x, x) for x in parts]
-        return torch.cat([one.transpose(-3, -2) for one in outputs], dim=-3).reshape(16, 8) @ c
-
-    expected, found = (gradient_of(joined, one) for one in (nullcontext, cheap_computed_again))
-    assert all(map(torch.equal, found, expected))

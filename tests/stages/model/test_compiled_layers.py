@@ -1,15 +1,13 @@
 """Compiled decoder layers beside the model's own: numbers, graphs, and what is refused."""
 
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo import register_backend
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._inductor.exc import InductorError
+from torch._dynamo.utils import counters
 
 from align.pipeline.plan.setting_checks import require_compilable
 from align.schemas.config import Config, ModelOptions
@@ -20,9 +18,7 @@ from align.stages.model.path_search import PathOptions
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from align.stages.model.transformers_compat import compile_layers, is_compiled
-from align.stages.train.memory import catching_out_of_memory
 from support.branch_by_branch import num_tokens, slopes_of
-from support.compilations import Compilations, compilations
 from support.families import SLIDING, TREE_FAMILIES, drawn_adapter, drawn_trees, tiny_model
 from support.refusals import refuses
 
@@ -64,6 +60,18 @@ def compiled_beside(model):
     return policy, own
 
 
+@contextmanager
+def compilations():
+    """Nothing is compiled and counted when it begins, and what the block compiled is forgotten."""
+    torch.compiler.reset()
+    counters.clear()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+        counters.clear()
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, "an adapter, recomputed"])
 def test_all_layers_share_the_graphs_of_every_length_and_batch(name):
     is_adapted = name not in FAMILIES
@@ -73,34 +81,20 @@ def test_all_layers_share_the_graphs_of_every_length_and_batch(name):
     policy, own = compiled_beside(model)
     for one in (policy, own) if is_adapted else ():
         one.recompute_activations()
-    with compilations() as compiled:
+    with compilations():
         for trees in BATCHES:
             assert torch.equal(scored(policy, trees), scored(own, trees))
             assert all(map(torch.equal, learned(policy, trees), learned(own, trees)))
-        assert not compiled.look().breaks
+        assert not counters["graph_break"]
         # One to score by and one to learn by: masks of windows come from outside of the layers.
-        assert is_adapted or compiled.graphs == 2
-
-
-def test_the_kernel_of_flex_attention_is_a_part_of_the_graph(flex_on_cpu):
-    model = four_layers("gemma2", attn_logit_softcapping=2.0)
-    scorer = TreeScorer(model)
-    scorer.path = replace(scorer.path, layout="flex")
-    expected = [scorer.score(trees) for trees in BATCHES[1:]]
-    compile_layers(model, "eager")
-    with compilations() as compiled:
-        for trees, wanted in zip(BATCHES[1:], expected, strict=True):
-            assert (scorer.score(trees) == wanted).all()
-        assert compiled.look() == Compilations(graphs=2)  # a window is a part of the kernel
+        assert is_adapted or counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of inductor
 def test_they_are_compiled_where_that_is_asked_for():
     for asked in (False, True):
         scorer = TreeScorer(four_layers("llama"), options=PathOptions(compile=asked))
-        policy = Policy(four_layers("llama"), paths=PathOptions(compile=asked))
-        for model in (scorer.model, policy.model):
-            assert is_compiled(model) == asked
+        assert is_compiled(scorer.model) == asked
         assert ("layers" in scorer.describe(), scorer.path.packs) == (asked, not asked)
 
 
@@ -123,33 +117,13 @@ def without_tools(_graph, _inputs):
     raise RuntimeError("there is no C++ compiler here")
 
 
-@register_backend
-def that_fails_backward(graph, inputs):
-    def fails(*_):
-        raise InductorError(ValueError("there is no C++ compiler here"), None)
-
-    return aot_autograd(fw_compiler=lambda made, _: made, bw_compiler=fails)(graph, inputs)
-
-
 def test_a_compiler_that_fails_is_told_with_the_way_out():
+    policy = Policy(four_layers("llama"))
+    policy.path = replace(policy.path, layout="tree")
+    compile_layers(policy.model, "without_tools")
     way_out = ("C++ compiler", "model.compile=false", "model.attention=sdpa")
-    policy, scorer = Policy(four_layers("llama")), TreeScorer(four_layers("llama"))
-    micro = SimpleNamespace(trees=BATCHES[0])
-    for one in (policy, scorer):
-        one.path = replace(one.path, layout="tree")
-        compile_layers(one.model, "without_tools")
-    with compilations():
-        with refuses(UsageError, *way_out) as refused:
-            scorer.score(BATCHES[0])
-        assert isinstance(refused.value.__cause__, BackendCompilerFailed)
-        with refuses(UsageError, *way_out):
-            policy(BATCHES[0])
-        compile_layers(policy.model, "that_fails_backward")
-        outputs = policy(BATCHES[0])
-        with refuses(UsageError, *way_out), catching_out_of_memory(micro):
-            outputs.sum().backward()
-    with pytest.raises(RuntimeError, match="another"), catching_out_of_memory(micro):
-        raise RuntimeError("another one")
+    with compilations(), refuses(UsageError, *way_out):
+        policy(BATCHES[0])
 
 
 # On a GPU, by the kernels that torch makes, beside the model's own layers under FlexAttention.
@@ -167,7 +141,7 @@ def test_on_a_gpu_they_are_compiled_once_for_every_length(device, name, dtype):
     model = tiny_model(kind, {"initializer_range": 0.1, **settings, **WIDE}).to(device, dtype)
     turn_dropout_off(model)
     own, policy = Policy(deepcopy(model)), Policy(model, paths=PathOptions(compile=True))
-    with compilations() as compiled:
+    with compilations():
         graphs = []
         for seed in range(3):
             trees = drawn_trees(seed, tokens=1200 + 700 * seed, longest=300)
@@ -176,6 +150,6 @@ def test_on_a_gpu_they_are_compiled_once_for_every_length(device, name, dtype):
             for some, others in zip(found, expected, strict=True):
                 assert float((some - others).norm() / others.norm()) < ALLOWED[dtype]
             # With the kernels of FlexAttention and of the head, which `own` compiles by themselves.
-            graphs.append(compiled.look().graphs)
+            graphs.append(counters["stats"]["unique_graphs"])
         assert graphs[0] == graphs[-1]
-        assert not compiled.look().breaks
+        assert not counters["graph_break"]

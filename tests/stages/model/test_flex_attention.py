@@ -136,18 +136,6 @@ def test_where_it_serves_it_is_chosen_and_else_a_model_is_scored_as_before(
         assert attention == "auto" or "model.attention" in caplog.text
 
 
-def test_it_comes_first_on_one_gpu_and_is_tried_neither_on_a_cpu_nor_over_several(monkeypatch):
-    def tried():
-        return [path.layout for path in path_search.paths_for(PATHS, model)]
-
-    model = tiny_model(*TREE_FAMILIES["llama"])
-    assert tried() == ["packed", "tree", "plain", "tree"]
-    monkeypatch.setattr(path_search, "input_device", lambda _: torch.device("cuda"))
-    assert tried() == ["flex", "tree", "plain", "tree"]
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    assert tried() == ["tree", "plain", "tree"]
-
-
 def test_dropout_inside_the_attention_speaks_against_it_where_a_policy_learns_with_it(
     tmp_path, as_on_gpu
 ):

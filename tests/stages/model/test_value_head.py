@@ -5,13 +5,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.engine.deepspeed_state import whole_weights
 from align.stages.model.policy import (
     Policy,
     load_policy,
@@ -20,7 +18,7 @@ from align.stages.model.policy import (
     turn_dropout_off,
     value_head,
 )
-from align.stages.model.save import parted, save_value_head
+from align.stages.model.save import save_value_head
 from support.branch_by_branch import num_tokens, own_predictions, slopes_of, worst_parameter
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 from support.refusals import refuses
@@ -82,18 +80,6 @@ def test_a_half_precision_head_is_multiplied_in_float32(saved_llama):
     assert found.dtype == torch.float32
     wanted = states.double() @ weight.t() + bias
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
-
-
-def test_the_head_is_saved_beside_the_model_and_not_in_it(llama, tmp_path):
-    policy = drawn(Policy(llama, head="values"))
-    weights = whole_weights(policy, rank=0, trainable_only=False)
-    own, beside = parted(weights)
-    assert set(own) == {name for name, _ in policy.model.named_parameters()}
-    save_value_head(beside, tmp_path)
-    saved = load_file(tmp_path / "value_head.safetensors")
-    assert torch.equal(saved.pop("weight"), policy.value_head.weight)
-    assert torch.equal(saved.pop("bias"), policy.value_head.bias)
-    assert not saved
 
 
 def test_a_saved_head_is_read_again_or_refused_by_name(llama, tmp_path):

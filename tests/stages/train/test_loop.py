@@ -1,12 +1,9 @@
 """When the loop tells, measures, saves and ends."""
 
-import itertools
-from types import SimpleNamespace
-
 import pytest
 
 from align.schemas.checkpoint import State
-from align.stages.train import evaluation, together
+from align.stages.train import evaluation
 from align.stages.train.together import StopConditions
 from support.training_world import START, Recorded, job_of, learn, session_of, through
 
@@ -147,17 +144,6 @@ def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(run):
         assert second[name] == pytest.approx(sum(single[at][name] for at in range(5, 9)) / 4)
     for name in ("lr", "epoch"):
         assert second[name] == single[8][name]
-
-
-def test_the_time_of_a_save_belongs_to_no_step(run, monkeypatch):
-    ticks = itertools.count()  # a clock that goes on by one whenever it is read
-    monkeypatch.setattr(together, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    recorded = Recorded()
-    recorded.save = lambda _: [next(ticks) for _ in range(1000)]
-    run(recorded, save_every=1, max_steps=3)
-    seconds = [metrics["speed/step_seconds"] for _, metrics in recorded.steps]
-    assert len(seconds) == 3
-    assert max(seconds) < 1000
 
 
 def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, one_rank):

@@ -10,7 +10,7 @@ from support.training_ranks import DEVICES
 
 pytestmark = pytest.mark.numeric
 
-STEPS = [case for case in DEVICES if "/scoring/" not in case and case != "device/activations"]
+STEPS = [case for case in DEVICES if case != "device/activations"]
 LAYOUTS, LOADED = ("flex", "tree", "plain"), ("plain", "lora", "bf16", "dropout")
 ONE_LOOK = "stages/train/step.py"  # where a step's metrics are read, and with them its loss
 
@@ -38,20 +38,6 @@ def ours_and_others(waits):
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_is_that_of_a_cpu_and_the_host_waits_once(devices, case):
     require_the_same(case, devices[case])
-
-
-@pytest.mark.parametrize("layout", ["flex", "plain"])
-def test_scores_of_stage_1_are_those_of_a_cpu_and_trees_are_chosen(devices, layout):
-    found = devices[f"device/scoring/{layout}"]
-    assert found["same"] == [True, True]
-    assert found["chosen"] == "tree"
-    ours, _ = ours_and_others(found["waits"])
-    assert all(place.startswith("stages/model/copies.py") for place in ours), ours
-    # The next batch is under way before one is read, and nothing else is waited for.
-    reads = found["events"].count("an event")
-    assert reads == sum(ours.values()) >= 2
-    pairs = ["launch", "an event"] * (reads - 1)
-    assert [one for one in found["events"] if one in pairs] == ["launch", *pairs, "an event"]
 
 
 def test_what_enters_each_layer_waits_on_the_host_and_changes_no_number(devices):

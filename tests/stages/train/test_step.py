@@ -4,17 +4,14 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
-from align.schemas.errors import CorruptionError
 from align.schemas.methods import Mean
 from align.schemas.train_options import TrainOptions
 from align.stages.train import memory, together
 from align.stages.train.memory import forget_peak, peak_mib
 from align.stages.train.step import Sums, added, finite, learning_rate, warmup_steps
-from align.stages.train.system_metrics import MEGA, system_metrics
 from align.stages.train.together import Meter, StopConditions, Together
 
 ALONE = SimpleNamespace(total=lambda values: values)
@@ -112,24 +109,6 @@ def micro_batches(*some):
     )
 
 
-def test_neither_what_lies_before_a_restart_nor_a_step_of_its_own_belongs_to_the_next(clock):
-    meter = Meter(pads=False)
-    meter.runs(tokens=100, padded=100)
-    clock.now += 60  # an evaluation
-    meter.restart()
-    clock.now += 1
-    assert values_of(meter.lap(rows=1))["speed/tokens_per_second"] == 100
-
-    def late():
-        clock.now += 3
-        raise CorruptionError("part-3 is damaged")
-        yield
-
-    with pytest.raises(CorruptionError):  # a wait that fails is counted all the same
-        next(Together(ALONE, late(), meter, StopConditions()))
-    assert values_of(meter.lap(rows=1))["speed/data_wait_seconds"] == 3
-
-
 @pytest.mark.parametrize(("pads", "padding"), [(False, 0.0), (True, 1 - 22 / 27)])
 def test_padding_is_the_share_of_tokens_that_fill_up_micro_batches(pads, padding):
     meter = Meter(pads=pads)
@@ -170,13 +149,3 @@ def test_a_run_does_not_answer_for_the_memory_of_an_earlier_one(tmp_path, monkey
     assert peak_mib() < before + 20
     monkeypatch.setattr(memory, "STATUS", tmp_path / "not" / "there")
     assert peak_mib() >= 0.5 * before  # also on a system that hides its processes
-
-
-def test_it_sees_this_machine_and_what_this_process_takes(tmp_path):
-    before = system_metrics(tmp_path)
-    assert 0 <= before["system/cpu_utilization_percentage"] <= 100
-    total = psutil.virtual_memory().total / MEGA
-    assert 0 < before["system/system_memory_usage_megabytes"] < total
-    held, name = np.ones(25_000_000), "system/process_memory_usage_megabytes"
-    assert held.nbytes / MEGA == 200
-    assert 150 < system_metrics(tmp_path)[name] - before[name] < 250

@@ -33,29 +33,23 @@ def pairs():
 
 
 @pytest.fixture(scope="module")
-def caches(training_world, tmp_path_factory):
-    """The same pairs as caches in which other turns are learned."""
+def cache(training_world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("turns")
     pq.write_table(pairs(), folder / "plain.parquet")
-    made = {"model": training_world.model, "kl_pairs": 1, "token_logps": True}
-    return {
-        learn: scored(folder, "plain", output=learn, learn=learn, **made)
-        for learn in ("assistant", "last", "all")
-    }
+    return scored(folder, "plain", model=training_world.model, kl_pairs=1, token_logps=True)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
-def test_training_on_turns_ends_in_the_weights_of_a_plain_loop(training_world, caches, method):
-    cache = caches["assistant"]
+def test_training_on_turns_ends_in_the_weights_of_a_plain_loop(training_world, cache, method):
     turns = [one for row in plain_loop.rows_of(cache).values() for one in row["completion_turns"]]
     assert any(number < 1 for one in turns for number in one)
     learned = learn(job_of(cache, method, **STEPS), ALONE)
     plain_loop.weights_beside(training_world.model, learned, cache, method, 2)
 
 
-def test_a_step_counts_learned_tokens_and_fills_its_batches_by_all(caches):
-    session = session_of(job_of(caches["assistant"], "dpo", **STEPS), ALONE)
-    stored = plain_loop.rows_of(caches["assistant"])
+def test_a_step_counts_learned_tokens_and_fills_its_batches_by_all(cache):
+    session = session_of(job_of(cache, "dpo", **STEPS), ALONE)
+    stored = plain_loop.rows_of(cache)
     with session.feed.steps(0) as batches:
         for batch in batches:
             rows = [stored[row] for micro in batch.own for row in micro.row_ids]
@@ -66,18 +60,3 @@ def test_a_step_counts_learned_tokens_and_fills_its_batches_by_all(caches):
             assert batch.chosen_tokens == sum(chosen for chosen, _ in learned)
             whole = sum(len(row["prompt_ids"]) + sum(row["num_tokens"][:2]) for row in rows)
             assert sum(tree.num_tokens for micro in batch.own for tree in micro.trees) == whole
-
-
-def test_nothing_is_reused_across_what_is_learned_and_one_turn_is(caches, training_world, tmp_path):
-    """Of twelve pairs six have a rejected answer of one turn, and each is a partner once."""
-    stored = {name: plain_loop.rows_of(caches[name]) for name in ("assistant", "last", "all")}
-
-    def sums(name):
-        rows = sorted(stored[name].values(), key=lambda row: row["prompt_ids"])
-        return [row["ref_logp"][:2] for row in rows]
-
-    several, last, everything = map(sums, ("assistant", "last", "all"))
-    for number, (one, other, every) in enumerate(zip(several, last, everything, strict=True)):
-        assert one[0] != other[0] != every[0], number
-        assert (one[1] == every[1]) == (one[1] == other[1])
-    assert sum(one[1] == other[1] for one, other in zip(several, last, strict=True)) == 6
