@@ -121,17 +121,6 @@ def test_the_version_and_short_help_are_where_they_are_looked_for():
     assert align("train", "-h").out == align("train", "--help").out
 
 
-def test_a_shell_is_told_the_commands_and_flags_that_begin_so(monkeypatch):
-    monkeypatch.setenv("_ALIGN_COMPLETE", "complete_bash")
-    for typed, expected in (
-        ("align prec", {"precompute-ref"}),
-        ("align train --meth", {"--method"}),
-    ):
-        monkeypatch.setenv("COMP_WORDS", typed)
-        monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
-        assert {*align().out.split()} == expected
-
-
 def imported_by(folder, *commands, code=0):
     """The modules that a process has imported once it has given these commands."""
     program = ASKED.format(words=[list(map(str, words)) for words in commands], code=code)

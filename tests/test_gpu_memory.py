@@ -3,7 +3,6 @@
 With `--device cpu` those that compare numbers are tried out on a CPU.
 """
 
-import gc
 import json
 import sys
 from dataclasses import replace
@@ -14,14 +13,13 @@ import pytest
 import torch
 from numpy.linalg import norm
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from align.pipeline.plan.memory import PlanFacts, planned
 from align.pipeline.plan.workload import RowShape, even_rows
 from align.schemas.config import Config, ModelOptions
 from align.schemas.rows import Tree, allowed_gaps
 from align.schemas.train_options import LoraOptions, TrainOptions
-from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import recipe_of
@@ -29,7 +27,6 @@ from align.stages.model.policy import load_policy
 from support.command import launch
 from support.engine_ranks import OPTIONS, Run, global_tokens, rows_of
 from support.stage_one import contents
-from support.tiny_policy import some_trees
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,70 +142,9 @@ def test_four_bits_learn_and_stay_what_they_are(device, lone_rank, world, preset
     assert {one.device.type for one in after.values()} == {device}
 
 
-@pytest.fixture(scope="module")
-def deep_model(world, tmp_path_factory):
-    """A model of eight layers, 512 wide."""
-    folder = tmp_path_factory.mktemp("deep") / "model"
-    shape = ModelShape(
-        hidden_size=512, layers=8, heads=8, key_value_heads=4, intermediate_size=1024
-    )
-    make_model(folder, AutoTokenizer.from_pretrained(world.model), shape=shape, pretrain_steps=0)
-    return folder
-
-
 def require_gpu(device):
     if device != "cuda":
         pytest.fail("this measures the memory of a GPU; leave out --device cpu")
-
-
-def kept_by_a_pass(folder, trees, *, offload):
-    """What a pass leaves on the GPU for its gradient, in bytes, and the gradient."""
-    train = TrainOptions(dtype="bfloat16", gradient_checkpointing=True, checkpoint_offload=offload)
-    policy = policy_of(folder, train)
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    loss = policy(trees)[0].sum()
-    kept = torch.cuda.memory_allocated() - before
-    loss.backward()
-    return kept, [one.grad for one in policy.parameters()]
-
-
-def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(device, deep_model):
-    require_gpu(device)
-    trees = some_trees(np.random.default_rng(1), 2048)
-    tokens = sum(len(tree.prompt) + sum(map(len, tree.branches)) for tree in trees)
-    (plain, expected), (spared, found) = (
-        kept_by_a_pass(deep_model, trees, offload=offload) for offload in (False, True)
-    )
-    assert all(map(torch.equal, found, expected))
-    # Of eight layers, what enters seven of them: 512 values of two bytes for each token.
-    assert plain - spared > 0.8 * 7 * tokens * 512 * 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "spared"),
-    [
-        ({"optimizer_dtype": "bfloat16"}, 6),  # 12 bytes of master weights and moments, or 6
-        ({"optimizer": "adamw8bit"}, 5.9),  # 8 bytes of moments, or 2 and the scales of blocks
-        ({"deepspeed": "zero2-offload"}, 12),
-    ],
-    ids=str,
-)
-def test_an_optimizer_takes_less_memory_by_at_least_as_many_bytes(
-    device, lone_rank, deep_model, changes, spared
-):
-    require_gpu(device)
-    held, plain = [], replace(STEADY, dtype="bfloat16", deepspeed="zero2")
-    for options in (plain, replace(plain, **changes)):
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        run = run_of(lone_rank, deep_model, options).steps(3, 4)
-        held.append(torch.cuda.memory_allocated() - before)
-        learning = sum(one.numel() for one in run.engine._engine.module.parameters())
-        del run
-    assert (held[0] - held[1]) / learning > spared - 0.4
 
 
 SHAPE = Qwen2Config(

@@ -2,20 +2,16 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
-from support.command import align, launch, start
+from support.command import launch, start
 from support.patience import PATIENCE
+from support.programs import said_by
 from support.stage_one import contents
 from support.trainings import Person, Training
 
-SAYS_HOW_IT_WAITS = (
-    *("env", "-u", "OMP_WAIT_POLICY", "-u", "GOMP_SPINCOUNT"),
-    "OMP_DISPLAY_ENV=VERBOSE",
-)
 # A command to which a signal comes as Python ends.
 LATE = (
     "import atexit, os, signal, sys; from align import cli; "
@@ -48,8 +44,7 @@ def stopped(server, journey, tmp_path_factory):
 def at_a_terminal(stopped, journey):
     """The same command once more, in a process of its own."""
     folder, _ = stopped
-    python = (*SAYS_HOW_IT_WAITS, sys.executable, "-m", "align")
-    program = (sys.executable, "-c", TERMINAL, *python)
+    program = (sys.executable, "-c", TERMINAL, sys.executable, "-m", "align")
     return launch(*command(journey, folder / "cache"), cwd=folder, program=program)
 
 
@@ -72,17 +67,6 @@ def test_the_next_run_goes_on_to_the_same_cache_and_shows_a_bar(stopped, at_a_te
     assert contents(stopped[0] / "cache") == contents(journey.cache)
     assert "\x1b[" in at_a_terminal.out
     assert "scoring: 60 rows" in at_a_terminal.out
-
-
-def test_threads_of_a_command_soon_sleep_unless_the_user_says_how_they_wait(
-    at_a_terminal, monkeypatch
-):
-    assert "GOMP_SPINCOUNT = '1000'" in at_a_terminal.out
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
-    assert align("--help").code == 0
-    assert os.environ["GOMP_SPINCOUNT"] == "77"
-    assert "OMP_WAIT_POLICY" not in os.environ
 
 
 def test_a_reader_that_goes_away_is_not_an_error(journey):
@@ -155,12 +139,6 @@ compare("mlflow-sync")
 
 
 def test_the_library_leaves_its_host_as_it_was(world, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, world.data.paired_csv, world.model, tmp_path],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-        timeout=PATIENCE,
+    said_by(
+        *(sys.executable, "-c", SCRIPT, world.data.paired_csv, world.model, tmp_path), cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr[-4000:]

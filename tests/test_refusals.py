@@ -181,6 +181,7 @@ TABLE = {
         "export photos": "2 photos cache",
         "methods simp": "2 'simp' 'simpo'",
         "init --method kot": "2 'kot' 'kto'",
+        "config --config nowhere.yaml": "2 nowhere.yaml",
         "config --set method.betta=1": "2 method.betta beta'",
         "config --set method.betta=1 --set train.method=kto": "2 method.betta 'beta'",
     },

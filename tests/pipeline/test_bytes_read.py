@@ -7,7 +7,6 @@ import pytest
 from align.pipeline.train.load import one_for_all, shard_columns
 from align.schemas.batches import World
 from align.schemas.errors import FingerprintError
-from align.stages.data.files import digested, open_inputs, require_unchanged
 from align.stages.feed.select import ReadSpec
 from align.stages.feed.train_source import open_source, overlap
 from align.stages.storage.disk import digests
@@ -66,28 +65,6 @@ def test_only_the_first_start_of_a_machine_reads_every_byte_of_a_cache(long_prom
     lines = sum(path.stat().st_size for path in (user_folder() / "digests").iterdir())
     assert lines <= again - unchecked < lines + 4 * SHARDS * 8
     assert again < whole / 2
-
-
-def test_a_data_file_is_read_once_for_its_digest(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a"}\n' * 100_000)
-    inputs = open_inputs([str(path)])
-
-    def start():
-        before = tuple(map(digested, inputs))
-        require_unchanged(inputs, before)
-        return before
-
-    size = path.stat().st_size
-    first, known = bytes_read(start)
-    assert size <= first < 2 * size
-    again, before = bytes_read(start)
-    assert before == known
-    assert again < size / 10
-    path.write_text('{"prompt": "b"}\n' * 100_000)
-    changed, other = bytes_read(start)
-    assert changed >= size
-    assert other[0].sha256 != known[0].sha256
 
 
 def test_a_machine_with_another_copy_of_the_model_is_refused():

@@ -16,7 +16,6 @@ from align.pipeline.options.table import (
     INSTEAD,
     OURS,
     WORDS_OF_RUN,
-    bound,
     reads,
 )
 from align.pipeline.train.setup import check
@@ -116,15 +115,6 @@ def test_a_name_of_another_tool_is_answered_with_the_setting_that_is_meant_and_i
     lines = page("docs/moving-from-other-tools.md").read_text(encoding="utf-8").splitlines()
     for name, setting in OURS.items():
         assert [one for one in lines if f"`{name}`" in one and one.endswith(f"| `{setting}` |")]
-
-
-def test_a_mapping_binds_the_same_in_any_order():
-    weights = ({"a": 2.0, "b": 0.5}, {"b": 0.5, "a": 2.0})
-    first, second = (
-        bound(flatten(Config()) | {"train.file_weights": one}, "run") for one in weights
-    )
-    assert first == second
-    assert "train.file_weights" in first
 
 
 def opened(cache, **flags):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import count
 
 import pytest
 
@@ -161,11 +162,33 @@ def test_a_killed_command_ends_as_one_that_is_not(table, name, tmp_path):
         assert answer.code == KILLED, (place, answer)
     said = table.person.gives(*given).out
     assert published(tmp_path / "out") == whole
+    require_paid_once(tmp_path / "out")
     # Given once more, it has nothing to make and says the same of what is there.
     again = table.person.gives(*given)
     assert not WORK.search(again.err), again.err
     assert published(tmp_path / "out") == whole
     assert again.out.splitlines()[0] == said.splitlines()[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STEPS)
+def test_a_command_killed_a_little_later_each_time_ends_as_one_that_is_not(table, name, tmp_path):
+    """Before its nth change of the disk, a larger n each time, until it ends."""
+    whole, given = table.whole(name), words(name, tmp_path / "out")
+    for number in count(1, 2):
+        answer = table.person.tries(*given, faults=f"before:*=kill@{number}")
+        if answer.code == 0:
+            break
+        assert answer.code == KILLED, answer
+    assert published(tmp_path / "out") == whole
+    require_paid_once(tmp_path / "out")
+
+
+def require_paid_once(folder):
+    """Requires that no answer is stored twice."""
+    files = folder.glob("_align/answers/*.jsonl")
+    answers = [line for file in files for line in file.read_bytes().splitlines()]
+    assert len(answers) == len({*answers})
 
 
 # Where the first of two parts is killed.

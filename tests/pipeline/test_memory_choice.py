@@ -24,7 +24,6 @@ from align.pipeline.plan.memory import (
     chosen,
     decided,
     flags_of,
-    memory_savers,
     planned,
 )
 from align.pipeline.plan.run_plan import plan_run
@@ -34,7 +33,7 @@ from align.pipeline.train.load import with_auto_decided
 from align.pipeline.train.memory_at_start import chosen_to_fit, facts_of_run
 from align.pipeline.train.resume import begun_preset
 from align.schemas.checkpoint import RunIdentity
-from align.schemas.config import Config, ModelOptions
+from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.engine.distributed import joined_world
@@ -146,23 +145,6 @@ def test_a_run_that_goes_on_keeps_its_stage_and_its_optimizer_where_it_is(tiny):
         config=tiny.settings.config, world=ALONE, checkpoint=checkpoint, begins_as=ON_CPU
     )
     assert with_auto_decided(run, Heard()).train.deepspeed == "zero1"
-
-
-def test_what_takes_less_is_advised_where_it_is_of_use():
-    here = {"stage": 1, "ranks": 4, "device": "cuda", "can_recompute": True}
-    advice = [*memory_savers(Config(), **here)]
-    assert "gradient_checkpointing" in advice[0]
-    assert any(one.endswith("--deepspeed zero2") for one in advice)
-    assert not any("tokens-per-batch" in one for one in advice)
-    assert any(one.endswith("--lora") for one in advice)
-    kept = [not one.startswith("in a new run") for one in advice]
-    assert kept == sorted(kept, reverse=True)  # first what the run can go on with
-    alone = [*memory_savers(Config(), **here | {"ranks": 1})]
-    assert not any("zero3 " in f"{one} " for one in alone)
-    on_cpu = [*memory_savers(Config(), **here | {"device": "cpu", "can_recompute": False})]
-    assert not any("offload" in one or "checkpointing" in one for one in on_cpu)
-    packed = changed(Config(), {"lora.enabled": True, "lora.quantize": "nf4"})
-    assert not any("zero3" in one for one in memory_savers(packed, **here))
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,25 @@
 
 import gc
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from align.pipeline.options.settings import load_settings
-from align.pipeline.plan.memory import Budget, PlanFacts, measured_policy, planned
+from align.pipeline.plan.memory import Budget
 from align.pipeline.plan.run_plan import plan_run, plan_text
 from align.pipeline.plan.workload import (
     GivenRows,
     RowShape,
     even_rows,
     feed_settings,
-    planned_tokens,
     workload_of,
 )
 from align.schemas.batches import World
-from align.schemas.config import Config, ModelOptions
 from align.schemas.rows import Tree
-from align.schemas.train_options import LoraOptions, TrainOptions
+from align.schemas.train_options import TrainOptions
 from align.stages.engine.deepspeed_config import EngineContext, engine_config
 from align.stages.engine.engine_memory import Elements, engine_memory
 from align.stages.methods.table import recipe_of
@@ -39,7 +36,6 @@ from support.planned_shapes import TINY, WITHIN
 
 GIB, MIB = 2**30, 2**20
 PACKED = ScoringPath("packed", "fused")
-PLAIN, ADAPTER = LoraOptions(), LoraOptions(enabled=True)
 
 
 def held(elements, preset, ranks=1, device="cuda", dtype="bfloat16"):
@@ -129,46 +125,6 @@ def test_activations_are_those_that_a_model_with_weights_keeps(dtype):
         assert expected.whole == pytest.approx(found[-1], rel=within)
 
 
-def plan_on_cpu(folder, lora=PLAIN, **train):
-    config = Config(train=TrainOptions(method="dpo", **train), lora=lora)
-    facts = PlanFacts(
-        ModelOptions(path=str(folder), device="cpu"),
-        "float32",
-        recipe_of("dpo", {}),
-        even_rows(64, RowShape(40, (30, 50)), num_partners=0),
-        rows=64,
-        held_out=0,
-        device="cpu",
-        ranks=1,
-    )
-    return planned(config, facts).estimate, measured_policy(config, facts, RowShape(40, (30, 50)))
-
-
-def test_an_adapter_and_dropout_keep_what_the_training_computes(saved):
-    folder = saved(LlamaConfig(**TINY))
-    full, adapted = plan_on_cpu(folder)[0], plan_on_cpu(folder, ADAPTER)[0]
-    assert adapted.optimizer < full.optimizer / 5
-    noisy = replace(ADAPTER, dropout=0.1)
-    assert plan_on_cpu(folder, noisy)[0] == adapted  # train.dropout is off
-    more = plan_on_cpu(folder, noisy, dropout=True)[1].keeping.whole
-    assert more > plan_on_cpu(folder, ADAPTER)[1].keeping.whole
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 2000}
-    still, noisy = (
-        saved(GPT2Config(**sizes, resid_pdrop=part, embd_pdrop=part)) for part in (0.0, 0.1)
-    )
-    quiet = plan_on_cpu(still)[1].keeping
-    assert plan_on_cpu(noisy)[1].keeping == quiet
-    assert plan_on_cpu(noisy, dropout=True)[1].keeping.whole > quiet.whole
-
-
-def test_the_runs_of_a_sweep_share_what_was_measured_and_another_model_does_not(tmp_path):
-    LlamaConfig(**TINY).save_pretrained(tmp_path)
-    first = plan_on_cpu(tmp_path)[1]
-    assert plan_on_cpu(tmp_path, deepspeed="zero2", lr=1e-3)[1] is first
-    LlamaConfig(**TINY | {"num_hidden_layers": 2}).save_pretrained(tmp_path)
-    assert plan_on_cpu(tmp_path)[1].keeping.whole > first.keeping.whole
-
-
 def worked(method, train, world, rows, levels):
     """So many rows of 10 + 20 + 20 tokens, 500 tokens at a time."""
     feed = feed_settings(train, recipe_of(method, {}), world, tokens=500, pads=False)
@@ -192,13 +148,6 @@ def test_steps_and_tokens_of_a_part_of_an_epoch():
     assert (more.steps, more.learned_tokens) == (5, 130 * 50)
     half = worked("dpo", TrainOptions(batch_size=30, epochs=0.5), World(0, 2, 0), 100, levels=0)
     assert (half.steps, half.learned_tokens) == (2, 60 * 50)
-
-
-def test_another_accelerator_is_given_the_micro_batches_of_a_gpu():
-    asked = TrainOptions()
-    others, on_cpu = {planned_tokens(asked, one) for one in ("xpu", "cuda")}, "cpu"
-    assert len(others) == 1
-    assert others.pop() > planned_tokens(asked, on_cpu)
 
 
 # Eight layers of twice the width, a quarter of them and half the vocabulary: each row of the sum

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,11 +11,14 @@ from transformers import AutoTokenizer
 
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions, TokenOptions
+from align.schemas.errors import BadDataError
 from align.schemas.rows import Role
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import byte_tokenizer
 from support.read_rows import write_rows
+from support.refusals import refuses
 from support.stage_one import run
+from support.stub_reference import StubReference
 
 
 def rows_of(config):
@@ -174,3 +178,22 @@ def test_a_prompt_that_ends_inside_a_token_is_one_group(config, tmp_path):
         (place,) = {int(text.split()[2].rstrip("?")) for text, _ in written}
         prompt, answers = texts[place - 1]
         assert written == {(prompt + one, score) for score, one in enumerate(answers)}
+
+
+@pytest.mark.parametrize(("same", "answers"), [(0.6, [*range(50)]), (0.0, ["yes"])])
+def test_unpairable_data_are_refused_before_a_model_is_loaded(config, tmp_path, same, answers):
+    """More than half of the completions answer one prompt, or all of them are equal."""
+    rows = [
+        {
+            "prompt": "The same?" if number < 100 * same else f"Number {number}?",
+            "completion": f"{answers[number % len(answers)]}",
+            "label": True,
+        }
+        for number in range(100)
+    ]
+    config = replace(config, data=DataOptions(files=[write_rows(tmp_path / "rows.jsonl", rows)]))
+    with refuses(BadDataError, "--kl-pairs 0") as caught:
+        run(config, StubReference(opening=partial(pytest.fail, "the model is loaded")))
+    assert caught.value.exit_code == 3
+    assert not Path(config.cache.output, "manifest.json").exists()
+    assert run(replace(config, cache=replace(config.cache, kl_pairs=0))).manifest.rows

@@ -10,11 +10,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.precompute.opening import candidates, register_cache, require_same
-from align.pipeline.precompute.prepare import Encoded
+from align.pipeline.precompute.opening import register_cache, require_same
 from align.schemas.config import ModelOptions
 from align.schemas.data_options import DataOptions
-from align.schemas.errors import CorruptionError, FingerprintError, UsageError
+from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Record, Role
 from align.stages.data.row_keys import prompt_keys_of
 from align.stages.storage.cache import Cache
@@ -114,13 +113,6 @@ def test_of_changed_data_only_what_is_new_is_scored(config, tmp_path, kl_pairs):
         if not kl_pairs:  # else partners come on top
             assert second.tally.scored == count, name
         assert {of: found[of] for of in found.keys() & known.keys()}.items() <= known.items()
-
-
-def test_more_kl_pairs_score_only_the_new_branches(to, tmp_path):
-    first = run(to(kl_pairs=1))
-    second = run(to(kl_pairs=3, output=str(tmp_path / "more"), reuse=[to().cache.output]))
-    assert second.tally.reused >= first.manifest.branches
-    assert second.tally.scored <= second.manifest.branches - first.manifest.branches
 
 
 def test_names_of_files_and_their_order_make_no_other_cache(config, data_rows, tmp_path):
@@ -257,13 +249,6 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
         shutil.rmtree(output)
 
 
-def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
-    child(config, "after:fsync_folder:commits=kill@4").join(PATIENCE)
-    monkeypatch.setattr(Encoded, "shards", lambda *_: (120,))
-    with refuses(CorruptionError, config.cache.output):
-        run(config)
-
-
 def lose(cache, kinds):
     (work,) = unfinished_work(Cache(cache))
     for kind in kinds:
@@ -329,33 +314,3 @@ def test_caches_that_cannot_be_read_are_passed_over_and_named(to, tmp_path, warn
     # Branches that are copied from their like in the same shard are no reuse of another cache.
     assert reused == run(to(output=str(tmp_path / "alone"))).tally.reused
     assert [output in line for output, line in zip(outputs, warnings(), strict=True)] == [True] * 2
-
-
-def test_an_unlisted_cache_is_listed_by_the_next_run(to, tmp_path, monkeypatch):
-    monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
-    run(to())
-    (tmp_path / "caches.txt").unlink()
-    assert run(to()).was_complete
-    assert candidates(to(reuse_known=True).cache) == (str(Path(to().cache.output).resolve()),)
-
-
-def test_a_list_of_caches_may_be_damaged_old_or_read_only(to, tmp_path, monkeypatch, warnings):
-    monkeypatch.setenv("ALIGN_HOME", str(tmp_path))
-    run(to())
-    folder = CacheWork(Path(to().cache.output), "0" * 64)
-    away = Cache(tmp_path / "away")
-    shutil.copytree(folder.root, away.root)
-    known = [str(one.root.resolve()) for one in (away, folder)]
-    held = b"\xff\xfe\n\n/none\n" + b"x" * 5000 + f"\n{known[0]}\n".encode()
-    (tmp_path / "caches.txt").write_bytes(held)
-    away.root.rename(tmp_path / "unmounted")
-    for _ in range(2):
-        register_cache(folder)
-    wanted = to(reuse_known=True).cache
-    assert candidates(wanted) == (known[1],)
-    assert (tmp_path / "caches.txt").read_bytes() == held + f"{known[1]}\n".encode()
-    (tmp_path / "unmounted").rename(away.root)
-    assert candidates(wanted) == (*known,)
-    assert warnings() == []
-    monkeypatch.setenv("ALIGN_HOME", str(tmp_path / "caches.txt" / "home"))
-    assert run(to(output=str(tmp_path / "other"))).manifest.rows == 120

@@ -6,7 +6,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -15,7 +14,6 @@ from transformers import (
 )
 
 from align.schemas.rows import Role
-from align.schemas.train_options import LoraOptions
 from support.rounding import NATS
 from support.stage_one import Heard
 from support.training_world import job_of, trained
@@ -46,18 +44,6 @@ def test_others_load_a_reward_model_and_get_the_scores_of_the_training(
         second = trained(job(folder, method, tmp_path / "second", max_steps=1, **begun))
         expected = run.measured.after["eval/loss"]
         assert second.measured.before["eval/loss"] == pytest.approx(expected, abs=NATS)
-
-
-def test_an_adapter_of_a_reward_model_gives_the_scores_of_the_training(training_world, tmp_path):
-    lora = LoraOptions(enabled=True, rank=2, merge=True)
-    run = trained(job(training_world.pairs, "reward", tmp_path, lora=lora))
-    merged = AutoModelForSequenceClassification.from_pretrained(run.folder.merged)
-    pad = merged.config.pad_token_id
-    adapted = AutoPeftModelForSequenceClassification.from_pretrained(
-        run.folder.model, num_labels=1, pad_token_id=pad
-    )
-    for model in (merged, adapted.eval()):
-        assert scores_are_those_of(run, model, training_world.pairs, LABELS["pairs"])
 
 
 def test_a_value_head_is_saved_next_to_the_model_and_not_in_it(training_world, tmp_path):

@@ -22,7 +22,7 @@ from align.stages.model.reference import HfReference
 from align.stages.report.cache_summary import render, summarize
 from align.stages.storage.cache import Cache
 from support.refusals import refuses
-from support.stage_one import Heard, Silent
+from support.stage_one import Silent
 from support.training_world import facts, job_of, session_of, trained
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -54,12 +54,6 @@ def scored_groups(make):
         completions=[[f"It is {n}.", f"Here: {n}.", f"{n} and more"] for n in range(8)],
         scores=[[5.0] * 3 if n < 2 else [1.0, 2.0, 6.0] for n in range(8)],
     )
-
-
-def refused(cache, method, *names, **settings):
-    """Requires a refusal that names these once the lengths of the cache are read."""
-    with joined_world() as world, refuses(UsageError, *names):
-        session_of(job_of(cache, method, **settings), world)
 
 
 class NeverOpened(HfReference):
@@ -154,49 +148,6 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
         assert job_of(drawn_at(0.7, 1.0, 50), method).recipe.name == method
     assert "1 data file" in told(scored_groups)
     assert told(scored_groups, "dpo") == ""
-
-
-def test_a_column_that_the_cache_does_not_carry_is_named_and_one_that_it_carries_is_read(
-    training_world, make
-):
-    for option in ("margin", "row_weight"):
-        refused(training_world.pairs, "dpo", "data.carry=[trust]", options={option: "trust"})
-    texts = {"prompt": ["Why?", "How?"], "chosen": ["So.", "Yes."], "rejected": ["Well.", "No."]}
-    cache = make("weighed", carry=["trust"], trust=[0.5, 2.0], **texts)
-    with joined_world() as world:
-        job = job_of(cache, "dpo", options={"row_weight": "trust"})
-        assert session_of(job, world).source.train_rows == 2
-
-
-def test_rows_without_scores_are_refused_to_who_reads_or_needs_them(training_world, make):
-    refused(training_world.pairs, "rpo_sq", "54 rows", training_world.pairs, "align score")
-    # Groups nobody has scored: stage 1 refuses them, but caches of such are about.
-    rows = {"prompt": ["Why?", "How?"], "completions": [["So.", "Well."], ["Yes.", "No."]]}
-    unscored = make("unscored", stage="score", **rows)
-    for method in ("grpo", "ppo"):
-        refused(unscored, method, "2 rows", unscored)
-    for method in ("dpo", "kto", "sft"):
-        refused(unscored, method, "2 scored rows", "2 left out")
-
-
-@pytest.mark.parametrize(
-    ("method", "more", "said"),
-    [
-        ("dpo", {"pairs_from_scores": "all"}, "18 pairs"),
-        ("kto", {"label_threshold": 1.5}, "above 1.5"),
-        ("rpo_sq", {}, "6 pairs"),
-        # Six rows of three labels, each of them a row of its own.
-        ("csft", {}, "18 rows"),
-        ("grpo", {}, "1 data file"),
-    ],
-)
-def test_scored_rows_serve_every_method(scored_groups, here, method, more, said):
-    heard = Heard()
-    job = job_of(scored_groups, method, output=str(here / "run"), max_steps=2, **more)
-    trained(job, heard)
-    assert said in " ".join(heard.lines)
-    lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["grad_norm"] > 0 for line in lines)
 
 
 def test_what_reaches_past_the_last_position_is_refused_before_the_first_step(

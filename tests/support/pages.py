@@ -4,7 +4,6 @@ import re
 import shlex
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 from markdown_it import MarkdownIt
 
@@ -12,7 +11,6 @@ from support.rooms import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
-_PUNCTUATION = re.compile(r"[^\w\- ]")
 
 
 @dataclass(frozen=True)
@@ -69,18 +67,6 @@ def links(path):
         for child in token.children or []:
             if target := child.attrGet("href") or child.attrGet("src"):
                 yield target
-
-
-def anchors(path):
-    """Headings as GitHub names them."""
-    tokens = _tokens(path)
-    found = []
-    for opening, inline in pairwise(tokens):
-        if opening.type == "heading_open":
-            text = "".join(child.content for child in inline.children)
-            slug = _PUNCTUATION.sub("", text.lower()).replace(" ", "-")
-            found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
-    return found
 
 
 def commands(path):
