@@ -142,6 +142,16 @@ class RoundsOptions:
         default="fixed",
         description="fixed: the first model; previous: the policy of the round before",
     )
+    serve: str = Field(
+        default="",
+        description=(
+            "command of a server that samples, with {model} and {port}, as `vllm serve {model} "
+            "--port {port}`; empty: samples are drawn in this process"
+        ),
+    )
+    serve_timeout: float = Field(
+        default=600.0, gt=0, description="seconds until that server has to be ready"
+    )
     prompts_per_round: int = Field(
         default=0, ge=0, description="number of fresh prompts for each round; 0: all"
     )

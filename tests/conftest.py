@@ -23,6 +23,7 @@ from align.stages.storage.run.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import DEFAULTS
 from support.command import Answer
 from support.trainings import Course, Server
+from support.worlds import make_world
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, and every process of a test wants both
 os.environ |= SOON_ASLEEP  # stage 1 computes with the threads of its plan
@@ -174,9 +175,6 @@ def tokenizer_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """A tokenizer, an untrained model and sixty preferences."""
-    # It imports torch, which takes seconds, and which reads OMP_NUM_THREADS then.
-    from align.stages.demo.tiny_world import make_world  # noqa: PLC0415
-
     return make_world(tmp_path_factory.mktemp("small") / "world", rows=60, pretrain_steps=0)
 
 

@@ -18,9 +18,9 @@ from align.pipeline.precompute.precompute import precompute
 from align.schemas.config import CacheOptions, Config, ModelOptions, ScoringOptions, TrackingOptions
 from align.schemas.data_options import DataOptions, TokenOptions
 from align.schemas.rows import LEAST, allowed_gaps
-from align.stages.demo.tiny_world import make_world
 from align.stages.model.reference import HfReference
 from support.stage_one import Silent
+from support.worlds import make_world
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -153,9 +153,9 @@ def tiny_world(
     """Make a tiny tokenizer, language model and preference data set to try align on."""
     from ...stages.demo.tiny_world import make_world
 
-    world = make_world(folder, rows=rows, seed=seed)
-    say(f"model  {world.model}\ndata   {world.data.paired}")
-    say(f"next: align precompute-ref {world.data.paired} --model {world.model}")
+    make_world(folder, rows=rows, seed=seed)
+    model, data = folder / "model", folder / "data" / "paired.parquet"
+    say(f"model  {model}\ndata   {data}\nnext: align precompute-ref {data} --model {model}")
 
 
 @command("Data and cache", "align precompute-ref data.jsonl --model DIR --token-logps")
@@ -309,7 +309,7 @@ def rounds(
     """Repeat sample, judge, select, precompute-ref and train, each round on the last policy."""
     from ..rounds.rounds import run_rounds
 
-    say(run_rounds(settings_of(context, file=config), progress=begin_work()).text())
+    say(run_rounds(settings_of(context, file=config), progress=begin_work()))
 
 
 @command("Training", "align run data.jsonl --model DIR --method kto --lora --lr 1e-5")

@@ -246,6 +246,15 @@ def _blamed(section: str, error: ValidationError, origins: Mapping[str, str], co
 # Settings as they are written down.
 
 
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values of some settings, or of whole sections."""
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        inside = dataclasses.replace(getattr(config, section), **{key: value}) if key else value
+        config = dataclasses.replace(config, **{section: inside})
+    return config
+
+
 def flatten(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name."""
     return _flat(dataclasses.asdict(config))

@@ -169,7 +169,7 @@ _FREE = (
     "train.save_minutes train.keep_last train.resume train.other_sampling train.nonfinite_limit "
     "lora.merge sample.output sample.answers judge.output judge.answers judge.model "
     "judge.template judge.against select.output rounds.output rounds.count rounds.min_win_rate "
-    "rounds.max_length_growth"
+    "rounds.max_length_growth rounds.serve rounds.serve_timeout"
 )
 _BINDS = {  # and what of that does not
     "cache": ("tokens cache scoring.tokens_per_batch", _FREE),

@@ -34,7 +34,7 @@ from ...stages.model.logprobs import ScoringPath, causal_model
 from ...stages.model.micro_batch import Kept, UntracedError, head_bytes, kept, untraced
 from ...stages.model.model_folder import model_config
 from ...stages.model.policy import prepare_for_training
-from ..options.settings import flatten
+from ..options.settings import changed, flatten
 from ..options.table import flag_of
 from .setting_checks import bytes_of
 from .workload import RowShape, Workload, feed_settings, planned_tokens, workload_of
@@ -472,15 +472,6 @@ def memory_savers(
 def decided(train: TrainOptions) -> Changes:
     """What no micro-batch shows: an `auto` of gradient checkpointing without a plan is no."""
     return {RECOMPUTE: train.recomputes, INPUTS: train.offloads_inputs}
-
-
-def changed(config: Config, changes: Changes) -> Config:
-    """The config with other values of some settings."""
-    for name, value in changes.items():
-        section, _, key = name.partition(".")
-        options = replace(getattr(config, section), **{key: value})
-        config = replace(config, **{section: options})
-    return config
 
 
 def flags_of(changes: Changes, given_by_set: Collection[str] = ()) -> str:

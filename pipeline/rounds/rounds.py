@@ -1,170 +1,230 @@
-"""Goes through rounds: sample from the last policy, judge, select, score, train, evaluate."""
+"""Rounds: sample from the last policy, judge, select, score, train and evaluate, over and over.
+
+Each step returns at once where its output is complete, so the same loop resumes after any kill.
+
+rounds.json                           what binds all rounds: settings, digests of what they name
+rounds.jsonl                          a line for each finished round; of round 0, the first model
+prompts.parquet, held-out.parquet     the two sides of the split
+answers/samples, answers/judgments    what was paid for, shared by all rounds
+round-001/samples, judged, selected, cache, run
+round-001/eval-samples, eval-judged   held-out answers of its policy; instead of the second, for
+                                      a judge that compares: eval-against-first, -previous
+"""
 
 from __future__ import annotations
 
 import gc
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ...schemas.cache import Manifest
-from ...schemas.errors import Interrupted, counted
-from ...schemas.round_record import ROUND_FORMAT, RoundRecord
-from ...schemas.table_manifest import TableManifest
+from ...schemas.config import Config
+from ...schemas.errors import (
+    CorruptionError,
+    FingerprintError,
+    Interrupted,
+    counted,
+    damaged,
+    differences,
+)
+from ...schemas.json_codec import to_json
+from ...schemas.round_options import ServerOptions
 from ...stages.model.reference import HfReference
+from ...stages.report.text_tables import grid
+from ...stages.server.own_server import own_server
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.disk.locks import owner_lock
-from ...stages.storage.run.rounds_folder import ROUNDS, OneRound
+from ...stages.storage.output_folder import OutputFolder
 from ...stages.storage.tables import TableFolder
-from ...stages.tracking.journaled_run import Run, recorded, tagged
+from ...stages.tracking.journaled_run import recorded, tagged
 from ...stages.tracking.progress import Progress
 from ...stages.tracking.run_record import ROUND_TAG, ROUNDS_TAG
-from ...stages.tracking.run_texts import data_name, description, model_name, quoted, run_name
-from ..options.settings import Settings, without_secrets
+from ...stages.tracking.run_texts import data_name, run_name
+from ..options.settings import Settings, changed, without_secrets
 from ..precompute.precompute import precompute
 from ..tables.judge import judge
 from ..tables.sample import sample
 from ..tables.select_rows import select
+from ..train.run_history import read_history
 from ..train.setup import check
 from ..train.train import train
-from .round_prompts import write_prompts
-from .rounds_checks import open_rounds
+from .round_prompts import prompts_of_round, write_prompts
+from .rounds_checks import Rounds, digest_of_model, open_rounds
 from .rounds_evaluation import evaluate, stop_reason
-from .rounds_plan import RoundsJob, digest_of_model
-from .rounds_result import RoundsResult, metrics_of, trained_metrics
+
+TRAINED = ["loss", "rewards/margins", "rewards/accuracies", "rewards/ties", "kl/raw", "kl/tokens"]
 
 
-def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
-    """Goes through all rounds that are not finished; a finished one is compared and kept."""
-    job = open_rounds(settings)
-    job.folder.prepare()
-    with owner_lock(job.folder.root, uuid.uuid4().hex[:12]), _resuming():
-        finished = _checked(job)
-        reason = _stopped(job, finished)
-        if reason or len(finished) >= job.config.rounds.count:
-            return RoundsResult(job.folder.root, tuple(finished), reason)
-        write_prompts(job.folder.prompts, job.split.train)
-        write_prompts(job.folder.held_out_prompts, job.split.held_out)
-        name = run_name(job.first.path, "rounds", data_name(job.config.data.files))
-        with recorded(job.config.tracking, job.folder.root, "rounds", name=name) as parent:
-            _describe(parent, job)
-            for record in finished:
-                _record(parent, job, record)
-            return _go_on(job, finished, parent, progress)
+def run_rounds(settings: Settings, *, progress: Progress) -> str:
+    """Goes through all rounds that are not finished; a table of all of them."""
+    rounds = open_rounds(settings)
+    root, config = rounds.root, rounds.config
+    OutputFolder(root, "rounds").prepare()
+    with owner_lock(root, "rounds"):
+        lines = _finished(rounds)
+        known, stopped = len(lines), ""
+        for line in lines:
+            stopped = stopped or stop_reason(line["round"], line["metrics"], config.rounds)
+        if stopped or known > config.rounds.count:
+            return _text(rounds, lines, known, stopped)
+
+        write_prompts(root / "prompts.parquet", rounds.prompts)
+        if rounds.held_out:
+            write_prompts(root / "held-out.parquet", rounds.held_out)
+        name = run_name(config.model.path, "rounds", data_name(config.data.files))
+        tag = {ROUNDS_TAG: str(root.resolve())}
+        with recorded(config.tracking, root, "rounds", name=name) as parent:
+            parent.set_tags(tag)
+            parent.log_params(without_secrets(rounds.binding))
+            for line in lines:
+                parent.log_metrics(line["metrics"], step=line["round"])
+            while len(lines) <= config.rounds.count and not stopped:
+                number = len(lines)
+                progress.say(f"round {number} of {config.rounds.count}")
+                try:
+                    with tagged({**tag, ROUND_TAG: str(number)}, parent):
+                        metrics = _round(rounds, number, progress)
+                except Interrupted as stop:  # a training would name a way on of its own
+                    raise Interrupted(stop.signal_number, at=stop.at) from None
+                if metrics is None:
+                    stopped = f"train.max_time stopped round {number}; the same command continues"
+                    break
+                model = digest_of_model(rounds.policy(number))
+                lines.append({"round": number, "model": model, "metrics": metrics})
+                fs.publish(root / "rounds.jsonl", "".join(map(to_json, lines)).encode())
+                parent.set_tags({f"align.round-{number:03d}.model": model})
+                parent.log_metrics(metrics, step=number)
+                stopped = stop_reason(number, metrics, config.rounds)
+        return _text(rounds, lines, known, stopped)
 
 
-def _checked(job: RoundsJob) -> list[RoundRecord]:
-    """The finished rounds; refuses any that was made from something else, or lost its model."""
-    finished = job.folder.finished()
-    for earlier, record in zip([None, *finished], finished, strict=False):
-        job.require_same(record, earlier)
-    if finished:
-        job.require_policy(finished[-1])
-    return finished
+def _finished(rounds: Rounds) -> list[dict[str, Any]]:
+    """The lines of finished rounds; refuses other settings than theirs, and a changed policy."""
+    root = rounds.root
+    for name in ("rounds.json", "rounds.jsonl", "prompts.parquet", "held-out.parquet"):
+        fs.drop_drafts(root / name)
+    begun, lines = _read_lines(root / "rounds.json"), _read_lines(root / "rounds.jsonl")
+    if not begun:
+        fs.publish(root / "rounds.json", to_json(rounds.binding).encode())
+    elif differing := differences(begun[0], rounds.binding, had="the rounds have").values():
+        raise FingerprintError(
+            f"The rounds in {root} are made from something else. What differs:\n  "
+            + "\n  ".join(differing)
+            + "\nUndo the change, or choose another --output."
+        )
+    if lines and digest_of_model(policy := rounds.policy(len(lines) - 1)) != lines[-1]["model"]:
+        raise CorruptionError(
+            f"{policy.path} is not the model that round {len(lines) - 1} has trained. Restore it "
+            "from a copy, or choose another --output."
+        )
+    return lines
 
 
-def _stopped(job: RoundsJob, finished: Sequence[RoundRecord]) -> str:
-    reasons = (stop_reason(record, job.config.rounds) for record in finished)
-    return next(filter(None, reasons), "")
-
-
-@contextmanager
-def _resuming() -> Iterator[None]:
-    """Names the way on of rounds: the training in it would name its own."""
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
     try:
-        yield
-    except Interrupted as stop:
-        raise Interrupted(stop.signal_number, at=stop.at) from None
+        return [json.loads(line) for line in fs.read_bytes(path).splitlines()]
+    except ValueError as error:
+        raise damaged(path, str(error), "Restore it from a copy.") from error
 
 
-def _go_on(
-    job: RoundsJob, known: Sequence[RoundRecord], parent: Run, progress: Progress
-) -> RoundsResult:
-    finished = [*known]
-    while len(finished) < job.config.rounds.count and not _stopped(job, finished):
-        number = len(finished) + 1
-        progress.say(f"round {number} of {job.config.rounds.count}")
-        with tagged({**_group(job), ROUND_TAG: str(number)}, parent):
-            record = _round(job, number, finished[-1] if finished else None, progress)
-        if record is None:
-            new = len(finished) - len(known)
-            reason = (
-                f"the training of round {number} was stopped by train.max_time; "
-                "the same command continues"
-            )
-            return RoundsResult(job.folder.root, tuple(finished), reason, new)
-        finished.append(record)
-        _record(parent, job, record)
-    reason = _stopped(job, finished)
-    return RoundsResult(job.folder.root, tuple(finished), reason, len(finished) - len(known))
+def _round(rounds: Rounds, number: int, progress: Progress) -> dict[str, float] | None:
+    """Makes what a round lacks; None where its training ran out of time.
+
+    Round 0 only evaluates the first model.
+    """
+    config, folder = rounds.config, rounds.folder(number)
+    options, metrics = config.rounds, dict[str, float]()
+    fs.make_folder(folder)
+    if number:
+        # Rows of the last policy's own answers.
+        prompts = rounds.root / "prompts.parquet"
+        if size := options.prompts_per_round:
+            prompts = folder / "prompts.parquet"
+            own = prompts_of_round(rounds.prompts, number, size, config.sample.seed)
+            write_prompts(prompts, own)
+        samples, judged, selected = (
+            str(folder / name) for name in ("samples", "judged", "selected")
+        )
+        _sample(rounds, number - 1, changed(config, {"sample.output": samples}), prompts, progress)
+        judging = changed(config, {"judge.output": judged, "tokens.chat_template": ""})
+        _say(judge(judging, samples, progress=progress, sampler=rounds.sampler).text(), progress)
+        _say(select(changed(config, {"select.output": selected}), judged).text(), progress)
+        release_memory()
+
+        # Their log-probs under the reference; what an earlier cache holds is not scored again.
+        policy, cache, reuse = rounds.policy(number - 1), str(folder / "cache"), config.cache.reuse
+        reference = policy
+        if options.reference == "fixed":
+            reference = rounds.policy(0)
+            reuse = [*reuse, *(str(rounds.folder(one) / "cache") for one in range(1, number))]
+        scoring = {"data.files": [selected], "cache.output": cache, "cache.reuse": reuse}
+        scored = precompute(
+            changed(config, {"model": reference, **scoring}),
+            HfReference(reference, own_digests()),
+            progress=progress,
+        )
+        _say(scored.text(), progress)
+
+        # The training begins at the last policy.
+        is_other = policy != reference
+        training = {
+            "model": reference,
+            "train.cache": cache,
+            "train.model": policy.path if is_other else "",
+            "train.other_reference": is_other,
+            "train.output": str(folder / "run"),
+        }
+        run = check(Settings(changed(config, training), rounds.origins))
+        trained = train(run, progress=progress)
+        del run
+        release_memory()
+        if trained.ending != "finished":
+            return None
+        _say(trained.text(), progress)
+        last = read_history(folder / "run" / "metrics.jsonl").learned.row(-1, named=True)
+        metrics = {f"train/{name}": last[name] for name in TRAINED if last.get(name) is not None}
+
+    if rounds.held_out:
+        eval_options = {
+            "sample.n": options.eval_n,
+            "sample.temperature": options.eval_temperature,
+            "sample.output": str(folder / "eval-samples"),
+        }
+        with tagged({"align.prompts": "held out"}):
+            prompts = rounds.root / "held-out.parquet"
+            _sample(rounds, number, changed(config, eval_options), prompts, progress)
+            metrics |= evaluate(rounds, number, progress=progress)
+    return metrics
 
 
-def _round(
-    job: RoundsJob, number: int, earlier: RoundRecord | None, progress: Progress
-) -> RoundRecord | None:
-    """Makes what a round lacks; None where its training ran out of time."""
-    one = job.folder.prepare_round(number)
-    if job.config.rounds.prompts_per_round:
-        write_prompts(one.prompts, job.prompts(number))
-    tables = _selected(job, one, progress)
-    cache = _scored(job, one, progress)
-    trained = train(check(job.training(one)), progress=progress)
-    release_memory()
-    if trained.ending != "finished":
-        return None
-    _say(trained.text(), progress)
-    with tagged({"align.prompts": "held out"}):
-        held_out = evaluate(job, one, progress=progress)
-    roots = {name: table.root for name, table in tables.items()}
-    model = digest_of_model(job.policy(number))
-    record = RoundRecord(
-        format_version=ROUND_FORMAT,
-        number=number,
-        made_from=job.made_from(number, earlier),
-        settings=job.bound_settings(),
-        made={**roots, "cache": cache.root, "model": model},
-        counts={**_counts(tables, cache), "train.steps": trained.steps},
-        trained=trained_metrics(job.recipe, one.run),
-        held_out=held_out,
-    )
-    return ROUNDS.put(one.record, record)
-
-
-def _scored(job: RoundsJob, one: OneRound, progress: Progress) -> Manifest:
-    """The cache of a round; its reference is not held while the policy trains."""
-    scoring = job.scoring(one)
-    made = precompute(scoring, HfReference(scoring.model, own_digests()), progress=progress)
-    _say(made.text(), progress)
-    assert made.manifest, "a verb without a part makes the whole cache"
-    return made.manifest
-
-
-def _selected(job: RoundsJob, one: OneRound, progress: Progress) -> dict[str, TableManifest]:
-    """Samples, judged samples and selected rows."""
-    sampling = job.sampling(job.policy(one.number - 1), job.prompt_file(one), one.samples)
-    tables = {"samples": _said(sample(sampling, progress=progress), progress)}
-    judged = judge(
-        job.judging(one.judged), str(one.samples), progress=progress, sampler=job.judge_sampler
-    )
-    tables["judged"] = _said(judged, progress)
-    tables["selected"] = _rows(job, one, progress)
-    release_memory()
-    return tables
-
-
-def _rows(job: RoundsJob, one: OneRound, progress: Progress) -> TableManifest:
-    """Selects rows; they are recorded here, because the command alone waits for no tracker."""
-    known = TableFolder(one.selected, "selected").file.is_file()
-    made = _said(select(job.selecting(one), str(one.judged)), progress)
-    if not known:
-        with recorded(job.config.tracking, one.selected, "select") as run:
-            run.set_tags({"align.selected_root": made.root, "align.selected": str(one.selected)})
-            run.log_metrics({f"select/{name}": float(n) for name, n in made.counts.items()})
-    return made
+def _sample(rounds: Rounds, number: int, config: Config, prompts: Path, progress: Progress) -> None:
+    """Samples of a round's policy, in this process or by a server that has it."""
+    policy, output = rounds.policy(number), Path(config.sample.output)
+    if TableFolder(output, "samples").find():
+        return
+    # The server of the settings is the judge's.
+    own = {"model": policy, "data.files": [str(prompts)], "server": ServerOptions()}
+    config, serve, log = changed(config, own), config.rounds.serve, output.with_name("server.log")
+    if not serve:
+        _say(sample(config, progress=progress).text(), progress)
+        return
+    progress.say(f"serving {policy.path}; its output is in {log}")
+    with own_server(serve, policy.path, log=log, timeout=config.rounds.serve_timeout) as url:
+        server = {
+            "server.url": url,
+            "server.model": str(Path(policy.path).resolve()),
+            "server.revision": digest_of_model(policy),
+            "server.concurrency": rounds.config.server.concurrency,
+            "server.timeout": rounds.config.server.timeout,
+            "server.retries": rounds.config.server.retries,
+        }
+        _say(sample(changed(config, server), progress=progress).text(), progress)
 
 
 def release_memory() -> None:
@@ -174,25 +234,6 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class _Made(Protocol):
-    """The result of a verb that makes a table."""
-
-    @property
-    def manifest(self) -> TableManifest | None:
-        """The table, once it is whole."""
-        ...
-
-    def text(self) -> str:
-        """A summary of a few lines."""
-        ...
-
-
-def _said(made: _Made, progress: Progress) -> TableManifest:
-    _say(made.text(), progress)
-    assert made.manifest, "a verb without a part makes the whole table"
-    return made.manifest
-
-
 def _say(text: str, progress: Progress) -> None:
     """Prints a verb's result without its hint at the next verb, which runs by itself."""
     for line in text.splitlines():
@@ -200,40 +241,35 @@ def _say(text: str, progress: Progress) -> None:
             progress.say(line)
 
 
-def _counts(tables: Mapping[str, TableManifest], cache: Manifest) -> dict[str, int]:
-    counts = {"cache.rows": cache.rows, "cache.branches": cache.branches}
-    for name, table in tables.items():
-        counts |= {f"{name}.rows": table.rows}
-        counts |= {f"{name}.{what}": count for what, count in table.counts.items()}
-    return counts
+# The columns of the table, each with the name and the form of its measure.
+COLUMNS = {
+    "win rate": ("win_rate/previous", ".3f"),
+    "95 %": ("", ""),
+    "vs first": ("win_rate/first", ".3f"),
+    "score": ("score", ".3f"),
+    "tokens": ("tokens", ".1f"),
+    "growth": ("length_growth", ".2f"),
+    "ties": ("ties/previous", ".3f"),
+    "repeated": ("repeated_ngrams", ".3f"),
+}
 
 
-def _group(job: RoundsJob) -> dict[str, str]:
-    return {ROUNDS_TAG: str(job.folder.root.resolve())}
-
-
-def _describe(parent: Run, job: RoundsJob) -> None:
-    parent.set_tags(_group(job))
-    parent.log_params(without_secrets(job.bound_settings()))
-    sentence = (
-        f"{counted(job.config.rounds.count, 'rounds')} of {quoted(job.recipe.name)}, begun with "
-        f"{quoted(model_name(job.first.path))}: sampled, judged and trained on its own answers."
-    )
-    places = {
-        "rounds": job.folder.root.resolve(),
-        "model": job.first.path,
-        "prompts": ", ".join(job.config.data.files),
-    }
-    parent.describe(description(sentence, places))
-    for name, path in (("train", job.folder.prompts), ("held-out", job.folder.held_out_prompts)):
-        source = str(path.resolve())
-        parent.log_dataset(
-            f"{name} prompts", digest=fs.sha256_of(path), source=source, context=name
-        )
-
-
-def _record(parent: Run, job: RoundsJob, record: RoundRecord) -> None:
-    name = job.folder.round(record.number).root.name
-    lineage = {**record.made_from, **record.made}
-    parent.set_tags({f"align.{name}.{what}": of for what, of in lineage.items()})
-    parent.log_metrics(metrics_of(record), step=record.number)
+def _text(rounds: Rounds, lines: Sequence[Mapping[str, Any]], known: int, stopped: str) -> str:
+    """A table of the rounds, and where the last policy is."""
+    rows = []
+    for line in lines if rounds.held_out else ():
+        found = {name.removeprefix("held_out/"): of for name, of in line["metrics"].items()}
+        cells = {
+            name: format(found[measure], form) if measure in found else "-"
+            for name, (measure, form) in COLUMNS.items()
+        }
+        if line["round"]:
+            low, high = (found[f"win_rate/previous/{end}"] for end in ("low", "high"))
+            cells["95 %"] = f"{low:.3f}-{high:.3f}"
+        rows.append([str(line["round"]), *cells.values()])
+    last, before = max(len(lines) - 1, 0), max(known - 1, 0)
+    said = grid(["round", *COLUMNS], rows) if rows else []
+    said.append(f"{counted(last - before, 'rounds')} made now, {before:,} known before")
+    said += [stopped] if stopped else []
+    said.append(f"last policy: {rounds.policy(last).path}" if last else f"in {rounds.root}")
+    return "\n".join(said)

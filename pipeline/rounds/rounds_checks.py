@@ -1,147 +1,178 @@
-"""Every check of the settings of rounds, before the first sample."""
+"""What rounds have to know before the first sample, and would else refuse hours later."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ...schemas.config import Config
+from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError
+from ...schemas.json_codec import digest
+from ...schemas.round_options import ServerOptions
+from ...schemas.samples import Prompt, Sampler
 from ...stages.methods.recipe import Recipe
-from ...stages.model.model_folder import require_peft
+from ...stages.model.model_folder import model_identity, require_peft
+from ...stages.server.own_server import command_of
+from ...stages.storage.disk import fs
+from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.locations import require_on_disk
-from ...stages.storage.run.rounds_folder import RoundsFolder
+from ...stages.storage.run.run_folder import RunFolder
 from ..jobs.object_inputs import local_model, with_local_inputs
 from ..options.first_checks import asked_recipe
-from ..options.settings import Settings, as_absolute
+from ..options.settings import Settings, as_absolute, changed
+from ..options.table import INSTEAD, bound
 from ..plan.cache_checks import require_own_samples
 from ..precompute.opening import require_model
 from ..tables.judges import KINDS, NAMES, kind_of
-from ..tables.samplers import sampling_of
+from ..tables.language_judge import judge_sampler
+from ..tables.samplers import require_sampled_model, sampling_of
 from .round_prompts import split_prompts
-from .rounds_plan import RoundsJob
-
-REFUSED_IN_FILES = ("train.model", "judge.against")
 
 
-def open_rounds(settings: Settings) -> RoundsJob:
+@dataclass(frozen=True)
+class Rounds:
+    """All that is known before the first sample."""
+
+    root: Path
+    config: Config  # with local copies of models and data, for the verbs to change
+    origins: dict[str, str]  # of its values
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    binding: Mapping[str, str]  # settings and digests that every round depends on
+    sampler: Sampler | None  # the language model that judges: one, so all share its budget
+
+    def folder(self, number: int) -> Path:
+        """The folder of a round; round 0 is the first model."""
+        return self.root / f"round-{number:03d}"
+
+    def policy(self, number: int) -> ModelOptions:
+        """The policy that a round has trained; of round 0, the first model."""
+        if number == 0:
+            return self.config.model
+        run = RunFolder(self.folder(number) / "run")
+        folder = run.merged if self.config.lora.enabled else run.model
+        return replace(self.config.model, path=str(folder), adapter="")
+
+
+def open_rounds(settings: Settings) -> Rounds:
     """Checks everything that a user can get wrong before any slow work."""
-    config = settings.config
-    require_model(config)
-    _require_alone()
-    _require_free(settings)
-    recipe = _recipe(config)
-    _require_judge(config)
-    _require_lora(config)
-    _require_evaluation(config)
-    folder = RoundsFolder(require_on_disk(config.rounds.output, "rounds are"))
-    local = with_local_inputs(config)
-    judge = replace(local.judge, model=local_model(local.judge.model))
-    local = replace(local, judge=judge)
-    job = RoundsJob(settings, local, folder, recipe, split_prompts(local))
-    _require_measured(job)
-    job.made_from(1, None)  # a model, a template or a function that is missing is found now
-    _ = job.judge_sampler  # and so is a judge without a model, or a server without a revision
-    return job
+    require_model(settings.config)
+    _require_settings(settings.config, asked_recipe(settings.config))
+    root = require_on_disk(settings.config.rounds.output, "rounds are")
 
-
-def _require_alone() -> None:
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    config = with_local_inputs(settings.config)
+    config = changed(config, {"judge.model": local_model(config.judge.model)})
+    prompts, held_out = split_prompts(config)
+    if not prompts:
         raise UsageError(
-            "align rounds works in one process. Start it without a launcher; on several ranks "
-            "give the verbs one by one: sample, judge, select, precompute-ref, train."
+            f"All {len(held_out)} prompts are held out. Lower rounds.eval_fraction, or add prompts."
         )
-
-
-def _require_free(settings: Settings) -> None:
-    """Refuses settings that every round would override."""
-    config = as_absolute(settings.config)
-    for name in REFUSED_IN_FILES:
-        if config[name]:
-            raise UsageError(
-                f"{settings.origins.get(name, name)}: {name}: the rounds set it themselves. "
-                "Leave it out."
-            )
-    if config["train.eval_cache"]:
-        raise UsageError(
-            "train.eval_cache: each round has a cache of its own. Hold prompts out by "
-            "rounds.eval_fraction."
-        )
-    if 0 < config["train.eval_fraction"] <= config["rounds.eval_fraction"]:
-        raise UsageError(
-            f"train.eval_fraction is {config['train.eval_fraction']}: by the same hash the rounds "
-            f"hold out {config['rounds.eval_fraction']} of the prompts already, so it would hold "
-            "out nothing. Set it to 0, or above rounds.eval_fraction."
-        )
-
-
-def _recipe(config: Config) -> Recipe:
-    train, select = config.train, config.select
-    recipe = asked_recipe(config)
-    is_meant = train.other_sampling
-    drawn = sampling_of(config.sample).drawing
-    require_own_samples(recipe, "the rounds", [drawn], may_differ=is_meant)
-    if recipe.head == "score":
-        raise UsageError(f"{recipe.name} makes a reward model, which writes no samples.")
-    if recipe.rows == "paired" and select.rows == "labels":
-        raise UsageError(
-            f"{recipe.name} learns from pairs, and select.rows is labels. Set it to best_worst."
-        )
-    if "mismatched" in recipe.needs and not config.cache.kl_pairs:
-        raise UsageError(f"{recipe.name} needs mismatched completions. Set cache.kl_pairs to 1.")
-    if "reference" in recipe.needs and not config.cache.scored:
-        raise UsageError(
-            f"{recipe.name} needs the reference's log-probs. Set cache.scored to true."
-        )
-    if "token_reference" in recipe.needs and not config.cache.token_logps:
-        raise UsageError(
-            f"{recipe.name} with these options needs the reference's log-prob of every token. Set "
-            "cache.token_logps to true."
-        )
-    return recipe
-
-
-def _require_judge(config: Config) -> None:
-    if config.judge.by not in KINDS:
-        raise UsageError(f"No judge. Set judge.by: {NAMES}.")
-    kind = kind_of(config.judge)
-    if config.server.url and not kind.asks:
-        raise UsageError(
-            f"server.url is set, and judge.by is {config.judge.by}: in rounds a server can only be "
-            "the judge, because it does not have the policy. Leave it out."
-        )
-    kind.require(config, has_sampler=False)
-
-
-def _require_lora(config: Config) -> None:
-    if not config.lora.enabled:
-        return
-    require_peft()
-    if config.model.adapter:
-        raise UsageError(
-            "model.adapter and lora.enabled: a new adapter on top of another one could not be "
-            "loaded by others. Merge the adapter into the model first, and set model.path to that."
-        )
-
-
-def _require_evaluation(config: Config) -> None:
-    rounds = config.rounds
-    if rounds.eval_n > 1 and not rounds.eval_temperature:
-        raise UsageError(
-            f"rounds.eval_n is {rounds.eval_n} at rounds.eval_temperature 0, where all samples of "
-            "a prompt are the same. Set eval_n to 1, or a temperature."
-        )
-
-
-def _require_measured(job: RoundsJob) -> None:
-    rounds = job.config.rounds
-    if not job.split.train:
-        raise UsageError(
-            f"All {len(job.split.held_out)} prompts are held out. Lower rounds.eval_fraction, or "
-            "add prompts."
-        )
-    if not job.split.held_out and (rounds.min_win_rate or rounds.max_length_growth):
+    if not held_out and (config.rounds.min_win_rate or config.rounds.max_length_growth):
         raise UsageError(
             "rounds.min_win_rate and rounds.max_length_growth are measured on held-out prompts, "
             "and none is held out. Raise rounds.eval_fraction, or set both to 0."
         )
+    binding = _binding(config, prompts, held_out)
+    own = {
+        "data.map": {},
+        "sample.answers": str(root / "answers" / "samples"),
+        "judge.answers": str(root / "answers" / "judgments"),
+        "lora.merge": config.lora.enabled,
+        "train.resume": "auto",
+    }
+    config = changed(config, own)
+    sampler = None
+    if kind_of(config.judge).asks:
+        sampler = judge_sampler(changed(config, {"tokens.chat_template": ""}))
+    origins = {name: of for name, of in settings.origins.items() if name not in INSTEAD["rounds"]}
+    return Rounds(root, config, origins, prompts, held_out, binding, sampler)
+
+
+def _require_settings(config: Config, recipe: Recipe) -> None:
+    """Refuses what is wrong whatever the data are."""
+    train, rounds, cache, lora = config.train, config.rounds, config.cache, config.lora
+    if config.judge.by not in KINDS:
+        raise UsageError(f"No judge. Set judge.by: {NAMES}.")
+    judge = kind_of(config.judge)
+    judge.require(config, has_sampler=False)
+    if rounds.serve:
+        command_of(rounds.serve, "MODEL", 0)
+        require_sampled_model(config.model, ServerOptions(url="its own"))  # by the same client
+    if lora.enabled:
+        require_peft()
+    drawn = sampling_of(config.sample).drawing
+    require_own_samples(recipe, "the rounds", [drawn], may_differ=train.other_sampling)
+    is_above = not train.eval_fraction or train.eval_fraction > rounds.eval_fraction
+    needs, method = recipe.needs, recipe.name
+    for is_wrong, why in (
+        (
+            os.environ.get("WORLD_SIZE", "1") != "1",
+            "align rounds works in one process: start it without a launcher, or give the verbs.",
+        ),
+        (train.model, "train.model: the rounds set it themselves. Leave it out."),
+        (config.judge.against, "judge.against: the rounds set it themselves. Leave it out."),
+        (
+            train.eval_cache,
+            "train.eval_cache: each round has its own cache. Use rounds.eval_fraction.",
+        ),
+        (
+            not is_above,
+            "train.eval_fraction would hold out nothing: by the same hash rounds.eval_fraction "
+            f"({rounds.eval_fraction}) holds out these prompts already. Set it to 0, or above.",
+        ),
+        (
+            config.server.url and not judge.asks,
+            f"server.url is set, and judge.by is {config.judge.by}: in rounds that server can "
+            "only be the judge. Serve the policy by rounds.serve.",
+        ),
+        (
+            config.model.adapter and (lora.enabled or rounds.serve),
+            "model.adapter: with lora.enabled or rounds.serve one folder is the whole policy. "
+            "Merge the adapter into the model, and set model.path to that.",
+        ),
+        (recipe.head == "score", f"{method} makes a reward model, which writes no samples."),
+        (
+            recipe.rows == "paired" and config.select.rows == "labels",
+            f"{method} learns from pairs, and select.rows is labels. Set it to best_worst.",
+        ),
+        ("mismatched" in needs and not cache.kl_pairs, f"{method} needs cache.kl_pairs=1."),
+        ("reference" in needs and not cache.scored, f"{method} needs cache.scored=true."),
+        (
+            "token_reference" in needs and not cache.token_logps,
+            f"{method} with these options needs cache.token_logps=true.",
+        ),
+    ):
+        if is_wrong:
+            raise UsageError(why)
+
+
+def _binding(
+    config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> dict[str, str]:
+    """What every round depends on: settings, and digests of what they name by a path.
+
+    A model, a template or a function that is missing is found here.
+    """
+    found = bound(as_absolute(config), "round")
+    if not config.server.url:
+        found = {name: value for name, value in found.items() if not name.startswith("server.")}
+    judge, template = config.judge, config.tokens.chat_template
+    texts = {"judge.template": judge.template, "tokens.chat_template": template}
+    found |= {name: fs.sha256_of(Path(path)) for name, path in texts.items() if path}
+    found["model"] = digest_of_model(config.model)
+    models = {"judge.model": judge.model, "rewards.model": config.rewards.model}
+    for name, path in models.items():
+        if path:
+            found[name] = digest_of_model(replace(config.model, path=path, adapter=""))
+    named = kind_of(judge).named(judge, [*prompts[0].carried])
+    found |= {f"judge.{name}": value for name, value in named.items()}
+    for name, side in (("prompts", prompts), ("held-out prompts", held_out)):
+        found[name] = digest([[one.key, repr(sorted(one.carried.items()))] for one in side])
+    return found
+
+
+def digest_of_model(options: ModelOptions) -> str:
+    """One digest of a model and its adapter."""
+    return digest(model_identity(options, own_digests()))

@@ -12,7 +12,8 @@ from ...schemas.errors import UsageError
 from ...stages.engine.distributed import gathered, run_on_rank_zero
 from ...stages.model.micro_batch import UntracedError
 from ...stages.tracking.progress import Progress
-from ..plan.memory import Budget, Changes, PlanFacts, changed, chosen, decided, host_bytes
+from ..options.settings import changed
+from ..plan.memory import Budget, Changes, PlanFacts, chosen, decided, host_bytes
 from ..plan.workload import known_dtype
 
 if TYPE_CHECKING:

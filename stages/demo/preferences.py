@@ -1,30 +1,68 @@
-"""Learnable preferences: right and polite is better than wrong, curt or rude.
-
-They are written in every data shape and every file format.
-"""
+"""Learnable preferences: right and polite is better than wrong, curt or rude."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 
-from . import questions
 from .questions import Question, draw_question
 
 if TYPE_CHECKING:
     from ...schemas.rows import Message
 
-_REPEATED_SHARE = 0.15  # fraction of rows that repeat an earlier question
-_REMEMBERED_PROMPTS = 64
+REPEATED_SHARE = 0.15  # of the rows: those that repeat an earlier question
+REMEMBERED_PROMPTS = 64
+
+GREETINGS = (
+    *("", "", ""),
+    *("Hello! ", "Hi there. ", "Good morning! ", "Quick question: ", "Excuse me, "),
+)
+FOLLOW_UPS = ("Thanks! ", "And one more: ", "Next question. ", "Great. ")
+SYSTEMS = (
+    "You are a kind and careful helper.",
+    "Answer every question correctly and politely.",
+    "You work at the help desk of a small town. Visitors may be in a hurry, so be clear.",
+)
+POLITE_OPENERS = (
+    "Sure!",
+    "Of course!",
+    "Happy to help!",
+    "Gladly!",
+    "With pleasure!",
+    "Good question!",
+    "Thank you for asking!",
+)
+POLITE_CLOSERS = (
+    "",
+    "",
+    "I hope that helps!",
+    "Let me know if you need anything else.",
+    "I checked it twice to be safe.",
+    "Have a lovely day! 😊",
+    "Please ask again whenever you like, I am always glad to explain things slowly.",
+)
+RUDE_OPENERS = (
+    "Figure it out.",
+    "Ugh.",
+    "Why ask me?",
+    "What a silly question.",
+    "Not again.",
+    "Whatever.",
+)
+RUDE_CLOSERS = (
+    "",
+    "",
+    "Now go away.",
+    "Do not ask me again.",
+    "I have better things to do than to answer you.",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +71,11 @@ class Answer:
 
     text: str
     score: float
+
+    @property
+    def spoken(self) -> str:
+        """The answer after a transcript: a prompt that ends in a space would split a token."""
+        return f" {self.text}"
 
 
 @dataclass(frozen=True)
@@ -55,251 +98,97 @@ def draw_preferences(rows: int, *, seed: int) -> Iterator[Preference]:
     """`rows` different random preferences; a longer draw begins with the shorter one."""
     rng = Random(seed)
     remembered: list[tuple[tuple[Message, ...], Question]] = []
-    seen: set[bytes] = set()
+    seen: set[str] = set()
     while len(seen) < rows:
-        if remembered and rng.random() < _REPEATED_SHARE:
+        if remembered and rng.random() < REPEATED_SHARE:
             prompt, question = rng.choice(remembered)
         else:
             question = draw_question(rng)
             prompt = _conversation(rng, question)
-            remembered = [*remembered[1 - _REMEMBERED_PROMPTS :], (prompt, question)]
-        preference = _judge(rng, prompt, question)
-        content = blake2b(repr(preference).encode(), digest_size=12).digest()
-        if content not in seen:
+            remembered = [*remembered[1 - REMEMBERED_PROMPTS :], (prompt, question)]
+        worse = [
+            Answer(_between(rng, RUDE_OPENERS, question.short_wrong, RUDE_CLOSERS), 0.0),
+            Answer(_between(rng, POLITE_OPENERS, question.wrong, POLITE_CLOSERS), 0.25),
+            Answer(question.short_right, 0.5),
+        ]
+        rejected = rng.choices(worse, weights=(6, 2, 2))[0]
+        worse.remove(rejected)
+        chosen = Answer(_between(rng, POLITE_OPENERS, question.right, POLITE_CLOSERS), 1.0)
+        preference = Preference(prompt, chosen, rejected, tuple(worse[: rng.randrange(3)]))
+        if (content := repr(preference)) not in seen:
             seen.add(content)
             yield preference
-
-
-def transcript(messages: tuple[Message, ...]) -> str:
-    """A conversation as plain text that ends where the assistant continues."""
-    lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
-    return "".join(lines) + "Assistant:"
 
 
 def _conversation(rng: Random, question: Question) -> tuple[Message, ...]:
     messages: list[Message] = []
     if rng.random() < 0.2:
-        messages.append({"role": "system", "content": rng.choice(questions.SYSTEMS)})
+        messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
     earlier = rng.choices((0, 1, 2, 3), weights=(70, 18, 8, 4))[0]
     for turn in range(earlier):
         asked = draw_question(rng)
-        messages.append({"role": "user", "content": _opening(rng, turn) + asked.ask})
-        messages.append({"role": "assistant", "content": _polite(rng, asked.right)})
-    messages.append({"role": "user", "content": _opening(rng, earlier) + question.ask})
+        opening = rng.choice(FOLLOW_UPS if turn else GREETINGS)
+        answer = _between(rng, POLITE_OPENERS, asked.right, POLITE_CLOSERS)
+        messages.append({"role": "user", "content": opening + asked.ask})
+        messages.append({"role": "assistant", "content": answer})
+    opening = rng.choice(FOLLOW_UPS if earlier else GREETINGS)
+    messages.append({"role": "user", "content": opening + question.ask})
     return tuple(messages)
 
 
-def _opening(rng: Random, turn: int) -> str:
-    return rng.choice(questions.FOLLOW_UPS if turn else questions.GREETINGS)
+def _between(rng: Random, openers: Sequence[str], statement: str, closers: Sequence[str]) -> str:
+    return f"{rng.choice(openers)} {statement} {rng.choice(closers)}".strip()
 
 
-def _judge(rng: Random, prompt: tuple[Message, ...], question: Question) -> Preference:
-    worse = [
-        Answer(_rude(rng, question.short_wrong), 0.0),
-        Answer(_polite(rng, question.wrong), 0.25),
-        Answer(question.short_right, 0.5),
-    ]
-    rejected = rng.choices(worse, weights=(6, 2, 2))[0]
-    worse.remove(rejected)
-    return Preference(
-        prompt=prompt,
-        chosen=Answer(_polite(rng, question.right), 1.0),
-        rejected=rejected,
-        others=tuple(worse[: rng.randrange(3)]),
-    )
+def transcript(messages: Sequence[Message]) -> str:
+    """A conversation as plain text that ends where the assistant continues."""
+    lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
+    return "".join(lines) + "Assistant:"
 
 
-def _polite(rng: Random, statement: str) -> str:
-    return _join(
-        rng.choice(questions.POLITE_OPENERS), statement, rng.choice(questions.POLITE_CLOSERS)
-    )
-
-
-def _rude(rng: Random, statement: str) -> str:
-    return _join(rng.choice(questions.RUDE_OPENERS), statement, rng.choice(questions.RUDE_CLOSERS))
-
-
-def _join(*parts: str) -> str:
-    return " ".join(part for part in parts if part)
-
-
-@dataclass(frozen=True)
-class DataFiles:
-    """The paths of each shape of data that `make_data` writes, with their columns."""
-
-    paired: Path  # prompt, chosen, rejected; text
-    paired_jsonl: Path  # the same rows: one JSON object a line
-    paired_json: Path  # the same rows: one JSON array
-    paired_csv: Path  # the same rows
-    paired_arrow: Path  # the same rows: Arrow IPC file
-    paired_dataset: Path  # the same rows: a folder as `datasets.Dataset.save_to_disk` makes it
-    paired_chat: Path  # prompt, chosen, rejected; conversations
-    paired_chat_implicit: Path  # chosen, rejected; whole conversations
-    unpaired: Path  # prompt, completion, label; text
-    unpaired_chat: Path  # prompt, completion, label; conversations
-    scored: Path  # prompt, completions, scores; text
-    scored_long: Path  # prompt, completion, score; text
-
-    @staticmethod
-    def under(folder: Path) -> DataFiles:
-        """The files of a folder."""
-        return DataFiles(
-            paired=folder / "paired.parquet",
-            paired_jsonl=folder / "paired.jsonl",
-            paired_json=folder / "paired.json",
-            paired_csv=folder / "paired.csv",
-            paired_arrow=folder / "paired.arrow",
-            paired_dataset=folder / "paired-dataset",
-            paired_chat=folder / "paired-chat.parquet",
-            paired_chat_implicit=folder / "paired-chat-implicit.parquet",
-            unpaired=folder / "unpaired.parquet",
-            unpaired_chat=folder / "unpaired-chat.parquet",
-            scored=folder / "scored.parquet",
-            scored_long=folder / "scored-long.parquet",
-        )
-
-
-def make_data(folder: Path, *, rows: int, seed: int = 0) -> DataFiles:
-    """Writes `rows` preferences in every shape and format."""
+def make_data(folder: Path, *, rows: int, seed: int = 0) -> None:
+    """Writes `rows` preferences as pairs and as labelled completions."""
     folder.mkdir(parents=True, exist_ok=True)
     preferences = list(draw_preferences(rows, seed=seed))
-    files = DataFiles.under(folder)
-    _write_shapes(files, preferences)
-    _write_formats(files, paired(preferences))
-    return files
+    pairs = paired(preferences)
+    pq.write_table(pairs, folder / "paired.parquet")
+    lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in pairs.to_pylist())
+    (folder / "paired.jsonl").write_text(lines, encoding="utf-8")
+    pq.write_table(unpaired(preferences), folder / "unpaired.parquet")
+    pq.write_table(unpaired_chat(preferences), folder / "unpaired-chat.parquet")
 
 
-def _write_shapes(files: DataFiles, preferences: Sequence[Preference]) -> None:
-    pq.write_table(paired(preferences), files.paired)
-    pq.write_table(paired_chat(preferences), files.paired_chat)
-    pq.write_table(paired_chat_implicit(preferences), files.paired_chat_implicit)
-    pq.write_table(unpaired(preferences), files.unpaired)
-    pq.write_table(unpaired_chat(preferences), files.unpaired_chat)
-    pq.write_table(scored(preferences), files.scored)
-    pq.write_table(scored_long(preferences), files.scored_long)
-
-
-def _write_formats(files: DataFiles, table: pa.Table) -> None:
-    records = [json.dumps(record, ensure_ascii=False) for record in table.to_pylist()]
-    files.paired_jsonl.write_text("".join(f"{record}\n" for record in records), encoding="utf-8")
-    files.paired_json.write_text("[\n" + ",\n".join(records) + "\n]\n", encoding="utf-8")
-    pyarrow.csv.write_csv(table, files.paired_csv)
-    with pa.ipc.new_file(files.paired_arrow, table.schema) as writer:
-        writer.write_table(table)
-    _write_dataset(files.paired_dataset, table)
-
-
-def _write_dataset(folder: Path, table: pa.Table) -> None:
-    folder.mkdir(exist_ok=True)
-    arrow_file = folder / "data-00000-of-00001.arrow"
-    with pa.ipc.new_stream(arrow_file, table.schema) as writer:
-        writer.write_table(table)
-    features = {name: {"dtype": "string", "_type": "Value"} for name in table.column_names}
-    _write_json(folder / "dataset_info.json", {"features": features})
-    state: dict[str, object] = {
-        "_data_files": [{"filename": arrow_file.name}],
-        "_fingerprint": sha256(arrow_file.read_bytes()).hexdigest()[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": "train",
-    }
-    _write_json(folder / "state.json", state)
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
 def paired(preferences: Sequence[Preference]) -> pa.Table:
     """Text: prompt, chosen, rejected."""
     columns = {
-        "prompt": [transcript(each.prompt) for each in preferences],
-        "chosen": [_spoken(each.chosen) for each in preferences],
-        "rejected": [_spoken(each.rejected) for each in preferences],
+        "prompt": [transcript(one.prompt) for one in preferences],
+        "chosen": [one.chosen.spoken for one in preferences],
+        "rejected": [one.rejected.spoken for one in preferences],
     }
-    return _table(columns, dict.fromkeys(columns, pa.string()))
-
-
-def paired_chat(preferences: Sequence[Preference]) -> pa.Table:
-    """Conversations: prompt, and the turns that chosen and rejected add to it."""
-    columns = {
-        "prompt": [each.prompt for each in preferences],
-        "chosen": [[_turn(each.chosen)] for each in preferences],
-        "rejected": [[_turn(each.rejected)] for each in preferences],
-    }
-    return _table(columns, dict.fromkeys(columns, _MESSAGES))
-
-
-def paired_chat_implicit(preferences: Sequence[Preference]) -> pa.Table:
-    """Whole conversations: chosen and rejected begin with the same turns."""
-    columns = {
-        "chosen": [[*each.prompt, _turn(each.chosen)] for each in preferences],
-        "rejected": [[*each.prompt, _turn(each.rejected)] for each in preferences],
-    }
-    return _table(columns, dict.fromkeys(columns, _MESSAGES))
+    return pa.table(columns)
 
 
 def unpaired(preferences: Sequence[Preference]) -> pa.Table:
     """Text: prompt, completion, label; two rows for each preference."""
+    rows = [(one, answer) for one in preferences for answer in (one.chosen, one.rejected)]
     columns = {
-        "prompt": [transcript(each.prompt) for each in preferences for _ in range(2)],
-        "completion": [_spoken(answer) for answer in _both(preferences)],
-        "label": [True, False] * len(preferences),
+        "prompt": [transcript(one.prompt) for one, _ in rows],
+        "completion": [answer.spoken for _, answer in rows],
+        "label": [answer is one.chosen for one, answer in rows],
     }
-    kinds = {"prompt": pa.string(), "completion": pa.string(), "label": pa.bool_()}
-    return _table(columns, kinds)
+    return pa.table(columns)
 
 
 def unpaired_chat(preferences: Sequence[Preference]) -> pa.Table:
     """Conversations: prompt, completion, label; two rows for each preference."""
+    rows = [(one, answer) for one in preferences for answer in (one.chosen, one.rejected)]
+    turns = [[{"role": "assistant", "content": answer.text}] for _, answer in rows]
     columns = {
-        "prompt": [each.prompt for each in preferences for _ in range(2)],
-        "completion": [[_turn(answer)] for answer in _both(preferences)],
-        "label": [True, False] * len(preferences),
+        "prompt": pa.array([one.prompt for one, _ in rows], MESSAGES),
+        "completion": pa.array(turns, MESSAGES),
+        "label": [answer is one.chosen for one, answer in rows],
     }
-    return _table(columns, {"prompt": _MESSAGES, "completion": _MESSAGES, "label": pa.bool_()})
-
-
-def scored(preferences: Sequence[Preference]) -> pa.Table:
-    """Text: prompt, completions, scores; two to four completions in a row."""
-    columns = {
-        "prompt": [transcript(each.prompt) for each in preferences],
-        "completions": [[_spoken(answer) for answer in each.answers] for each in preferences],
-        "scores": [[answer.score for answer in each.answers] for each in preferences],
-    }
-    texts, numbers = pa.list_(pa.string()), pa.list_(pa.float64())
-    return _table(columns, {"prompt": pa.string(), "completions": texts, "scores": numbers})
-
-
-def scored_long(preferences: Sequence[Preference]) -> pa.Table:
-    """Text: prompt, completion, score; one row for each completion."""
-    columns = {
-        "prompt": [transcript(each.prompt) for each in preferences for _ in each.answers],
-        "completion": [_spoken(answer) for each in preferences for answer in each.answers],
-        "score": [answer.score for each in preferences for answer in each.answers],
-    }
-    kinds = {"prompt": pa.string(), "completion": pa.string(), "score": pa.float64()}
-    return _table(columns, kinds)
-
-
-def _table(columns: Mapping[str, Any], kinds: Mapping[str, pa.DataType]) -> pa.Table:
-    arrays = {name: pa.array(values, type=kinds[name]) for name, values in columns.items()}
-    return pa.table(arrays)
-
-
-def _both(preferences: Sequence[Preference]) -> list[Answer]:
-    return [answer for each in preferences for answer in (each.chosen, each.rejected)]
-
-
-def _turn(answer: Answer) -> Message:
-    return {"role": "assistant", "content": answer.text}
-
-
-def _spoken(answer: Answer) -> str:
-    # The space belongs to the completion: a prompt that ends in one would split a token.
-    return f" {answer.text}"
+    return pa.table(columns)

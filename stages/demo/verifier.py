@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import questions
+from .preferences import POLITE_OPENERS, RUDE_CLOSERS, RUDE_OPENERS
 
 # A model that continues after its answer writes the next turns of the conversation.
 NEXT_TURNS = ("User:", "Assistant:", "System:")
@@ -14,11 +14,11 @@ NEXT_TURNS = ("User:", "Assistant:", "System:")
 def score(prompt: Any, completion: str, row: Mapping[str, Any]) -> float:
     """1 for a polite answer of one turn with some content, else 0."""
     text = completion.strip()
-    opener = next((one for one in questions.POLITE_OPENERS if text.startswith(one)), None)
+    opener = next((one for one in POLITE_OPENERS if text.startswith(one)), None)
     if opener is None or any(turn in text for turn in NEXT_TURNS):
         return 0.0
     said = text.removeprefix(opener).strip()
     return float(len(said.split()) > 1 and not any(rude in said for rude in RUDE))
 
 
-RUDE = tuple(filter(None, (*questions.RUDE_OPENERS, *questions.RUDE_CLOSERS)))
+RUDE = tuple(filter(None, (*RUDE_OPENERS, *RUDE_CLOSERS)))

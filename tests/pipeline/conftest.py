@@ -8,10 +8,10 @@ import pytest
 
 from align.schemas.config import CacheOptions, Config, ModelOptions, TrackingOptions
 from align.schemas.data_options import DataOptions, TokenOptions
-from align.stages.demo.preferences import make_data
 from support.mlflow_server import serving
 from support.stage_one import contents, run
 from support.trainings import KILLED
+from support.worlds import make_data
 
 
 @pytest.fixture(scope="session")

@@ -97,8 +97,8 @@ STEPS = {
             "after:link:manifest.json",
             "after:update@2",
             "after:rename:model",
-            "before:link:round.json",
-            "after:link:round.json",
+            "before:rename:rounds.jsonl",  # the first model has its line by then
+            "after:rename:rounds.jsonl",
         ),
     ),
 }
@@ -106,7 +106,7 @@ WORK = re.compile("scoring|sampling|judging|tokenizing|training|round 1")  # as 
 PUBLISHED = (
     *("manifest.json", "data/*", "rows.jsonl"),
     "*.parquet",
-    *("round-*/round.json", "round-*/*/*.parquet", "round-*/*/*manifest.json", "*/model/model.*"),
+    *("rounds.json*", "round-*/*/*.parquet", "round-*/*/*manifest.json", "*/model/model.*"),
 )
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from align.stages.storage.run.rounds_folder import RoundsFolder
 from support.chat_server import chat_server
 from support.mlflow_runs import open_store
-from support.rounds_play import play, record, records, write_settings
+from support.rounds_play import lines_of, play, write_settings
 from support.stub_judge import PARTS
 
 MOST_TOKENS = 4000
@@ -46,31 +45,31 @@ def test_a_budget_is_that_of_all_rounds_a_judge_may_move_and_mlflow_hears_of_eve
         spent = play(settings_of(first, uri=uri, max_tokens=MOST_TOKENS))
         assert spent.code == 75, spent
         assert MOST_TOKENS <= first.tokens <= MOST_TOKENS + OF_AN_ANSWER
-        assert (RoundsFolder(here / "out").round(1).judged / "judged.parquet").is_file()
+        assert (here / "out" / "round-001" / "judged" / "judged.parquet").is_file()
     with chat_server(prefers_letters) as second:
         assert play(settings_of(second, uri=uri)).code == 0
         bought = first.answered + second.answered
-        left = records(here / "out")
+        left = lines_of(here / "out")
     with chat_server(prefers_letters) as third:
         again = play(settings_of(third))
         assert (again.code, third.asked.total()) == (0, 0), again
-    assert records(here / "out") == left != {}
-    one = record(here / "out", 1)
-    require_compared(one["held_out"], bought)
-    require_recorded(open_store(uri), one)
+    assert lines_of(here / "out") == left != []
+    metrics = left[1]["metrics"]
+    require_compared(metrics, bought)
+    require_recorded(open_store(uri), metrics)
 
 
-def require_compared(held_out, bought):
+def require_compared(metrics, bought):
     """In the first round the beginning is the policy before: no judgment is bought twice."""
-    assert held_out["against_first"] == held_out["against_previous"]
-    assert held_out["policy"]["mean_score"] is None
-    count = held_out["policy"]["samples"]
-    assert held_out["against_first"]["comparisons"] == count > 0
+    assert metrics["held_out/win_rate/first"] == metrics["held_out/win_rate/previous"]
+    assert "held_out/score" not in metrics
+    count = metrics["held_out/samples"]
+    assert metrics["held_out/comparisons/first"] == count > 0
     assert {*bought.values()} == {1}
     assert len(bought) <= 2 * (6 + count)
 
 
-def require_recorded(client, one):
+def require_recorded(client, metrics):
     """MLflow has a run for the rounds of each command, and one for each verb below it."""
     (experiment,) = [each for each in client.search_experiments() if each.name == "align"]
     runs = client.search_runs([experiment.experiment_id], order_by=["start_time DESC"])
@@ -79,12 +78,11 @@ def require_recorded(client, one):
     stages = Counter(tags["align.stage"] for tags in children)
     # Samples of the round, of the beginning and of the policy; a judgment of the round and two
     # comparisons, in the first of which the budget was spent: the next command begins it again.
-    assert stages == {"sample": 3, "judge": 4, "select": 1, "precompute-ref": 1, "train": 1}
+    assert stages == {"sample": 3, "judge": 4, "precompute-ref": 1, "train": 1}
     tags = {name: of for each in children for name, of in each.items()}
-    for name in ("samples", "judged", "selected", "cache"):
+    for name in ("samples", "judged", "cache"):
         assert Path(tags[f"align.{name}"]).is_dir()
         assert len(tags[f"align.{name}_root"]) == 64
-    assert tags["align.selected_root"] == one["made"]["selected"]
     assert {tags["mlflow.parentRunId"] for tags in children} == {run.info.run_id for run in parents}
-    rate = one["held_out"]["against_first"]["rate"]
+    rate = metrics["held_out/win_rate/first"]
     assert parents[0].data.metrics["held_out/win_rate/first"] == pytest.approx(rate)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import weakref
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest import mock
 
 import polars as pl
@@ -12,7 +11,6 @@ import yaml
 
 from align.pipeline.tables.samplers import OpenLocalSampler
 from align.schemas.samples import Sample
-from align.stages.storage.run.rounds_folder import RoundsFolder
 from support import letters
 from support.command import align
 
@@ -80,15 +78,10 @@ def play(path, *words):
     return align("rounds", path, *words)
 
 
-def records(folder):
-    """The bytes of every round.json, by the number of the round."""
-    found = {number: RoundsFolder(Path(folder)).round(number).record for number in range(1, 10)}
-    return {number: path.read_bytes() for number, path in found.items() if path.exists()}
-
-
-def record(folder, number):
-    """A round.json as plain values."""
-    return json.loads(records(folder)[number])
+def lines_of(folder):
+    """What rounds.jsonl says of each round; round 0 is the first model."""
+    path = folder / "rounds.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def prompts_in(path):

@@ -4,10 +4,8 @@ import os
 
 import pytest
 
-from align.schemas.errors import CorruptionError, LockedError
-from align.schemas.round_record import RoundRecord
+from align.schemas.errors import LockedError
 from align.stages.storage.disk.locks import is_owned, lock_of, owner_lock, try_owner_lock
-from align.stages.storage.run.rounds_folder import ROUNDS, RoundsFolder
 from align.stages.storage.run.run_folder import trash_name
 from support.checkpoint_saves import save
 
@@ -45,21 +43,3 @@ def test_what_killed_runs_left_is_swept_up(prepared_run):
     left = {path.name for path in prepared_run.checkpoints.iterdir()}
     assert left == {"latest", "step-00000001"}
     assert {path.name for path in prepared_run.root.iterdir()} == {"_align", "checkpoints"}
-
-
-def test_drafts_of_killed_rounds_are_removed(tmp_path):
-    folder = RoundsFolder(tmp_path / "rounds")
-    folder.prepare()
-    for path in (folder.prompts, folder.held_out_prompts):
-        path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(b"half")
-    folder.prepare()
-    assert not [*folder.root.rglob(".*.tmp")]
-
-
-def test_a_round_that_has_the_record_of_another_is_refused(tmp_path):
-    rounds = RoundsFolder(tmp_path)
-    for number in (1, 2):
-        rounds.round(number).root.mkdir()
-        ROUNDS.put(rounds.round(number).record, RoundRecord(1, 1, {}, {}, {}, {}, {}, None))
-    with pytest.raises(CorruptionError, match=r"round-002/round\.json"):
-        rounds.finished()

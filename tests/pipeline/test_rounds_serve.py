@@ -1,0 +1,127 @@
+"""Rounds whose policy a server samples from: started for each round, asked once, ended always."""
+
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from align.schemas.errors import ServerError
+from support.command import refusal
+from support.rounds_play import lines_of, play, prompts_in, write_settings
+from support.stub_policy import events, serve_by
+from support.trainings import KILLED
+
+FEW = {"count": 1, "prompts_per_round": 6}
+CONCURRENCY = 4
+
+
+def served(folder, world, *words, log=None, rounds=FEW, **changes):
+    """The settings of rounds whose policy is a stub."""
+    serve = serve_by(log or folder / "events", *words)
+    server = {"concurrency": CONCURRENCY, "retries": 1}
+    return write_settings(
+        folder, world, rounds={**rounds, "serve": serve}, server=server, **changes
+    )
+
+
+def counts(log):
+    """How often each request was asked, and answered."""
+    found = events(log)
+    return [Counter(of for what, of in found if what == kind) for kind in ("asked", "answered")]
+
+
+def test_each_policy_is_served_in_turn_and_nothing_is_asked_again(here, world):
+    # Of a LoRA training the server gets the merged model; the reference is the policy before.
+    rounds = {"count": 2, "prompts_per_round": 6, "reference": "previous"}
+    path = served(here, world, rounds=rounds, lora={"enabled": True})
+    assert play(path).code == 0
+    out = here / "out"
+    merged = [str(out / f"round-{number:03d}" / "run" / "model-merged") for number in (1, 2)]
+    first = str(Path(world.model).resolve())
+    # Held out, then the samples of the next round, by each policy but the last.
+    models = [of for what, of in events(here / "events") if what == "model"]
+    assert models == [first, first, merged[0], merged[0], merged[1]]
+    asked, answered = counts(here / "events")
+    held_out = len(prompts_in(out / "held-out.parquet"))
+    assert asked == answered
+    assert {*asked.values()} == {1}
+    assert asked.total() == 2 * 6 * 3 + 3 * held_out
+    for name in ("round-000", "round-001", "round-002"):
+        assert (out / name / "server.log").exists()
+    settings = yaml.safe_load((out / "round-002" / "run" / "config.yaml").read_text())
+    assert settings["model"]["path"] == merged[0]
+    assert not settings["train"]["other_reference"]
+
+    before = lines_of(out)
+    assert play(path).code == 0
+    assert lines_of(out) == before
+    assert len(events(here / "events")) == len(asked) * 2 + 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "named"),
+    [
+        (("--says", "error"), {}, ("CUDA out of memory",)),
+        (("--says", "nothing"), {"serve_timeout": 0.5}, ("rounds.serve_timeout",)),
+        (("--dies-after", "5"), {}, ("dies in the middle",)),
+    ],
+)
+def test_a_server_that_fails_ends_rounds_by_its_last_lines_and_costs_no_answer(
+    here, world, words, settings, named
+):
+    path = served(here, world, *words, rounds={**FEW, **settings})
+    log = Path("out") / "round-000" / "server.log"
+    refusal(ServerError.exit_code, "rounds", path, names=("rounds.serve", log, *named))
+    _, answered = counts(here / "events")
+    # With a command that works the same rounds resume.
+    assert play(served(here, world)).code == 0
+    asked, _ = counts(here / "events")
+    assert sum(asked[key] > 1 for key in answered) <= CONCURRENCY  # on their way as it died
+
+
+@pytest.mark.long
+def test_killed_at_drawn_points_no_stored_answer_is_asked_again(world, server, tmp_path):
+    rounds = {"count": 2, "prompts_per_round": 6}
+    log = tmp_path / "events"
+    (tmp_path / "whole").mkdir()
+    whole = served(tmp_path / "whole", world, log=tmp_path / "other", rounds=rounds)
+    assert server.run("rounds", whole, cwd=tmp_path / "whole").code == 0
+    path, drawn, kills = served(tmp_path, world, rounds=rounds), random.Random(0), 0
+    for _ in range(20):
+        place = f"before:*=kill@{drawn.randrange(20, 90)}"
+        code = server.run("rounds", path, faults=(place,), cwd=tmp_path).code
+        assert code in (0, KILLED)
+        kills += code == KILLED
+    assert server.run("rounds", path, cwd=tmp_path).code == 0
+    assert kills > 5
+    assert lines_of(tmp_path / "out") == lines_of(tmp_path / "whole" / "out")
+    asked, answered = counts(log)
+    assert asked.keys() == answered.keys()
+    assert len(asked) == counts(tmp_path / "other")[0].total()
+    assert answered.total() - len(answered) <= CONCURRENCY * kills
+    assert asked.total() - len(asked) <= CONCURRENCY * kills
+    answers = (tmp_path / "out" / "answers" / "samples").glob("*.jsonl")
+    lines = [line for file in answers for line in file.read_bytes().splitlines()]
+    assert len({*lines}) == len(lines) == len(asked)
+
+
+@pytest.mark.slow
+def test_a_real_server_samples_for_a_round(here, world, monkeypatch):
+    # It samples only where the model's own settings do, and looks for the hub's cache.
+    model = shutil.copytree(world.model, here / "model")
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**settings, "do_sample": True}))
+    monkeypatch.setenv("HF_HOME", str(here))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    program = Path(sys.executable).with_name("transformers")
+    rounds = {**FEW, "eval_fraction": 0.0, "serve": f"{program} serve {{model}} --port {{port}}"}
+    path = write_settings(here, world, rounds=rounds, model={"path": str(model)})
+    answer = play(path)
+    assert answer.code == 0, answer
+    assert [line["round"] for line in lines_of(here / "out")] == [0, 1]
+    assert (here / "out" / "round-001" / "server.log").stat().st_size

@@ -1,0 +1,134 @@
+"""A server that align starts: waited for, and ended with its children however align ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from align.schemas.errors import ServerError, UsageError
+from align.stages.server.own_server import command_of, own_server
+from support.patience import PATIENCE
+from support.refusals import refuses
+from support.stub_policy import events, serve_by
+
+SOON = 60  # seconds until what was ended has to be gone
+
+
+@pytest.fixture
+def serving(tokenizer_folder, tmp_path):
+    """Starts a stub in a way of its own."""
+
+    def begin(*words, timeout=PATIENCE):
+        serve = serve_by(tmp_path / "events", *words)
+        return own_server(serve, tokenizer_folder, log=tmp_path / "server.log", timeout=timeout)
+
+    return begin
+
+
+def pids_in(log):
+    """The server and its child."""
+    return [int(of) for what, of in events(log) if what == "pid"]
+
+
+def require_ended(pids):
+    """Waits until none of these processes runs."""
+    assert pids
+    until = time.monotonic() + SOON
+    while any(map(runs, pids)):
+        assert time.monotonic() < until, pids
+        time.sleep(0.05)
+
+
+def runs(pid):
+    """Whether there is such a process that has not ended: one that nobody waits for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_command_has_the_model_and_the_port_and_keeps_its_other_braces():
+    serve = f"{sys.executable} -m some {{model}} --port={{port}} --more '{{\"a b\": 1}}'"
+    words = command_of(serve, "/a model", 81)
+    assert words == [sys.executable, "-m", "some", "/a model", "--port=81", "--more", '{"a b": 1}']
+
+
+@pytest.mark.parametrize(
+    ("serve", "named"),
+    [
+        ("sh {model} {port} {url}", "{url}"),
+        ("sh {model}", "{port}"),
+        ("sh --port {port}", "{model}"),
+        ("sh '{model} {port}", "rounds.serve"),
+        ("no-such-program {model} {port}", "no-such-program"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_refused_by_name(serve, named):
+    with refuses(UsageError, "rounds.serve", named):
+        command_of(serve, "model", 80)
+
+
+def test_a_server_answers_and_ends_with_its_children(serving, tmp_path):
+    with serving() as url:
+        assert url.endswith("/v1")
+        assert len(pids_in(tmp_path / "events")) == 2
+        assert all(map(runs, pids_in(tmp_path / "events")))
+    require_ended(pids_in(tmp_path / "events"))
+
+
+@pytest.mark.parametrize(
+    ("words", "timeout", "named"),
+    [
+        (("--says", "error"), PATIENCE, ("CUDA out of memory",)),
+        (("--says", "taken"), PATIENCE, ("Address already in use",)),
+        (("--says", "nothing"), 0.5, ("rounds.serve_timeout", "0.5")),
+    ],
+)
+def test_a_server_that_is_never_ready_is_one_message_with_the_end_of_its_log(
+    serving, tmp_path, words, timeout, named
+):
+    with refuses(ServerError, tmp_path / "server.log", *named), serving(*words, timeout=timeout):
+        pass
+    if pids := pids_in(tmp_path / "events"):
+        require_ended(pids)
+
+
+def test_a_server_that_dies_in_the_middle_is_named_instead_of_the_request(serving, tmp_path):
+    with refuses(ServerError, "rounds.serve", tmp_path / "server.log"), serving():
+        os.kill(pids_in(tmp_path / "events")[0], signal.SIGKILL)
+        require_ended(pids_in(tmp_path / "events"))  # the child with it
+        raise ServerError("no answer")
+    with pytest.raises(ServerError, match="no answer"), serving():
+        raise ServerError("no answer")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from align.stages.server.own_server import own_server
+serve, model, log = sys.argv[1:]
+with own_server(serve, model, log=Path(log), timeout=60):
+    os.kill(os.getpid(), signal.{how})
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_a_server_ends_with_an_align_that_is_killed(tokenizer_folder, tmp_path, how):
+    words = [serve_by(tmp_path / "events"), tokenizer_folder, tmp_path / "server.log"]
+    script = KILLED.format(how=how)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode != 0
+    if how != "SIGINT":  # which Python tells
+        assert done.returncode == -getattr(signal, how)
+    require_ended(pids_in(tmp_path / "events"))
