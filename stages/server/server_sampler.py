@@ -225,7 +225,7 @@ class OpenServer:
             messages: Any = [*map(_with_text_arguments, prompt.text)]
             return await client.chat.completions.create(**body, messages=messages)
         except openai.BadRequestError as error:
-            if limit == NEWER_LIMIT or NEWER_LIMIT not in str(error):
+            if limit == NEWER_LIMIT or NEWER_LIMIT not in str(error.body):
                 raise
         if self._sampler.limit != NEWER_LIMIT:
             self._sampler.limit = NEWER_LIMIT
@@ -335,6 +335,13 @@ def _failure(error: Exception, options: ServerOptions) -> AlignError:
 
 def _said_in(error: Exception) -> str:
     """The beginning of an error's own words, safe to show."""
-    cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else None
-    said = safe(" ".join(f"{type(error).__name__}: {error} {cause or ''}".split()))
+    words: Any = f"{type(error).__name__}: {error}"
+    if isinstance(error, openai.APIConnectionError):
+        words = f"{error} {error.__cause__ or ''}"
+    elif isinstance(error, openai.APIStatusError):
+        words = error.body  # which OpenAI and others, such as FastAPI, word in their own ways
+        if isinstance(words, dict):
+            words = words.get("message") or words.get("detail") or words
+        words = f"{error.status_code} {words}"
+    said = safe(" ".join(words.split()))
     return said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"

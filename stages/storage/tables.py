@@ -70,13 +70,12 @@ class TableFolder:
         """The folder of answers, on a disk: one that a setting names, or one of the table."""
         return Path(named) if named else self.root / "_align" / "answers"
 
-    def stored(self, kind: TableKind | None = None) -> Path | None:
+    def stored(self) -> Path | None:
         """The table as it is now, or a copy of it; None if there is none."""
-        path = self.root / f"{kind or self.kind}.parquet"
         if not self.url:
-            return path if path.is_file() else None
+            return self.file if self.file.is_file() else None
         try:
-            return fetch_folder(f"{self.url}/{path.name}", lambda _: [])
+            return fetch_folder(f"{self.url}/{self.file.name}", lambda _: [])
         except UsageError:  # there is no such object
             return None
 
@@ -84,18 +83,11 @@ class TableFolder:
         """Makes the folder; refuses one that holds something else."""
         OutputFolder(self.root, self.kind).prepare()
         fs.drop_drafts(self.file)
-        if self.url:
-            self._refuse_others()
 
     def find(self) -> TableManifest | None:
-        """The manifest of the table, if there is one; it has to be of this kind."""
-        if path := self.stored():
-            found = _manifest_in(path)
-            if found and found.kind != self.kind:
-                raise self._of_another_kind(f"{found.kind} as {path.name}")
-            return found
-        self._refuse_others()
-        return None
+        """The manifest of the table, if there is one."""
+        path = self.stored()
+        return _manifest_in(path) if path else None
 
     def publish(
         self,
@@ -111,10 +103,9 @@ class TableFolder:
         The same rows and settings give the same bytes.
         """
         schema = table.clear().to_arrow().schema
-        with fs.locked_draft(self.root / self.file.name) as (draft, sink):
-            with pq.ParquetWriter(
-                sink, schema, compression="zstd", write_statistics=False
-            ) as writer:
+        how = {"compression": "zstd", "write_statistics": False}
+        with fs.locked_draft(self.file) as (draft, sink):
+            with pq.ParquetWriter(sink, schema, **how) as writer:
                 for start in range(0, table.height, ROWS):
                     writer.write_table(table.slice(start, ROWS).to_arrow(), row_group_size=ROWS)
                 sink.flush()
@@ -147,14 +138,6 @@ class TableFolder:
             Remote(self.url).put(self.file.name, self.file)
             fs.unlink(self.file)
         return manifest
-
-    def _refuse_others(self) -> None:
-        for kind in COMMANDS:
-            if kind != self.kind and self.stored(kind):
-                raise self._of_another_kind(f"{kind}.parquet, not {self.file.name}")
-
-    def _of_another_kind(self, what: str) -> UsageError:
-        return UsageError(f"{self} holds {what}. Name a folder that `{COMMANDS[self.kind]}` made.")
 
 
 def drawing_of(path: Path) -> Drawing | None:
