@@ -1,10 +1,10 @@
-"""What docs/adding-a-method.md tells a person to add works."""
+"""The method that docs/extending.md adds works."""
 
 import json
 import shutil
 import sys
 
-from support.pages import blocks, page
+from support.pages import page, programs_under
 from support.programs import TESTS, said_by
 from support.rooms import ROOMS, ROOT
 
@@ -27,7 +27,7 @@ def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
         shutil.copytree(ROOT / room, package / room, ignore=ignored)
     for file in ROOT.glob("*.py"):
         shutil.copy(file, package)
-    (loss,) = (block.text for block in blocks(page("docs/adding-a-method.md")) if block.language)
+    (loss,) = programs_under(page("docs/extending.md"), "A method")
     with (package / "stages/methods/losses.py").open("a") as losses:
         losses.write(loss)
     cache = ("--cache", str(training_world.pairs), "--batch-size", "4")

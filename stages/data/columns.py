@@ -173,7 +173,7 @@ def _no_shape(found: Mapping[str, str], where: str) -> UsageError:
     missing = [name for name in nearest.columns if name not in found]
     return UsageError(
         f"{where} has the columns {_quoted(found.values())}, which fit no shape of preference data "
-        f"({known}; and those of docs/data-formats.md). Name yours for {' and '.join(missing)}, "
+        f"({known}; and those of docs/data.md). Name yours for {' and '.join(missing)}, "
         f"for example --map {missing[0]}=YOURS."
         f"{did_you_mean(dict.fromkeys(one for name in missing for one in near[name]))}"
     )

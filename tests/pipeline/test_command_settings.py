@@ -112,7 +112,7 @@ def test_a_name_of_another_tool_is_answered_with_the_setting_that_is_meant_and_i
         answer = align(command, flag, "1")
         assert answer.code == 2, answer
         require_names(answer.err, flag, meant)
-    lines = page("docs/moving-from-other-tools.md").read_text(encoding="utf-8").splitlines()
+    lines = page("docs/migrating.md").read_text(encoding="utf-8").splitlines()
     for name, setting in OURS.items():
         assert [one for one in lines if f"`{name}`" in one and one.endswith(f"| `{setting}` |")]
 
