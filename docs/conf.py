@@ -1,9 +1,20 @@
-"""How `make docs` turns these pages into a site; index.md alone decides their order."""
+"""How `make docs` turns these pages into a site.
+
+index.md alone decides their order. cli.md and settings.md get their tables from the program.
+"""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import typer
 from sphinx.application import Sphinx
+
+from align.cli import app as commands
+from align.pipeline.options.settings import flatten
+from align.pipeline.options.table import COMMANDS, SECTIONS, flag_of
+from align.pipeline.options.yaml_values import in_yaml
+from align.schemas.config import Config
 
 _SECTION = re.compile(r"^## (?P<caption>.+)$(?P<body>(?:\n(?!## ).*)*)", re.MULTILINE)
 _PAGE = re.compile(r"^- \[[^\]]+\]\((?P<page>[a-z-]+)\.md\)", re.MULTILINE)
@@ -24,14 +35,53 @@ html_show_sphinx = False
 
 
 def setup(app: Sphinx) -> None:
-    """Gives the index its table of contents."""
-    app.connect("source-read", _add_contents)
+    """Gives the index its table of contents, and the reference its tables."""
+    app.connect("source-read", _add)
 
 
-def _add_contents(_: Sphinx, page: str, source: list[str]) -> None:
-    """The lists of index.md as Sphinx wants them, so that the page itself stays plain Markdown."""
-    if page != "index":
-        return
-    for section in _SECTION.finditer(source[0]):
-        pages = "\n".join(found["page"] for found in _PAGE.finditer(section["body"]))
-        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {section['caption']}\n\n{pages}\n```\n"
+def _add(_: Sphinx, page: str, source: list[str]) -> None:
+    """Behind the text of a page, so that the page itself stays plain Markdown."""
+    made = {"index": lambda: _contents(source[0]), "cli": _all_commands, "settings": _all_settings}
+    if page in made:
+        source[0] += "\n" + "\n".join(made[page]()) + "\n"
+
+
+def _contents(text: str) -> Iterator[str]:
+    for section in _SECTION.finditer(text):
+        yield f"```{{toctree}}\n:hidden:\n:caption: {section['caption']}\n"
+        yield from (found["page"] for found in _PAGE.finditer(section["body"]))
+        yield "```"
+
+
+def _all_commands() -> Iterator[str]:
+    for name, command in typer.main.get_command(commands).commands.items():
+        context = typer.Context(command, info_name=f"align {name}")
+        yield f"\n## align {name}\n\n{command.help}\n\n```text\n{command.epilog}\n```\n"
+        yield "| argument or flag | meaning |\n|---|---|"
+        for one in command.get_params(context):
+            if one.name.startswith("method."):
+                continue
+            words = ", ".join(f"`{word}`" for word in one.opts)
+            link = f" ([`{one.name}`](settings.md#{one.name.partition('.')[0]}))"
+            meaning = getattr(one, "help", None) or ""
+            yield f"| {words} | {_cell(meaning)}{link if '.' in one.name else ''} |"
+
+
+def _all_settings() -> Iterator[str]:
+    defaults = flatten(Config())
+    for section, options in SECTIONS.items():
+        if section == "method":
+            continue
+        yield f"\n## {section}\n\n{options.__doc__}\n"
+        yield "| setting | flag | default | meaning |\n|---|---|---|---|"
+        for key, field in options.__pydantic_fields__.items():
+            name = f"{section}.{key}"
+            flag = next(filter(None, (flag_of(name, command) for command in COMMANDS)), "")
+            default = _cell(in_yaml(defaults[name]))
+            shown = (f"`{flag}`" if flag else "", f"`{default}`")
+            yield f"| `{name}` | {' | '.join(shown)} | {_cell(field.description)} |"
+
+
+def _cell(text: str) -> str:
+    """Text in one cell of a table."""
+    return " ".join(text.split()).replace("|", r"\|")
