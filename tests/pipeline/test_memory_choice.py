@@ -43,7 +43,7 @@ from align.stages.model import micro_batch
 from align.stages.model.fused_head import BUFFER_BYTES
 from support.command import align, refusal
 from support.live_bytes import LiveBytes
-from support.planned_shapes import TINY, WITHIN
+from support.measured_peaks import TINY, WITHIN
 from support.refusals import refuses
 from support.stage_one import Heard
 from support.training_world import ALONE, job_of, learn

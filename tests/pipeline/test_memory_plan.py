@@ -31,8 +31,7 @@ from align.stages.model.micro_batch import kept
 from align.stages.model.transformers_compat import recompute_activations
 from align.stages.model.tree_attention import tree_batch
 from support.live_bytes import LiveBytes
-from support.measured_peaks import CASES, MODELS, plan_of
-from support.planned_shapes import TINY, WITHIN
+from support.measured_peaks import CASES, MODELS, TINY, WITHIN, plan_of
 
 GIB, MIB = 2**30, 2**20
 PACKED = ScoringPath("packed", "fused")

@@ -51,7 +51,9 @@ def has_committed(config, shards):
     return sum(len([*work.commits.glob("[0-9]*.json")]) for work in works) >= shards
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_a_stopped_run_leaves_the_cluster_as_it_was(on_ray, clean, cluster, tmp_path, number):
     stopped = child_on_ray(on_ray, stderr=tmp_path / "said")
     wait_until(lambda: has_committed(on_ray, 3))

@@ -8,6 +8,16 @@ from align.schemas.config import Config, ModelOptions
 from align.schemas.train_options import LoraOptions, TrainOptions
 from align.stages.methods.table import recipe_of
 
+WITHIN = 0.15  # how near a plan comes to what is measured
+TINY = {  # a model that is planned and trained in no time
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2000,
+}
+
 
 def shape(width, layers, inner, vocabulary, *, tied=False):
     """The settings of a Llama of these sizes."""
