@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import polars as pl
 
 from ...schemas.cache import file_identity
 from ...schemas.columns import Ragged
@@ -20,15 +19,8 @@ from ...schemas.row_table import Rows
 from ...schemas.rows import Record, Reference, Text
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
-from ...stages.data.files import (
-    Digested,
-    InputFile,
-    digested,
-    inputs_of,
-    require_unchanged,
-)
+from ...stages.data.files import digested, inputs_of, require_unchanged
 from ...stages.data.records import read_records
-from ...stages.data.shapes import Shape
 from ...stages.storage.cache import Cache
 from ...stages.storage.disk import fs
 from ...stages.storage.locations import require_on_disk
@@ -39,6 +31,8 @@ from ..jobs.object_inputs import with_local_inputs
 from ..parts import Part
 from ..precompute.precompute import PrecomputeResult, precompute
 from ..ray_actors import require_executor
+
+ROWS = "rows.jsonl"
 
 
 @dataclass(frozen=True)
@@ -76,120 +70,72 @@ def rewards_from_model(
     Of several parts, each that finds all completions scored writes the data; of another one, the
     result is its part of the scores.
     """
+    # The data and the output folder, before hours of scoring.
     require_executor(config.scoring, part)
-    _require_writable(config)
-    config = with_local_inputs(config)
-    data = _opened(config)
-    if data.shape.declared.is_long:
-        raise UsageError(
-            f"{data.inputs[0].path} has one completion in a row and a score for each. Take the "
-            "scores out, or put the completions of a prompt into one row (prompt, completions)."
-        )
-    output = _output(config)
-    model = replace(config.model, path=config.rewards.model, adapter="")
-    where = str(output.root / SCORES)
-    cache = replace(config.cache, output=where, kl_pairs=0, token_logps=False, scored=True)
-    tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
-    scoring = replace(config, model=model, cache=cache, tokens=tokens)
-    made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
-    if not made.manifest:
-        return made
-    folder = Cache(output.root / SCORES)
-    scores = Scores.collect(read_shard(folder.shard(shard)) for shard in made.manifest.shards)
-    # The shards name files by their bytes, and here they are read in the order they were given.
-    files = [file_identity(file.sha256) for file in data.digested]
-    return _written(output, data, lambda record: scores.of(files[record.file], record.row))
-
-
-@dataclass(frozen=True)
-class _Data:
-    """The files to score."""
-
-    inputs: tuple[InputFile, ...]
-    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
-    shape: Shape
-
-
-def _opened(config: Config) -> _Data:
-    inputs = inputs_of(config.data)
-    before = tuple(map(digested, inputs))
-    shape = common_shape(inputs, config.data.map, config.data.carry)
-    return _Data(inputs, before, replace(shape, wrap=Wrapping.of(config.data.wrap)))
-
-
-def _require_writable(config: Config) -> None:
     folder = require_on_disk(config.rewards.output, "scored data are")
     if not folder.absolute().parent.is_dir():
         raise UsageError(
             f"{folder}: its parent is not a folder. Make it, or choose another --output."
         )
-
-
-def _output(config: Config) -> OutputFolder:
-    output = OutputFolder(Path(config.rewards.output), "rewards")
+    config = with_local_inputs(config)
+    inputs = inputs_of(config.data)
+    before = [*map(digested, inputs)]
+    shape = common_shape(inputs, config.data.map, config.data.carry)
+    shape = replace(shape, wrap=Wrapping.of(config.data.wrap))
+    if shape.declared.is_long:
+        raise UsageError(
+            f"{inputs[0].path} has one completion in a row and a score for each. Take the scores "
+            "out, or put the completions of a prompt into one row (prompt, completions)."
+        )
+    output = OutputFolder(folder, "rewards")
     output.prepare()
-    output.require_ours(ROWS)  # before hours of scoring
-    return output
+    output.require_ours(ROWS)
 
+    # The scores are a cache whose reference is the reward model.
+    model = replace(config.model, path=config.rewards.model, adapter="")
+    cache = replace(
+        config.cache, output=str(folder / SCORES), kl_pairs=0, token_logps=False, scored=True
+    )
+    tokens = replace(config.tokens, learn="all")  # a score is of the whole completion
+    scoring = replace(config, model=model, cache=cache, tokens=tokens)
+    made = precompute(scoring, open_reward(model), progress=progress, part=part, stage="score")
+    if not made.manifest:
+        return made
 
-def _written(
-    output: OutputFolder,
-    data: _Data,
-    scores_of: Callable[[Record], Sequence[float] | None],
-) -> Rewarded:
-    """Reads the data again, because the shards hold token ids and no text."""
+    # The data are read again, because the shards hold token ids and no text.
+    shards = (read_shard(Cache(folder / SCORES).shard(one)) for one in made.manifest.shards)
+    scored = scores_in_order(shards, [one.sha256 for one in before]).iter_rows()
     rows_in = 0
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
         nonlocal rows_in
-        for record in read_records(data.inputs, data.shape):
+        place = next(scored, None)
+        for record in read_records(inputs, shape):
             rows_in += 1
-            scores = scores_of(record) if isinstance(record, Record) else None
-            if isinstance(record, Record) and scores is not None:
-                yield record, scores
-        require_unchanged(data.inputs, data.digested)
+            if place and isinstance(record, Record) and (record.file, record.row) == place[:2]:
+                yield record, place[2]
+                place = next(scored, None)
+        require_unchanged(inputs, before)
 
     rows, completions = write_rewarded(output, rewarded())
-    return Rewarded(output.root / ROWS, rows, completions, rows_in - rows, data.shape.unread)
+    return Rewarded(folder / ROWS, rows, completions, rows_in - rows, shape.unread)
 
 
-ROWS = "rows.jsonl"
+def scores_in_order(shards: Iterable[Rows], sha256s: Sequence[str]) -> pl.DataFrame:
+    """The scores of each row, in the order of these files: (number of the file, row, scores).
 
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of completions, looked up by file and row number."""
-
-    row_keys: NDArray[np.bytes_]  # (rows,) S16, file and row, ascending
-    offsets: NDArray[np.int64]  # (rows + 1,)
-    values: NDArray[np.float64]  # (completions,)
-
-    def of(self, file: int, row: int) -> list[float] | None:
-        """The scores of a row's completions; None for a row that was not scored."""
-        (wanted,) = _row_keys([file], [row])
-        found = int(np.searchsorted(self.row_keys, wanted))
-        if found == len(self.row_keys) or self.row_keys[found] != wanted:
-            return None
-        scores: list[float] = self.values[self.offsets[found] : self.offsets[found + 1]].tolist()
-        return scores
-
-    @staticmethod
-    def collect(blocks: Iterable[Rows]) -> Scores:
-        """Collects the scores of rows in any order."""
-        keys, parts = [], []
-        for rows in blocks:
-            keys.append(_row_keys(rows.file, rows.row))
-            parts.append(Ragged(rows.logps, rows.branch_offsets))
-        joined, scores = np.concatenate(keys), Ragged.concat(parts)
-        order = np.argsort(joined)
-        sorted_scores = scores.take(order)
-        return Scores(joined[order], sorted_scores.offsets, sorted_scores.values)
-
-
-def _row_keys(files: ArrayLike, rows: ArrayLike) -> NDArray[np.bytes_]:
-    """File and row numbers as keys that sort by file, then row."""
-    both = np.column_stack([np.asarray(files, ">u8"), np.asarray(rows, ">u8")])
-    return np.ascontiguousarray(both, dtype=">u8").view("S16").ravel()
+    Shards are in the order of the prompts' hashes and name files by their bytes; a file may be
+    given twice.
+    """
+    frames = []
+    for rows in shards:
+        scores = [one.tolist() for one in Ragged(rows.logps, rows.branch_offsets)]
+        columns = {"identity": rows.file, "row": rows.row}
+        frames.append(pl.DataFrame({**columns, "scores": pl.Series(scores, dtype=pl.List(float))}))
+    identities = pl.Series("identity", map(file_identity, sha256s), dtype=pl.UInt64)
+    files = pl.DataFrame(identities).with_row_index("file")
+    known = pl.concat(frames).unique(["identity", "row"])
+    return files.join(known, on="identity").sort("file", "row").select("file", "row", "scores")
 
 
 def write_rewarded(
@@ -201,8 +147,14 @@ def write_rewarded(
     output.require_ours(ROWS)
     with fs.new_file(output.root / ROWS, replaces=True) as file:
         for record, scores in rows:
-            line = json.dumps(_plain(record, scores), ensure_ascii=False, allow_nan=False)
-            encoded = f"{line}\n".encode()
+            row = {
+                "prompt": plain(record.prompt),
+                "completions": [plain(completion) for completion in record.completions],
+                "scores": list(scores),
+                **given_to_template(record),
+                **record.carried,
+            }
+            encoded = f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n".encode()
             file.write(encoded)
             content.update(encoded)
             num_rows, num_completions = num_rows + 1, num_completions + len(scores)
@@ -210,19 +162,13 @@ def write_rewarded(
     return num_rows, num_completions
 
 
-def _plain(record: Record, scores: Sequence[float]) -> dict[str, Any]:
-    optional = {
-        "tools": record.tools and list(record.tools),
-        "chat_template_kwargs": record.template_options and dict(record.template_options),
-    }
-    return {
-        "prompt": _text(record.prompt),
-        "completions": [_text(completion) for completion in record.completions],
-        "scores": list(scores),
-        **{name: value for name, value in optional.items() if value},
-        **record.carried,
-    }
-
-
-def _text(text: Text) -> Any:
+def plain(text: Text) -> Any:
+    """A text, or its messages as a list of dicts."""
     return text if isinstance(text, str) else [dict(message) for message in text]
+
+
+def given_to_template(record: Record) -> dict[str, Any]:
+    """The tools and options of a record's prompt, as columns, if it has them."""
+    tools = {"tools": list(record.tools)} if record.tools else {}
+    options = record.template_options
+    return tools | ({"chat_template_kwargs": dict(options)} if options else {})

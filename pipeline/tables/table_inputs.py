@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import polars as pl
 
 from ...schemas.config import Config
 from ...schemas.errors import UsageError, counted, logger
-from ...schemas.rows import Record, Rejected
-from ...schemas.samples import Drawing
+from ...schemas.rows import Record, Rejected, Text
+from ...schemas.samples import Drawing, Prompt
 from ...schemas.table_manifest import TableKind
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
-from ...stages.data.files import InputFile, digested, open_inputs, require_unchanged
+from ...stages.data.files import digested, open_inputs, require_unchanged
 from ...stages.data.readers import ending_of
 from ...stages.data.records import read_records
-from ...stages.data.shapes import Shape
-from ...stages.select.plain_rows import samples_of
+from ...stages.sample.sample_table import prompt_table, text_column
 from ...stages.storage.tables import TableFolder, read_table
 from ..jobs.object_inputs import with_local_inputs
 from ..jobs.rejected_rows import RejectedRows, first_rejected
@@ -43,67 +42,58 @@ class TableInput:
 
 def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
     """The table in a folder of align, or the completions of a plain file."""
-    folder = _folder_of(named, kind)
+    parent, _, name = named.rstrip("/").rpartition("/")
+    folder = TableFolder.at((parent or ".") if name == f"{kind}.parquet" else named, kind)
     if not ending_of(named) or folder.find():
         manifest, table = read_table(folder)
         return TableInput(table, kind, manifest.root, sampling=manifest.drawing)
+
     local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
     (file,) = open_inputs(local.data.files)
-    return _read_plain(local, file, named, kind)
-
-
-def _folder_of(named: str, kind: TableKind) -> TableFolder:
-    """The folder that is named, or the one that the named table lies in."""
-    parent, _, name = named.rstrip("/").rpartition("/")
-    return TableFolder.at((parent or ".") if name == f"{kind}.parquet" else named, kind)
-
-
-def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) -> TableInput:
     before = digested(file)
-    shape = _shape(config, file, named)
-    if shape.unread:
-        logger.warning("%s: %s", named, not_read(shape.unread))
-    rows = _Rows(file, shape)
-    table = samples_of(rows.records())
-    require_unchanged([file], [before])
-    if rows.rejected:
-        rejected = RejectedRows(
-            counts=Counter(row.reason for row in rows.rejected),
-            rows_in=rows.read,
-            allowed=config.data.max_bad_frac,
-        )
-        rejected.require_few(first_rejected(rows.rejected, lambda _: named))
-    if kind == "samples":
-        table = table.drop("score")  # they are judged anew
-    if rows.rejected:
-        found = counted(len(rows.rejected), "rows")
-        logger.warning("%s: %s cannot be used: %s", named, found, rows.rejected[0].detail)
-    return TableInput(table, "data", before.sha256, len(rows.rejected))
-
-
-def _shape(config: Config, file: InputFile, named: str) -> Shape:
     shape = common_shape([file], config.data.map)
     if shape.declared.kind in ("pair", "label"):
         raise UsageError(
             f"{named} holds {shape.name} rows: nothing is left to judge or to select. Give it to "
             "align precompute-ref."
         )
-    return replace(shape, wrap=Wrapping.of(config.data.wrap))
+    if shape.unread:
+        logger.warning("%s: %s", named, not_read(shape.unread))
+    rows = [*read_records([file], replace(shape, wrap=Wrapping.of(config.data.wrap)))]
+    require_unchanged([file], [before])
+    rejected = [row for row in rows if isinstance(row, Rejected)]
+    if rejected:
+        counts = Counter(row.reason for row in rejected)
+        limit = RejectedRows(counts, rows_in=len(rows), allowed=config.data.max_bad_frac)
+        limit.require_few(first_rejected(rejected, lambda _: named))
+        found = counted(len(rejected), "rows")
+        logger.warning("%s: %s cannot be used: %s", named, found, rejected[0].detail)
+    table = samples_of(row for row in rows if isinstance(row, Record))
+    if kind == "samples":
+        table = table.drop("score")  # they are judged anew
+    return TableInput(table, "data", before.sha256, len(rejected))
 
 
-class _Rows:
-    """The rows of a file, counted while they are read."""
-
-    def __init__(self, file: InputFile, shape: Shape) -> None:
-        self._file, self._shape = file, shape
-        self.read = 0
-        self.rejected: list[Rejected] = []
-
-    def records(self) -> Iterator[Record]:
-        """The usable records."""
-        for one in read_records([self._file], self._shape):
-            self.read += 1
-            if isinstance(one, Rejected):
-                self.rejected.append(one)
-            else:
-                yield one
+def samples_of(records: Iterable[Record]) -> pl.DataFrame:
+    """A judged sample for each completion; rows of one prompt follow its first occurrence."""
+    prompts: dict[str, Prompt] = {}
+    answers: dict[str, list[tuple[Text, float | None]]] = {}
+    for record in records:
+        prompt = Prompt(record.prompt, record.tools, record.template_options)
+        prompts.setdefault(key := prompt.key, prompt)
+        answers.setdefault(key, []).extend(zip(record.completions, record.scores, strict=True))
+    rows = [
+        (key, number, completion, score)
+        for key, own in answers.items()
+        for number, (completion, score) in enumerate(own)
+    ]
+    keys, numbers, completions, scores = zip(*rows, strict=True)
+    asked = prompt_table([prompts[key] for key in keys])
+    return asked.select(
+        "prompt",
+        pl.Series("prompt_key", keys, pl.String),
+        pl.Series("number", numbers, pl.Int32),
+        text_column(completions).alias("completion"),
+        pl.Series("score", scores, pl.Float64),
+        pl.exclude("prompt"),
+    )

@@ -5,10 +5,8 @@ rows a step needs: of each row only its index in the row group is kept in betwee
 
 A score too close to its threshold gives no label, and two scores that differ by at most the least
 gap give no pair: ties are not trained on. Of equal scores the completion that is stored first is
-the better one. Scores are compared as the decimals they were written as: 0.3 is 0.1 above 0.2 and
-0.2 is the mean of 0.1, 0.2 and 0.3, though neither holds for the nearest binary numbers. So two
-numbers count as equal if they differ by no more than the rounding of the scores and of the
-arithmetic; long fractions that float32 represents exactly were rounded to float32.
+the better one. Scores are compared up to rounding (`schemas/score_gaps.py`): 0.3 is 0.1 above 0.2
+and 0.2 is the mean of 0.1, 0.2 and 0.3, though neither holds for the nearest binary numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ...schemas.methods import RowKind
 from ...schemas.option import Threshold
 from ...schemas.row_table import Rows
 from ...schemas.rows import Role
-from ...schemas.score_gaps import ROUNDINGS, further_apart, precision, without_rounding
+from ...schemas.score_gaps import TOLERANCE, further_apart, without_rounding
 from .epoch_order import key_of, mixed
 
 GOOD, BAD = (Role.CHOSEN, Role.DESIRABLE), (Role.REJECTED, Role.UNDESIRABLE)
@@ -284,10 +282,7 @@ def labels_of_scores(own: Picked, rules: ScoreRules) -> Picked:
     else:
         thresholds = np.full(len(own.rows), rules.threshold, dtype=np.float64)
     # The largest difference of a score from its row's threshold by rounding alone.
-    sizes, digits = (
-        np.maximum.reduceat(one, starts) for one in (np.abs(scores), precision(scores))
-    )
-    slack = (ROUNDINGS + counts) * sizes * digits
+    slack = TOLERANCE * np.maximum.reduceat(np.abs(scores), starts)
     above = scores - thresholds[own.row_of]
     return _with_labels(own, above > 0).keep(np.abs(above) > slack[own.row_of])
 

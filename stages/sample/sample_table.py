@@ -33,7 +33,7 @@ def sample_table(prompts: Mapping[str, Prompt], samples: Sequence[Sample]) -> pl
             prompt,
             pl.Series("prompt_key", [one.prompt for one in samples], dtype=pl.String),
             pl.Series("number", [one.number for one in samples], dtype=pl.Int32),
-            _texts(completions).alias("completion"),
+            text_column(completions).alias("completion"),
             pl.Series("finish", [one.finish for one in samples], dtype=pl.String),
             pl.Series("prompt_tokens", [one.prompt_tokens for one in samples], dtype=pl.Int32),
             pl.Series(
@@ -46,7 +46,7 @@ def sample_table(prompts: Mapping[str, Prompt], samples: Sequence[Sample]) -> pl
 
 def prompt_table(prompts: Sequence[Prompt]) -> pl.DataFrame:
     """The table of prompts with what the template takes and their carried columns."""
-    columns = {"prompt": _texts([prompt.text for prompt in prompts])}
+    columns = {"prompt": text_column([prompt.text for prompt in prompts])}
     inputs: dict[str, list[Any]] = {
         "tools": [prompt.tools for prompt in prompts],
         "chat_template_kwargs": [prompt.template_options for prompt in prompts],
@@ -60,7 +60,7 @@ def prompt_table(prompts: Sequence[Prompt]) -> pl.DataFrame:
     return pl.DataFrame(columns)
 
 
-def _texts(texts: Sequence[Text]) -> pl.Series:
+def text_column(texts: Sequence[Text]) -> pl.Series:
     """Texts, or lists of messages; as JSON where a Parquet column cannot represent them.
 
     Such a column holds one type, and every key in every message: null where a message lacks it.

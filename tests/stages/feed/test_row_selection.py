@@ -127,9 +127,9 @@ def test_a_gap_in_decimals_is_that_of_scores_in_decimals():
         assert [row for row, _ in read] == [6, 7, 8], (precision, pairs)
 
 
-def test_the_smallest_difference_that_was_written_down_makes_a_pair():
+def test_a_difference_of_more_than_a_millionth_makes_a_pair():
     big = 2.0**40
-    rows = [[big + 1, big], [0.1 + 0.2, 0.3], [1e-9, 0.0], [0.123456789012, 0.123456789011]]
+    rows = [[big + 2**22, big], [0.1 + 0.2, 0.3], [1e-9, 0.0], [0.123457, 0.123456], [big + 1, big]]
     for kind in ("paired", "labelled"):
         assert [row for row, _ in read_of(rows, kind)] == [0, 2, 3]
 

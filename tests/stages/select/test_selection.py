@@ -2,19 +2,18 @@
 
 import json
 import math
-from itertools import combinations, permutations
+from itertools import combinations
 from statistics import fmean, median
 from unittest import mock
 
-import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from align.schemas.round_options import SelectOptions
+from align.stages.sample.sample_table import text_column
 from align.stages.select import selection
-from align.stages.select.plain_rows import text_column
 from align.stages.select.selection import select_rows
 
 KINDS = ("best_worst", "all_pairs", "labels", "groups")
@@ -41,8 +40,8 @@ def scored(**scores):
 
 def selected(*prompts, **options):
     """The rows of these prompts, and the counts that are not 0."""
-    found = select_rows(samples(*prompts), SelectOptions(**options))
-    return found.table.rows(), {name: count for name, count in found.counts.items() if count}
+    table, counts = select_rows(samples(*prompts), SelectOptions(**options))
+    return table.rows(), {name: count for name, count in counts.items() if count}
 
 
 def pairs_of(*prompts, **options):
@@ -75,32 +74,40 @@ def test_rows_are_those_chosen_by_hand(prompts, options, rows):
     assert selected(*prompts, **options)[0] == rows
 
 
-@pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_a_mean_that_is_another_score_on_paper_is_equal_to_it(kind):
-    other, least = scored(b=float(kind(0.2))), scored(c=0.0)
-    for scores in permutations([0.1, 0.2, 0.3]):
-        assert fmean(scores) != 0.2  # as binary numbers
-        twice = [{"text": "a", "score": float(kind(score))} for score in scores]
-        assert selected([*twice, *other, *least])[0] == [("p0", "a", "c", 0.2, 0.0)]
-        assert pairs_of([*other, *twice, *least])[0][0] == "b"
-        labels, _ = selected([*twice, *least], rows="labels", threshold=0.2)
-        assert labels == [("p0", "c", False)]
-    assert fmean([0.1] * 3) != 0.1
-    thrice = [{"text": "a", "score": 0.1}] * 3 + scored(b=0.0)
-    assert selected(thrice)[0] == [("p0", "a", "b", 0.1, 0.0)]
+def single(score):
+    """What float32 keeps of a score."""
+    return pl.Series([score], dtype=pl.Float32).cast(pl.Float64)[0]
 
 
-def test_scores_gaps_and_ratios_are_meant_as_the_decimals_that_they_are():
+@pytest.mark.parametrize("stored", [float, single])
+def test_scores_gaps_ratios_and_means_are_compared_up_to_rounding(stored):
+    def pairs(lengths=(1, 1, 1), *, scores, **options):
+        prompt = [
+            {"text": text, "score": stored(score), "length": length}
+            for text, score, length in zip("abc", scores, lengths, strict=False)
+        ]
+        return pairs_of(prompt, **options)
+
     assert 0.1 + 0.2 > 0.3  # as binary numbers, as below
-    assert pairs_of(scored(a=0.3, b=0.1 + 0.2, c=0.0)) == [("a", "c")]
-    assert pairs_of(scored(a=1.0, b=0.3, c=0.1 + 0.2)) == [("a", "c")]
+    assert pairs(scores=(0.3, 0.1 + 0.2, 0.0)) == [("a", "c")]
+    assert pairs(scores=(1.0, 0.3, 0.1 + 0.2)) == [("a", "c")]
+    assert pairs(scores=(1.0, 1.00001)) == [("b", "a")]
     assert 0.8 - 0.7 > 0.1
-    for gap, kept in ((0.09, 1), (0.1, 0)):
-        assert len(pairs_of(scored(a=0.8, b=0.7), min_gap=gap)) == kept
+    assert [len(pairs(scores=(0.8, 0.7), min_gap=gap)) for gap in (0.09, 0.1)] == [1, 0]
+    # Of gaps that are equal on paper, the best chosen one.
+    lengths = {"lengths": (1, 9, 1), "max_length_ratio": 1.0}
+    assert pairs(scores=(0.4, 0.3, 0.2), **lengths) == [("a", "c")]
     assert 1.15 * 100 < 115
     for length, kept in ((115, 1), (116, 0)):
-        prompt = [{"text": "a", "score": 1, "length": length}, {"text": "b", "length": 100}]
-        assert len(pairs_of(prompt, max_length_ratio=1.15)) == kept
+        assert len(pairs((length, 100), scores=(1, 0), max_length_ratio=1.15)) == kept
+    # The mean of equal texts is 0.2 on paper.
+    assert fmean([0.1, 0.2, 0.3]) != 0.2
+    twice = [{"text": "a", "score": stored(score)} for score in (0.1, 0.2, 0.3)]
+    other, least = scored(b=stored(0.2)), scored(c=0.0)
+    assert pairs_of([*twice, *other, *least]) == [("a", "c")]
+    assert pairs_of([*other, *twice, *least]) == [("b", "c")]
+    labels, _ = selected([*twice, *least], rows="labels", threshold=0.2)
+    assert labels == [("p0", "c", False)]
 
 
 @pytest.mark.parametrize("score", [None, math.nan, math.inf, -math.inf])
@@ -121,9 +128,9 @@ def test_rows_are_in_the_order_of_the_prompts_in_one_piece_and_keep_their_tools(
     whole = whole.with_columns(tools=pl.lit("[…]"), answer=pl.lit("9"))
     pieces = pl.concat([whole[:7], whole[7:]], rechunk=False)
     assert pieces.n_chunks() == 2
-    found = select_rows(pieces, SelectOptions(rows=rows)).table
+    found, _ = select_rows(pieces, SelectOptions(rows=rows))
     assert found.n_chunks("all") == [1] * found.width
-    assert found.equals(select_rows(whole, SelectOptions(rows=rows)).table)
+    assert found.equals(select_rows(whole, SelectOptions(rows=rows))[0])
     prompts = found["prompt"].to_list()
     assert prompts == sorted(prompts, key=lambda name: int(name[1:]))
     assert found["tools"].to_list() == ["[…]"] * found.height
@@ -156,12 +163,12 @@ OPTIONS = st.builds(
 )
 def test_the_rows_are_those_of_the_slow_way(prompts, options, most):
     with mock.patch.object(selection, "MOST_PAIRS", most):
-        found = select_rows(samples(*prompts), options)
+        table, counts = select_rows(samples(*prompts), options)
     expected = [
         row for at, prompt in enumerate(prompts) for row in slowly(f"p{at}", prompt, options)
     ]
-    assert rounded(found.table.rows()) == rounded(expected)
-    require_all_counted(found.counts, options.rows)
+    assert rounded(table.rows()) == rounded(expected)
+    require_all_counted(counts, options.rows)
 
 
 def rounded(rows):
