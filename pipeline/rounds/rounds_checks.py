@@ -12,6 +12,7 @@ from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
 from ...schemas.round_options import ServerOptions
 from ...schemas.samples import Prompt, Sampler
+from ...stages.judge.verifiers import verifier_of
 from ...stages.methods.recipe import Recipe
 from ...stages.model.model_folder import model_identity, require_peft
 from ...stages.server.own_server import command_of
@@ -25,7 +26,7 @@ from ..options.settings import Settings, as_absolute, changed
 from ..options.table import INSTEAD, bound
 from ..plan.cache_checks import require_own_samples
 from ..precompute.opening import require_model
-from ..tables.judges import KINDS, NAMES, kind_of
+from ..tables.judge import CHECKS, LANGUAGE, require_judge
 from ..tables.language_judge import judge_sampler
 from ..tables.samplers import require_sampled_model, sampling_of
 from .round_prompts import split_prompts
@@ -84,7 +85,7 @@ def open_rounds(settings: Settings) -> Rounds:
     }
     config = changed(config, own)
     sampler = None
-    if kind_of(config.judge).asks:
+    if config.judge.by in LANGUAGE:
         sampler = judge_sampler(changed(config, {"tokens.chat_template": ""}))
     origins = {name: of for name, of in settings.origins.items() if name not in INSTEAD["rounds"]}
     return Rounds(root, config, origins, prompts, held_out, binding, sampler)
@@ -93,10 +94,7 @@ def open_rounds(settings: Settings) -> Rounds:
 def _require_settings(config: Config, recipe: Recipe) -> None:
     """Refuses what is wrong whatever the data are."""
     train, rounds, cache, lora = config.train, config.rounds, config.cache, config.lora
-    if config.judge.by not in KINDS:
-        raise UsageError(f"No judge. Set judge.by: {NAMES}.")
-    judge = kind_of(config.judge)
-    judge.require(config, has_sampler=False)
+    require_judge(config)
     if rounds.serve:
         command_of(rounds.serve, "MODEL", 0)
         require_sampled_model(config.model, ServerOptions(url="its own"))  # by the same client
@@ -123,7 +121,7 @@ def _require_settings(config: Config, recipe: Recipe) -> None:
             f"({rounds.eval_fraction}) holds out these prompts already. Set it to 0, or above.",
         ),
         (
-            config.server.url and not judge.asks,
+            config.server.url and config.judge.by not in LANGUAGE,
             f"server.url is set, and judge.by is {config.judge.by}: in rounds that server can "
             "only be the judge. Serve the policy by rounds.serve.",
         ),
@@ -166,8 +164,9 @@ def _binding(
     for name, path in models.items():
         if path:
             found[name] = digest_of_model(replace(config.model, path=path, adapter=""))
-    named = kind_of(judge).named(judge, [*prompts[0].carried])
-    found |= {f"judge.{name}": value for name, value in named.items()}
+    if judge.by in CHECKS:
+        _, identity = verifier_of(judge, [*prompts[0].carried])
+        found |= {f"judge.{name}": value for name, value in identity.items()}
     for name, side in (("prompts", prompts), ("held-out prompts", held_out)):
         found[name] = digest([[one.key, repr(sorted(one.carried.items()))] for one in side])
     return found

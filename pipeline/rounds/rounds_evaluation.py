@@ -12,7 +12,6 @@ from ...stages.storage.tables import TableFolder, read_table
 from ...stages.tracking.progress import Progress
 from ..options.settings import changed
 from ..tables.judge import judge
-from ..tables.judges import kind_of
 from .rounds_checks import Rounds
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def evaluate(rounds: Rounds, number: int, *, progress: Progress) -> dict[str, fl
         judge(config, str(samples), progress=progress, sampler=rounds.sampler)
         return read_table(TableFolder(output, "judged"))[1]
 
-    compares = kind_of(rounds.config.judge).compares
+    compares = rounds.config.judge.by == "pairwise"
     ours = sampled(number) if compares else judged(number, "eval-judged")
     found = answering(ours)
     found["length_growth"] = found["tokens"] / max(answering(sampled(0))["tokens"], 1.0)

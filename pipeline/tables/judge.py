@@ -2,25 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+import polars as pl
 
 from ...schemas.config import Config
 from ...schemas.errors import CorruptionError, UsageError, counted
-from ...schemas.samples import Drawing, Sampler
+from ...schemas.json_codec import digest
+from ...schemas.samples import Sampler
 from ...schemas.table_manifest import TableManifest
-from ...stages.judge.calibration import Calibration
+from ...stages.judge.calibration import Calibration, of_comparisons, of_scores
+from ...stages.judge.template import load_template
+from ...stages.judge.verifiers import verifier_of
 from ...stages.storage.tables import TableFolder, read_table
 from ...stages.tracking.progress import Progress
 from ..parts import Part
 from ..work import Made, working
-from .judge_inputs import read_gold, sample_rows
-from .judges import Judged, Judging, kind_of
+from .judges import (
+    Candidate,
+    Columns,
+    Judge,
+    Judged,
+    Judging,
+    OthersAreNotDone,
+    candidates_of,
+    read_gold,
+)
+from .language_judge import language_judge, require_language_model
 from .samplers import require_kept
 from .table_inputs import read_input
 
 JudgeResult: TypeAlias = Made[TableManifest, Judged]
+# The judges that ask a language model, and those that need none.
+LANGUAGE = ("rubric", "pairwise")
+CHECKS = ("exact", "regex", "function")
+
+
+def open_judge(config: Config, columns: Sequence[str], sampler: Sampler | None = None) -> Judge:
+    """The judge that the settings name, for samples with these columns.
+
+    `sampler` stands for the language model that the settings would name.
+    """
+    match config.judge.by:
+        case "reward":
+            from .reward_judge import reward_judge  # noqa: PLC0415 - it imports torch
+
+            return reward_judge(config)
+        case "rubric" | "pairwise":
+            return language_judge(config, sampler)
+        case "exact" | "regex" | "function":
+            return check_judge(config, columns)
+    raise UsageError("Name the judge by --by: reward, rubric, pairwise, exact, regex or function.")
+
+
+def require_judge(config: Config) -> None:
+    """Refuses what the settings alone get wrong, before there are samples to judge."""
+    options = config.judge
+    if options.by in LANGUAGE:
+        load_template(options.by, options.template)
+        require_language_model(config)
+    else:
+        open_judge(config, [options.answer])
+
+
+def check_judge(config: Config, columns: Sequence[str]) -> Judge:
+    """A check as a judge; every process checks every sample, and nothing is kept."""
+    verify, identity = verifier_of(config.judge, columns)
+
+    def scores(candidates: Sequence[Candidate], judging: Judging) -> Columns:
+        judging.progress.begin("checking", total=len(candidates), unit="samples")
+        found = []
+        for one in candidates:
+            found.append(verify(one.row, one.text))
+            judging.progress.advance(1)
+        judging.progress.end()
+        judging.tally.new += len(found)
+        return {"score": found}
+
+    return Judge({"judge": digest(identity)}, scores)
 
 
 def judge(
@@ -36,20 +97,23 @@ def judge(
     Of several parts, each that finds all judgments there publishes the table. `sampler` stands for
     the language model that the settings would name.
     """
-    # The judge, which loads no weights yet, and the samples.
-    kind, options = kind_of(config.judge), config.judge
-    if options.against and not kind.compares:
+    # The samples, and the judge, which loads no weights yet.
+    options = config.judge
+    if options.against and options.by != "pairwise":
         raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
-    kind.require(config, has_sampler=sampler is not None)
     require_kept(part, options.output, options.answers, "judge.answers")
     source = read_input(config, samples, "samples")
-    rows = sample_rows(source.table, samples)
-    judge = kind.of(config, source.table.columns, sampler)
+    candidates = candidates_of(source.table, samples)
+    judge = open_judge(config, source.table.columns, sampler)
 
+    # A table of this very call; one with questions that the judge could not take is made again.
     folder, tally = TableFolder.at(options.output, "judged"), Judged()
     made_from = {"samples": source.root, **judge.made_from}
     settings = {"by": options.by, **judge.settings}
-    if found := _finished(folder, made_from, settings, source.sampling):
+    wanted = (made_from, settings, source.sampling)
+    found = _stored(folder)
+    is_same = found and (found.made_from, found.settings, found.sampling) == wanted
+    if found and is_same and not found.counts.get("questions_not_taken"):
         tally.known = found.counts.get("judgments", found.counts["judged"])
         lines = _lines(folder, found, tally)
         return Made(str(folder), found, tally, lines, part, was_complete=True)
@@ -57,26 +121,38 @@ def judge(
     with working(folder, "judge", config.tracking, part, name="judge", kept=tally.text) as run:
         run.log_params({f"judge.{name}": str(value) for name, value in settings.items()})
         run.log_dataset("samples", digest=source.root, source=samples, context="judging")
-        made = judge.judged(source.table, rows, Judging(run, progress, tally, part))
-        run.log_metrics({"judge/new": float(tally.new), "judge/known": float(tally.known)})
-        if made is None:
+        try:
+            columns = judge.columns(candidates, Judging(run, progress, tally, part))
+        except OthersAreNotDone:
             return Made(str(folder), None, tally, (), part)
-        judged = made.found.height - made.found["score"].null_count()
+        finally:
+            run.log_metrics({"judge/new": float(tally.new), "judge/known": float(tally.known)})
+        table = source.table.with_columns(
+            pl.Series(name, values, pl.Float64 if name == "score" else pl.Int64)
+            for name, values in columns.items()
+        )
+        judged = table["score"].count()
         manifest = folder.publish(
-            made.found,
+            table,
             made_from=made_from,
             settings=settings,
             counts={
                 **source.left_out,
                 "judged": judged,
-                "unjudged": made.found.height - judged,
-                **made.counts,
+                "unjudged": table.height - judged,
+                **tally.of_table,
             },
             sampling=source.sampling,
         )
         counts = {f"judge/{name}": float(count) for name, count in manifest.counts.items()}
         run.log_metrics({**counts, "judge/rows": float(manifest.rows)})
-        run.set_tags(_tags(folder, manifest, {"samples": samples, "against": options.against}))
+        # The folders that were read, as they were named, and the lineage.
+        named = {"samples": samples, "against": options.against}
+        tags = {f"align.{name}": given for name, given in named.items() if given}
+        for name, root in manifest.made_from.items():
+            tags[f"align.{name}_root" if name in named else f"align.{name}"] = root
+        own = {"align.judged_root": manifest.root, "align.judged": str(folder)}
+        run.set_tags({**tags, **own})
     lines = _lines(folder, manifest, tally)
     return Made(str(folder), manifest, tally, lines, part, has_published=True)
 
@@ -86,45 +162,29 @@ def calibrate(
 ) -> Calibration:
     """Measures a judge on pairs of known preference; its judgments are kept as any others."""
     config = replace(config, judge=replace(config.judge, against=""))
-    kind, options = kind_of(config.judge), config.judge
-    kind.require(config, has_sampler=sampler is not None)
+    options = config.judge
     require_kept(None, options.output, options.answers, "judge.answers")
-    pairs = read_gold(gold, config.data)
-    judge = kind.of(config, pairs.samples.columns, sampler)
+    pairs, columns_of_data, left_out = read_gold(gold, config.data)
+    judge = open_judge(config, columns_of_data, sampler)
     folder, tally = TableFolder.at(options.output, "judged"), Judged()
     with working(folder, "judge", config.tracking, None, name="judge", kept=tally.text) as run:
-        shares = judge.measured(pairs, Judging(run, progress, tally))
-        made = Calibration(
-            options.by, len(pairs.pairs), pairs.left_out, shares.found, shares.counts
-        )
+        judging = Judging(run, progress, tally)
+        if judge.compare:
+            shares = of_comparisons(judge.compare(pairs, judging))
+        else:
+            scores = judge.columns([one for pair in pairs for one in pair], judging)["score"]
+            shares = of_scores(zip(scores[::2], scores[1::2], strict=True))
+        made = Calibration(options.by, len(pairs), left_out, shares, tally.of_table)
         run.log_metrics(made.metrics())
     return made
 
 
-def _finished(
-    folder: TableFolder,
-    made_from: Mapping[str, str],
-    settings: Mapping[str, Any],
-    sampling: Drawing | None,
-) -> TableManifest | None:
-    """The table of this very call; one with questions that were not taken is made again."""
-    if not folder.stored():
-        return None
+def _stored(folder: TableFolder) -> TableManifest | None:
+    """The table as it is; none if it is damaged, so that it is made again."""
     try:
-        manifest, _ = read_table(folder)
-    except CorruptionError:  # it is made again
+        return read_table(folder)[0] if folder.stored() else None
+    except CorruptionError:
         return None
-    is_whole = not manifest.counts.get("questions_not_taken")
-    found = (manifest.made_from, manifest.settings, manifest.sampling)
-    return manifest if is_whole and found == (made_from, settings, sampling) else None
-
-
-def _tags(folder: TableFolder, manifest: TableManifest, named: Mapping[str, str]) -> dict[str, str]:
-    """The tags of a run: the folders that it read, as they were named, and its lineage."""
-    tags = {f"align.{name}": given for name, given in named.items() if given}
-    for name, root in manifest.made_from.items():
-        tags[f"align.{name}_root" if name in named else f"align.{name}"] = root
-    return {**tags, "align.judged_root": manifest.root, "align.judged": str(folder)}
 
 
 def _lines(folder: TableFolder, made: TableManifest, tally: Judged) -> tuple[str, ...]:

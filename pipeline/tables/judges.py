@@ -1,58 +1,48 @@
-"""The judges that there are, by the names of `judge.by`, and what each of them can be asked."""
+"""What a judge is, and what it is given: a table of samples, or pairs of known preference."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
-from ...schemas.config import Config
+import polars as pl
+
+from ...schemas.data_options import DataOptions
 from ...schemas.errors import UsageError, counted
-from ...schemas.round_options import JudgeOptions
-from ...schemas.samples import Sampler
-from ...stages.judge.calibration import Proportion, of_scores
-from ...stages.judge.judged_rows import SampleRows, with_scores
-from ...stages.storage.tables import TableFolder
+from ...schemas.rows import BadRow, Record, Text
+from ...schemas.samples import Prompt
+from ...schemas.score_gaps import is_above
+from ...stages.data.cells import Wrapping, read_text
+from ...stages.data.columns import common_shape
+from ...stages.data.files import open_inputs, rows_of
+from ...stages.data.records import record_of
+from ...stages.judge.template import answer_text
+from ...stages.judge.verdicts import Compared
+from ...stages.judge.win_rate import OUTCOMES
 from ...stages.tracking.journaled_run import Run
 from ...stages.tracking.progress import Progress
 from ..parts import Part
-from .judge_inputs import Gold
+from .table_inputs import given_to_template, plain
 
-if TYPE_CHECKING:
-    import polars as pl
-
-Found = TypeVar("Found")
-SampleKey: TypeAlias = tuple[str, int]  # of a prompt, and the number of its sample
-Scores: TypeAlias = "Mapping[SampleKey, float | None]"
-Shares: TypeAlias = "Mapping[str, Proportion]"
-
-# Each by its file here and its class, which is a Judge.
-KINDS: Mapping[str, tuple[str, str]] = {
-    "reward": ("reward_judge", "RewardJudge"),
-    "rubric": ("rubric_judge", "RubricJudge"),
-    "pairwise": ("pairwise_judge", "PairwiseJudge"),
-    "exact": ("check_judge", "CheckJudge"),
-    "regex": ("check_judge", "CheckJudge"),
-    "function": ("check_judge", "CheckJudge"),
-}
-*_MOST, _LAST = KINDS
-NAMES = f"{', '.join(_MOST)} or {_LAST}"
+ADDED = ("score", *OUTCOMES)  # the columns that judging adds
 
 
-def kind_of(options: JudgeOptions) -> type[Judge]:
-    """The class of judge that the settings name."""
-    if options.by not in KINDS:
-        raise UsageError(f"Name the judge by --by: {NAMES}.")
-    file, kind = KINDS[options.by]
-    return cast("type[Judge]", getattr(import_module(f".{file}", __package__), kind))
+@dataclass(frozen=True)
+class Candidate:
+    """A sample that is judged."""
 
+    prompt_key: str
+    number: int
+    prompt: Text
+    text: str  # of its completion
+    row: Mapping[str, Any]  # all its columns
 
-def kept_by(config: Config) -> Path:
-    """The folder that keeps every judgment, on a disk."""
-    return TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its prompt and number, by which a table has it once."""
+        return self.prompt_key, self.number
 
 
 @dataclass
@@ -63,6 +53,7 @@ class Judged:
     known: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    of_table: dict[str, int] = field(default_factory=dict)  # counts of all judgments, by name
 
     def metrics(self) -> dict[str, float]:
         """The counts of requests to a language model so far."""
@@ -84,84 +75,100 @@ class Judging:
     part: Part | None = None
 
 
+Columns: TypeAlias = "Mapping[str, list[Any]]"  # those of ADDED that a judge has
+Pair: TypeAlias = "tuple[Candidate, Candidate]"
+
+
 @dataclass(frozen=True)
-class Verdicts(Generic[Found]):
-    """Findings of a judge, with its counts."""
+class Judge:
+    """A judge that is ready; its weights are not loaded yet."""
 
-    found: Found
-    counts: Mapping[str, int] = field(default_factory=dict)
-
-
-class Judge(ABC):
-    """Says which samples are good. What has a body here is of one that computes without a model."""
-
-    asks = False  # a language model, which may be behind a server
-    compares = False  # samples with each other: one alone has no score
-
-    @staticmethod
-    @abstractmethod
-    def require(config: Config, *, has_sampler: bool) -> None:
-        """Refuses what the settings alone get wrong, before data or a model are looked at."""
-
-    @staticmethod
-    def named(options: JudgeOptions, columns: Sequence[str]) -> Mapping[str, str]:
-        """Facts besides the settings' files that decide its verdicts on such columns."""
-        return {}
-
-    @staticmethod
-    @abstractmethod
-    def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> Judge:
-        """The judge, for samples with these columns; loads no weights.
-
-        A sampler stands for the language model that the settings would name.
-        """
-
-    @property
-    @abstractmethod
-    def made_from(self) -> Mapping[str, str]:
-        """Digests of all that its judgments follow from, beside the samples."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The settings that they follow from."""
-        return {}
-
-    @property
-    def device(self) -> str:
-        """The device it computes on."""
-        return "cpu"
-
-    @abstractmethod
-    def judged(
-        self, table: pl.DataFrame, samples: SampleRows, judging: Judging
-    ) -> Verdicts[pl.DataFrame] | None:
-        """The table of the samples with their scores; None while other parts are not done."""
-
-    @abstractmethod
-    def measured(self, gold: Gold, judging: Judging) -> Verdicts[Shares]:
-        """Its results on pairs of known preference."""
+    made_from: Mapping[str, str]  # digests of all that its judgments follow from, beside samples
+    columns: Callable[[Sequence[Candidate], Judging], Columns]
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that they follow from
+    # Of a judge that compares samples with each other: the verdicts on pairs in both orders.
+    compare: Callable[[Sequence[Pair], Judging], Sequence[Compared]] | None = None
 
 
-class RowJudge(Judge):
-    """A judge that gives each sample a score of its own."""
+class OthersAreNotDone(Exception):  # noqa: N818 - not an error of the program
+    """Judgments are missing that other parts make."""
 
-    @abstractmethod
-    def scores(self, samples: SampleRows, judging: Judging) -> Verdicts[Scores] | None:
-        """The score of each sample, or None for it; None while other parts are not done."""
 
-    def judged(
-        self, table: pl.DataFrame, samples: SampleRows, judging: Judging
-    ) -> Verdicts[pl.DataFrame] | None:
-        """The table with a column of scores."""
-        made = self.scores(samples, judging)
-        if made is None:
-            return None
-        return Verdicts(with_scores(table, samples, made.found), made.counts)
+def candidates_of(table: pl.DataFrame, where: str) -> list[Candidate]:
+    """The samples of a table, which has no column yet that judging adds.
 
-    def measured(self, gold: Gold, judging: Judging) -> Verdicts[Shares]:
-        """Whether the better one of each pair has the higher score."""
-        made = self.scores(gold.samples, judging)
-        assert made, "a judge is measured in one process"
-        keyed = [[(one.prompt_key, one.number) for one in pair] for pair in gold.pairs]
-        scores = ((made.found.get(first), made.found.get(second)) for first, second in keyed)
-        return Verdicts(of_scores(scores), made.counts)
+    Their texts are read as stage 1 reads them: a column may hold conversations as JSON.
+    """
+    if taken := [name for name in ADDED if name in table.columns]:
+        raise UsageError(
+            f"{where} has a column {taken[0]!r}, which judging adds. Rename it in the prompts' "
+            "file, and sample again: no answer is asked for twice."
+        )
+    found = []
+    for row in table.iter_rows(named=True):
+        key, number, completion = row["prompt_key"], row["number"], row["completion"]
+        try:
+            prompt = read_text(row["prompt"], "prompt")
+            if not isinstance(prompt, str):
+                completion = read_text(completion, "completion")
+        except BadRow as bad:
+            raise UsageError(
+                f"{where}: sample {number} of prompt {key}: {bad.detail}. Sample again."
+            ) from bad
+        read = {**row, "prompt": plain(prompt), "completion": plain(completion)}
+        found.append(Candidate(key, number, prompt, answer_text(completion), read))
+    return found
+
+
+def read_gold(name: str, data: DataOptions) -> tuple[list[Pair], Sequence[str], int]:
+    """The pairs of a file or folder: chosen and rejected, or the best and the worst by score.
+
+    With the columns of the data, and the number of rows that cannot be used or are ties.
+    """
+    inputs = open_inputs([name])
+    shape = replace(common_shape(inputs, data.map), wrap=Wrapping.of(data.wrap))
+    if shape.declared.kind in ("label", "score") or shape.lacks_scores:
+        raise UsageError(
+            f"--calibrate {name}: a judge is measured on pairs (prompt, chosen, rejected) or on "
+            "prompts with scored completions (prompt, completions, scores)."
+        )
+    columns = tuple(dict.fromkeys(column for file in inputs for column in file.columns))
+    pairs = []
+    left_out = 0
+    seen: Counter[str] = Counter()
+    for cells in (cells for file in inputs for cells in rows_of(file, columns)):
+        record = record_of(cells, shape, file=0, row=0)
+        pair = _better_and_worse(record) if isinstance(record, Record) else None
+        if isinstance(cells, BadRow) or not isinstance(record, Record) or not pair:
+            left_out += 1
+            continue
+        key = Prompt(record.prompt, record.tools, record.template_options).key
+        shared = {**cells, "prompt": plain(record.prompt), "prompt_key": key}
+        shared |= given_to_template(record)
+        number = seen[key]
+        seen[key] += 2
+        better, worse = (
+            Candidate(
+                key,
+                number + place,
+                record.prompt,
+                answer_text(completion),
+                {**shared, "number": number + place, "completion": plain(completion)},
+            )
+            for place, completion in enumerate(pair)
+        )
+        pairs.append((better, worse))
+    if not pairs:
+        raise UsageError(f"--calibrate {name}: no row of it can be used. Name other data.")
+    return pairs, columns, left_out
+
+
+def _better_and_worse(record: Record) -> tuple[Text, Text] | None:
+    """The completions of a pair, or those with the highest and the lowest score."""
+    if len(record.roles) == 2 and record.roles[0] != record.roles[1]:
+        return record.completions[0], record.completions[1]
+    scores = [score for score in record.scores if score is not None]
+    if len(scores) < 2 or not is_above(max(scores), min(scores)):
+        return None
+    best, worst = (record.scores.index(most(scores)) for most in (max, min))
+    return record.completions[best], record.completions[worst]

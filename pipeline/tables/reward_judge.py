@@ -4,133 +4,92 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...schemas.config import CacheOptions, Config
 from ...schemas.data_options import DataOptions
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
-from ...schemas.samples import Sampler
-from ...stages.judge.judged_rows import SampleRows
 from ...stages.model.reference import HfReward
 from ...stages.storage.disk import fs
 from ...stages.storage.disk.digests import own_digests
 from ...stages.storage.output_folder import SCORES
+from ...stages.storage.tables import TableFolder
 from ..jobs.object_inputs import local_model
-from .judges import Judging, RowJudge, Scores, Verdicts, kept_by
-from .score_rewards import ROWS as REWARDED
-from .score_rewards import Rewarded, rewards_from_model
+from .judges import Candidate, Columns, Judge, Judging, OthersAreNotDone
+from .score_rewards import ROWS, Rewarded, rewards_from_model
 
 GROUP = "group_of_samples"  # the column by which scores find their samples again
 OPTIONAL = ("tools", "chat_template_kwargs")
-SAMPLES, SCORED = "samples.jsonl", "scored"
-ROWS = f"{SCORED}/{REWARDED}"
 
 
-@dataclass(frozen=True)
-class RewardJudge(RowJudge):
-    """A reward model, known by the digests of its folder."""
-
-    config: Config
-    name: str
-
-    @staticmethod
-    def require(config: Config, *, has_sampler: bool) -> None:
-        """Refuses settings that name no model."""
-        if not config.rewards.model:
-            raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
-
-    @staticmethod
-    def of(config: Config, columns: Sequence[str], sampler: Sampler | None) -> RewardJudge:
-        """Digests its files; loads no weights."""
-        model = replace(config.model, path=local_model(config.rewards.model), adapter="")
-        return RewardJudge(config, digest(dict(HfReward(model, own_digests()).identity())))
-
-    @property
-    def made_from(self) -> Mapping[str, str]:
-        """The model."""
-        return {"judge": self.name}
-
-    def scores(self, samples: SampleRows, judging: Judging) -> Verdicts[Scores] | None:
-        """Of each sample that is not blank; equal ones of a prompt are scored once.
-
-        They are kept in a folder of this model, and used again for samples that have become more.
-        """
-        home = kept_by(self.config) / "reward" / self.name[:16]
-        groups = [*_groups(samples)]
-        lines = "".join(f"{json.dumps(group, ensure_ascii=False)}\n" for group in groups).encode()
-        folder = home / hashlib.sha256(lines).hexdigest()[:16]
-        for path in (*reversed([one for one in home.parents if not one.exists()]), home, folder):
-            fs.make_folder(path)
-        earlier = [path.parents[1] for path in sorted(home.glob(f"*/{ROWS}"))]
-        known = {name for one in earlier for name, _ in _scored(one)}
-        if not (folder / SAMPLES).exists():
-            fs.publish(folder / SAMPLES, lines)
-        made = rewards_from_model(
-            _scoring(self.config, folder, [one for one in earlier if one != folder]),
-            lambda options: HfReward(options, own_digests()),
-            progress=judging.progress,
-            part=judging.part,
-        )
-        if not isinstance(made, Rewarded):
-            return None
-        found = dict(_scored(folder))
-        new = len(found.keys() - known)
-        judging.tally.new += new
-        judging.tally.known += len(found) - new
-        named = ((_name(row, row["completion"]), row) for row in samples.rows)
-        return Verdicts(
-            {
-                (row["prompt_key"], row["number"]): found[name]
-                for name, row in named
-                if name in found
-            }
-        )
+def reward_judge(config: Config) -> Judge:
+    """The reward model of the settings, known by the digests of its files."""
+    if not config.rewards.model:
+        raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
+    model = replace(config.model, path=local_model(config.rewards.model), adapter="")
+    name = digest(dict(HfReward(model, own_digests()).identity()))
+    return Judge({"judge": name}, partial(_columns, config, name))
 
 
-def _scoring(config: Config, folder: Path, earlier: Sequence[Path]) -> Config:
-    """The settings of `align score` over the samples in a folder."""
-    return replace(
-        config,
-        data=DataOptions(files=[str(folder / SAMPLES)], carry=[GROUP], max_bad_frac=1.0),
-        cache=CacheOptions(
-            reuse=[str(one / SCORED / SCORES) for one in earlier],
-            reuse_known=config.cache.reuse_known,
-        ),
-        rewards=replace(config.rewards, output=str(folder / SCORED)),
-        scoring=replace(config.scoring, executor="inline"),  # a judge has parts alone
-        tracking=config.tracking.none(),  # the judge has a run of its own
-    )
-
-
-def _groups(samples: SampleRows) -> Iterator[dict[str, Any]]:
-    """The rows to score: each prompt with its different samples."""
+def _columns(
+    config: Config, name: str, candidates: Sequence[Candidate], judging: Judging
+) -> Columns:
+    """The score of each sample that is not blank; equal ones of a prompt are scored once."""
+    # Each prompt with its different samples, as a row of data.
     groups: dict[str, dict[str, Any]] = {}
-    for row, one in zip(samples.rows, samples.candidates, strict=True):
-        if not one.text or one.text.isspace():
-            continue
-        new = {"prompt_key": row["prompt_key"], "prompt": row["prompt"], "completions": []}
-        new |= {name: row[name] for name in OPTIONAL if row.get(name)} | {GROUP: len(groups)}
-        group = groups.setdefault(row["prompt_key"], new)
-        if row["completion"] not in group["completions"]:
-            group["completions"].append(row["completion"])
-    yield from groups.values()
+    for one in candidates:
+        if one.text.strip():
+            new = {"prompt": one.row["prompt"], "completions": [], GROUP: len(groups)}
+            new |= {column: one.row[column] for column in OPTIONAL if one.row.get(column)}
+            group = groups.setdefault(one.prompt_key, new)
+            if one.row["completion"] not in group["completions"]:
+                group["completions"].append(one.row["completion"])
+    lines = "".join(f"{json.dumps(group, ensure_ascii=False)}\n" for group in groups.values())
 
+    # These samples have a folder among those of this model, and reuse the scores of the others.
+    answers = TableFolder.at(config.judge.output, "judged").answers(config.judge.answers)
+    home = answers / "reward" / name[:16]
+    folder = home / hashlib.sha256(lines.encode()).hexdigest()[:16]
+    samples, scored = folder / "samples.jsonl", "scored"
+    for path in (*reversed([one for one in home.parents if not one.exists()]), home, folder):
+        fs.make_folder(path)
+    if not samples.exists():
+        fs.publish(samples, lines.encode())
+    earlier = [path.parent / SCORES for path in sorted(home.glob(f"*/{scored}/{ROWS}"))]
+    made = rewards_from_model(
+        replace(
+            config,
+            data=DataOptions(files=[str(samples)], carry=[GROUP], max_bad_frac=1.0),
+            cache=CacheOptions(
+                reuse=[str(one) for one in earlier if one.parent.parent != folder],
+                reuse_known=config.cache.reuse_known,
+            ),
+            rewards=replace(config.rewards, output=str(folder / scored)),
+            scoring=replace(config.scoring, executor="inline"),  # a judge has parts alone
+            tracking=config.tracking.none(),  # the judge has a run of its own
+        ),
+        lambda options: HfReward(options, own_digests()),
+        progress=judging.progress,
+        part=judging.part,
+    )
+    if not isinstance(made, Rewarded):
+        raise OthersAreNotDone
+    judging.tally.new += made.scored
+    judging.tally.known += made.completions - made.scored
 
-def _scored(folder: Path) -> Iterator[tuple[str, float]]:
-    """The name and the score of each sample in what `align score` wrote."""
-    with (folder / SAMPLES).open(encoding="utf-8") as lines:
-        groups = [json.loads(line) for line in lines]
-    with (folder / ROWS).open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            group = groups[int(row[GROUP])]
-            for completion, score in zip(group["completions"], row["scores"], strict=True):
-                yield _name(group, completion), score
-
-
-def _name(row: Mapping[str, Any], completion: Any) -> str:
-    return f"{row['prompt_key']} {json.dumps(completion, sort_keys=True)}"
+    scores = dict[tuple[str, str], float]()
+    keys = [*groups]
+    for line in made.path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        key = keys[int(row[GROUP])]
+        for completion, score in zip(groups[key]["completions"], row["scores"], strict=True):
+            scores[key, json.dumps(completion, sort_keys=True)] = score
+    found = (
+        scores.get((one.prompt_key, json.dumps(one.row["completion"], sort_keys=True)))
+        for one in candidates
+    )
+    return {"score": [*found]}

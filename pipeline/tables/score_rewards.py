@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -16,7 +15,7 @@ from ...schemas.columns import Ragged
 from ...schemas.config import Config, ModelOptions
 from ...schemas.errors import UsageError, counted
 from ...schemas.row_table import Rows
-from ...schemas.rows import Record, Reference, Text
+from ...schemas.rows import Record, Reference
 from ...stages.data.cells import Wrapping
 from ...stages.data.columns import common_shape, not_read
 from ...stages.data.files import digested, inputs_of, require_unchanged
@@ -31,6 +30,7 @@ from ..jobs.object_inputs import with_local_inputs
 from ..parts import Part
 from ..precompute.precompute import PrecomputeResult, precompute
 from ..ray_actors import require_executor
+from .table_inputs import given_to_template, plain
 
 ROWS = "rows.jsonl"
 
@@ -43,6 +43,7 @@ class Rewarded:
     rows: int
     completions: int
     left_out: int
+    scored: int  # completions, by this process
     unread: tuple[str, ...] = ()  # columns of the data
 
     has_published = True
@@ -118,7 +119,8 @@ def rewards_from_model(
         require_unchanged(inputs, before)
 
     rows, completions = write_rewarded(output, rewarded())
-    return Rewarded(folder / ROWS, rows, completions, rows_in - rows, shape.unread)
+    left_out = rows_in - rows
+    return Rewarded(folder / ROWS, rows, completions, left_out, made.tally.scored, shape.unread)
 
 
 def scores_in_order(shards: Iterable[Rows], sha256s: Sequence[str]) -> pl.DataFrame:
@@ -160,15 +162,3 @@ def write_rewarded(
             num_rows, num_completions = num_rows + 1, num_completions + len(scores)
         output.vouch_for(ROWS, content.hexdigest())
     return num_rows, num_completions
-
-
-def plain(text: Text) -> Any:
-    """A text, or its messages as a list of dicts."""
-    return text if isinstance(text, str) else [dict(message) for message in text]
-
-
-def given_to_template(record: Record) -> dict[str, Any]:
-    """The tools and options of a record's prompt, as columns, if it has them."""
-    tools = {"tools": list(record.tools)} if record.tools else {}
-    options = record.template_options
-    return tools | ({"chat_template_kwargs": dict(options)} if options else {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import polars as pl
 
@@ -97,3 +98,15 @@ def samples_of(records: Iterable[Record]) -> pl.DataFrame:
         pl.Series("score", scores, pl.Float64),
         pl.exclude("prompt"),
     )
+
+
+def plain(text: Text) -> Any:
+    """A text, or its messages as a list of dicts."""
+    return text if isinstance(text, str) else [dict(message) for message in text]
+
+
+def given_to_template(record: Record) -> dict[str, Any]:
+    """The tools and options of a record's prompt, as columns, if it has them."""
+    tools = {"tools": list(record.tools)} if record.tools else {}
+    options = record.template_options
+    return tools | ({"chat_template_kwargs": dict(options)} if options else {})

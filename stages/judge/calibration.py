@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...schemas.errors import counted
@@ -28,14 +28,6 @@ class Proportion:
         spread = Z * math.sqrt(rate * (1 - rate) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
         return middle - spread, middle + spread
 
-    def cells(self) -> tuple[str, ...]:
-        """The proportion as cells of a table."""
-        if not self.of:
-            return f"{self.count:,}", "0", "", ""
-        low, high = self.interval()
-        share = f"{self.count / self.of:.3f}"
-        return f"{self.count:,}", f"{self.of:,}", share, f"{low:.3f} to {high:.3f}"
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -49,10 +41,24 @@ class Calibration:
 
     def text(self) -> str:
         """The figures as a table."""
-        rows = [(name, *share.cells()) for name, share in self.shares.items()]
-        lines = grid(("", "count", "of", "share", "95 % interval"), rows)
-        title = heading(f"Judging by {self.judge}: {counted(self.pairs, 'gold pairs')}")
-        return "\n".join([title, *lines, *self._notes()])
+        rows = []
+        for name, share in self.shares.items():
+            row = (name, f"{share.count:,}", f"{share.of:,}", "", "")
+            if share.of:
+                low, high = share.interval()
+                row = (*row[:3], f"{share.count / share.of:.3f}", f"{low:.3f} to {high:.3f}")
+            rows.append(row)
+        lines = [heading(f"Judging by {self.judge}: {counted(self.pairs, 'gold pairs')}")]
+        lines += grid(("", "count", "of", "share", "95 % interval"), rows)
+        if self.left_out:
+            left = counted(self.left_out, "rows")
+            lines.append(f"  {left} left out: unusable, or without a preference")
+        if self.counts.get("judgments"):
+            asked = counted(self.counts["judgments"], "questions")
+            read, written = (self.counts[f"judge_{one}_tokens"] for one in ("prompt", "completion"))
+            refused = counted(self.counts["refusals"], "answers without a verdict")
+            lines.append(f"  {asked}: {read:,} tokens read, {written:,} written; {refused}")
+        return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
         """The figures by metric name."""
@@ -60,26 +66,13 @@ class Calibration:
         named = {f"calibrate/{name.replace(', ', ' ')}": share for name, share in found.items()}
         return {**named, **{f"calibrate/{name}": float(n) for name, n in self.counts.items()}}
 
-    def _notes(self) -> list[str]:
-        left = counted(self.left_out, "rows") + " left out: unusable, or without a preference"
-        notes = [f"  {left}"] if self.left_out else []
-        if not self.counts.get("judgments"):
-            return notes
-        asked = counted(self.counts["judgments"], "questions")
-        read, written = (self.counts[f"judge_{side}_tokens"] for side in ("prompt", "completion"))
-        refused = counted(self.counts["refusals"], "answers without a verdict")
-        return [*notes, f"  {asked}: {read:,} tokens read, {written:,} written; {refused}"]
 
-
-def of_comparisons(compared: Iterable[Compared]) -> dict[str, Proportion]:
+def of_comparisons(pairs: Sequence[Compared]) -> dict[str, Proportion]:
     """The figures of comparisons of pairs in both orders, whose first text is the better one."""
-    pairs = [*compared]
-    judged = [pair for pair in pairs if pair.winner]
-    asked = [pair for pair in judged if pair.was_asked]
-    letters = [letter for pair in asked for letter in (pair.forward, pair.backward)]
-    chosen = [letter for letter in letters if letter != "tie"]
+    asked = [pair for pair in pairs if pair.winner and pair.was_asked]
     forward = [pair.forward for pair in asked if pair.forward != "tie"]
     backward = [pair.backward for pair in asked if pair.backward != "tie"]
+    chosen = [*forward, *backward]
     return {
         **_agreement([pair.winner for pair in pairs]),
         "gold one shown first: preferred": Proportion(forward.count("A"), len(forward)),
@@ -91,16 +84,18 @@ def of_comparisons(compared: Iterable[Compared]) -> dict[str, Proportion]:
 
 def of_scores(scores: Iterable[tuple[float | None, float | None]]) -> dict[str, Proportion]:
     """The figures of scores of pairs, whose first text is the better one."""
-    return _agreement([_winner(*pair) for pair in scores])
+    winners: list[str | None] = []
+    for first, second in scores:
+        if first is None or second is None:
+            winners.append(None)
+        elif is_above(first, second):
+            winners.append("first")
+        else:
+            winners.append("second" if is_above(second, first) else "tie")
+    return _agreement(winners)
 
 
-def _winner(first: float | None, second: float | None) -> str | None:
-    if first is None or second is None:
-        return None
-    return "first" if is_above(first, second) else "second" if is_above(second, first) else "tie"
-
-
-def _agreement(winners: list[str | None]) -> dict[str, Proportion]:
+def _agreement(winners: Sequence[str | None]) -> dict[str, Proportion]:
     judged = [winner for winner in winners if winner]
     decided = [winner for winner in judged if winner != "tie"]
     return {

@@ -1,9 +1,9 @@
 """The verdict at the end of a judge's answer; an answer without exactly one is a refusal.
 
-The last line has to be `Score: N`, of 1 to 10, or `Verdict: A`, `Verdict: B` or `Verdict: tie`, in
-bold or not, and the word with its colon stands nowhere else in the answer. Nothing is guessed from
-other text, and an answer that was cut says nothing: `Score: 1` may have been the beginning of
-`Score: 10`.
+The last line has to be `Score: N`, of 1 to 10, or `Verdict: A`, `Verdict: B` or `Verdict: tie`, and
+the word with its colon stands nowhere else in the answer. Markdown around it does not count:
+`**Score: 7**` is a score of 7. Nothing is guessed from other text, and an answer that was cut says
+nothing: `Score: 1` may have been the beginning of `Score: 10`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 Verdict: TypeAlias = Literal["A", "B", "tie"]
 Winner: TypeAlias = Literal["first", "second", "tie"]
 
+_MARKDOWN = re.compile(r"[*_`]|^ *#+ ", re.MULTILINE)  # bold, italic, code, a heading
 _SCORE = re.compile(r"Score: (10|[1-9])")
 _VERDICT = re.compile(r"Verdict: (A|B|tie)")
 _MENTION = {
@@ -37,7 +38,7 @@ def verdict_in(answer: Mapping[str, Any]) -> Verdict | None:
 
 
 def _last_line(answer: Mapping[str, Any], form: re.Pattern[str]) -> str | None:
-    text = answer["text"].replace("*", "").rstrip()
+    text = _MARKDOWN.sub("", answer["text"]).rstrip()
     found = form.fullmatch(text.rpartition("\n")[2].strip())
     is_whole = answer["finish"] != "length" and len(_MENTION[form].findall(text)) == 1
     return found[1] if found and is_whole else None

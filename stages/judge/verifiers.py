@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import math
 import re
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import resolve_name
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +15,14 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ...schemas.errors import UsageError
-from ...schemas.json_codec import digest
 from ...schemas.round_options import JudgeOptions
 
 Row: TypeAlias = "Mapping[str, Any]"  # of the samples' table
 # A row and the text of its sample: its score, or None where it has no reference answer.
 Verifier: TypeAlias = "Callable[[Row, str], float | None]"
+
+# Cached, because a file may be edited after this process has loaded it.
+_sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 
 
 def verifier_of(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifier, dict[str, str]]:
@@ -31,53 +30,46 @@ def verifier_of(options: JudgeOptions, columns: Sequence[str]) -> tuple[Verifier
     if options.by == "function":
         function, source = _imported(options.function)
         return _checked(function, options.function), {"function": options.function, **source}
-    if options.answer not in columns:
+    pattern = _pattern(options.pattern) if options.by == "regex" else None
+    column = options.answer
+    if column not in columns:
         raise UsageError(
-            f"judge.answer: the samples have no column {options.answer!r} with a reference answer; "
-            f"they have {', '.join(columns)}. Name it by --answer."
+            f"judge.answer: the samples have no column {column!r} with a reference answer; they "
+            f"have {', '.join(columns)}. Name it by --answer."
         )
-    named = {"answer": options.answer}
-    if options.by == "exact":
-        return _exact(options.answer), named
-    return _matching(options.answer, options.pattern), {**named, "pattern": options.pattern}
-
-
-def _exact(column: str) -> Verifier:
-    """A check that gives 1 for the reference answer itself, ignoring blanks around both."""
 
     def verify(row: Row, text: str) -> float | None:
+        """1 for the reference answer itself, ignoring blanks around both."""
         wanted = row[column]
-        return None if wanted is None else float(text.strip() == str(wanted).strip())
-
-    return verify
-
-
-def _matching(column: str, pattern: str) -> Verifier:
-    """A check that gives 1 if the first group of the first match is the reference answer."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise UsageError(f"judge.pattern: {pattern!r} is not a regular expression: {error}.") from (
-            error
-        )
-    if not compiled.groups:
-        raise UsageError(
-            f"judge.pattern: {pattern!r} has no group. Put parentheses around what is to be "
-            r"compared, for example 'Answer: (\d+)'."
-        )
-
-    def verify(row: Row, text: str) -> float | None:
-        wanted, found = row[column], compiled.search(text)
         if wanted is None:
             return None
-        group = found[1] if found else None
-        return float(group is not None and group.strip() == str(wanted).strip())
+        if pattern:
+            found = pattern.search(text)
+            if not found or found[1] is None:
+                return 0.0
+            text = found[1]
+        return float(text.strip() == str(wanted).strip())
 
-    return verify
+    return verify, {"answer": column, **({"pattern": options.pattern} if pattern else {})}
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"judge.pattern: {text!r} is not a regular expression: {error}.") from (
+            error
+        )
+    if not pattern.groups:
+        raise UsageError(
+            f"judge.pattern: {text!r} has no group. Put parentheses around what is to be "
+            r"compared, for example 'Answer: (\d+)'."
+        )
+    return pattern
 
 
 def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """The function of `MODULE:FUNCTION`, also from the current folder, and its code's digest."""
+    """The function of `MODULE:FUNCTION`, also from the current folder, and its file's digest."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         raise UsageError(
@@ -98,58 +90,9 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
     if not callable(function):
         raise UsageError(f"judge.function: {module_name} has no function {function_name!r}.")
     if module not in _sources:
-        _sources[module] = _source_digest(module)
+        file = getattr(module, "__file__", None)  # a module of Python itself may have none
+        _sources[module] = hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()
     return function, {"source": _sources[module]}
-
-
-# Cached, because a file may be edited after this process has loaded it.
-_sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
-_LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-
-
-def _source_digest(module: ModuleType) -> str:
-    """The digest of a module, and of the modules that it imports from its package or folder."""
-    found: dict[str, str] = {}
-    waiting = [module]
-    while waiting:
-        one = waiting.pop()
-        file = _file_of(one)
-        if one.__name__ in found or file is None or not _is_beside(one, file, module):
-            continue
-        content = file.read_bytes()
-        found[one.__name__] = hashlib.sha256(content).hexdigest()
-        names = _imported_by(ast.parse(content).body, one.__package__ or "")
-        waiting += [sys.modules[name] for name in names if name in sys.modules]
-    return digest(found)
-
-
-def _imported_by(statements: Sequence[ast.stmt], package: str) -> Iterator[str]:
-    """Names of possible modules in the imports that run when the module is loaded."""
-    for statement in statements:
-        if isinstance(statement, ast.Import):
-            yield from (alias.name for alias in statement.names)
-        elif isinstance(statement, ast.ImportFrom):
-            dotted = "." * statement.level + (statement.module or "")
-            home = resolve_name(dotted, package) if statement.level else dotted
-            yield from (home, *(f"{home}.{alias.name}" for alias in statement.names))
-        elif isinstance(statement, ast.Try):
-            handled = [line for handler in statement.handlers for line in handler.body]
-            yield from _imported_by([*statement.body, *handled], package)
-
-
-def _is_beside(one: ModuleType, file: Path, module: ModuleType) -> bool:
-    top = module.__name__.partition(".")[0]
-    if one.__name__.partition(".")[0] == top:
-        return True
-    home = _file_of(sys.modules.get(top, module))
-    folder = home.parents[home.name == "__init__.py"] if home else None
-    is_library = any(file.is_relative_to(library) for library in _LIBRARIES)
-    return folder is not None and file.is_relative_to(folder) and not is_library
-
-
-def _file_of(module: ModuleType) -> Path | None:
-    file = getattr(module, "__file__", None)
-    return Path(file).resolve() if file and file.endswith(".py") else None
 
 
 def _checked(function: Callable[..., Any], name: str) -> Verifier:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
 from ...schemas.errors import UsageError
 from ...schemas.score_gaps import further_apart
 from ..report.intervals import interval_of_rate
 
-if TYPE_CHECKING:
-    import polars as pl
-
 OUTCOMES = ("wins", "ties", "losses")
-SAMPLE = ("prompt_key", "number")
 
 
 @dataclass(frozen=True)
@@ -38,48 +32,40 @@ def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: in
     tie in whichever batches they were scored; without them, `ours` were compared by the judge
     itself, and their wins, ties and losses are counted.
     """
-    prompts, outcomes, unjudged = _counted(ours) if theirs is None else _compared(ours, theirs)
-    comparisons = outcomes.sum(axis=1)
-    if not comparisons.sum():
+    if theirs is None:
+        if missing := [name for name in OUTCOMES if name not in ours.columns]:
+            raise UsageError(
+                f"The judged samples have no column {missing[0]!r}: they were not judged pairwise. "
+                "Give the judged samples to compare them with."
+            )
+        compared = ours.select("prompt_key", pl.col(OUTCOMES).fill_null(0))
+        unjudged = compared.filter(pl.sum_horizontal(OUTCOMES) == 0).height
+    else:
+        sample, columns = ["prompt_key", "number"], ["prompt_key", "number", "score", "completion"]
+        both = ours[columns].join(theirs[columns], on=sample, how="full", coalesce=True)
+        judged = both.drop_nulls(["score", "score_right"])
+        unjudged = both.height - judged.height
+        answers = (judged[name].to_list() for name in ("completion", "completion_right"))
+        differ = pl.Series(
+            [own != other for own, other in zip(*answers, strict=True)], dtype=pl.Boolean
+        )
+        own, other = judged["score"].to_numpy(), judged["score_right"].to_numpy()
+        is_won = differ & pl.Series(further_apart(own, other, 0.0), dtype=pl.Boolean)
+        is_lost = differ & pl.Series(further_apart(other, own, 0.0), dtype=pl.Boolean)
+        ties = ~(is_won | is_lost)
+        compared = judged.select("prompt_key", wins=is_won, ties=ties, losses=is_lost)
+
+    of_prompts = compared.group_by("prompt_key").agg(pl.col(OUTCOMES).sum().cast(pl.Float64))
+    of_prompts = of_prompts.filter(pl.sum_horizontal(OUTCOMES) > 0).sort("prompt_key")
+    wins, tied, losses = (of_prompts[name].to_numpy() for name in OUTCOMES)
+    won, of = wins + tied / 2, wins + tied + losses
+    if not len(of):
         raise UsageError(
             "There is no judged comparison to make a win rate of. Judge both with the same judge, "
             "or one with judge.against and pairwise."
         )
-    points = outcomes @ np.array([1.0, 0.5, 0.0])
-    _, groups = np.unique(prompts, return_inverse=True)
-    won, of = np.bincount(groups, points), np.bincount(groups, comparisons)
-    low, high = interval_of_rate(won[of > 0], of[of > 0], seed=seed)
-    total = int(comparisons.sum())
-    ties = float(outcomes[:, 1].sum() / total)
-    return WinRate(float(points.sum() / total), low, high, ties, total, unjudged)
-
-
-def _counted(ours: pl.DataFrame) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """The prompt of each sample, its wins, ties and losses, and the count of unjudged samples."""
-    if missing := [name for name in OUTCOMES if name not in ours.columns]:
-        raise UsageError(
-            f"The judged samples have no column {missing[0]!r}: they were not judged pairwise. "
-            "Give the judged samples to compare them with."
-        )
-    columns = [ours[name].fill_null(0).to_numpy() for name in OUTCOMES]
-    outcomes = np.stack(columns, axis=1).astype(np.int64)
-    return ours["prompt_key"].to_numpy(), outcomes, int((outcomes.sum(axis=1) == 0).sum())
-
-
-def _compared(
-    ours: pl.DataFrame, theirs: pl.DataFrame
-) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """The prompt and the outcome of each pair of samples, and the count of unjudged pairs."""
-    first, second = _by_sample(ours, "score"), _by_sample(theirs, "score")
-    both = [key for key in first if first[key] is not None and second.get(key) is not None]
-    ours_of, theirs_of = (np.array([of[key] for key in both], np.float64) for of in (first, second))
-    said, replied = _by_sample(ours, "completion"), _by_sample(theirs, "completion")
-    differ = np.array([said[key] != replied[key] for key in both], np.bool_)
-    won = differ & further_apart(ours_of, theirs_of, 0.0)
-    lost = differ & further_apart(theirs_of, ours_of, 0.0)
-    outcomes = np.stack([won, ~(won | lost), lost], axis=1).astype(np.int64)
-    return np.array([key[0] for key in both]), outcomes, len(first.keys() | second) - len(both)
-
-
-def _by_sample(table: pl.DataFrame, column: str) -> dict[tuple[str, int], Any]:
-    return {(key, number): cell for key, number, cell in table[[*SAMPLE, column]].iter_rows()}
+    low, high = interval_of_rate(won, of, seed=seed)
+    total = of.sum()
+    return WinRate(
+        float(won.sum() / total), low, high, float(tied.sum() / total), int(total), unjudged
+    )

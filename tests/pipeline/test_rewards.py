@@ -10,10 +10,15 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from align.pipeline.tables import score_rewards
+from align.pipeline.tables.judge import judge
+from align.schemas.config import Config, RewardOptions, TrackingOptions
+from align.schemas.round_options import JudgeOptions
 from align.stages.data.records import read_records
 from align.stages.storage.tables import TableFolder, read_table
+from align.stages.tracking.progress import Progress
 from support.command import align, refusal
 from support.sample_tables import sample_table
+from support.stage_one import contents
 
 pytestmark = pytest.mark.numeric
 
@@ -54,14 +59,14 @@ def test_scores_are_those_of_the_model_itself_and_are_kept(
 ):
     data, options = getattr(world.data, shape), ("--reward-model", reward_model)
     first = score(data, tmp_path / "out", *options)
+    before = contents(tmp_path / "out" / "cache")
     rows = rows_of(tmp_path / "out")
     assert len(rows) == pq.read_metadata(data).num_rows
     for row in rows[:5]:
         for completion, own in zip(row["completions"], row["scores"], strict=True):
             assert own == pytest.approx(own_score(row["prompt"], completion), abs=1e-4)
-    again = score(data, tmp_path / "out", *options)
-    assert ("scoring" in first.err, "scoring" in again.err) == (True, False)
-    assert again.out == first.out
+    assert score(data, tmp_path / "out", *options).out == first.out
+    assert contents(tmp_path / "out" / "cache") == before
 
 
 def test_candidates_need_no_scores(reward_model, tmp_path):
@@ -69,8 +74,7 @@ def test_candidates_need_no_scores(reward_model, tmp_path):
     table = pa.table({"prompt": ["Say yes.", None], "completions": completions})
     pq.write_table(table, tmp_path / "rows.parquet")
     options = ("--reward-model", reward_model, "--max-bad-frac", 0.5)
-    answer = score(tmp_path / "rows.parquet", tmp_path / "out", *options)
-    assert "1 row" in answer.out
+    score(tmp_path / "rows.parquet", tmp_path / "out", *options)
     (row,) = rows_of(tmp_path / "out")
     assert len(row["scores"]) == 3
 
@@ -98,11 +102,16 @@ def test_data_edited_while_they_are_scored_are_refused(world, reward_model, tmp_
     assert not (tmp_path / "out" / "rows.jsonl").exists()
 
 
-def judged(folder, samples, model, *more):
-    options = ("--by", "reward", "--reward-model", model, "--output", folder, "--no-mlflow")
-    answer = align("judge", samples, *options, *more)
-    assert answer.code == 0, answer
-    return answer.out, read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
+def judged(folder, samples, model):
+    """How many samples were scored now, how many before, and the rows."""
+    config = Config(
+        judge=JudgeOptions(by="reward", output=str(folder)),
+        rewards=RewardOptions(model=str(model)),
+        tracking=TrackingOptions(mlflow=False),
+    )
+    tally = judge(config, samples, progress=Progress()).tally
+    rows = read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
+    return (tally.new, tally.known), rows
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -124,8 +133,7 @@ def test_grown_samples_have_only_new_ones_scored(reward_model, tmp_path):
     # The same answer to another prompt, in another order.
     grown = {prompt: [*texts, "Yes.", "More."] for prompt, texts in reversed(TEXTS.items())}
     second = sample_table(tmp_path / "t", grown)
-    assert "4 judgments" in judged(tmp_path / "out", first, reward_model)[0]
-    said, rows = judged(tmp_path / "out", second, reward_model)
-    assert "3 judgments" in said
-    assert "4 known" in said
+    assert judged(tmp_path / "out", first, reward_model)[0] == (4, 0)
+    counts, rows = judged(tmp_path / "out", second, reward_model)
+    assert counts == (3, 4)
     assert judged(tmp_path / "fresh", second, reward_model)[1] == rows

@@ -18,7 +18,6 @@ from align.stages.storage.disk.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
 from support.read_rows import parted
-from support.refusals import require_names
 from support.stage_one import run
 
 # What each is to stage 1, and its columns, as TRL's page of formats has them for the first three.
@@ -63,14 +62,11 @@ def judged(folder, table, *, kind="judged", settings=None):
 
 
 def selected(*arguments):
-    """What was selected, and what was said of it."""
+    """What was selected, and its manifest."""
     answer = align("select", *arguments)
     assert answer.code == 0, answer
-    return read_table(TableFolder.at("align-selected", "selected"))[1], answer.out
-
-
-def left_out(said):
-    return [line.removeprefix("left out: ") for line in said.splitlines() if "left out" in line]
+    manifest, table = read_table(TableFolder.at("align-selected", "selected"))
+    return table, manifest
 
 
 def records_of(path):
@@ -84,15 +80,13 @@ def records_of(path):
 
 def test_a_judged_table_becomes_pairs_that_name_what_they_came_from(here):
     made = judged("judged", table_of(["Sky? ", "Sea? "]))
-    table, told = selected("judged")
+    table, manifest = selected("judged")
     assert table.rows() == [
         ("Sky? ", " Blue, mostly.", " Blue.", 0.4, 0.1),
         ("Sea? ", " Blue, mostly.", " Blue.", 0.4, 0.1),
     ]
-    manifest, _ = read_table(TableFolder.at("align-selected", "selected"))
     assert manifest.made_from == {"judged": made.root}
     assert (manifest.settings["rows"], manifest.settings["length"]) == ("best_worst", "tokens")
-    assert "2 pairs" in told
     Path("align-selected/selected.parquet").write_text("{")  # damaged, it is written anew
     assert selected("judged")[0].equals(table)
 
@@ -141,11 +135,9 @@ def write_lines(path, rows):
 
 def test_scored_rows_of_a_plain_file_are_selected_from_in_any_form(here, caplog):
     write_lines("scored.jsonl", [{**row, "id": "a1"} for row in SCORED])
-    rows, told = selected("scored.jsonl", "--max-length-ratio", 1)
+    rows, manifest = selected("scored.jsonl", "--max-length-ratio", 1)
     assert rows.rows() == [("a", " z", " x", 2, 1)]
-    (reason,) = left_out(told)
-    require_names(reason, "1 prompt", "min_gap")
-    assert "characters" in told
+    assert (manifest.counts["too_near"], manifest.settings["length"]) == (1, "characters")
     # Another name, and text that is left behind.
     persona = {"persona": "You are a pirate, always."}
     rows = [{("q" if name == "prompt" else name): row[name] for name in row} for row in SCORED]
@@ -247,7 +239,7 @@ def test_what_is_refused_leaves_no_output_or_the_one_that_was_there(here):
     write_lines("bad.jsonl", [*SCORED, {"prompt": "", "completions": [" x"], "scores": [1]}])
     refusal(3, "select", "bad.jsonl", names=("row 2",))
     assert sha256_of(output.file) == before
-    assert "1 row" in selected("bad.jsonl", "--max-bad-frac", 0.5)[1]
+    assert selected("bad.jsonl", "--max-bad-frac", 0.5)[1].counts["unusable"] == 1
     Path("judged/judged.parquet").write_bytes(b"other")
     refusal(5, "select", "judged", names=("judged.parquet",))
 

@@ -1,6 +1,5 @@
 """A judge is shown texts whole and says one verdict in the stated form; checks need no judge."""
 
-import pickle
 import re
 import sys
 from itertools import product
@@ -9,7 +8,7 @@ import pytest
 
 from align.schemas.errors import UsageError
 from align.schemas.round_options import JudgeOptions
-from align.stages.judge.judge_template import answer_text, load_template
+from align.stages.judge.template import answer_text, load_template
 from align.stages.judge.verdicts import SAME, Compared, score_in, verdict_in
 from align.stages.judge.verifiers import verifier_of
 from support.refusals import refuses
@@ -97,12 +96,6 @@ def test_a_template_that_would_hide_or_do_something_is_refused(own, text, name):
         own(text).filled("Q", ("4",))
 
 
-def test_a_template_travels_to_another_process(own):
-    template = own("{% for m in messages %}{{ m.content }}{% endfor %}{{ answer }}")
-    expected = template.filled(PROMPT, ("4",))
-    assert pickle.loads(pickle.dumps(template)).filled(PROMPT, ("4",)) == expected
-
-
 def test_calls_of_tools_and_several_turns_are_shown():
     calls = [{"function": {"name": "add", "arguments": "{}"}}]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
@@ -120,7 +113,11 @@ SCORES = {
     "Score: 1\n\n": 1,
     "A good score, 9 of 10 at least.\r\nScore: 10\r\n": 10,
     **dict.fromkeys(
-        ("**Score: 7**", "It is right.\n\n**Score:** 7", "**Score**: 7", "Score: *7*"), 7
+        (
+            *("**Score: 7**", "It is right.\n\n**Score:** 7", "**Score**: 7", "Score: *7*"),
+            *("__Score: 7__", "`Score: 7`", "### Score: 7", "```\nScore: 7\n```"),
+        ),
+        7,
     ),
 }
 NO_SCORES = (
@@ -212,7 +209,7 @@ def forget():
     """Makes the modules of this file's tests new ones."""
 
     def drop():
-        for name in ("own_checks", "own_help", "own_library"):
+        for name in ("own_checks", "own_help"):
             sys.modules.pop(name, None)
 
     yield drop
@@ -242,26 +239,21 @@ def test_a_function_is_found_in_the_current_folder_and_its_failure_names_the_sam
             checked(name)
 
 
-@pytest.mark.parametrize("imported", ["import own_help as h", "from own_help import WORD as h"])
-def test_the_code_that_a_function_imports_from_beside_it_names_the_judge_too(
-    here, tmp_path_factory, monkeypatch, forget, imported
-):
+def test_an_edit_of_its_own_file_alone_makes_a_function_another_judge(here, forget):
     def source():
         options = JudgeOptions(by="function", function="own_checks:grade")
         return verifier_of(options, ())[1]["source"]
 
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    monkeypatch.syspath_prepend(elsewhere)
-    (elsewhere / "own_library.py").write_text("WORD = 'one'\n")
-    code = f"import own_library\n{imported}\ndef grade(*row): return 1\n"
-    (here / "own_checks.py").write_text(code)
-    (here / "own_help.py").write_text("WORD = 'one'\n")
+    def written(checks, helper):
+        (here / "own_checks.py").write_text(f"{checks}\nimport own_help\ndef grade(*row): return 1")
+        (here / "own_help.py").write_text(helper)
+
+    written("# one", "# one")
     first = source()
-    (here / "own_help.py").write_text("WORD = 'two'\n")
+    written("# two", "# two")
     assert source() == first  # the code that runs was read before
     forget()
     assert source() != first
-    (here / "own_help.py").write_text("WORD = 'one'\n")
-    (elsewhere / "own_library.py").write_text("WORD = 'two'\n")
+    written("# one", "# two")
     forget()
     assert source() == first

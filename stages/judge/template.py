@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,23 +18,20 @@ from ...schemas.json_codec import digest
 from ...schemas.rows import Message, Text
 from ...schemas.samples import Prompt
 
-Question: TypeAlias = Literal["rubric", "pairwise"]
-ANSWERS: dict[Question, tuple[str, ...]] = {
-    "rubric": ("answer",),
-    "pairwise": ("answer_a", "answer_b"),
-}
+ANSWERS = {"rubric": ("answer",), "pairwise": ("answer_a", "answer_b")}  # by judge.by
 ROLES = ("system", "user")
 MARK_LENGTH = 12
 _SANDBOX = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
+_compiled = lru_cache(maxsize=4)(_SANDBOX.from_string)
 
 
 @dataclass(frozen=True)
 class JudgeTemplate:
     """A template of one kind of question."""
 
-    kind: Question
+    kind: str  # of question: one of ANSWERS
     text: str
     source: str  # the file that it is from
 
@@ -46,20 +42,25 @@ class JudgeTemplate:
 
     def filled(self, prompt: Text, answers: Sequence[str]) -> Prompt:
         """The question as a conversation: the blocks `system` and `user`, or all of it as user."""
-        messages = [{"role": str(one["role"]), "content": shown(one)} for one in _messages(prompt)]
+        asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        messages = [{"role": str(one["role"]), "content": shown(one)} for one in asked]
         texts = [text for message in messages for text in message.values()]
+        # A delimiter that is in none of the texts, so that none can end its part of the prompt.
+        marks = (digest([number, *texts, *answers])[:MARK_LENGTH] for number in count())
         values: dict[str, object] = {
-            "mark": _mark([*texts, *answers]),
+            "mark": next(
+                one for one in marks if not any(one in text for text in (*texts, *answers))
+            ),
             "messages": messages,
             **dict(zip(ANSWERS[self.kind], answers, strict=True)),
         }
-        compiled = _compiled(self.text)
+        template: Template = _compiled(self.text)
         try:
-            if compiled.blocks:
-                context = compiled.new_context(values)
-                parts = {role: "".join(block(context)) for role, block in compiled.blocks.items()}
+            if template.blocks:
+                context = template.new_context(values)
+                parts = {role: "".join(block(context)) for role, block in template.blocks.items()}
             else:
-                parts = {"user": compiled.render(values)}
+                parts = {"user": template.render(values)}
         except Exception as error:  # a template may raise anything
             raise UsageError(
                 f"judge.template {self.source} cannot be filled: {type(error).__name__}: {error}. "
@@ -68,12 +69,7 @@ class JudgeTemplate:
         return Prompt(tuple({"role": r, "content": parts[r].strip()} for r in ROLES if r in parts))
 
 
-@lru_cache(maxsize=4)
-def _compiled(text: str) -> Template:
-    return _SANDBOX.from_string(text)
-
-
-def load_template(kind: Question, path: str) -> JudgeTemplate:
+def load_template(kind: str, path: str) -> JudgeTemplate:
     """The template in a file, or the built-in one."""
     file = Path(path) if path else Path(__file__).parent / f"{kind}.j2"
     try:
@@ -114,13 +110,3 @@ def answer_text(completion: Text) -> str:
     if len(completion) == 1:
         return shown(completion[0])
     return "\n\n".join(f"{message['role']}: {shown(message)}" for message in completion)
-
-
-def _messages(prompt: Text) -> Sequence[Message]:
-    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-
-
-def _mark(texts: Sequence[str]) -> str:
-    """A delimiter that is in none of the texts, so that none can end its part of the prompt."""
-    marks = (digest([number, *texts])[:MARK_LENGTH] for number in count())
-    return next(mark for mark in marks if not any(mark in text for text in texts))
