@@ -5,7 +5,7 @@
 
 `--set train.max_steps=100` and the like are settings of align. Cache and run folder have to be on a
 file system that all workers share. Ray replaces a lost worker up to `--max-failures` times, and the
-run goes on from its last checkpoint.
+run resumes from its last checkpoint.
 """
 
 import argparse
